@@ -1,16 +1,16 @@
-"""Implements `controller override`: sets, clears and lists overrides, and shows their audit."""
+"""Implements `controller override`: sets and clears overrides; `override_lists` shows them."""
 
 import datetime as dt
 import getpass
-import json
 import os
 import re
 import secrets
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controller.cli import override_lists
 from controller.cli.connection import (
     DEFAULT_ADDRESS,
     UINT32_MAX,
@@ -18,15 +18,11 @@ from controller.cli.connection import (
     connected,
     for_operators,
 )
-from controller.cli.output import Column, Listing, Output, OutputOption, plain_values, show
 from controller.util.exit_codes import Exit
 from controller.wire.override_text import (
     PRECEDENCE,
-    author_text,
     batch_range,
     regime_text,
-    rule_text,
-    scope_text,
 )
 
 if TYPE_CHECKING:
@@ -40,8 +36,6 @@ override = typer.Typer(
     no_args_is_help=True,
     help=f"Pins, bounds and forbids what engines may run, for a while.\n\n{PRECEDENCE}",
 )
-
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON lines: one message a line.")]
 
 
 @override.command("set")
@@ -135,7 +129,7 @@ def set_(
         answer = policy_pb2_grpc.PolicyServiceStub(channel).SetOverride(
             request, timeout=_ANSWER_SECONDS_MAX
         )
-    lasts = _lasts(answer.held)
+    lasts = override_lists.lasts_text(answer.held)
     if answer.repeated:
         print(f"{name} is in force by this very request already, and ends in {lasts}")
     elif answer.end_moved:
@@ -174,133 +168,9 @@ def clear(
     _print_effects(answer.effects, would=False, renewed=False)
 
 
-@override.command("list")
-def list_(
-    output: OutputOption = Output.TABLE,
-    as_json: AsJson = False,
-    address: Address = DEFAULT_ADDRESS,
-) -> None:
-    """Shows the overrides in force, and which one wins."""
-    from speculation.v1 import policy_pb2, policy_pb2_grpc
-
-    with connected(address) as channel:
-        answer = policy_pb2_grpc.PolicyServiceStub(channel).ListOverrides(
-            policy_pb2.ListOverridesRequest(), timeout=_ANSWER_SECONDS_MAX
-        )
-    if as_json:
-        _print_json(answer.overrides)
-    else:
-        show(_OVERRIDES, answer.overrides, output, "no override is in force")
-        if answer.overrides and output in {Output.TABLE, Output.WIDE}:
-            print(PRECEDENCE)
-    if answer.HasField("policy") and not answer.policy.ok:
-        typer.echo(
-            f"the policy file cannot be used, so what it said before stays in force: "
-            f"{answer.policy.detail}", err=True,
-        )  # fmt: skip
-    if not answer.store.ok:
-        typer.echo(f"the store is in trouble: {answer.store.detail}", err=True)
-
-
-@override.command("watch")
-def watch(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> None:
-    """Shows what is in force, then every change, until it is interrupted."""
-    from speculation.v1 import policy_pb2, policy_pb2_grpc
-
-    with connected(address) as channel:
-        stub = policy_pb2_grpc.PolicyServiceStub(channel)
-        if not as_json:
-            print(PRECEDENCE, flush=True)
-        for news in stub.WatchOverrides(policy_pb2.WatchOverridesRequest()):
-            if as_json:
-                _print_json([news])
-                continue
-            kind = policy_pb2.WatchOverridesResponse.Kind.Name(news.kind).removeprefix("KIND_")
-            held = news.held
-            print(
-                f"{kind.lower():8} {held.override.override_id}  {scope_text(held.override)}: "
-                f"{rule_text(held.override)}; {author_text(held)}: {held.override.reason}",
-                flush=True,
-            )
-
-
-@override.command("log")
-def log(
-    override_id: Annotated[str, typer.Argument(help="Only of this override.")] = "",
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 50,
-    output: OutputOption = Output.TABLE,
-    as_json: AsJson = False,
-    address: Address = DEFAULT_ADDRESS,
-) -> None:
-    """Shows who changed what, when, why and from where; the newest first."""
-    from speculation.v1 import policy_pb2, policy_pb2_grpc
-
-    with connected(address) as channel:
-        answer = policy_pb2_grpc.PolicyServiceStub(channel).QueryAudit(
-            policy_pb2.QueryAuditRequest(limit=limit, override_id=override_id),
-            timeout=_ANSWER_SECONDS_MAX,
-        )
-    if as_json:
-        _print_json(answer.records)
-    else:
-        show(_CHANGES, answer.records, output, "no override was ever changed")
-
-
-def _moment(seconds: float) -> str:
-    """A Unix time, in UTC."""
-    return f"{dt.datetime.fromtimestamp(seconds, dt.UTC):%Y-%m-%d %H:%M:%S}"
-
-
-def _in_short(record: "policy_pb2.AuditRecord", name: Literal["before", "after"]) -> str:
-    if not record.HasField(name):
-        return "-"
-    override = record.before if name == "before" else record.after
-    return f"{scope_text(override)}: {rule_text(override)}"
-
-
-def _lasts(held: "policy_pb2.HeldOverride") -> str:
-    if held.origin:
-        return "with its file"
-    if not held.HasField("remaining_seconds"):
-        return "permanent"
-    seconds = round(held.remaining_seconds)
-    for unit, size in (("d", 86_400), ("h", 3600), ("m", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds} s"
-
-
-_OVERRIDES: "Listing[policy_pb2.HeldOverride]" = Listing(
-    "OverrideList",
-    lambda held: held.override.override_id,
-    (
-        Column("override", lambda held: held.override.override_id),
-        Column("for", lambda held: scope_text(held.override), priority=1),
-        Column("what", lambda held: rule_text(held.override)),
-        Column("origin", lambda held: held.origin or "operator", priority=5),
-        Column("who", lambda held: held.override.author, priority=3),
-        Column("why", lambda held: held.override.reason, priority=2),
-        Column("set at", lambda held: _moment(held.created_at), priority=6),
-        Column("ends in", _lasts, right=True, priority=1),
-        Column("etag", lambda held: held.etag or "-", priority=7),
-    ),
-    plain_values,
-)
-_CHANGES: "Listing[policy_pb2.AuditRecord]" = Listing(
-    "OverrideChangeList",
-    lambda record: record.override_id,
-    (
-        Column("when", lambda record: _moment(record.at)),
-        Column("what", lambda record: record.action),
-        Column("override", lambda record: record.override_id),
-        Column("who", lambda record: record.author or "-", priority=1),
-        Column("why", lambda record: record.reason, priority=2),
-        Column("from", lambda record: record.origin, priority=5),
-        Column("before", lambda record: _in_short(record, "before"), priority=4),
-        Column("after", lambda record: _in_short(record, "after"), priority=3),
-    ),
-    plain_values,
-)
+override.command("list")(override_lists.list_)
+override.command("watch")(override_lists.watch)
+override.command("log")(override_lists.log)
 
 
 def _print_effects(
@@ -373,14 +243,6 @@ def _timing_text(effect: "policy_pb2.OverrideEffect") -> str:
         kind.TIMING_NEXT_CONTACT: "when it next asks (it is not connected now)",
         kind.TIMING_AFTER_MEASUREMENT: "when the measurement under way has ended",
     }.get(effect.timing, "with its next plan")
-
-
-def _print_json(messages: Iterable[Any]) -> None:
-    from google.protobuf import json_format
-
-    for message in messages:
-        found = json_format.MessageToDict(message, preserving_proto_field_name=True)
-        print(json.dumps(found, ensure_ascii=False), flush=True)
 
 
 def _scope(engine: str | None, model: str | None, fleet: bool) -> "policy_pb2.Scope":

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from controller.cli.explain import _ENGINES
 from controller.cli.output import Column, Listing, Output, fitting_table, show
-from controller.cli.override import _OVERRIDES
+from controller.cli.override_lists import _OVERRIDES
 from controller.cli.top import ENGINES
 from speculation.v1.policy_pb2 import HeldOverride, Override
 from speculation.v1.service_pb2 import EngineOverview
