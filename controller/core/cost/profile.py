@@ -74,21 +74,21 @@ class Profile:
             raise InvalidProfileError("the profile holds no measurement")
         rates = ("kv_tokens_per_sequence", "seconds_per_kv_token", "catch_up_seconds_per_token")
         for name in rates:
-            if not 0 <= getattr(self, name) < float("inf"):
+            if not 0 <= getattr(self, name) <= _MOST:
                 raise InvalidProfileError(
-                    f"{name} {getattr(self, name)} must be finite and not negative"
+                    f"{name} {getattr(self, name)} must be between 0 and {_MOST}"
                 )
         names = {d.name for d in self.drafters}
         seen: set[tuple[str, int, int]] = set()
         for cell in self.cells:
             where = f"cell ({cell.drafter}, gamma {cell.gamma}, batch {cell.batch_size})"
-            if not 0 < cell.step_seconds < float("inf"):
+            if not 0 < cell.step_seconds <= _MOST:
                 raise InvalidProfileError(
-                    f"{where}: step_seconds {cell.step_seconds} must be finite and above 0"
+                    f"{where}: step_seconds {cell.step_seconds} must be above 0, at most {_MOST}"
                 )
-            if not 0 <= cell.spread_seconds < float("inf"):
+            if not 0 <= cell.spread_seconds <= _MOST:
                 raise InvalidProfileError(
-                    f"{where}: spread_seconds {cell.spread_seconds} must be finite, not negative"
+                    f"{where}: spread_seconds {cell.spread_seconds} must be between 0 and {_MOST}"
                 )
             least = min(cell.gamma + 1, cell.batch_size, cell.steps)
             if least < 1 or max(cell.gamma, cell.batch_size, cell.steps) > _MOST:

@@ -248,7 +248,9 @@ def test_all_arms_have_run(engine: EngineProcess, sidecar: ScriptedSidecar) -> N
     reports = sidecar.reports
     every = {("eagle3", gamma) for gamma in GAMMAS} | {("dflash", gamma) for gamma in GAMMAS[1:]}
     every |= {(name, g) for name in ("ngram", "eagle3+ngram", "dflash+ngram") for g in (3, 7)}
-    assert {(report.drafter, report.gamma) for report in reports} == every
+    ran = {(report.drafter, report.gamma) for report in reports}
+    # A drafter that is to wake up lets the lookup draft once more, at the plan's length.
+    assert every <= ran <= every | {("ngram", gamma) for gamma in GAMMAS[1:]}
     assert not any(report.flags.eager_fallback for report in reports)
     status = engine.internal_state()["speculation_controller"]
     assert status["sleep"]["slept"] > 0

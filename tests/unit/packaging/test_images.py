@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,19 +151,21 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def root(bare: Path, tmp_path: Path) -> Iterator[Root]:
-    yield from copied(bare, tmp_path / "root")
+def root(bare: Path) -> Iterator[Root]:
+    yield from copied(bare)
 
 
 @pytest.fixture
-def builder(bare: Path, tmp_path: Path) -> Iterator[Root]:
-    yield from copied(bare, tmp_path / "builder")
+def builder(bare: Path) -> Iterator[Root]:
+    yield from copied(bare)
 
 
-def copied(bare: Path, path: Path) -> Iterator[Root]:
-    subprocess.run(["cp", "-a", "--reflink=auto", bare, path], check=True)
-    yield Root(path)
-    shutil.rmtree(path)
+def copied(bare: Path) -> Iterator[Root]:
+    """At a short path: that of a socket has at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="root-") as folder:
+        path = Path(folder) / "root"
+        subprocess.run(["cp", "-a", "--reflink=auto", bare, path], check=True)
+        yield Root(path)
 
 
 def megabytes(folder: Path) -> float:
