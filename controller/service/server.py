@@ -45,6 +45,9 @@ from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import CoreFactory, SessionRegistry
 from controller.service.sessions.session import EngineSession, SessionObserver
 from controller.service.sessions.training_state import TrainingStateFiles
+from controller.service.status.fleet_publisher import FleetPublisher
+from controller.service.status.fleet_summary import FleetMember
+from controller.service.status.fleet_view import FleetView
 from controller.service.status.page_server import PageServer
 from controller.service.status.readiness import Readiness
 from controller.service.status.status_cache import StatusCache
@@ -107,6 +110,9 @@ class Sidecar(SessionObserver):
         self._status_cache = StatusCache(
             self.registry, self.override_registry, self._readiness, self._clock
         )
+        board, me = store.summaries, FleetMember.of_this_process()
+        self._fleet_publisher = FleetPublisher(board, self._status_cache, me)
+        self._fleet_view = FleetView(board, self._status_cache, self._clock, me)
         self._policy = PolicyServicer(
             self.override_registry, settings.override_default_seconds, settings.override_max_seconds
         )
@@ -191,6 +197,7 @@ class Sidecar(SessionObserver):
             if settings.page_port:
                 self._page = PageServer(
                     self._status_cache,
+                    self._fleet_view,
                     asyncio.get_running_loop(),
                     settings.page_host,
                     settings.page_port,
@@ -208,6 +215,7 @@ class Sidecar(SessionObserver):
         self._estimates.open()
         self._training.open()
         self._status_cache.open()
+        self._fleet_publisher.open()
         self._background = [
             asyncio.create_task(self._expire()),
             asyncio.create_task(self._watch_load()),
@@ -244,6 +252,8 @@ class Sidecar(SessionObserver):
         await self._servers.stop(sessions)
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
+        await self._fleet_publisher.close()
+        await self._fleet_view.close()
         await self._status_cache.close()
         await self._fleet.close()
         await self._estimates.close()
