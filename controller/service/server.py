@@ -45,8 +45,6 @@ from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import CoreFactory, SessionRegistry
 from controller.service.sessions.session import EngineSession, SessionObserver
 from controller.service.sessions.training_state import TrainingStateFiles
-from controller.service.status.fleet_publisher import FleetPublisher
-from controller.service.status.fleet_summary import FleetMember
 from controller.service.status.fleet_view import FleetView
 from controller.service.status.page_server import PageServer
 from controller.service.status.readiness import Readiness
@@ -98,8 +96,7 @@ class Sidecar(SessionObserver):
         self._estimates = FleetEstimates(store.blobs, self.registry)
         self._training = TrainingStateFiles(settings.state_path / "training", self.registry)
         self._recorder = self._make_recorder()
-        self._path = settings.socket_path
-        self.operator_socket = OperatorSocket(self._path)
+        self.operator_socket = OperatorSocket(settings.socket_path)
         self._readiness = Readiness(
             self.registry,
             self.profiles,
@@ -110,9 +107,7 @@ class Sidecar(SessionObserver):
         self._status_cache = StatusCache(
             self.registry, self.override_registry, self._readiness, self._clock
         )
-        board, me = store.summaries, FleetMember.of_this_process()
-        self._fleet_publisher = FleetPublisher(board, self._status_cache, me)
-        self._fleet_view = FleetView(board, self._status_cache, self._clock, me)
+        self._fleet_view = FleetView(store.summaries, self._status_cache, self._clock)
         self._policy = PolicyServicer(
             self.override_registry, settings.override_default_seconds, settings.override_max_seconds
         )
@@ -215,7 +210,7 @@ class Sidecar(SessionObserver):
         self._estimates.open()
         self._training.open()
         self._status_cache.open()
-        self._fleet_publisher.open()
+        self._fleet_view.open()
         self._background = [
             asyncio.create_task(self._expire()),
             asyncio.create_task(self._watch_load()),
@@ -252,7 +247,6 @@ class Sidecar(SessionObserver):
         await self._servers.stop(sessions)
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
-        await self._fleet_publisher.close()
         await self._fleet_view.close()
         await self._status_cache.close()
         await self._fleet.close()
@@ -309,7 +303,11 @@ class Sidecar(SessionObserver):
         )
         service_pb2_grpc.add_InspectionServiceServicer_to_server(
             InspectionServicer(
-                self.registry, self.override_registry, self._readiness, self._status_cache
+                self.registry,
+                self.override_registry,
+                self._readiness,
+                self._status_cache,
+                self._fleet_view,
             ),
             server,
         )

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 import structlog
 
 import controller
-from controller.service.status.fleet_summary import EVERY_SECONDS, FleetMember, summary_of, to_body
+from controller.service.status.fleet_summary import (
+    EVERY_SECONDS,
+    FleetMember,
+    encode_summary,
+    summary_of,
+)
 from controller.service.status.status_cache import StatusCache
 from controller.store.interface import StoreUnavailableError, SummaryBoard
 from controller.util import cancellation
@@ -67,7 +72,9 @@ class FleetPublisher:
         while True:
             lines = await self._status_cache.lines()
             every = self._seconds()
-            body = to_body(self._me.name, controller.__version__, every, map(summary_of, lines))
+            body = encode_summary(
+                self._me.name, controller.__version__, every, map(summary_of, lines)
+            )
             try:
                 await board.put(self._me.source, body)
             except StoreUnavailableError as error:

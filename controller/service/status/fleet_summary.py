@@ -70,6 +70,7 @@ class EngineSummary:
     overrides: Annotated[tuple[_Id, ...], Field(max_length=OVERRIDES_MAX)] = ()
     more_overrides: _Count = 0
     unavailable: _Words = ""
+    generated_per_second: _Amount | None = None
 
 
 @with_config(_STRICT)
@@ -127,10 +128,11 @@ def summary_of(line: EngineLine) -> EngineSummary:
         overrides=line.overrides[:OVERRIDES_MAX],
         more_overrides=len(line.overrides[OVERRIDES_MAX:]),
         unavailable=_short(line.unavailable),
+        generated_per_second=_amount(line.generated_per_second),
     )
 
 
-def to_body(
+def encode_summary(
     sidecar: str, version: str, every_seconds: float, engines: Iterable[EngineSummary]
 ) -> bytes:
     """Returns a sidecar's text; what goes beyond its bounds is left out, and counted in it."""
@@ -150,7 +152,7 @@ def to_body(
     return f'{_json(values)[:-1]},"engines":[{",".join(kept)}]}}'.encode()
 
 
-def from_body(body: bytes) -> tuple[SidecarSummary, list[EngineSummary], int]:
+def decode_summary(body: bytes) -> tuple[SidecarSummary, list[EngineSummary], int]:
     """Returns a text's head, its engines, and how many of these cannot be used.
 
     Raises ValueError for what is no such text.

@@ -16,10 +16,11 @@ from typing import Final
 import structlog
 
 from controller.core.clock import Clock
+from controller.service.status.fleet_publisher import FleetPublisher, Published
 from controller.service.status.fleet_summary import (
     EngineSummary,
     FleetMember,
-    from_body,
+    decode_summary,
     summary_of,
 )
 from controller.service.status.status_cache import StatusCache
@@ -71,8 +72,11 @@ class FleetEngine:
 
     @property
     def tokens_gained_per_second(self) -> float | None:
-        """Tokens per second less what gamma = 0 would yield by estimate; None if unknown."""
-        rate, gain = self.summary.tokens_per_second, self.summary.gain
+        """Tokens generated less what gamma = 0 would have in the same time of decoding.
+
+        By the estimate behind `gain`; None if one of both is unknown.
+        """
+        rate, gain = self.summary.generated_per_second, self.summary.gain
         return None if rate is None or not gain else rate - rate / gain
 
 
@@ -82,7 +86,7 @@ class FleetTotals:
 
     steered, unsteered ("alone" or "away"), waiting (no step reported yet), silent and unavailable
     add up to engines.  off: steered with gamma = 0.  overridden: with an override in force.
-    tokens_gained_per_second: over gamma = 0 by estimate, of the engines of which it is known.
+    tokens_gained_per_second: against gamma = 0 by estimate, of the engines of which it is known.
     """
 
     engines: int
@@ -94,7 +98,7 @@ class FleetTotals:
     unavailable: int
     off: int
     overridden: int
-    tokens_per_second: float
+    generated_per_second: float
     tokens_gained_per_second: float
 
 
@@ -129,7 +133,7 @@ def totals_of(engines: Sequence[FleetEngine]) -> FleetTotals:
         unavailable=len(heard) - len(shown),
         off=sum(engine.link == "steered" and not engine.summary.gamma for engine in shown),
         overridden=sum(bool(engine.summary.overrides) for engine in shown),
-        tokens_per_second=sum(engine.summary.tokens_per_second or 0.0 for engine in shown),
+        generated_per_second=sum(engine.summary.generated_per_second or 0.0 for engine in shown),
         tokens_gained_per_second=sum(engine.tokens_gained_per_second or 0.0 for engine in shown),
     )
 
@@ -145,20 +149,30 @@ class FleetView:
         board: SummaryBoard | None,
         status_cache: StatusCache,
         clock: Clock,
-        me: FleetMember,
     ) -> None:
         self._board = board
         self._status_cache = status_cache
         self._clock = clock
-        self._me = me
+        self._me = FleetMember.of_this_process()
+        self._publisher = FleetPublisher(board, status_cache, self._me)
         self._others = Fleet((), board is not None, _NOT_READ if board else _ALONE)
         self._read_at = -math.inf
         self._fresh_until = -math.inf
         self._reading: asyncio.Task[None] | None = None
         self.refused = 0
 
+    @property
+    def published(self) -> Published:
+        """Returns how often this sidecar's own engines were published."""
+        return self._publisher.published
+
+    def open(self) -> None:
+        """Begins to publish this sidecar's engines; those of others are read when asked for."""
+        self._publisher.open()
+
     async def close(self) -> None:
-        """Ends a reading that is under way."""
+        """Takes this sidecar's engines back, and ends a reading that is under way."""
+        await self._publisher.close()
         if self._reading is not None:
             await cancellation.end([self._reading])
 
@@ -215,7 +229,7 @@ def _parsed(stored: Summaries, own: str) -> Fleet:
 
 def _engines_of(summary: Summary) -> tuple[list[FleetEngine], int, int]:
     """(engines of a text, engines that cannot be used, engines left out).  Raises ValueError."""
-    head, engines, refused = from_body(summary.body)
+    head, engines, refused = decode_summary(summary.body)
     overdue = summary.age_seconds > _OVERDUE * head.every_seconds + _SLACK_SECONDS
     found = [
         FleetEngine(head.sidecar, summary.source, engine, summary.age_seconds, silent=overdue)

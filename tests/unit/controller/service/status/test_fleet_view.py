@@ -8,19 +8,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from controller.service.status import fleet_publisher, fleet_view, status_cache
-from controller.service.status.fleet_summary import EngineSummary, from_body, to_body
+from controller.service.status.fleet_summary import EngineSummary, decode_summary, encode_summary
 from controller.service.status.fleet_view import Fleet, FleetEngine, totals_of
 from controller.store import redis_summaries
+from speculation.v1 import service_pb2
 from tests.support.redis_server import RedisServer
 from tests.support.service_harness import (
     PATIENCE_SECONDS,
     Running,
     SteerClient,
+    failure,
     report_message,
     serving,
+    soon,
     until,
 )
 
@@ -81,12 +85,13 @@ def summary(engine_id: str = "engine-0", **changes: Any) -> EngineSummary:
         "accept_length": 2.5,
         "tokens_per_second": 300.0,
         "gain": 1.5,
+        "generated_per_second": 300.0,
     }
     return EngineSummary(**values | changes)
 
 
 def body(*engines: EngineSummary, sidecar: str = "other", every: float = 5.0) -> bytes:
-    return to_body(sidecar, "1.0", every, engines)
+    return encode_summary(sidecar, "1.0", every, engines)
 
 
 def put(server: RedisServer, source: str, text: bytes | str, age_seconds: float = 1.0) -> None:
@@ -151,12 +156,12 @@ async def test_a_sidecar_that_is_not_heard_of_is_silent_and_its_return_ends_that
 ):
     async with fleet(tmp_path, server, 1) as (one,):
         put(server, "ab", body(summary("engine-b")), age_seconds=19.0)
-        put(server, "cd", body(summary("engine-c", tokens_per_second=100.0)), age_seconds=21.0)
+        put(server, "cd", body(summary("engine-c", generated_per_second=100.0)), age_seconds=21.0)
         found = await seen(one, lambda f: len(f.engines) == 2)
         assert [engine.link for engine in found.engines] == ["steered", "silent"]
         assert found.engines[1].age_seconds > 20.0
         totals = totals_of(found.engines)
-        assert (totals.steered, totals.silent, totals.tokens_per_second) == (1, 1, 300.0)
+        assert (totals.steered, totals.silent, totals.generated_per_second) == (1, 1, 300.0)
         # Its next process, on the same host.
         put(server, "ef", body(summary("engine-c")))
         again = await seen(one, lambda f: not any(e.silent for e in f.engines))
@@ -175,7 +180,7 @@ async def test_without_redis_ones_own_engines_are_still_shown_and_nobody_waits(
             found = await seen(one, lambda f: f.trouble)
             assert ids(found) == ["engine-a"]
             assert "the store is away" in found.trouble
-            failed = one.sidecar._fleet_publisher.published
+            failed = one.sidecar._fleet_view.published
             await until(lambda: failed.failed)
             assert (await one.status("engine-a")).engine.engine_id == "engine-a"
         finally:
@@ -201,6 +206,44 @@ async def test_a_redis_that_hangs_keeps_no_look_waiting(
         finally:
             server.resume()
         await seen(one, lambda f: not f.trouble)
+
+
+async def test_the_call_lists_the_fleet_and_narrows_it(tmp_path: Path, server: RedisServer):
+    async with fleet(tmp_path, server) as (one, two):
+        await one.introduce("engine-a")
+        put(server, "ab", body(summary("engine-b", overrides=("night",), more_overrides=2)))
+        put(server, "cd", body(summary("engine-b", gamma=0, gain=0.5), sidecar="pod-9"))
+
+        async def ask(words: str = "") -> service_pb2.ListFleetResponse:
+            request = service_pb2.ListFleetRequest(filter=words)
+            return await soon(two.inspection.ListFleet(request))
+
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while len((found := await ask()).engines) < 3:  # noqa: ASYNC110  # it is in Redis
+                await asyncio.sleep(0.02)
+        a, b, c = found.engines
+        assert (a.engine_id, a.local, a.link) == ("engine-a", False, "away")
+        # Two sidecars may have engines of one name.
+        assert [(e.engine_id, e.sidecar) for e in (b, c)] == [
+            ("engine-b", "other"),
+            ("engine-b", "pod-9"),
+        ]
+        assert (list(b.overrides), b.more_overrides, b.accept_length) == (["night"], 2, 2.5)
+        assert (b.tokens_gained_per_second, c.tokens_gained_per_second) == (100.0, -300.0)
+        totals = found.totals
+        assert (totals.engines, totals.sidecars, totals.off, totals.overridden) == (3, 3, 1, 1)
+        assert totals.tokens_gained_per_second == -200.0
+        assert (found.shared, found.trouble) == (True, "")
+        for words, count in {
+            "sidecar=pod-9": 1,
+            "override=night": 1,
+            "nig": 1,
+            "link=away": 1,
+        }.items():
+            assert len((await ask(words)).engines) == count, words
+        code, text = await failure(ask("speed=9"))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "the filter names the field 'speed'" in text
 
 
 HEAD = json.loads(body())
@@ -259,13 +302,13 @@ async def test_what_somebody_else_wrote_is_skipped_and_counted(tmp_path: Path, s
 @pytest.mark.parametrize("name", POISON)
 def test_each_bad_text_is_refused_by_itself(name: str):
     with pytest.raises(ValueError, match="SidecarSummary"):
-        from_body(POISON[name])
+        decode_summary(POISON[name])
 
 
 @pytest.mark.parametrize("name", BAD_ENGINES)
 def test_each_bad_engine_is_refused_by_itself(name: str):
     engines = [GOOD, BAD_ENGINES[name], GOOD | {"engine_id": "other"}]
-    _, found, refused = from_body(json.dumps(HEAD | {"engines": engines}).encode())
+    _, found, refused = decode_summary(json.dumps(HEAD | {"engines": engines}).encode())
     assert [engine.engine_id for engine in found] == ["good", "other"]
     assert refused == 1
 
@@ -287,7 +330,7 @@ async def test_a_clock_of_redis_that_was_ahead_leaves_nothing_behind(
 ):
     put(server, "ab", body(summary("engine-b")), age_seconds=-1e6)
     async with fleet(tmp_path, server, 1) as (one,):
-        await until(lambda: one.sidecar._fleet_publisher.published.written)
+        await until(lambda: one.sidecar._fleet_view.published.written)
         assert not (await seen(one, lambda f: not f.trouble)).engines
 
 
@@ -301,7 +344,7 @@ async def test_two_hundred_sidecars_and_one_with_two_hundred_engines(
         found = await seen(one, lambda f: len(f.engines) == 400)
         totals = totals_of(found.engines)
         assert (totals.engines, totals.sidecars, totals.steered) == (400, 201, 400)
-        assert totals.tokens_per_second == pytest.approx(400 * 300.0)
+        assert totals.generated_per_second == pytest.approx(400 * 300.0)
         assert totals.tokens_gained_per_second == pytest.approx(400 * 100.0)
         assert (found.refused, found.left_out) == (0, 0)
 
@@ -325,11 +368,11 @@ def test_a_text_keeps_to_its_bounds_and_says_what_it_leaves_out():
     engines = [summary(name[: -len(str(n))] + str(n), target_model="é" * 200) for n in range(1100)]
     text = body(*engines)
     assert len(text) <= redis_summaries.TEXT_BYTES_MAX
-    head, found, refused = from_body(text)
+    head, found, refused = decode_summary(text)
     assert refused == 0
     assert 0 < head.left_out == 1100 - len(found)
     assert found == engines[: len(found)]
-    head, found, _ = from_body(body(*(summary(str(n)) for n in range(1100))))
+    head, found, _ = decode_summary(body(*(summary(str(n)) for n in range(1100))))
     assert (len(found), head.left_out) == (1024, 76)
 
 
@@ -341,8 +384,8 @@ def test_totals_count_each_engine_once():
         engine("a"),
         engine("b", gamma=0, gain=1.0),
         engine("c", link="alone", gamma=0),
-        engine("d", link="away", tokens_per_second=None),
-        engine("e", link="waiting", tokens_per_second=None, gain=None),
+        engine("d", link="away", generated_per_second=None),
+        engine("e", link="waiting", generated_per_second=None, gain=None),
         engine("f", silent=True),
         engine("g", link="", unavailable="broken"),
         engine("h", gain=0.5, overrides=("o1",)),
@@ -357,6 +400,6 @@ def test_totals_count_each_engine_once():
         "unavailable": 1,
         "off": 1,
         "overridden": 1,
-        "tokens_per_second": 1200.0,
+        "generated_per_second": 1200.0,
         "tokens_gained_per_second": 100.0 + 0.0 + 100.0 - 300.0,
     }
