@@ -336,8 +336,9 @@ class Sidecar(SessionObserver):
         host, port = self._settings.metrics_host, self._settings.metrics_port
         try:
             return MetricsServer(
-                self.registry, self.override_registry, asyncio.get_running_loop(), host, port
-            )
+                self.registry, self.override_registry, self._fleet_view,
+                asyncio.get_running_loop(), host, port,
+            )  # fmt: skip
         except OSError as error:
             raise AddressTakenError(
                 f"/metrics cannot be served on {host}:{port}: {error.strerror}; name another port "

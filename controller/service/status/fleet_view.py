@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 
 from controller.core.clock import Clock
-from controller.service.status.fleet_publisher import FleetPublisher, Published
+from controller.service.status.fleet_publisher import FleetPublisher
 from controller.service.status.fleet_summary import (
     EngineSummary,
     FleetMember,
@@ -118,6 +118,19 @@ class Fleet:
     left_out: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class FleetCounts:
+    """Counts since the start.
+
+    written, failed: texts that this sidecar published, or could not.  refused: entries that could
+    not be used, of all that were read.
+    """
+
+    written: int
+    failed: int
+    refused: int
+
+
 def totals_of(engines: Sequence[FleetEngine]) -> FleetTotals:
     """Adds up the engines of a view."""
     heard = [engine for engine in engines if not engine.silent]
@@ -139,10 +152,7 @@ def totals_of(engines: Sequence[FleetEngine]) -> FleetTotals:
 
 
 class FleetView:
-    """One per sidecar.
-
-    refused: entries that could not be used, of all that were read so far.
-    """
+    """One per sidecar."""
 
     def __init__(
         self,
@@ -159,12 +169,15 @@ class FleetView:
         self._read_at = -math.inf
         self._fresh_until = -math.inf
         self._reading: asyncio.Task[None] | None = None
-        self.refused = 0
+        self._refused = 0
 
     @property
-    def published(self) -> Published:
-        """Returns how often this sidecar's own engines were published."""
-        return self._publisher.published
+    def counts(self) -> FleetCounts | None:
+        """Returns what has happened so far; None without a store that others use."""
+        if self._board is None:
+            return None
+        published = self._publisher.published
+        return FleetCounts(published.written, published.failed, self._refused)
 
     def open(self) -> None:
         """Begins to publish this sidecar's engines; those of others are read when asked for."""
@@ -203,7 +216,7 @@ class FleetView:
             found = Fleet((), shared=True, trouble=f"the store is away: {error}")
         if found.refused and found.refused != self._others.refused:
             _log.warning("fleet_entries_refused", entries=found.refused)
-        self.refused += found.refused
+        self._refused += found.refused
         self._others, self._read_at = found, self._clock.now()
         self._fresh_until = self._read_at + max(_SECONDS, busy / _SHARE_MAX)
 

@@ -7,14 +7,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import grpc
 import pytest
 
 from controller.service.status import fleet_publisher, fleet_view, status_cache
 from controller.service.status.fleet_summary import EngineSummary, decode_summary, encode_summary
-from controller.service.status.fleet_view import Fleet, FleetEngine, totals_of
+from controller.service.status.fleet_view import Fleet, FleetCounts, FleetEngine, totals_of
 from controller.store import redis_summaries
+from lab.harness.ports import free_port
 from speculation.v1 import service_pb2
 from tests.support.redis_server import RedisServer
 from tests.support.service_harness import (
@@ -49,13 +51,17 @@ def server(running_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Redi
 
 
 @asynccontextmanager
-async def fleet(folder: Path, server: RedisServer, count: int = 2) -> AsyncIterator[list[Running]]:
+async def fleet(
+    folder: Path, server: RedisServer, count: int = 2, **settings: Any
+) -> AsyncIterator[list[Running]]:
     async with AsyncExitStack() as stack:
         sidecars = []
         for number in range(count):
             own = folder / f"pod-{number}"
             own.mkdir(exist_ok=True)
-            sidecars.append(await stack.enter_async_context(serving(own, redis_url=server.url)))
+            sidecars.append(
+                await stack.enter_async_context(serving(own, redis_url=server.url, **settings))
+            )
         yield sidecars
 
 
@@ -66,6 +72,19 @@ async def seen(running: Running, condition: Callable[[Fleet], Any]) -> Fleet:
         while not condition(fleet := await view.look()):  # noqa: ASYNC110  # it is in Redis
             await asyncio.sleep(0.02)
     return fleet
+
+
+def counted(running: Running) -> FleetCounts:
+    counts = running.sidecar._fleet_view.counts
+    assert counts is not None
+    return counts
+
+
+def scraped(port: int) -> dict[str, float]:
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_SECONDS) as answer:
+        lines = str(answer.read(), "utf-8").splitlines()
+    found = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in found}
 
 
 def ids(fleet: Fleet) -> list[str]:
@@ -180,8 +199,7 @@ async def test_without_redis_ones_own_engines_are_still_shown_and_nobody_waits(
             found = await seen(one, lambda f: f.trouble)
             assert ids(found) == ["engine-a"]
             assert "the store is away" in found.trouble
-            failed = one.sidecar._fleet_view.published
-            await until(lambda: failed.failed)
+            await until(lambda: counted(one).failed)
             assert (await one.status("engine-a")).engine.engine_id == "engine-a"
         finally:
             server.start()
@@ -283,7 +301,8 @@ BAD_ENGINES: Mapping[str, Any] = {
 
 
 async def test_what_somebody_else_wrote_is_skipped_and_counted(tmp_path: Path, server: RedisServer):
-    async with fleet(tmp_path, server, 1) as (one,):
+    port = free_port()
+    async with fleet(tmp_path, server, 1, metrics_port=port) as (one,):
         for number, text in enumerate(POISON.values()):
             put(server, f"{number:x}", text)
         engines = [GOOD, *BAD_ENGINES.values()]
@@ -296,7 +315,10 @@ async def test_what_somebody_else_wrote_is_skipped_and_counted(tmp_path: Path, s
         found = await seen(one, lambda f: f.engines and f.refused == expected)
         assert ids(found) == ["good"]
         assert found.engines[0].summary == summary("good")
-        assert one.sidecar._fleet_view.refused >= expected
+        metrics = await asyncio.to_thread(scraped, port)
+        assert metrics["speculation_fleet_refused_entries_total"] >= expected
+        assert metrics['speculation_fleet_summaries_total{outcome="written"}'] >= 1
+        assert metrics['speculation_fleet_summaries_total{outcome="failed"}'] == 0
 
 
 @pytest.mark.parametrize("name", POISON)
@@ -330,7 +352,7 @@ async def test_a_clock_of_redis_that_was_ahead_leaves_nothing_behind(
 ):
     put(server, "ab", body(summary("engine-b")), age_seconds=-1e6)
     async with fleet(tmp_path, server, 1) as (one,):
-        await until(lambda: one.sidecar._fleet_view.published.written)
+        await until(lambda: counted(one).written)
         assert not (await seen(one, lambda f: not f.trouble)).engines
 
 
