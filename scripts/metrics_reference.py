@@ -16,9 +16,13 @@ REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 _HEAD = """# Metrics
 
 The sidecar serves these metrics at `/metrics` (`--metrics-host`, `--metrics-port`; 127.0.0.1:9464),
-with the usual `process_*` and `python_*` metrics. The dashboard and the alert rules are in
-`deploy/monitoring`. This page is written from the code by `scripts/metrics_reference.py`, and
-`make check` compares the two.
+with the usual `process_*` and `python_*` metrics. This page is written from the code by
+`scripts/metrics_reference.py`, and `make check` compares the two.
+
+The dashboard and the alert rules are in `deploy/monitoring`. Tests run every query of both, and of
+this page, in a Prometheus that scrapes a sidecar, and hold the dashboard against the models that
+Grafana publishes for its version 11.6. It has not been opened in Grafana itself, which no registry
+of packages offers.
 
 Every series of an engine has the label `engine`, the engine's id, and at most one more label with
 few values. The counters of an engine end with its session and begin at zero with the next one. If
