@@ -31,6 +31,7 @@ from tests.system.monitoring.steered_engine import (
 ROOT = Path(__file__).resolve().parents[3]
 DASHBOARD = ROOT / "deploy" / "monitoring" / "dashboard.json"
 REFERENCE = ROOT / "docs" / "metrics.md"
+AUTOSCALING = ROOT / "docs" / "autoscaling.md"
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,19 @@ def test_every_query_of_the_reference_is_answered(stage: Stage):
     assert len(queries) > 5
     for query in queries:
         assert stage.prometheus.query(query), query
+
+
+def test_every_query_for_autoscalers_is_answered(stage: Stage):
+    stage.engine.run(50)
+    stage.settled()
+    queries = re.findall(r"```promql\n(.*?)```", AUTOSCALING.read_text(), re.DOTALL)
+    assert all(stage.prometheus.query(query) for query in queries)
+    # Over all that the engine has done, instead of what Prometheus has seen of it.
+    of_all = [re.sub(r"rate\((\w+)\[5m\]\)", r"\1", query) for query in queries]
+    token_seconds, gained = map(stage.prometheus.value, of_all)
+    engine = stage.engine
+    assert gained == pytest.approx(1 + engine.accepted / (engine.steps * BATCH_SIZE))
+    assert token_seconds == pytest.approx(engine.seconds / engine.steps / gained)
 
 
 def test_every_metric_has_its_place_on_the_dashboard():
