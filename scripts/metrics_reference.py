@@ -72,7 +72,10 @@ _AGREEMENT = (
         "draft acceptance rate",
         "accepted / draft tokens",
         "`speculation_draft_acceptance_rate`",
-        "`sglang:spec_accept_rate`, as if the newest draft length had run since the last log line",
+        (
+            "`sglang:spec_accept_rate`, as if the newest draft length had run since the last log "
+            "line; `spec_accept_rate` of a request, as if that of the engine's start had run"
+        ),
         "`spec_decode_num_accepted_tokens / spec_decode_num_draft_tokens`",
         (
             "`spec_decode_draft_acceptance_rate` of a request, "

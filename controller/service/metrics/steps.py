@@ -13,7 +13,6 @@ STEPS: Final[tuple[Family[EngineSnapshot], ...]] = (
     Family(
         _COUNTER, "speculation_reports", "Step reports that were accepted.",
         lambda e: e.session.counters.reports,
-        like="sglang:spec_verify_calls_total (where gamma > 0)",
     ),
     Family(
         _COUNTER, "speculation_step_seconds", "Wall-clock seconds of the reported steps.",
@@ -22,7 +21,7 @@ STEPS: Final[tuple[Family[EngineSnapshot], ...]] = (
     Family(
         _COUNTER, "speculation_sequence_steps",
         "Sequences that decoded, step by step, drafted for or not: the sum of all batch sizes.",
-        lambda e: e.session.counters.sequence_steps,
+        lambda e: e.session.counters.sequence_steps, like="sglang:spec_verify_calls_total",
     ),
     Family(
         _COUNTER, "speculation_drafts",
