@@ -44,7 +44,7 @@ what. *Accepted* and *draft tokens* are without the bonus token, the one that ev
 adds. A *draft* is one sequence in one step for which something was drafted. A *sequence step* is
 one sequence in one step, drafted for or not. The gauges cover the last minute; `rate()` of the
 counters gives the same ratio over any other time and over several engines. Names are those of
-SGLang 0.5.23, vLLM 0.33 and AIPerf 0.13.
+SGLang 0.5.23, vLLM 0.32 and AIPerf 0.13.
 """
 
 # What, its fraction, ours, SGLang's, vLLM's, AIPerf's.

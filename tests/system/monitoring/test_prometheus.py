@@ -19,7 +19,13 @@ from lab.harness.ports import free_port
 from tests.support.eventually import eventually
 from tests.support.prometheus_server import PATIENCE_SECONDS, PrometheusServer, prometheus, tool
 from tests.support.sidecar_process import SidecarProcess, controller, sidecar_process
-from tests.system.monitoring.selectors import Selector, dashboard_queries, panel_targets, selectors
+from tests.system.monitoring.selectors import (
+    Selector,
+    compared,
+    dashboard_queries,
+    panel_targets,
+    selectors,
+)
 from tests.system.monitoring.steered_engine import (
     BATCH_SIZE,
     ENGINE,
@@ -218,6 +224,14 @@ def test_every_metric_and_label_of_the_alerts_exists(stage: Stage):
     assert missing(stage, wanted) == set()
 
 
+def test_what_every_alert_compares_has_data(stage: Stage):
+    stage.engine.run(50)
+    stage.settled()
+    for name, query in alert_rules(stage).items():
+        for side in compared(query):
+            assert stage.prometheus.query(side), f"{name}: {side}"
+
+
 def test_every_alert_is_evaluated_without_an_error(stage: Stage):
     def evaluated() -> bool:
         groups = stage.prometheus.api("rules", type="alert")["groups"]
@@ -293,6 +307,18 @@ def test_what_replaces_a_deprecated_metric_is_there_and_says_the_same(stage: Sta
             re.findall(rf"^{one}{{.*}} (\S+)$", scraped, re.MULTILINE) for one in (name, successor)
         )
         assert old == new != []
+
+
+@pytest.mark.parametrize(
+    ("query", "sides"),
+    [
+        ("a > 1", {"a"}),
+        ("abs(a - b) >= 2 * c and on (x) d == 0", {"abs(a - b)", "2 * c", "d"}),
+        ("(a < b) unless c", {"a", "b", "c"}),
+    ],
+)
+def test_the_sides_of_comparisons_are_found(query: str, sides: set[str]):
+    assert set(compared(query)) == sides
 
 
 @pytest.mark.parametrize(
