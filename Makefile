@@ -28,7 +28,7 @@ check: setup ## The static part: format, lint, types, contract, drift of what is
 	@echo "check: alert rules for Kubernetes" && $(PYTHON_IN) scripts/prometheus_rule.py --check
 	@echo "check: shared files of the Helm chart" && $(PYTHON_IN) scripts/helm_files.py --check
 	@echo "check: prose" && $(PYTHON_IN) scripts/prose.py
-	@echo "check: links and anchors of the documents" && .venv/bin/mkdocs build --quiet
+	@echo "check: links and anchors of the documents" && .venv/bin/mkdocs build
 	@echo "check: licences of the images" && $(PYTHON_IN) scripts/bill_of_materials.py licences
 	@echo "check: ok"
 
@@ -37,7 +37,7 @@ format: setup ## Formats the code, and repairs what ruff can repair
 	@.venv/bin/ruff format .
 
 docs: setup ## The documents as a site, in build/site; a dead link or anchor ends the build
-	@.venv/bin/mkdocs build --quiet
+	@.venv/bin/mkdocs build
 	@echo "docs: build/site/index.html"
 
 test: setup ## All tests (ARGS="-m 'not engine and not packaging'" for the quick ones)

@@ -3,6 +3,8 @@
 import logging
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,19 @@ def test_a_dead_link_or_anchor_ends_the_build(
     with caplog.at_level(logging.WARNING), pytest.raises(Abort):
         built(project)
     assert said in caplog.text
+
+
+def test_make_fails_where_the_build_does(project: Path):
+    """MkDocs does not count warnings that it does not print (--quiet)."""
+    makefile = (ROOT / "Makefile").read_text()
+    (words,) = set(re.findall(r"\.venv/bin/mkdocs (.+)$", makefile, re.MULTILINE))
+    command = [sys.executable, "-m", "mkdocs", *words.split()]
+    good = subprocess.run(command, cwd=project, capture_output=True, check=False)
+    assert good.returncode == 0, good.stderr
+    with (project / "docs" / "guide.md").open("a") as page:
+        page.write("\n[x](nowhere.md)\n")
+    bad = subprocess.run(command, cwd=project, capture_output=True, check=False)
+    assert (bad.returncode, b"nowhere.md" in bad.stderr) == (1, True)
 
 
 def test_a_page_of_the_navigation_that_is_missing_ends_the_build(project: Path):
