@@ -200,10 +200,9 @@ class FleetView:
             if self._reading is None or self._reading.done():
                 self._reading = asyncio.create_task(self._read(self._board))
             await asyncio.wait([self._reading], timeout=_PATIENCE_SECONDS)
-        since = max(0.0, self._clock.now() - self._read_at)
-        others = [replace(e, age_seconds=e.age_seconds + since) for e in self._others.engines]
-        engines = sorted(_heard_of([*own, *others]), key=lambda engine: engine.key)
-        return replace(self._others, engines=tuple(engines))
+        others, since = self._others, max(0.0, self._clock.now() - self._read_at)
+        # A thread's work, because a large fleet would keep steering waiting.
+        return await asyncio.to_thread(_merged, own, others, since)
 
     async def _read(self, board: SummaryBoard) -> None:
         busy = 0.0
@@ -249,6 +248,13 @@ def _engines_of(summary: Summary) -> tuple[list[FleetEngine], int, int]:
         for engine in engines
     ]
     return found, refused, head.left_out
+
+
+def _merged(own: Sequence[FleetEngine], others: Fleet, since: float) -> Fleet:
+    """Adds one's own engines.  since: seconds since the others were read."""
+    aged = (replace(e, age_seconds=e.age_seconds + since) for e in others.engines)
+    engines = sorted(_heard_of([*own, *aged]), key=lambda engine: engine.key)
+    return replace(others, engines=tuple(engines))
 
 
 def _heard_of(engines: Iterable[FleetEngine]) -> Iterator[FleetEngine]:
