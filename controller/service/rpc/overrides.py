@@ -7,24 +7,23 @@ from dataclasses import replace
 
 import grpc.aio
 
-from controller.core.errors import SpeculationError
+from controller.core.errors import SpeculationError, within
 from controller.core.planning.override_effects import effect_on
 from controller.core.planning.overrides import (
     MAX_AUTHOR_CHARACTERS,
     MAX_REASON_CHARACTERS,
     InvalidOverrideError,
     Override,
-    Scope,
     ScopeKind,
 )
 from controller.service.net.callers import calling
+from controller.service.net.error_details import abort
 from controller.service.net.errors import (
     ForbiddenError,
     InvalidQuestionError,
     NoEffectError,
     NoOverrideError,
     UnknownEngineError,
-    abort,
 )
 from controller.service.rpc.store_messages import audit_to_proto, health_to_proto
 from controller.service.sessions.override_conflicts import OverrideOutcome
@@ -74,7 +73,8 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         """Durable and in force here when it returns.  A dry run does all but the last step."""
         try:
             request.override.from_file = False
-            override = replace(messages.override_from_proto(request.override), revision=0)
+            with within("override"):
+                override = replace(messages.override_from_proto(request.override), revision=0)
             _require_own_id(override.override_id)
             _require_scope(override)
             seconds = messages.lifetime_of(request, self.default_seconds, self.max_seconds)
@@ -126,11 +126,15 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
                 if h.override.override_id == request.override_id
             ]
             if not known:
-                raise NoOverrideError(f"no override {request.override_id[:128]!r} is in force")
+                raise NoOverrideError(
+                    f"no override {request.override_id[:128]!r} is in force",
+                    resource=request.override_id,
+                )
             if known[0].override.from_file:
                 raise NoOverrideError(
                     f"{request.override_id} is no override but policy: change "
-                    f"{known[0].origin}, or set an override, which displaces it"
+                    f"{known[0].origin}, or set an override, which displaces it",
+                    resource=request.override_id,
                 )
             _require_scope(known[0].override)
             before, after = (
@@ -186,11 +190,14 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         try:
             limit = request.limit or _AUDIT_DEFAULT
             if limit > _AUDIT_MAX:
-                raise InvalidQuestionError(f"limit {limit}: at most {_AUDIT_MAX}, ask in pages")
+                raise InvalidQuestionError(
+                    f"limit {limit}: at most {_AUDIT_MAX}, ask in pages", field_path="limit"
+                )
             before = request.before_sequence
             if before and not _SEQUENCE.fullmatch(before):
                 raise InvalidQuestionError(
-                    f"before_sequence {before[:40]!r} is not a sequence number"
+                    f"before_sequence {before[:40]!r} is not a sequence number",
+                    field_path="before_sequence",
                 )
             async with self._audit_turn:
                 records = await self._override_registry.audit(limit, request.override_id, before)
@@ -217,31 +224,33 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     def _require_effect(self, of: Override, effects: Sequence[policy_pb2.OverrideEffect]) -> None:
         """Raises UnknownEngineError or NoEffectError."""
         if not effects:
-            raise self._nobody(of.scope)
+            raise self._nobody(of)
         if all(effect.unable for effect in effects):
             raise NoEffectError(
                 "no engine in its scope can do this: "
-                + _by_engine((effect.engine_id, effect.unable) for effect in effects)
+                + _by_engine((effect.engine_id, effect.unable) for effect in effects),
+                resource=of.override_id,
             )
         if not any(effect.constrains for effect in effects):
             raise NoEffectError(
                 "it would change nothing: "
-                + _by_engine((effect.engine_id, why_nothing(effect)) for effect in effects)
+                + _by_engine((effect.engine_id, why_nothing(effect)) for effect in effects),
+                resource=of.override_id,
             )
 
-    def _nobody(self, scope: Scope) -> SpeculationError:
+    def _nobody(self, of: Override) -> SpeculationError:
         """Says that no engine of this sidecar is in a scope, and which ones there are."""
-        sessions = self._override_registry.known_engines()
+        sessions, scope = self._override_registry.known_engines(), of.scope
         if not sessions:
-            return _kind_of(scope)("no engine has introduced itself to this sidecar")
+            return _absent(of, "no engine has introduced itself to this sidecar")
         if scope.kind is ScopeKind.ENGINE:
             known = sorted({session.engine_id for session in sessions})
         else:
             models = {session.spec.fingerprint.target_model for session in sessions}
             known = sorted(models - {""}) or ["no model by name"]
         more = f" and {len(known) - _NAMED_MAX} more" if len(known) > _NAMED_MAX else ""
-        return _kind_of(scope)(
-            f"this sidecar knows no {scope}; it knows {', '.join(known[:_NAMED_MAX])}{more}"
+        return _absent(
+            of, f"this sidecar knows no {scope}; it knows {', '.join(known[:_NAMED_MAX])}{more}"
         )
 
     def _require_store(self) -> None:
@@ -267,8 +276,10 @@ def _by_engine(found: Iterable[tuple[str, str]]) -> str:
     return "; ".join(f"engine {name}: {text}" for name, text in pairs[:_NAMED_MAX]) + more
 
 
-def _kind_of(scope: Scope) -> type[SpeculationError]:
-    return UnknownEngineError if scope.kind is ScopeKind.ENGINE else NoEffectError
+def _absent(of: Override, message: str) -> SpeculationError:
+    if of.scope.kind is ScopeKind.ENGINE:
+        return UnknownEngineError(message, resource=of.scope.name)
+    return NoEffectError(message, resource=of.override_id)
 
 
 def _timing(session: EngineSession) -> messages.Timing:
@@ -305,7 +316,8 @@ def _require_own_id(override_id: str) -> None:
     if override_id.startswith(POLICY_PREFIX):
         raise InvalidOverrideError(
             f"override id {override_id!r}: ids that begin with {POLICY_PREFIX!r} are those of "
-            "file-based policy; choose another one"
+            "file-based policy; choose another one",
+            field_path="override.override_id",
         )
 
 
@@ -332,4 +344,6 @@ async def _audit_response(records: Sequence[AuditRecord]) -> policy_pb2.QueryAud
 
 def _require(what: str, text: str, most: int) -> None:
     if not (1 <= len(text) <= most and text.isprintable()):
-        raise InvalidOverrideError(f"{what}: 1 to {most} printable characters are needed")
+        raise InvalidOverrideError(
+            f"{what}: 1 to {most} printable characters are needed", field_path=what
+        )

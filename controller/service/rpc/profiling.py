@@ -7,9 +7,10 @@ import grpc.aio
 import structlog
 
 from controller.core.cost.profile import Profile
-from controller.core.errors import SpeculationError
+from controller.core.errors import SpeculationError, within
 from controller.service.net import callers
-from controller.service.net.errors import InvalidMeasurementError, NoMatchingEngineError, abort
+from controller.service.net.error_details import abort
+from controller.service.net.errors import InvalidMeasurementError, NoMatchingEngineError
 from controller.service.rpc import streams
 from controller.service.rpc.streams import beside, read
 from controller.service.sessions.audit_log import AuditLog
@@ -171,11 +172,13 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         found = [(session, mismatch(profile, session.spec)) for session in self._registry]
         if not found:
             raise NoMatchingEngineError(
-                "no engine has introduced itself yet: the profile matches none"
+                "no engine has introduced itself yet: the profile matches none",
+                resource=profile.profile_id,
             )
         if all(error is not None for _, error in found):
             raise NoMatchingEngineError(
-                "; ".join(f"{session.engine_id}: {error}" for session, error in found[:3])
+                "; ".join(f"{session.engine_id}: {error}" for session, error in found[:3]),
+                resource=profile.profile_id,
             )
 
 
@@ -184,8 +187,9 @@ def _profile_of(text: str) -> Profile:
 
     Raises InvalidProfileError.
     """
-    profile = Profile.from_json(text)
-    require_past(profile)
+    with within("profile_json"):
+        profile = Profile.from_json(text)
+        require_past(profile)
     assert profile.profile_id  # kept by the profile
     return profile
 
@@ -237,7 +241,8 @@ class _MeasureStream:
             if request.engine_id not in {"", self._session.engine_id}:
                 raise InvalidMeasurementError(
                     f"this stream measures engine {self._session.engine_id!r}; "
-                    "open another one for another engine"
+                    "open another one for another engine",
+                    field_path="engine_id",
                 )
             self._force(request)
             self._bell.set()

@@ -43,7 +43,9 @@ async def page_of(
     Raises InvalidQuestionError for a token that this sidecar did not give.
     """
     if len(token) > _TOKEN_MAX:
-        raise InvalidQuestionError("this sidecar did not give this page_token: begin without one")
+        raise InvalidQuestionError(
+            "this sidecar did not give this page_token: begin without one", field_path="page_token"
+        )
     most_rows = min(size or ROWS_MAX, ROWS_MAX)
     ahead = sorted(engine_id for engine_id in engine_ids if engine_id > token)
     rows: list[Row] = []

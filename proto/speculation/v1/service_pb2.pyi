@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from speculation.v1 import engine_pb2 as _engine_pb2
+from speculation.v1 import errors_pb2 as _errors_pb2
 from speculation.v1 import plan_pb2 as _plan_pb2
 from speculation.v1 import policy_pb2 as _policy_pb2
 from speculation.v1 import training_pb2 as _training_pb2
@@ -143,20 +144,24 @@ class ReportRejection(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     code: _builtins.int
     """A google.rpc.Code: INVALID_ARGUMENT (3), FAILED_PRECONDITION (9), OUT_OF_RANGE (11)."""
     message: _builtins.str
+    reason: _errors_pb2.ErrorReason.ValueType
+    """What the code stands for."""
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         code: _builtins.int = ...,
         message: _builtins.str = ...,
+        reason: _errors_pb2.ErrorReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "reason", b"reason", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
