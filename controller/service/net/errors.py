@@ -94,6 +94,10 @@ class NoOverrideError(SpeculationError):
     """No such override is in force."""
 
 
+class PolicyNotClearedError(NoOverrideError):
+    """The id is that of file-based policy, which only its file ends."""
+
+
 class TooManyOverridesError(SpeculationError):
     """More overrides than a sidecar keeps in force."""
 

@@ -28,6 +28,11 @@ class PolicyServiceStub(object):
                 request_serializer=speculation_dot_v1_dot_policy__pb2.ClearOverrideRequest.SerializeToString,
                 response_deserializer=speculation_dot_v1_dot_policy__pb2.ClearOverrideResponse.FromString,
                 )
+        self.GetOverride = channel.unary_unary(
+                '/speculation.v1.PolicyService/GetOverride',
+                request_serializer=speculation_dot_v1_dot_policy__pb2.GetOverrideRequest.SerializeToString,
+                response_deserializer=speculation_dot_v1_dot_policy__pb2.GetOverrideResponse.FromString,
+                )
         self.ListOverrides = channel.unary_unary(
                 '/speculation.v1.PolicyService/ListOverrides',
                 request_serializer=speculation_dot_v1_dot_policy__pb2.ListOverridesRequest.SerializeToString,
@@ -59,6 +64,7 @@ class PolicyServiceServicer(object):
         INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
         content, or has ended.  ABORTED: the etag is not that of the newest content.
         UNAVAILABLE: the store cannot take it; it is not in force.
+        With a `request_id` that another request had: INVALID_ARGUMENT.
         With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
         FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
         """
@@ -68,13 +74,21 @@ class PolicyServiceServicer(object):
 
     def ClearOverride(self, request, context):
         """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above.
+        With a `request_id` that another request had: INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetOverride(self, request, context):
+        """One that is in force; file-based policy has ids, too.  NOT_FOUND: there is none of this id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListOverrides(self, request, context):
-        """Those in force, by id; file-based policy is among them.
+        """Those in force, by id, in pages; file-based policy is among them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,6 +120,11 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.ClearOverride,
                     request_deserializer=speculation_dot_v1_dot_policy__pb2.ClearOverrideRequest.FromString,
                     response_serializer=speculation_dot_v1_dot_policy__pb2.ClearOverrideResponse.SerializeToString,
+            ),
+            'GetOverride': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetOverride,
+                    request_deserializer=speculation_dot_v1_dot_policy__pb2.GetOverrideRequest.FromString,
+                    response_serializer=speculation_dot_v1_dot_policy__pb2.GetOverrideResponse.SerializeToString,
             ),
             'ListOverrides': grpc.unary_unary_rpc_method_handler(
                     servicer.ListOverrides,
@@ -167,6 +186,23 @@ class PolicyService(object):
         return grpc.experimental.unary_unary(request, target, '/speculation.v1.PolicyService/ClearOverride',
             speculation_dot_v1_dot_policy__pb2.ClearOverrideRequest.SerializeToString,
             speculation_dot_v1_dot_policy__pb2.ClearOverrideResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GetOverride(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/speculation.v1.PolicyService/GetOverride',
+            speculation_dot_v1_dot_policy__pb2.GetOverrideRequest.SerializeToString,
+            speculation_dot_v1_dot_policy__pb2.GetOverrideResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

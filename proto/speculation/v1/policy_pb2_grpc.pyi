@@ -44,13 +44,18 @@ class PolicyServiceStub:
     INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
     content, or has ended.  ABORTED: the etag is not that of the newest content.
     UNAVAILABLE: the store cannot take it; it is not in force.
+    With a `request_id` that another request had: INVALID_ARGUMENT.
     With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
     FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
     """
     ClearOverride: _grpc.UnaryUnaryMultiCallable[_policy_pb2.ClearOverrideRequest, _policy_pb2.ClearOverrideResponse]
-    """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above."""
+    """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above.
+    With a `request_id` that another request had: INVALID_ARGUMENT.
+    """
+    GetOverride: _grpc.UnaryUnaryMultiCallable[_policy_pb2.GetOverrideRequest, _policy_pb2.GetOverrideResponse]
+    """One that is in force; file-based policy has ids, too.  NOT_FOUND: there is none of this id."""
     ListOverrides: _grpc.UnaryUnaryMultiCallable[_policy_pb2.ListOverridesRequest, _policy_pb2.ListOverridesResponse]
-    """Those in force, by id; file-based policy is among them."""
+    """Those in force, by id, in pages; file-based policy is among them."""
     WatchOverrides: _grpc.UnaryStreamMultiCallable[_policy_pb2.WatchOverridesRequest, _policy_pb2.WatchOverridesResponse]
     """First everything in force, then every change, until the client goes."""
     QueryAudit: _grpc.UnaryUnaryMultiCallable[_policy_pb2.QueryAuditRequest, _policy_pb2.QueryAuditResponse]
@@ -72,13 +77,18 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
     content, or has ended.  ABORTED: the etag is not that of the newest content.
     UNAVAILABLE: the store cannot take it; it is not in force.
+    With a `request_id` that another request had: INVALID_ARGUMENT.
     With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
     FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
     """
     ClearOverride: _aio.UnaryUnaryMultiCallable[_policy_pb2.ClearOverrideRequest, _policy_pb2.ClearOverrideResponse]  # type: ignore[assignment]
-    """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above."""
+    """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above.
+    With a `request_id` that another request had: INVALID_ARGUMENT.
+    """
+    GetOverride: _aio.UnaryUnaryMultiCallable[_policy_pb2.GetOverrideRequest, _policy_pb2.GetOverrideResponse]  # type: ignore[assignment]
+    """One that is in force; file-based policy has ids, too.  NOT_FOUND: there is none of this id."""
     ListOverrides: _aio.UnaryUnaryMultiCallable[_policy_pb2.ListOverridesRequest, _policy_pb2.ListOverridesResponse]  # type: ignore[assignment]
-    """Those in force, by id; file-based policy is among them."""
+    """Those in force, by id, in pages; file-based policy is among them."""
     WatchOverrides: _aio.UnaryStreamMultiCallable[_policy_pb2.WatchOverridesRequest, _policy_pb2.WatchOverridesResponse]  # type: ignore[assignment]
     """First everything in force, then every change, until the client goes."""
     QueryAudit: _aio.UnaryUnaryMultiCallable[_policy_pb2.QueryAuditRequest, _policy_pb2.QueryAuditResponse]  # type: ignore[assignment]
@@ -103,6 +113,7 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
         content, or has ended.  ABORTED: the etag is not that of the newest content.
         UNAVAILABLE: the store cannot take it; it is not in force.
+        With a `request_id` that another request had: INVALID_ARGUMENT.
         With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
         FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
         """
@@ -113,7 +124,17 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _policy_pb2.ClearOverrideRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.ClearOverrideResponse, _abc.Awaitable[_policy_pb2.ClearOverrideResponse]]:
-        """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above."""
+        """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above.
+        With a `request_id` that another request had: INVALID_ARGUMENT.
+        """
+
+    @_abc_1.abstractmethod
+    def GetOverride(
+        self,
+        request: _policy_pb2.GetOverrideRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_policy_pb2.GetOverrideResponse, _abc.Awaitable[_policy_pb2.GetOverrideResponse]]:
+        """One that is in force; file-based policy has ids, too.  NOT_FOUND: there is none of this id."""
 
     @_abc_1.abstractmethod
     def ListOverrides(
@@ -121,7 +142,7 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _policy_pb2.ListOverridesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.ListOverridesResponse, _abc.Awaitable[_policy_pb2.ListOverridesResponse]]:
-        """Those in force, by id; file-based policy is among them."""
+        """Those in force, by id, in pages; file-based policy is among them."""
 
     @_abc_1.abstractmethod
     def WatchOverrides(

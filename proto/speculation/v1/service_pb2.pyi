@@ -1291,16 +1291,22 @@ class PushProfileRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROFILE_JSON_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     profile_json: _builtins.str
     """The profile file's JSON text."""
+    request_id: _builtins.str
+    """A UUID: the same request again with the same id has the answer of the first one, and changes
+    nothing (see "Request ids" in README.md beside this file).  Empty: every request is a new one.
+    """
     def __init__(
         self,
         *,
         profile_json: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1333,12 +1339,19 @@ Global___PushProfileResponse: _TypeAlias = PushProfileResponse  # noqa: Y015
 class ListProfilesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    page_token: _builtins.str
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1349,16 +1362,20 @@ class ListProfilesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROFILES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
     @_builtins.property
     def profiles(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShelvedProfile]: ...
     def __init__(
         self,
         *,
         profiles: _abc.Iterable[Global___ShelvedProfile] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["profiles", b"profiles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "profiles", b"profiles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1518,16 +1535,22 @@ class InstallProfileRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROFILE_JSON_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     profile_json: _builtins.str
     """The profile file's JSON text."""
+    request_id: _builtins.str
+    """A UUID: the same request again with the same id has the answer of the first one, and changes
+    nothing (see "Request ids" in README.md beside this file).  Empty: every request is a new one.
+    """
     def __init__(
         self,
         *,
         profile_json: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

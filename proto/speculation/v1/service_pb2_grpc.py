@@ -348,7 +348,7 @@ class ProfilingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListProfiles(self, request, context):
-        """What is on the shelf.
+        """What is on the shelf, the newest measurements first, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

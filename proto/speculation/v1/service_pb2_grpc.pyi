@@ -183,7 +183,7 @@ class ProfilingServiceStub:
     UNAVAILABLE: the store cannot take it.  PERMISSION_DENIED: the caller may not install profiles.
     """
     ListProfiles: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListProfilesRequest, _service_pb2.ListProfilesResponse]
-    """What is on the shelf."""
+    """What is on the shelf, the newest measurements first, in pages."""
     GetProfile: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetProfileRequest, _service_pb2.GetProfileResponse]
     """NOT_FOUND: no such profile, or none of this engine; the message names the field that differs."""
 
@@ -211,7 +211,7 @@ class ProfilingServiceAsyncStub(ProfilingServiceStub):
     UNAVAILABLE: the store cannot take it.  PERMISSION_DENIED: the caller may not install profiles.
     """
     ListProfiles: _aio.UnaryUnaryMultiCallable[_service_pb2.ListProfilesRequest, _service_pb2.ListProfilesResponse]  # type: ignore[assignment]
-    """What is on the shelf."""
+    """What is on the shelf, the newest measurements first, in pages."""
     GetProfile: _aio.UnaryUnaryMultiCallable[_service_pb2.GetProfileRequest, _service_pb2.GetProfileResponse]  # type: ignore[assignment]
     """NOT_FOUND: no such profile, or none of this engine; the message names the field that differs."""
 
@@ -260,7 +260,7 @@ class ProfilingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _service_pb2.ListProfilesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.ListProfilesResponse, _abc.Awaitable[_service_pb2.ListProfilesResponse]]:
-        """What is on the shelf."""
+        """What is on the shelf, the newest measurements first, in pages."""
 
     @_abc_1.abstractmethod
     def GetProfile(

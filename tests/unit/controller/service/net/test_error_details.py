@@ -80,6 +80,16 @@ def refused(method: MethodDescriptor) -> tuple[Any, str, str, tuple[str, str] | 
             service_pb2.PushProfileRequest(profile_json="{"), "INVALID_PROFILE", "profile_json",
             None,
         ),
+        "ListOverrides": (
+            policy_pb2.ListOverridesRequest(page_token=LONG), "INVALID_REQUEST", "page_token", None,
+        ),
+        "ListProfiles": (
+            service_pb2.ListProfilesRequest(page_token=LONG), "INVALID_REQUEST", "page_token", None,
+        ),
+        "GetOverride": (
+            policy_pb2.GetOverrideRequest(override_id="a"), "OVERRIDE_NOT_FOUND", "",
+            ("override", "a"),
+        ),
         "GetProfile": (
             service_pb2.GetProfileRequest(profile_id="p"), "PROFILE_NOT_FOUND", "",
             ("profile", "p"),
@@ -101,8 +111,8 @@ def refused(method: MethodDescriptor) -> tuple[Any, str, str, tuple[str, str] | 
     }[method.name]  # fmt: skip
 
 
-# They take nothing that could be wrong.
-HARMLESS = {"WatchOverrides", "ListOverrides", "ListProfiles"}
+# It takes nothing that could be wrong.
+HARMLESS = {"WatchOverrides"}
 
 
 @pytest.fixture
