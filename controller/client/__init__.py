@@ -1,1 +1,5 @@
-"""Connects commands to a running sidecar."""
+"""Connects programs and commands to a running sidecar."""
+
+from controller.client.client import Client
+
+__all__ = ["Client"]
