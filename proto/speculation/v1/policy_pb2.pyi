@@ -231,7 +231,7 @@ class SetOverrideRequest(_message.Message):
     for_ever: _builtins.bool
     """Must be true.  Neither given: the sidecar's default time."""
     etag: _builtins.str
-    """Of the content that this one replaces; empty: there is none."""
+    """Of the content that this one replaces; empty for a new override."""
     dry_run: _builtins.bool
     """Changes nothing; everything else is checked and answered as if it were set."""
     require_effect: _builtins.bool

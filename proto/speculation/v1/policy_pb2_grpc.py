@@ -61,12 +61,13 @@ class PolicyServiceServicer(object):
         """Creates an override, or replaces it when its etag is sent.  A repeated request (same id, same
         content, same lifetime) changes nothing and answers as the first one did; with another lifetime
         it moves the end.
-        INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
-        content, or has ended.  ABORTED: the etag is not that of the newest content.
+        INVALID_ARGUMENT: it cannot be (the message says why), or its `request_id` was another
+        request's.  ALREADY_EXISTS: the id holds other content, or has ended.
+        ABORTED: the etag is not that of the newest content.
         UNAVAILABLE: the store cannot take it; it is not in force.
-        With a `request_id` that another request had: INVALID_ARGUMENT.
-        With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
-        FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
+        NOT_FOUND: with `require_effect`, it is for an engine that this sidecar does not know.
+        FAILED_PRECONDITION: with `require_effect`, no engine of this sidecar is in its scope, can do
+        it, or changes by it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,14 +75,15 @@ class PolicyServiceServicer(object):
 
     def ClearOverride(self, request, context):
         """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above.
-        With a `request_id` that another request had: INVALID_ARGUMENT.
+        INVALID_ARGUMENT: the `request_id` was another request's, or the author or the reason is not
+        text of the needed length.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetOverride(self, request, context):
-        """One that is in force; file-based policy has ids, too.  NOT_FOUND: there is none of this id.
+        """One that is in force; file-based policy has ids, too.  NOT_FOUND: it has ended, or never was.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

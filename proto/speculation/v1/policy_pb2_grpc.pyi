@@ -41,19 +41,21 @@ class PolicyServiceStub:
     """Creates an override, or replaces it when its etag is sent.  A repeated request (same id, same
     content, same lifetime) changes nothing and answers as the first one did; with another lifetime
     it moves the end.
-    INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
-    content, or has ended.  ABORTED: the etag is not that of the newest content.
+    INVALID_ARGUMENT: it cannot be (the message says why), or its `request_id` was another
+    request's.  ALREADY_EXISTS: the id holds other content, or has ended.
+    ABORTED: the etag is not that of the newest content.
     UNAVAILABLE: the store cannot take it; it is not in force.
-    With a `request_id` that another request had: INVALID_ARGUMENT.
-    With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
-    FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
+    NOT_FOUND: with `require_effect`, it is for an engine that this sidecar does not know.
+    FAILED_PRECONDITION: with `require_effect`, no engine of this sidecar is in its scope, can do
+    it, or changes by it.
     """
     ClearOverride: _grpc.UnaryUnaryMultiCallable[_policy_pb2.ClearOverrideRequest, _policy_pb2.ClearOverrideResponse]
     """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above.
-    With a `request_id` that another request had: INVALID_ARGUMENT.
+    INVALID_ARGUMENT: the `request_id` was another request's, or the author or the reason is not
+    text of the needed length.
     """
     GetOverride: _grpc.UnaryUnaryMultiCallable[_policy_pb2.GetOverrideRequest, _policy_pb2.GetOverrideResponse]
-    """One that is in force; file-based policy has ids, too.  NOT_FOUND: there is none of this id."""
+    """One that is in force; file-based policy has ids, too.  NOT_FOUND: it has ended, or never was."""
     ListOverrides: _grpc.UnaryUnaryMultiCallable[_policy_pb2.ListOverridesRequest, _policy_pb2.ListOverridesResponse]
     """Those in force, by id, in pages; file-based policy is among them."""
     WatchOverrides: _grpc.UnaryStreamMultiCallable[_policy_pb2.WatchOverridesRequest, _policy_pb2.WatchOverridesResponse]
@@ -74,19 +76,21 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     """Creates an override, or replaces it when its etag is sent.  A repeated request (same id, same
     content, same lifetime) changes nothing and answers as the first one did; with another lifetime
     it moves the end.
-    INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
-    content, or has ended.  ABORTED: the etag is not that of the newest content.
+    INVALID_ARGUMENT: it cannot be (the message says why), or its `request_id` was another
+    request's.  ALREADY_EXISTS: the id holds other content, or has ended.
+    ABORTED: the etag is not that of the newest content.
     UNAVAILABLE: the store cannot take it; it is not in force.
-    With a `request_id` that another request had: INVALID_ARGUMENT.
-    With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
-    FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
+    NOT_FOUND: with `require_effect`, it is for an engine that this sidecar does not know.
+    FAILED_PRECONDITION: with `require_effect`, no engine of this sidecar is in its scope, can do
+    it, or changes by it.
     """
     ClearOverride: _aio.UnaryUnaryMultiCallable[_policy_pb2.ClearOverrideRequest, _policy_pb2.ClearOverrideResponse]  # type: ignore[assignment]
     """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above.
-    With a `request_id` that another request had: INVALID_ARGUMENT.
+    INVALID_ARGUMENT: the `request_id` was another request's, or the author or the reason is not
+    text of the needed length.
     """
     GetOverride: _aio.UnaryUnaryMultiCallable[_policy_pb2.GetOverrideRequest, _policy_pb2.GetOverrideResponse]  # type: ignore[assignment]
-    """One that is in force; file-based policy has ids, too.  NOT_FOUND: there is none of this id."""
+    """One that is in force; file-based policy has ids, too.  NOT_FOUND: it has ended, or never was."""
     ListOverrides: _aio.UnaryUnaryMultiCallable[_policy_pb2.ListOverridesRequest, _policy_pb2.ListOverridesResponse]  # type: ignore[assignment]
     """Those in force, by id, in pages; file-based policy is among them."""
     WatchOverrides: _aio.UnaryStreamMultiCallable[_policy_pb2.WatchOverridesRequest, _policy_pb2.WatchOverridesResponse]  # type: ignore[assignment]
@@ -110,12 +114,13 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         """Creates an override, or replaces it when its etag is sent.  A repeated request (same id, same
         content, same lifetime) changes nothing and answers as the first one did; with another lifetime
         it moves the end.
-        INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
-        content, or has ended.  ABORTED: the etag is not that of the newest content.
+        INVALID_ARGUMENT: it cannot be (the message says why), or its `request_id` was another
+        request's.  ALREADY_EXISTS: the id holds other content, or has ended.
+        ABORTED: the etag is not that of the newest content.
         UNAVAILABLE: the store cannot take it; it is not in force.
-        With a `request_id` that another request had: INVALID_ARGUMENT.
-        With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
-        FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
+        NOT_FOUND: with `require_effect`, it is for an engine that this sidecar does not know.
+        FAILED_PRECONDITION: with `require_effect`, no engine of this sidecar is in its scope, can do
+        it, or changes by it.
         """
 
     @_abc_1.abstractmethod
@@ -125,7 +130,8 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.ClearOverrideResponse, _abc.Awaitable[_policy_pb2.ClearOverrideResponse]]:
         """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above.
-        With a `request_id` that another request had: INVALID_ARGUMENT.
+        INVALID_ARGUMENT: the `request_id` was another request's, or the author or the reason is not
+        text of the needed length.
         """
 
     @_abc_1.abstractmethod
@@ -134,7 +140,7 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _policy_pb2.GetOverrideRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.GetOverrideResponse, _abc.Awaitable[_policy_pb2.GetOverrideResponse]]:
-        """One that is in force; file-based policy has ids, too.  NOT_FOUND: there is none of this id."""
+        """One that is in force; file-based policy has ids, too.  NOT_FOUND: it has ended, or never was."""
 
     @_abc_1.abstractmethod
     def ListOverrides(

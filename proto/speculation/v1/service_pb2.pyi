@@ -399,7 +399,7 @@ class EngineOverview(_message.Message):
     regime: _builtins.str
     """"off", "collect" or "online:STRIDE"."""
     reason: _builtins.str
-    """The plan's, as logs say it ("exploit", "hold", "probe", ...), and one line for people."""
+    """The plan's, as logs say it ("exploit", "hold", "probe", …), and one line for people."""
     reason_detail: _builtins.str
     plan_age_seconds: _builtins.float
     seconds_since_report: _builtins.float
@@ -870,7 +870,7 @@ class ExplainResponse(_message.Message):
 
     @_builtins.property
     def bound(self) -> Global___TokenTimeBound:
-        """The bound on the time per output token at this batch size; absent where there is none."""
+        """The bound on the time per output token at this batch size; absent without one."""
 
     @_builtins.property
     def mixtures(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureExplanation]:
