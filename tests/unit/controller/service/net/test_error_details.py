@@ -1,5 +1,6 @@
 """Every refusal of every call says in google.rpc's words what a program needs to act on it."""
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ METHODS: list[MethodDescriptor] = [
     for method in service.methods
 ]
 LONG = "x" * 500
+ROOT = Path(__file__).resolve().parents[5]
 
 
 def path_of(method: MethodDescriptor) -> str:
@@ -124,6 +126,15 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
 def test_every_reason_belongs_to_an_error_and_every_error_has_one():
     told = {kind.reason for kind in [*KINDS.values(), FAILED]}
     assert told == set(errors_pb2.ErrorReason.values()) - {errors_pb2.ERROR_REASON_UNSPECIFIED}
+
+
+def test_the_reference_names_the_status_and_the_resource_of_every_reason():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for kind in [*KINDS.values(), FAILED]:
+        name = errors_pb2.ErrorReason.Name(kind.reason)
+        (meaning,) = re.findall(rf"^\| `{name}` \| \d+ \| (.*) \|$", text, re.MULTILINE)
+        assert re.match(rf"{kind.status.name}\b", meaning), name
+        assert (f", resource `{kind.resource_type}`" in meaning) == bool(kind.resource_type), name
 
 
 @pytest.mark.parametrize("of", KINDS)
