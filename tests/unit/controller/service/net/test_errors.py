@@ -31,6 +31,7 @@ EXPECTED = {
     core.ProfileMergeError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NoProfileError: grpc.StatusCode.NOT_FOUND,
     errors.NoOverrideError: grpc.StatusCode.NOT_FOUND,
+    errors.PolicyNotClearedError: grpc.StatusCode.NOT_FOUND,
     errors.NoEffectError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TooManyOverridesError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.OverrideExistsError: grpc.StatusCode.ALREADY_EXISTS,
