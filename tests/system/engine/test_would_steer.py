@@ -1,6 +1,8 @@
 """`speculation-would-steer` beside the real SGLang: what it says is what a start comes to."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from tests.support.engine import (
     DRAFT,
     EAGLE3,
     LONE,
+    ROOT,
     TARGET,
     environment,
     forked,
@@ -118,7 +121,11 @@ def test_a_running_engine_introduces_what_it_has_said(tmp_path: Path) -> None:
 
 
 def test_people_read_it_in_eighty_columns(tmp_path: Path) -> None:
-    code, output = ran(tmp_path, "sglang", "--", *MODEL, *EAGLE3, "--device", "cuda")
+    page = (ROOT / "docs" / "worth-it.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^speculation-would-steer (.+)$", page, re.MULTILINE)
+    models = {"MODEL": str(TARGET), "DRAFT": str(DRAFT)}
+    words = [models.get(word, word) for word in shlex.split(line)]
+    code, output = ran(tmp_path, *words, "--device", "cuda")
     assert code == 0, output
     lines = output.partition("\nnanobind")[0].splitlines()
     assert lines[0] == "SGLang 0.5.23: this engine would be steered."
