@@ -43,7 +43,7 @@ CASES: list[tuple[str, Exit, str]] = [
     ("engines --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
     ("engines --address unix:{HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
     ("engines --address 127.0.0.1:1", Exit.NO_SIDECAR, RUNNING),
-    ("explain night", Exit.DONE, "night at B ="),
+    ("explain night", Exit.DONE, "night d"),
     ("explain nosuch", Exit.NOT_INTRODUCED, "nosuch"),
     ("explain night --batch-size 99999999", Exit.USAGE, "is outside 0..65536"),
     ("explain night --batch-size x", Exit.USAGE, "--batch-size"),
