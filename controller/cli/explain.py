@@ -15,7 +15,8 @@ from controller.cli.output import (
     show,
     show_one,
 )
-from controller.cli.plan_words import health_text, lost_text, reason_text, row_for
+from controller.cli.plan_words import health_text, lost_text, row_for
+from controller.wire.override_text import reason_text
 
 if TYPE_CHECKING:
     from speculation.v1 import service_pb2
@@ -108,7 +109,7 @@ _ENGINES: "Listing[service_pb2.EngineStatus]" = Listing(
         Column("profile", lambda status: status.profile_id or "none (prior)", priority=3),
         Column("B", lambda status: str(_last_size(status) or "-"), right=True),
         Column("gamma", _planned),
-        Column("reason", lambda status: reason_text(status.plan.reason), priority=1),
+        Column("reason", lambda status: reason_text(status.plan), priority=1),
         Column("reports", lambda status: str(status.reports), right=True, priority=4),
         Column("rejected", lambda status: str(status.rejected_reports), right=True, priority=5),
         Column("dropped", lambda status: str(status.dropped_reports), right=True, priority=5),

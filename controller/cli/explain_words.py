@@ -4,7 +4,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from controller.cli.plan_words import health_text, lost_text, row_for
-from controller.wire.override_text import author_text, rule_text, scope_text
+from controller.wire.override_text import (
+    author_text,
+    reason_text,
+    regime_text,
+    rule_text,
+    scope_text,
+)
 
 if TYPE_CHECKING:
     from speculation.v1 import service_pb2
@@ -99,6 +105,8 @@ def _limits(answer: "service_pb2.ExplainResponse") -> Iterator[str]:
         )
     if others := len(answer.overrides) - len(counting):
         yield f"Overrides that do not count at this batch size: {others}."
+    if (regime := regime_text(answer.plan.regime)) not in {"off", "unspecified"}:
+        yield f"The drafter's regime is {regime}."
     if answer.HasField("bound"):
         bound = answer.bound
         kept = "is kept" if bound.expected_seconds <= bound.seconds else "is not kept"
@@ -134,18 +142,16 @@ def _against_plain(answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmE
 
 def _why(answer: "service_pb2.ExplainResponse") -> str:
     """Says why the row of this batch size is what it is."""
-    from speculation.v1 import plan_pb2
-
-    reason = row_for(answer.plan, answer.batch_size).reason
-    return _REASONS.get(plan_pb2.Reason.Name(reason), "no reason is given")
+    reason = reason_text(row_for(answer.plan, answer.batch_size))
+    return _REASONS.get(reason, f"the reason is {reason}")
 
 
 _REASONS = {
-    "REASON_EXPLOIT": "this is the best choice by the current estimates",
-    "REASON_PROBE": "this stays the choice while a few steps try another one",
-    "REASON_HOLD": "another choice is better, but not by enough to pay for the change",
-    "REASON_PROFILE_MISSING": "this is the best choice by assumed step times",
-    "REASON_PROFILING": "a measurement chooses",
-    "REASON_LEASE": "nothing has changed since the last plan",
-    "REASON_OVERRIDE": "an override or a bound has excluded a better choice",
+    "exploit": "this is the best choice by the current estimates",
+    "probe": "this stays the choice while a few steps try another one",
+    "hold": "another choice is better, but not by enough to pay for the change",
+    "profile-missing": "this is the best choice by assumed step times",
+    "profiling": "a measurement chooses",
+    "lease": "nothing has changed since the last plan",
+    "override": "an override or a bound has excluded a better choice",
 }

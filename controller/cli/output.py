@@ -43,10 +43,10 @@ class Output(StrEnum):
 
 # What programs read.
 DOCUMENTS = frozenset({Output.JSON, Output.YAML})
-_HELP = "How to print: table (what fits), wide (all columns), json, yaml, or name (ids only)."
-OutputOption = Annotated[Output, typer.Option("--output", "-o", help=_HELP)]
+FORM_HELP = "How to print: table (what fits), wide (all columns), json, yaml, or name (ids only)."
+OutputOption = Annotated[Output, typer.Option("--output", "-o", help=FORM_HELP)]
 # Of a command that has --output FILE.
-FormOption = Annotated[Output, typer.Option("-o", help=_HELP)]
+FormOption = Annotated[Output, typer.Option("-o", help=FORM_HELP)]
 
 
 @dataclass(frozen=True, slots=True)

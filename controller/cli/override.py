@@ -18,6 +18,7 @@ from controller.cli.connection import (
     connected,
     for_operators,
 )
+from controller.cli.output import Output, OutputOption, plain_values, show_one
 from controller.util.exit_codes import Exit
 from controller.wire.override_text import (
     PRECEDENCE,
@@ -91,12 +92,14 @@ def set_(
             help="Set it even if it does nothing to the engines of this sidecar.",
         ),
     ] = False,
+    output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Sets an override and shows what it changes on this sidecar's engines.
 
     Exit codes: 0 set, 1 refused, 2 options, 4 no sidecar answers, 6 the sidecar does not know the
-    engine, 10 the store takes nothing, 11 it would have no effect.  Only with 0 it is set.
+    engine, 10 the store takes nothing, 11 it would have no effect, 12 the caller may not.  Only
+    with 0 it is set.
     """
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
@@ -129,6 +132,17 @@ def set_(
         answer = policy_pb2_grpc.PolicyServiceStub(channel).SetOverride(
             request, timeout=_ANSWER_SECONDS_MAX
         )
+    values = {"override_id": name, "dry_run": dry_run, **plain_values(answer)}
+    show_one(
+        "OverrideResult",
+        values,
+        output,
+        [name],
+        lambda: _print_answer(name, answer, dry_run=dry_run),
+    )
+
+
+def _print_answer(name: str, answer: "policy_pb2.SetOverrideResponse", *, dry_run: bool) -> None:
     lasts = override_lists.lasts_text(answer.held)
     if answer.repeated:
         print(f"{name} is in force by this very request already, and ends in {lasts}")
@@ -148,12 +162,13 @@ def clear(
     reason: Annotated[str, typer.Option(help="Why; stays in the audit.")],
     etag: Annotated[str, typer.Option(help="Only if it still has this etag.")] = "",
     author: Annotated[str | None, typer.Option(envvar="CONTROLLER_AUTHOR", help="Who.")] = None,
+    output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Ends an override now, and shows what that changes.
 
-    Exit codes: 0 ended, 1 refused (no such override, another etag), 2 options, 4 no sidecar
-    answers, 10 the store takes nothing.
+    Exit codes: 0 ended, 1 refused (another etag), 2 options, 4 no sidecar answers, 10 the store
+    takes nothing, 12 the caller may not, 13 no such override.
     """
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
@@ -164,8 +179,13 @@ def clear(
             ),
             timeout=_ANSWER_SECONDS_MAX,
         )  # fmt: skip
-    print(f"{override_id} has ended")
-    _print_effects(answer.effects, would=False, renewed=False)
+
+    def tell() -> None:
+        print(f"{override_id} has ended")
+        _print_effects(answer.effects, would=False, renewed=False)
+
+    values = {"override_id": override_id, **plain_values(answer)}
+    show_one("OverrideResult", values, output, [override_id], tell)
 
 
 override.command("list")(override_lists.list_)

@@ -32,11 +32,3 @@ def row_for(plan: "plan_pb2.Plan", batch_size: int) -> "plan_pb2.PlanRow":
     """Returns the row of a plan that is for this batch size."""
     fitting = (row for row in plan.rows if batch_size <= row.max_batch_size)
     return next(fitting, plan.rows[-1])
-
-
-def reason_text(reason: "plan_pb2.Reason.ValueType") -> str:
-    """Names a reason as logs do."""
-    from speculation.v1 import plan_pb2
-
-    name = plan_pb2.Reason.Name(reason)
-    return name.removeprefix("REASON_").lower().replace("_", "-")
