@@ -8,6 +8,7 @@ import typer
 
 from controller.cli import (
     advise,
+    completion,
     config,
     convert,
     doctor,
@@ -79,7 +80,8 @@ def version(output: OutputOption = Output.TABLE) -> None:
 def main() -> None:
     """Entry point of the `controller` script."""
     try:
-        app(prog_name="controller")
+        with completion.for_bash(os.environ):
+            app(prog_name="controller")
     except SystemExit as ended:
         # The pipe's other end went away while something was printed, or before the last of it.
         if isinstance(ended.__context__, BrokenPipeError) or not _is_flushed():

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controller.cli.completion import engine_ids
 from controller.cli.connection import DEFAULT_ADDRESS, UINT32_MAX, Address, connected
 from controller.cli.output import (
     Column,
@@ -46,7 +47,12 @@ def engines(output: OutputOption = Output.TABLE, address: Address = DEFAULT_ADDR
 
 
 def explain(
-    engine: Annotated[str, typer.Argument(help="Engine id, as `controller engines` lists it.")],
+    engine: Annotated[
+        str,
+        typer.Argument(
+            help="Engine id, as `controller engines` lists it.", autocompletion=engine_ids
+        ),
+    ],
     batch_size: Annotated[
         int,
         typer.Option(

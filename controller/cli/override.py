@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controller.cli import override_lists
+from controller.cli.completion import engine_ids, override_ids
 from controller.cli.connection import (
     DEFAULT_ADDRESS,
     UINT32_MAX,
@@ -42,7 +43,9 @@ override = typer.Typer(
 @override.command("set")
 def set_(
     reason: Annotated[str, typer.Option(help="Why; stays in the audit.")],
-    engine: Annotated[str | None, typer.Option(help="For this engine.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="For this engine.", autocompletion=engine_ids)
+    ] = None,
     model: Annotated[str | None, typer.Option(help="For all engines of this target model.")] = None,
     fleet: Annotated[bool, typer.Option("--fleet", help="For every engine.")] = False,
     off: Annotated[bool, typer.Option("--off", help="No speculation.")] = False,
@@ -158,7 +161,10 @@ def _print_answer(name: str, answer: "policy_pb2.SetOverrideResponse", *, dry_ru
 
 @override.command("clear")
 def clear(
-    override_id: Annotated[str, typer.Argument(help="As `controller override list` shows it.")],
+    override_id: Annotated[
+        str,
+        typer.Argument(help="As `controller override list` shows it.", autocompletion=override_ids),
+    ],
     reason: Annotated[str, typer.Option(help="Why; stays in the audit.")],
     etag: Annotated[str, typer.Option(help="Only if it still has this etag.")] = "",
     author: Annotated[str | None, typer.Option(envvar="CONTROLLER_AUTHOR", help="Who.")] = None,

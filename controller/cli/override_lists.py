@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from controller.cli.completion import override_ids
 from controller.cli.connection import DEFAULT_ADDRESS, Address, connected
 from controller.cli.output import (
     Column,
@@ -92,7 +93,9 @@ def watch(
 
 
 def log(
-    override_id: Annotated[str, typer.Argument(help="Only of this override.")] = "",
+    override_id: Annotated[
+        str, typer.Argument(help="Only of this override.", autocompletion=override_ids)
+    ] = "",
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 50,
     output: OutputOption = Output.TABLE,
     as_json: AsJson = False,

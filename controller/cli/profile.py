@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controller.cli.completion import engine_ids
 from controller.cli.connection import checked_address
 from controller.cli.output import FormOption, Output, print_words, show_one
 from controller.cli.profiles import print_profile, profile_values
@@ -42,7 +43,11 @@ def measure(
         ),
     ] = None,
     engine_id: Annotated[
-        str, typer.Option(help="Which introduced engine; needed when there are several.")
+        str,
+        typer.Option(
+            help="Which introduced engine; needed when there are several.",
+            autocompletion=engine_ids,
+        ),
     ] = "",
     batch_sizes: Annotated[
         str,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Never
 
 import typer
 
+from controller.cli.completion import engine_ids, profile_ids
 from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, for_operators
 from controller.cli.output import (
     Column,
@@ -59,9 +60,14 @@ def push(
 
 def pull(
     profile_id: Annotated[
-        str, typer.Argument(help="Id of a profile, or an identity.", show_default=False)
+        str,
+        typer.Argument(
+            help="Id of a profile, or an identity.", show_default=False, autocompletion=profile_ids
+        ),
     ] = "",
-    engine: Annotated[str, typer.Option(help="Or: what belongs to this engine.")] = "",
+    engine: Annotated[
+        str, typer.Option(help="Or: what belongs to this engine.", autocompletion=engine_ids)
+    ] = "",
     file: Annotated[
         Path | None, typer.Option("--output", help="The file.", show_default="standard output")
     ] = None,
