@@ -79,17 +79,23 @@ def watch(
             if as_json:
                 _print_json([news])
                 continue
+            held, kind = news.held, _kind(news)
             if not people:
-                name = news.held.override.override_id
-                show_news("OverrideNews", plain_values(news), output, name)
+                values = {"change": kind, "held": plain_values(held)}
+                show_news("OverrideNews", values, output, held.override.override_id)
                 continue
-            kind = policy_pb2.WatchOverridesResponse.Kind.Name(news.kind).removeprefix("KIND_")
-            held = news.held
             line = (
-                f"{kind.lower():8} {held.override.override_id}  {scope_text(held.override)}: "
+                f"{kind:8} {held.override.override_id}  {scope_text(held.override)}: "
                 f"{rule_text(held.override)}; {author_text(held)}: {held.override.reason}"
             )
             print(printable(line), flush=True)
+
+
+def _kind(news: "policy_pb2.WatchOverridesResponse") -> str:
+    """Returns "present", "set" or another word for what has happened."""
+    names = news.DESCRIPTOR.enum_types_by_name["Kind"].values_by_number
+    known = names.get(news.kind)
+    return str(news.kind) if known is None else known.name.removeprefix("KIND_").lower()
 
 
 def log(

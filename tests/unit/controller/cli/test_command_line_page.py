@@ -38,7 +38,6 @@ MESSAGES = {
     for message in (
         service_pb2.ExplainResponse, service_pb2.PushProfileResponse,
         policy_pb2.SetOverrideResponse, policy_pb2.ClearOverrideResponse,
-        policy_pb2.WatchOverridesResponse,
     )
 }  # fmt: skip
 # A line for each command that ends by itself.  {HERE}: a directory with the files below.

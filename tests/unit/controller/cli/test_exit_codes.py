@@ -212,7 +212,7 @@ def test_a_command_line_ends_with_its_code(
 
 # Where a command ends well is tested: with an engine, a recording, a simulation, or a signal.
 DONE_ELSEWHERE = {
-    "serve": "test_serve.py", "profile": "../profiling/test_real_engine.py",
+    "serve": "test_serve.py", "profile": "../profiling/test_profile_command.py",
     "profile pull": "test_profiles.py", "override watch": "test_override.py",
     "override clear": "test_override.py", "doctor": "../doctor/test_doctor.py",
     "simulate": "test_simulate.py", "replay": "test_replay.py", "report": "test_replay.py",

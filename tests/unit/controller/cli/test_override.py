@@ -3,6 +3,7 @@
 import json
 import re
 import secrets
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from controller.cli import app
+from controller.cli.output import API_VERSION
 from controller.util.exit_codes import Exit
 from controller.wire.override_text import PRECEDENCE
 from speculation.v1 import service_pb2, service_pb2_grpc
@@ -308,6 +310,39 @@ def test_one_batch_size_is_no_range(sidecar: SidecarProcess):
     assert off.returncode == 0, off.stderr
     assert "1-1" not in off.stdout
     assert command(sidecar, "clear", "one-size", "--reason", "done").returncode == 0
+
+
+@pytest.mark.parametrize("form", ["json", "yaml", "name"])
+def test_a_watch_streams_documents_and_names(sidecar: SidecarProcess, form: str):
+    here, name = ["--address", sidecar.address], f"seen-as-{form}"
+    set_ = ["override", "set", "--fleet", "--off", "--id", name, "--reason", "test"]
+    assert CliRunner().invoke(app, [*set_, "--allow-no-effect", *here]).exit_code == 0
+    words = [*CONTROLLER, "override", "watch", "-o", form, *here]
+    with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            shown: list[str] = []
+            while name not in "".join(shown):
+                shown.append(process.stdout.readline())
+            if form == "json":
+                document = json.loads(shown[-1])
+                assert (document["api_version"], document["kind"]) == (API_VERSION, "OverrideNews")
+                assert document["change"] == "present"
+                assert document["held"]["override"]["override_id"] == name
+            elif form == "yaml":
+                assert shown[:3] == [
+                    "---\n",
+                    f"api_version: {API_VERSION}\n",
+                    "kind: OverrideNews\n",
+                ]
+            else:
+                assert shown[-1] == f"{name}\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE_SECONDS) == Exit.DONE
+        finally:
+            process.kill()
+            clear = ["override", "clear", name, "--reason", "test", *here]
+            assert CliRunner().invoke(app, clear).exit_code == 0
 
 
 def test_watching_shows_changes_as_they_come(sidecar: SidecarProcess):
