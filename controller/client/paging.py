@@ -8,7 +8,12 @@ from speculation.v1 import service_pb2
 # A sidecar that is broken may have pages without end.
 _PAGES_MAX: Final = 1000
 
-Answer = TypeVar("Answer", service_pb2.ListEnginesResponse, service_pb2.OverviewResponse)
+Answer = TypeVar(
+    "Answer",
+    service_pb2.ListEnginesResponse,
+    service_pb2.OverviewResponse,
+    service_pb2.ListFleetResponse,
+)
 
 
 def every_engine(call: Callable[[str], Answer]) -> Answer:
