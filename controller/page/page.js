@@ -3,6 +3,7 @@ import { showAlternatives } from "./alternatives.js";
 import { showCosts } from "./costs.js";
 import { find, markScrollers, say } from "./dom.js";
 import { listenToEngines, showEngines } from "./engines.js";
+import { listenToFleet, lookAtFleet } from "./fleet.js";
 import { showNow, showOverrides, showTrail } from "./now.js";
 import { showSurvival } from "./survival.js";
 import { followTheme } from "./theme.js";
@@ -33,6 +34,7 @@ async function look() {
     shown.answeredAt = new Date();
     show();
     fresh();
+    await lookAtFleet(ask);
   } catch (error) {
     stale(error);
   }
@@ -71,6 +73,11 @@ function stale(error) {
 }
 
 // ---- choosing an engine ------------------------------------------------------------------------
+
+// A link to one of this sidecar's engines.
+function follow() {
+  if (shown.state?.engines.some((line) => line.engine_id === wanted())) pick(wanted());
+}
 
 const wanted = () => new URLSearchParams(location.hash.slice(1)).get("show") || "";
 
@@ -120,5 +127,7 @@ function showEngine() {
 followTheme();
 listenToEngines(pick);
 listenToTime();
+listenToFleet(ask);
+addEventListener("hashchange", follow);
 addEventListener("resize", markScrollers);
 look();

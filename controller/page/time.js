@@ -20,7 +20,7 @@ export function columns(points, drafters) {
   for (const [time, batch, gamma, drafter, tau, rate, unsteered] of points) {
     const joined = before !== null && time - before < GAP_SECONDS;
     const values = batch === null ? Array(drafters.length + 4).fill(null)
-      : [...drafters.map((_, index) => (index === drafter ? gamma : null)), tau, batch, rate, unsteered ? 1 : null];
+      : [...drafters.map((_, index) => (index === drafter ? gamma : null)), tau, batch, rate, unsteered ? 1 : 0];
     if (before !== null && !joined) rows.push([(before + time) / 2, ...Array(drafters.length + 4).fill(null)]);
     rows.push([joined ? before : time - 1, ...values], [time, ...values]);
     before = time;
@@ -79,7 +79,7 @@ function begin(key, data, drafters) {
       series: [
         curve({ label: "batch size (left)", kind: "batch", name: "batch", scale: "batch", width: 1, fill: 0.3, format: (value) => number(value) }),
         curve({ label: "tokens/s (right)", kind: "rate", name: "rate", scale: "rate", format: (value) => number(value) }),
-        curve({ label: "steps without a valid plan", kind: "alone", name: "bad", scale: "alone", width: 0, fill: 0.22, format: (value) => (value ? "yes" : "no") }),
+        curve({ label: "steps without a valid plan", kind: "alone", name: "bad", scale: "alone", width: 0, fill: 0.22, format: (value) => ({ 0: "no", 1: "yes" })[value] || "–" }),
       ],
     }),
   ];

@@ -56,7 +56,8 @@ _VENDORED = tuple(
 # All that is served of the folder.
 _FILES = (
     "index.html", "page.css", "icon.svg", "alternatives.js", "chart.js", "costs.js", "dom.js",
-    "engines.js", "now.js", "page.js", "survival.js", "theme.js", "time.js", "words.js", *_VENDORED,
+    "engines.js", "fleet.js", "now.js", "page.js", "survival.js", "theme.js", "time.js", "words.js",
+    *_VENDORED,
 )  # fmt: skip
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "

@@ -60,7 +60,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             sidecar_process(directory, "--page-port", str(port), "--ready-with", "guess")
         )
         engine = stack.enter_context(linked_engine(sidecar.address, "pod-7"))
-        _introduce_hostile(sidecar.address)
+        introduce(sidecar.address, LONG, HOSTILE, HOSTILE)
         page = stack.enter_context(chromium(tmp_path_factory.mktemp("browser")))
         page.resize(1280, 1000)
         page.first(LOOKS.read_text())
@@ -69,14 +69,15 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         yield scene
 
 
-def _introduce_hostile(address: str) -> None:
-    message = engine_message(LONG, target_model=HOSTILE)
-    message.drafters[0].name = HOSTILE
+def introduce(address: str, engine_id: str, model: str = "target", drafter: str = "mtp") -> None:
+    """An engine that reports one step."""
+    message = engine_message(engine_id, target_model=model)
+    message.drafters[0].name = drafter
     with grpc.insecure_channel(address) as channel:
         stub = service_pb2_grpc.SpeculationServiceStub(channel)
         asked = service_pb2.IntroduceRequest(engine=message)
         session = stub.Introduce(asked, timeout=PATIENCE_SECONDS).session_id
-        report: engine_pb2.StepReport = report_message(1, drafter=HOSTILE)
+        report: engine_pb2.StepReport = report_message(1, drafter=drafter)
         stub.Decide(
             service_pb2.DecideRequest(session_id=session, report=report), timeout=PATIENCE_SECONDS
         )

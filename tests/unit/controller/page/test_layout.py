@@ -153,4 +153,4 @@ def test_a_second_without_a_report_and_missing_seconds_are_gaps(scene: Scene):
     assert tau == [2.5, 2.5, None, None, 3.5, 3.5, None, 3.5, 3.5]
     assert batch == [4, 4, None, None, 8, 8, None, 8, 8]
     assert rate == [900, 900, None, None, 800, 800, None, 700, 700]
-    assert alone == [None] * 4 + [1, 1] + [None] * 3
+    assert alone == [0, 0, None, None, 1, 1, None, 0, 0]
