@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from controller.service.metrics.decisions import DECISION, ESTIMATES, LEARNING
-from controller.service.metrics.family import Family, samples
+from controller.service.metrics.family import Family, samples, write
 from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
 from controller.service.metrics.steps import LINK, STEPS
 from controller.service.net.http_server import (
@@ -65,8 +65,7 @@ class SidecarCollector(Collector):
                 unreadable += 1
                 continue
             for (_, written), found in zip(families, read, strict=True):
-                for labels, number in found:
-                    written.add_metric([session.engine_id, *labels], number)
+                write(found, written, session.engine_id)
             await asyncio.sleep(0)
         held = [held for held in self._override_registry.held() if not held.override.from_file]
         sidecar = SidecarSnapshot(
@@ -75,8 +74,7 @@ class SidecarCollector(Collector):
         )  # fmt: skip
         general = [(family, family.empty()) for family in OF_THE_SIDECAR]
         for of_all, written in general:
-            for labels, number in samples(of_all, sidecar):
-                written.add_metric(labels, number)
+            write(samples(of_all, sidecar), written)
         return [written for _, written in (*general, *families)]
 
     def collect(self) -> Iterator[Metric]:

@@ -45,6 +45,7 @@ from controller.service.sessions.counters import COUNT_MAX, Received, StepCounte
 from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
 from controller.service.sessions.forced_measurement import ForcedMeasurement
 from controller.service.sessions.history import History
+from controller.service.sessions.last_minute import LastMinute
 from controller.service.sessions.plan_log import LENGTH, PlanLogEntry
 from controller.service.sessions.unary_probes import UnaryProbes
 
@@ -92,6 +93,7 @@ class EngineSession:
         self.core = core
         self.counters = StepCounters()
         self.history = History((drafter.name for drafter in core.spec.drafters), self.counters)
+        self.last_minute = LastMinute(self.counters, core.prediction_audit)
         # The newest changes of what its batch shall run, the last one last.
         self.plan_log: deque[PlanLogEntry] = deque(maxlen=LENGTH)
         self.plan = core.current_plan()
@@ -170,8 +172,9 @@ class EngineSession:
         return self._clock.now() - self.last_report_at if self.last_report else 0.0
 
     def remember(self, now: float) -> None:
-        """Adds a point to the history.  now: Unix seconds."""
+        """Adds a point to the history, once a second.  now: Unix seconds."""
         self.history.add(now, self.plan, self.last_report, self.counters)
+        self.last_minute.keep()
 
     def contact(self, dropped_reports: int = 0) -> None:
         """A sign of life, with the reports that were lost on the engine's side."""
