@@ -125,9 +125,9 @@ class Page:
             width=width, height=height, deviceScaleFactor=scale, mobile=False,
         )  # fmt: skip
 
-    def picture(self) -> bytes:
-        """PNG of the whole page."""
-        found = self.command("Page.captureScreenshot", captureBeyondViewport=True)
+    def picture(self, whole: bool = True) -> bytes:
+        """PNG of the whole page, or of what the window shows of it."""
+        found = self.command("Page.captureScreenshot", captureBeyondViewport=whole)
         return base64.b64decode(found["data"])
 
 
