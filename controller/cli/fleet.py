@@ -37,11 +37,11 @@ def require_fleet(*, fleet: bool, words: str) -> None:
 
 def fleet_of(channel: "grpc.Channel", words: str) -> "service_pb2.ListFleetResponse":
     """Asks for the engines of all pages.  Raises grpc.RpcError."""
-    from controller.client.paging import every_engine
+    from controller.client.paging import every_page
     from speculation.v1 import service_pb2, service_pb2_grpc
 
     inspection = service_pb2_grpc.InspectionServiceStub(channel)
-    return every_engine(
+    return every_page(
         lambda token: inspection.ListFleet(
             service_pb2.ListFleetRequest(page_token=token, filter=words),
             timeout=_ANSWER_SECONDS_MAX,
