@@ -94,10 +94,13 @@ _BY_STATUS = {
 
 
 def is_away(error: "grpc.RpcError") -> bool:
-    """Whether a call failed because no sidecar answers."""
+    """Whether a call failed because no sidecar answers, or because it stopped during the call."""
     import grpc
 
     code, details = error.code(), error.details()
+    # No command cancels a call of its own.
+    if code is grpc.StatusCode.CANCELLED or details == "Cancelling all calls":
+        return True
     # A sidecar that serves says more than this when it cannot do something.
     silent = details is None or "failed to connect" in details or "Deadline" in details
     return code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED} and silent

@@ -1,5 +1,6 @@
 """`controller top` in a terminal, against a real sidecar that steers a real agent."""
 
+import asyncio
 import os
 import pty
 import re
@@ -9,11 +10,16 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Never
 
+import grpc
+import grpc.aio
 import pytest
 
+from controller.cli.connection import is_away
 from controller.cli.top import _text
 from controller.util.exit_codes import Exit
+from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
 from tests.support.linked_engine import linked_engine
 from tests.support.service_harness import ENVIRONMENT
@@ -149,6 +155,37 @@ def test_it_shows_the_fleet_live(tmp_path: Path):
         top.process.send_signal(signal.SIGINT)
         eventually(lambda: top.raw and top.process.poll() is not None)
         assert top.process.returncode == Exit.DONE
+
+
+@pytest.mark.parametrize("grace", [None, 0.1])
+async def test_a_sidecar_that_stops_in_the_middle_of_a_call_is_away(
+    tmp_path: Path, grace: float | None
+):
+    server = grpc.aio.server()
+    arrived = asyncio.Event()
+
+    class Slow(service_pb2_grpc.InspectionServiceServicer):
+        async def Overview(self, request: object, context: object) -> Never:
+            arrived.set()
+            await asyncio.Event().wait()
+            raise AssertionError((request, context))
+
+    service_pb2_grpc.add_InspectionServiceServicer_to_server(
+        Slow(),  # type: ignore[abstract]  # nobody calls the others
+        server,
+    )
+    address = f"unix:{tmp_path}/slow.sock"
+    server.add_insecure_port(address)
+    await server.start()
+    with grpc.insecure_channel(address) as channel:
+        call = service_pb2_grpc.InspectionServiceStub(channel).Overview.future(
+            service_pb2.OverviewRequest(), timeout=PATIENCE_SECONDS
+        )
+        await arrived.wait()
+        await server.stop(grace)
+        error = await asyncio.to_thread(call.exception)
+    assert isinstance(error, grpc.RpcError)
+    assert is_away(error), error
 
 
 def test_without_a_sidecar_it_says_so(tmp_path: Path):
