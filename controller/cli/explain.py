@@ -37,12 +37,12 @@ _PAST_ROUNDS = 4
 
 def engines(output: OutputOption = Output.TABLE, address: Address = DEFAULT_ADDRESS) -> None:
     """Lists the engines that the sidecar steers."""
-    from controller.client.paging import every_engine
+    from controller.client.paging import every_page
     from speculation.v1 import service_pb2, service_pb2_grpc
 
     with connected(address) as channel:
         inspection = service_pb2_grpc.InspectionServiceStub(channel)
-        answer = every_engine(
+        answer = every_page(
             lambda token: inspection.ListEngines(
                 service_pb2.ListEnginesRequest(page_token=token), timeout=_ANSWER_SECONDS_MAX
             )

@@ -99,11 +99,11 @@ def _looks(
 
 
 def _overview(channel: "grpc.Channel") -> "service_pb2.OverviewResponse":
-    from controller.client.paging import every_engine
+    from controller.client.paging import every_page
     from speculation.v1 import service_pb2, service_pb2_grpc
 
     inspection = service_pb2_grpc.InspectionServiceStub(channel)
-    return every_engine(
+    return every_page(
         lambda token: inspection.Overview(
             service_pb2.OverviewRequest(page_token=token), timeout=_ANSWER_SECONDS_MAX
         )

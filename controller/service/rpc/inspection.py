@@ -10,7 +10,8 @@ import controller
 from controller.core.engine.explanation import Explanation
 from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.core.errors import SpeculationError
-from controller.service.net.errors import InvalidQuestionError, abort
+from controller.service.net.error_details import abort
+from controller.service.net.errors import InvalidQuestionError
 from controller.service.net.limits import Turns
 from controller.service.rpc.overrides import held_to_proto
 from controller.service.rpc.store_messages import health_to_proto
@@ -88,7 +89,8 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             if request.batch_size > MAX_BATCH_SIZE:
                 raise InvalidQuestionError(
                     f"batch_size {request.batch_size} is outside 0..{MAX_BATCH_SIZE} "
-                    "(0: that of the last report)"
+                    "(0: that of the last report)",
+                    field_path="batch_size",
                 )
             explanation, answer = await self._explanations.take(lambda: self._explained(request))
             mine = {override.override_id for override in explanation.overrides}
