@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controller.cli.connection import DEFAULT_ADDRESS, UINT32_MAX, Address, connected, print_wide
+from controller.cli.fleet import (
+    FilterOption,
+    FleetOption,
+    fleet_of,
+    require_fleet,
+    show_fleet,
+)
 from controller.cli.output import (
     Column,
     Listing,
@@ -35,12 +42,21 @@ _ANSWER_SECONDS_MAX = 5.0
 _PAST_ROUNDS = 4
 
 
-def engines(output: OutputOption = Output.TABLE, address: Address = DEFAULT_ADDRESS) -> None:
-    """Lists the engines that the sidecar steers."""
+def engines(
+    output: OutputOption = Output.TABLE,
+    fleet: FleetOption = False,
+    words: FilterOption = "",
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
+    """Lists the engines that the sidecar steers, or, with --fleet, those of all sidecars."""
     from controller.client.paging import every_page
     from speculation.v1 import service_pb2, service_pb2_grpc
 
+    require_fleet(fleet=fleet, words=words)
     with connected(address) as channel:
+        if fleet:
+            show_fleet(fleet_of(channel, words), output)
+            return
         inspection = service_pb2_grpc.InspectionServiceStub(channel)
         answer = every_page(
             lambda token: inspection.ListEngines(

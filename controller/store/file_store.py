@@ -37,6 +37,7 @@ from controller.store.interface import (
     StoreError,
     StoreTakenError,
     StoreUnavailableError,
+    SummaryBoard,
     UnknownSequenceError,
 )
 from controller.store.journal_import import import_journal
@@ -55,6 +56,8 @@ class FileStore:
         self._directory = directory
         self._wall = wall
         self.blobs = FileBlobStore(directory / "shelf", wall)
+        # The directory is one sidecar's alone.
+        self.summaries: SummaryBoard | None = None
         # Wall time less monotonic time, as it was when the store was opened.
         self._offset = 0.0
         self._lock_file: int | None = None

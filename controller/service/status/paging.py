@@ -12,7 +12,8 @@ from controller.service.net.errors import InvalidQuestionError
 ROWS_MAX: Final = 1000
 # Bytes of a page's rows: a client that sets no limit of its own takes 4 MiB.
 BYTES_MAX: Final = 3 * 1024 * 1024
-_TOKEN_MAX = 128
+# An engine id, and what stands for its sidecar.
+_TOKEN_MAX = 192
 # Rows between two yields to the event loop, each of up to some tenths of a millisecond.
 _CHUNK = 8
 _WHY_MAX = 200

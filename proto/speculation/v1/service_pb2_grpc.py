@@ -169,6 +169,11 @@ class InspectionServiceStub(object):
                 request_serializer=speculation_dot_v1_dot_service__pb2.OverviewRequest.SerializeToString,
                 response_deserializer=speculation_dot_v1_dot_service__pb2.OverviewResponse.FromString,
                 )
+        self.ListFleet = channel.unary_unary(
+                '/speculation.v1.InspectionService/ListFleet',
+                request_serializer=speculation_dot_v1_dot_service__pb2.ListFleetRequest.SerializeToString,
+                response_deserializer=speculation_dot_v1_dot_service__pb2.ListFleetResponse.FromString,
+                )
 
 
 class InspectionServiceServicer(object):
@@ -198,6 +203,15 @@ class InspectionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListFleet(self, request, context):
+        """Every engine of every sidecar that shares the store with this one, in one line, by what each
+        sidecar has published in the last minutes.  If the store is away, this sidecar's engines.
+        INVALID_ARGUMENT: the filter names a field that does not exist, or is too long.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InspectionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -215,6 +229,11 @@ def add_InspectionServiceServicer_to_server(servicer, server):
                     servicer.Overview,
                     request_deserializer=speculation_dot_v1_dot_service__pb2.OverviewRequest.FromString,
                     response_serializer=speculation_dot_v1_dot_service__pb2.OverviewResponse.SerializeToString,
+            ),
+            'ListFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListFleet,
+                    request_deserializer=speculation_dot_v1_dot_service__pb2.ListFleetRequest.FromString,
+                    response_serializer=speculation_dot_v1_dot_service__pb2.ListFleetResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -275,6 +294,23 @@ class InspectionService(object):
         return grpc.experimental.unary_unary(request, target, '/speculation.v1.InspectionService/Overview',
             speculation_dot_v1_dot_service__pb2.OverviewRequest.SerializeToString,
             speculation_dot_v1_dot_service__pb2.OverviewResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ListFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/speculation.v1.InspectionService/ListFleet',
+            speculation_dot_v1_dot_service__pb2.ListFleetRequest.SerializeToString,
+            speculation_dot_v1_dot_service__pb2.ListFleetResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -122,6 +122,11 @@ class InspectionServiceStub:
     """
     Overview: _grpc.UnaryUnaryMultiCallable[_service_pb2.OverviewRequest, _service_pb2.OverviewResponse]
     """Every engine in one line, looked at once a second at most, however many ask."""
+    ListFleet: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListFleetRequest, _service_pb2.ListFleetResponse]
+    """Every engine of every sidecar that shares the store with this one, in one line, by what each
+    sidecar has published in the last minutes.  If the store is away, this sidecar's engines.
+    INVALID_ARGUMENT: the filter names a field that does not exist, or is too long.
+    """
 
 @_typing.type_check_only
 class InspectionServiceAsyncStub(InspectionServiceStub):
@@ -138,6 +143,11 @@ class InspectionServiceAsyncStub(InspectionServiceStub):
     """
     Overview: _aio.UnaryUnaryMultiCallable[_service_pb2.OverviewRequest, _service_pb2.OverviewResponse]  # type: ignore[assignment]
     """Every engine in one line, looked at once a second at most, however many ask."""
+    ListFleet: _aio.UnaryUnaryMultiCallable[_service_pb2.ListFleetRequest, _service_pb2.ListFleetResponse]  # type: ignore[assignment]
+    """Every engine of every sidecar that shares the store with this one, in one line, by what each
+    sidecar has published in the last minutes.  If the store is away, this sidecar's engines.
+    INVALID_ARGUMENT: the filter names a field that does not exist, or is too long.
+    """
 
 class InspectionServiceServicer(metaclass=_abc_1.ABCMeta):
     """What people ask: which engines, and why this plan."""
@@ -169,6 +179,17 @@ class InspectionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.OverviewResponse, _abc.Awaitable[_service_pb2.OverviewResponse]]:
         """Every engine in one line, looked at once a second at most, however many ask."""
+
+    @_abc_1.abstractmethod
+    def ListFleet(
+        self,
+        request: _service_pb2.ListFleetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_service_pb2.ListFleetResponse, _abc.Awaitable[_service_pb2.ListFleetResponse]]:
+        """Every engine of every sidecar that shares the store with this one, in one line, by what each
+        sidecar has published in the last minutes.  If the store is away, this sidecar's engines.
+        INVALID_ARGUMENT: the filter names a field that does not exist, or is too long.
+        """
 
 def add_InspectionServiceServicer_to_server(servicer: InspectionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

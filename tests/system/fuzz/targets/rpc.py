@@ -264,6 +264,10 @@ def _right() -> dict[str, list[list[Message]]]:
         ],
         "Decide": [[service_pb2.DecideRequest(session_id=SESSION, report=rich)]],
         "Explain": [[service_pb2.ExplainRequest(engine_id="engine-0", batch_size=4)]],
+        "ListFleet": [
+            [service_pb2.ListFleetRequest(filter="engine gamma=0 link=away", page_size=2)],
+            [service_pb2.ListFleetRequest(page_token="engine-0 0123456789abcdef")],
+        ],
         "Measure": [
             [
                 service_pb2.MeasureRequest(engine_id="engine-0", drafter="mtp", gamma=2),

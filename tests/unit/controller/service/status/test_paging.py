@@ -30,7 +30,7 @@ NAMES = [f"engine-{number}" for number in range(7)]
 GRPC_DEFAULT_BYTES = 4 * 1024 * 1024
 
 
-@pytest.fixture(params=["ListEngines", "Overview"])
+@pytest.fixture(params=["ListEngines", "Overview", "ListFleet"])
 def method(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -46,8 +46,10 @@ def asked(running: Running, method: str, page_size: int = 0) -> Callable[[str], 
     return lambda token: soon(call(kind(page_size=page_size, page_token=token)))
 
 
-def name_of(row: service_pb2.EngineStatus | service_pb2.EngineOverview) -> str:
-    return row.engine_id if isinstance(row, service_pb2.EngineOverview) else row.engine.engine_id
+def name_of(
+    row: service_pb2.EngineStatus | service_pb2.EngineOverview | service_pb2.FleetEngine,
+) -> str:
+    return row.engine.engine_id if isinstance(row, service_pb2.EngineStatus) else row.engine_id
 
 
 async def test_pages_add_up_to_all_engines_in_order(tmp_path: Path, method: str):
