@@ -25,7 +25,7 @@ from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2
 
 DEFAULT_ADDRESS: Final = "unix:/run/speculation/controller.sock"
 _REPEATED: Final = {
-    "speculation.v1.InspectionService": ("ListEngines", "Overview", "Explain"),
+    "speculation.v1.InspectionService": ("ListEngines", "Overview", "Explain", "ListFleet"),
     "speculation.v1.PolicyService": (
         "SetOverride", "ClearOverride", "GetOverride", "ListOverrides", "QueryAudit",
     ),
@@ -133,6 +133,21 @@ class Client:
         answer = every_page(
             lambda token: self._call(
                 self._inspection.Overview, service_pb2.OverviewRequest(page_token=token)
+            )
+        )
+        return list(answer.engines)
+
+    def fleet(self, words: str = "") -> list[service_pb2.FleetEngine]:
+        """Returns the engines of all sidecars that share the store.
+
+        words: what engines have to match, as in `pod-7 link=alone` (docs/fleet.md); by default all.
+
+        Raises InvalidRequestError for words that are no filter.
+        """
+        answer = every_page(
+            lambda token: self._call(
+                self._inspection.ListFleet,
+                service_pb2.ListFleetRequest(filter=words, page_token=token),
             )
         )
         return list(answer.engines)

@@ -47,8 +47,10 @@ async def test_engines_are_listed_and_explained(tmp_path: Path):
         listed, lines, why, sidecar = await by_client(
             tmp_path, lambda c: (c.engines(), c.overview(), c.explain("a", 3), c.sidecar())
         )
+        (of_fleet,) = await by_client(tmp_path, lambda c: c.fleet("engine=b"))
     assert [status.engine.engine_id for status in listed] == ["a", "b"]
     assert [line.engine_id for line in lines] == ["a", "b"]
+    assert of_fleet.engine_id == "b"
     assert (why.engine_id, why.batch_size) == ("a", 3)
     assert {service.service for service in sidecar.services} >= {"speculation.v1.PolicyService"}
 

@@ -75,6 +75,9 @@ def refused(method: MethodDescriptor) -> tuple[Any, str, str, tuple[str, str] | 
         "Overview": (
             service_pb2.OverviewRequest(page_token=LONG), "INVALID_REQUEST", "page_token", None,
         ),
+        "ListFleet": (
+            service_pb2.ListFleetRequest(filter="nothing=1"), "INVALID_REQUEST", "filter", None,
+        ),
         "Explain": (
             service_pb2.ExplainRequest(engine_id="nobody"), "ENGINE_NOT_FOUND", "", unknown,
         ),
