@@ -101,10 +101,16 @@ def _document(answer: "service_pb2.ListFleetResponse") -> dict[str, Any]:
 
 def _values(message: "Message") -> dict[str, Any]:
     """Returns plain values, zeros too: a program counts engines whose gamma is 0."""
+    import inspect
+
     from google.protobuf import json_format
 
+    # The first name since protobuf 5.26, the second one before.
+    names = ("always_print_fields_with_no_presence", "including_default_value_fields")
+    known = inspect.signature(json_format.MessageToDict).parameters
+    zeros: dict[str, Any] = {next(name for name in names if name in known): True}
     found: dict[str, Any] = json_format.MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        message, preserving_proto_field_name=True, **zeros
     )
     return found
 
