@@ -201,9 +201,11 @@ class Client:
             for held in self.overrides():
                 if held.override.override_id == override_id:
                     return held
-            raise NotFoundError(
+            missing = NotFoundError(
                 f"no override {override_id!r} is in force", resource=override_id
-            ) from None
+            )
+            missing.status, missing.resource_type = grpc.StatusCode.NOT_FOUND, "override"
+            raise missing from None
 
     def overrides(self) -> list[policy_pb2.HeldOverride]:
         """Returns the overrides in force, file-based policy among them, by id."""
