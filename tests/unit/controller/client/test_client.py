@@ -252,7 +252,7 @@ def test_where_the_sidecar_is_away_for_a_moment_the_same_request_is_sent_again(t
         client.set_override(pin())
         assert server.requests[3].request_id != server.requests[0].request_id
         server.codes = [Code.UNAVAILABLE] * 10
-        with pytest.raises(errors.UnavailableError, match="^as the script says$"):
+        with pytest.raises(errors.UnavailableError, match=r"^as the script says$"):
             client.explain("e")
         assert len(server.requests) == 4 + 5
 
