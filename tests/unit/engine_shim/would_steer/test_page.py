@@ -6,6 +6,7 @@ from engine_shim.sglang.api.settings import PluginSettings
 from engine_shim.steering.checks import Check, checked, require
 from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.steering.verdict import Drafter, Memory, Verdict, variables_of
+from engine_shim.would_steer.__main__ import parser
 from engine_shim.would_steer.page import page
 
 LONG = "the draft length can be steered for chains only, not for trees; set this option to 1"
@@ -25,6 +26,11 @@ STEERED = Verdict(
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     for verdict in (REFUSED, STEERED):
         assert max(map(len, page(verdict, width).splitlines())) <= width
+
+
+def test_the_help_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, parser().format_help().splitlines())) <= 80
 
 
 def test_an_obstacle_stands_below_what_was_looked_at_and_nothing_else_is_promised() -> None:
