@@ -23,6 +23,8 @@ FIELDS = (
 class History:
     """The last `POINTS` points of one session.
 
+    drafters: names, in the engine's order.
+
     time: Unix seconds.  batch_size, gamma, drafter (its index): as last reported, and as planned
     for that batch.  accept_length: tokens that a sequence gained in a step since the point before,
     its bonus token included.  tokens_per_second: of the steps since then.  unsteered: their share
@@ -35,9 +37,12 @@ class History:
 
         drafters: names, in the engine's order.  counters: as they stand now.
         """
-        self._drafters = list(drafters)
+        self.drafters = tuple(drafters)
         self._points = np.full((POINTS, len(FIELDS)), np.nan)
         self._count = 0
+        self._newest_at = -math.inf
+        # Tokens since the point before, by the time since then; None without one.
+        self.generated_per_second: float | None = None
         self._seen = _counters(counters)
 
     def add(self, now: float, plan: Plan, last: StepReport | None, counters: StepCounters) -> None:
@@ -47,11 +52,14 @@ class History:
         steps, sequences, tokens, seconds, unsteered = (
             now_is - was for now_is, was in zip(self._seen, before, strict=True)
         )
+        elapsed = now - self._newest_at
+        self.generated_per_second = tokens / elapsed if 0 < elapsed < math.inf else None
+        self._newest_at = now
         self._points[self._count % POINTS] = (
             now,
             last.batch_size if last and steps else math.nan,
             arm.gamma,
-            self._drafters.index(arm.drafter),
+            self.drafters.index(arm.drafter),
             tokens / sequences if sequences else math.nan,
             tokens / seconds if seconds else math.nan,
             unsteered / steps if steps else math.nan,

@@ -20,6 +20,7 @@ from controller.service.sessions.history import FIELDS
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
+from controller.service.status.alternatives import SECONDS, alternatives
 from controller.service.status.engine_snapshot import EngineSnapshot
 from controller.service.status.engine_status import (
     EngineLine,
@@ -61,6 +62,8 @@ class StatusCache:
         self._views: dict[EngineSession, tuple[float, EngineSnapshot]] = {}
         self._lines: tuple[EngineLine, ...] = ()
         self._lines_until = -math.inf
+        # What making the newest lines took of the event loop.
+        self.lines_seconds = 0.0
         self._looking = asyncio.Lock()
         self._keeping: asyncio.Task[None] | None = None
 
@@ -84,7 +87,7 @@ class StatusCache:
                 lines.append(self._line(session))
                 busy += time.monotonic() - began
                 await asyncio.sleep(0)
-            self._lines = tuple(lines)
+            self._lines, self.lines_seconds = tuple(lines), busy
             self._lines_until = self._clock.now() + max(_SECONDS, busy / _SHARE_MAX)
             return self._lines
 
@@ -111,8 +114,17 @@ class StatusCache:
         Raises UnknownEngineError.
         """
         session = self._registry.by_engine(engine_id)
-        points = session.history.since(since)
-        return engine_detail(self._view(session)) | {"fields": FIELDS, "points": points}
+        view, history = self._view(session), session.history
+        return engine_detail(view) | {
+            "fields": FIELDS,
+            "points": history.since(since),
+            "alternatives": alternatives(
+                view.explanation.table,
+                [value.arm for value in view.explanation.arms],
+                history.drafters,
+                history.since(time.time() - SECONDS),
+            ),
+        }
 
     def _line(self, session: EngineSession) -> EngineLine:
         try:

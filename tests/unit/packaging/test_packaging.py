@@ -71,6 +71,18 @@ def test_the_sidecars_wheel_holds_its_package_and_the_contract_and_no_more(wheel
     assert {"controller/py.typed", "speculation/py.typed"} <= held
 
 
+def test_the_sidecars_wheel_holds_the_licence_of_the_chart_library_too(wheel: Path):
+    name = "-".join(wheel.name.split("-")[:2])
+    texts = {path for path in contents(wheel) if "/licenses/" in path}
+    assert texts == {
+        f"{name}.dist-info/licenses/LICENSE",
+        f"{name}.dist-info/licenses/controller/page/vendor/uplot/LICENSE",
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"{name}.dist-info/METADATA").decode()
+    assert "License-Expression: Apache-2.0 AND MIT" in metadata
+
+
 def test_the_shims_wheel_holds_its_package_and_the_contract_and_no_more(shim_wheel: Path):
     held = {name for name in contents(shim_wheel) if ".dist-info/" not in name}
     held = {name for name in held if not name.endswith(".md")}
