@@ -57,7 +57,7 @@ def test_a_path_is_never_broken_and_commands_no_terminal() -> None:
 
 def test_a_program_reads_the_same() -> None:
     found = STEERED.document()
-    assert (found["api_version"], found["kind"]) == ("v1", "WouldSteer")
+    assert (found["api_version"], found["kind"]) == ("speculation.v1", "WouldSteer")
     assert found["would_be_steered"] is True
     assert found["memory"] == {"total_mib": 12.5}
     assert found["drafters"][1] == {"name": "ngram", "gammas": (1, 3), "model": ""}
