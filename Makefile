@@ -6,7 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm check format test bench faults soak fuzz golden demo demo-vllm lab gpu-check models proto lock licences sbom audit upstream clean
+.PHONY: help setup setup-vllm check format docs test bench faults soak fuzz golden demo demo-vllm lab gpu-check models proto lock licences sbom audit upstream clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,15 +25,21 @@ check: setup ## The static part: format, lint, types, contract, drift of what is
 	@echo "check: buf" && scripts/buf.sh .venv/bin/buf
 	@echo "check: stubs" && $(PYTHON_IN) scripts/proto.py --check
 	@echo "check: metrics reference" && $(PYTHON_IN) scripts/metrics_reference.py --check
+	@echo "check: API reference" && $(PYTHON_IN) scripts/api_reference.py --check
 	@echo "check: alert rules for Kubernetes" && $(PYTHON_IN) scripts/prometheus_rule.py --check
 	@echo "check: shared files of the Helm chart" && $(PYTHON_IN) scripts/helm_files.py --check
 	@echo "check: prose" && $(PYTHON_IN) scripts/prose.py
+	@echo "check: links and anchors of the documents" && .venv/bin/mkdocs build
 	@echo "check: licences of the images" && $(PYTHON_IN) scripts/bill_of_materials.py licences
 	@echo "check: ok"
 
 format: setup ## Formats the code, and repairs what ruff can repair
 	@.venv/bin/ruff check --fix-only --quiet .
 	@.venv/bin/ruff format .
+
+docs: setup ## The documents as a site, in build/site; a dead link or anchor ends the build
+	@.venv/bin/mkdocs build
+	@echo "docs: build/site/index.html"
 
 test: setup ## All tests (ARGS="-m 'not engine and not packaging'" for the quick ones)
 	@$(PYTHON_IN) -m pytest $(ARGS)

@@ -16,13 +16,19 @@ REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 _HEAD = """# Metrics
 
 The sidecar serves these metrics at `/metrics` (`--metrics-host`, `--metrics-port`; 127.0.0.1:9464),
-with the usual `process_*` and `python_*` metrics. The dashboard and the alert rules are in
-`deploy/monitoring`. This page is written from the code by `scripts/metrics_reference.py`, and
-`make check` compares the two.
+with the usual `process_*` and `python_*` metrics. This page is written from the code by
+`scripts/metrics_reference.py`, and `make check` compares the two.
+
+The dashboard and the alert rules are in `deploy/monitoring`. Tests run every query of both, and of
+this page, in a Prometheus that scrapes a sidecar, and hold the dashboard against the models that
+Grafana publishes for its version 11.6. It has not been opened in Grafana itself, which no registry
+of packages offers.
 
 Every series of an engine has the label `engine`, the engine's id, and at most one more label with
 few values. The counters of an engine end with its session and begin at zero with the next one. If
 vLLM or SGLang have a metric for the same thing, the last column names it, and ours uses its words.
+A deprecated metric stays for
+[one more minor release](releases.md#what-may-change-and-how-is-it-announced).
 
 `speculation_estimated_*` are counterfactuals: what did not run cannot be timed. They are computed
 from the cost table and the acceptance estimates, so they are as accurate as these;
@@ -30,6 +36,93 @@ from the cost table and the acceptance estimates, so they are as accurate as the
 
 Common questions about an engine:
 """
+
+_DEFINITIONS = """## Acceptance in the words of SGLang, vLLM and AIPerf
+
+The same words are used for different quantities elsewhere, so this table says what is divided by
+what. *Accepted* and *draft tokens* are without the bonus token, the one that every verification
+adds. A *draft* is one sequence in one step for which something was drafted. A *sequence step* is
+one sequence in one step, drafted for or not. The gauges cover the last minute; `rate()` of the
+counters gives the same ratio over any other time and over several engines. Names are those of
+SGLang 0.5.23, vLLM 0.32 and AIPerf 0.13.
+"""
+
+# What, its fraction, ours, SGLang's, vLLM's, AIPerf's.
+_AGREEMENT = (
+    (
+        "acceptance length",
+        "(accepted + drafts) / drafts",
+        "`speculation_acceptance_length`",
+        "`sglang:spec_accept_length` divides by sequence steps",
+        "`1 + spec_decode_num_accepted_tokens / spec_decode_num_drafts`",
+        (
+            "`spec_decode_acceptance_length` of a request, "
+            "`spec_decode_token_weighted_acceptance_length` of a run"
+        ),
+    ),
+    (
+        "tokens per sequence step",
+        "(accepted + sequence steps) / sequence steps",
+        "`speculation_generated_tokens_total / speculation_sequence_steps_total`",
+        "`sglang:spec_accept_length`",
+        "–",
+        "–",
+    ),
+    (
+        "draft acceptance rate",
+        "accepted / draft tokens",
+        "`speculation_draft_acceptance_rate`",
+        (
+            "`sglang:spec_accept_rate`, as if the newest draft length had run since the last log "
+            "line; `spec_accept_rate` of a request, as if that of the engine's start had run"
+        ),
+        "`spec_decode_num_accepted_tokens / spec_decode_num_draft_tokens`",
+        (
+            "`spec_decode_draft_acceptance_rate` of a request, "
+            "`spec_decode_overall_draft_acceptance_rate` of a run, both in percent"
+        ),
+    ),
+    (
+        "accepted per verified",
+        "(accepted + drafts) / (draft tokens + drafts)",
+        "`speculation_accepted_per_verified`",
+        "–",
+        "–",
+        "`spec_decode_accepted_per_verified`",
+    ),
+    (
+        "histogram of accepted tokens",
+        "drafts by their accepted tokens",
+        "`speculation_accepted_tokens_per_draft`",
+        "`spec_correct_drafts_histogram` of a request",
+        "`acceptance_histogram` of a request",
+        "`pooled_spec_decode_acceptance_histogram`",
+    ),
+    (
+        "accepted by position",
+        "drafts of which the position was accepted",
+        "`speculation_accepted_tokens_per_pos_total`",
+        "–",
+        "`spec_decode_num_accepted_tokens_per_pos`",
+        "–",
+    ),
+    (
+        "expected minus actual acceptance length",
+        "(expected - accepted) / drafts",
+        "`speculation_acceptance_length_error`",
+        "–",
+        "–",
+        "–",
+    ),
+    (
+        "error of the cost model",
+        "sum of abs(predicted - reported seconds) / reported seconds, of plain steps",
+        "`speculation_step_time_error_ratio`",
+        "–",
+        "–",
+        "–",
+    ),
+)
 
 
 def _rate(name: str) -> str:
@@ -39,16 +132,31 @@ def _rate(name: str) -> str:
 _PLAIN = _rate("plain_seconds")
 _QUERIES = (
     (
-        "How many tokens does a sequence gain in a drafted step (SGLang: accept length)?",
+        "How many tokens does a draft gain (acceptance length)?",
         f"1 + {_rate('accepted_tokens')} / {_rate('drafts')}",
     ),
     (
-        "What share of the drafted tokens is accepted (SGLang: accept rate)?",
+        "How many tokens does a sequence gain in a step, plain steps included?",
+        f"{_rate('generated_tokens')} / {_rate('sequence_steps')}",
+    ),
+    (
+        "What share of the draft tokens is accepted (draft acceptance rate)?",
         f"{_rate('accepted_tokens')} / {_rate('draft_tokens')}",
     ),
     (
-        "Are as many tokens accepted as expected (1: yes)?",
-        f"{_rate('accepted_tokens')} / {_rate('expected_accepted_tokens')}",
+        "Of what share of the drafts were at most so many tokens (`le`) accepted?",
+        (
+            "rate(speculation_accepted_tokens_per_draft_bucket[5m]) / ignoring (le) group_left () "
+            "rate(speculation_accepted_tokens_per_draft_count[5m])"
+        ),
+    ),
+    (
+        "How many tokens a draft are expected too much (below 0: too few)?",
+        f"({_rate('expected_accepted_tokens')} - {_rate('accepted_tokens')}) / {_rate('drafts')}",
+    ),
+    (
+        "How wrong is the cost model, as a share of the time?",
+        f"{_rate('prediction_error_seconds')} / {_PLAIN}",
     ),
     (
         "Do steps take as long as predicted (1: yes)?",
@@ -73,7 +181,12 @@ _SECTIONS: tuple[tuple[str, bool, tuple[Family[Any], ...]], ...] = (
 def reference() -> str:
     """Returns the whole page."""
     lines = [_HEAD, "| question | query |", "|---|---|"]
-    lines += [*(f"| {what} | `{query}` |" for what, query in _QUERIES), ""]
+    lines += [*(f"| {what} | `{query}` |" for what, query in _QUERIES), "", _DEFINITIONS]
+    lines += [
+        "| quantity | numerator / denominator | ours | SGLang | vLLM | AIPerf |",
+        6 * "|---" + "|",
+    ]
+    lines += [*(f"| {' | '.join(row)} |" for row in _AGREEMENT), ""]
     for title, of_engine, families in _SECTIONS:
         lines += [f"## {title}", "", *_table(families, of_engine=of_engine), ""]
     return "\n".join(lines)
@@ -83,7 +196,7 @@ def _table(families: Iterable[Family[Any]], *, of_engine: bool) -> Iterable[str]
     yield "| name | type | labels | unit | meaning | vLLM, SGLang |"
     yield "|---|---|---|---|---|---|"
     for family in families:
-        labels = ", ".join([*(["engine"] if of_engine else []), *filter(None, [family.label])])
+        labels = ", ".join([*(["engine"] if of_engine else []), *family.labels])
         cells = (
             f"`{family.sample_name}`", family.kind.value, labels, family.unit, family.text,
             family.like and f"`{family.like}`",

@@ -6,6 +6,13 @@ import typer
 
 from controller.cli.completion import engine_ids
 from controller.cli.connection import DEFAULT_ADDRESS, UINT32_MAX, Address, connected
+from controller.cli.fleet import (
+    FilterOption,
+    FleetOption,
+    fleet_of,
+    require_fleet,
+    show_fleet,
+)
 from controller.cli.output import (
     Column,
     Listing,
@@ -25,14 +32,23 @@ if TYPE_CHECKING:
 _ANSWER_SECONDS_MAX = 5.0
 
 
-def engines(output: OutputOption = Output.TABLE, address: Address = DEFAULT_ADDRESS) -> None:
-    """Lists the engines that the sidecar steers."""
-    from controller.client.paging import every_engine
+def engines(
+    output: OutputOption = Output.TABLE,
+    fleet: FleetOption = False,
+    words: FilterOption = "",
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
+    """Lists the engines that the sidecar steers, or, with --fleet, those of all sidecars."""
+    from controller.client.paging import every_page
     from speculation.v1 import service_pb2, service_pb2_grpc
 
+    require_fleet(fleet=fleet, words=words)
     with connected(address) as channel:
+        if fleet:
+            show_fleet(fleet_of(channel, words), output)
+            return
         inspection = service_pb2_grpc.InspectionServiceStub(channel)
-        answer = every_engine(
+        answer = every_page(
             lambda token: inspection.ListEngines(
                 service_pb2.ListEnginesRequest(page_token=token), timeout=_ANSWER_SECONDS_MAX
             )

@@ -1,8 +1,6 @@
 """Implements `controller override`: sets and clears overrides; `override_lists` shows them."""
 
 import datetime as dt
-import getpass
-import os
 import re
 import secrets
 from collections.abc import Iterable
@@ -21,6 +19,7 @@ from controller.cli.connection import (
 )
 from controller.cli.output import Output, OutputOption, plain_values, show_one
 from controller.util.exit_codes import Exit
+from controller.util.user import user_name
 from controller.wire.override_text import (
     PRECEDENCE,
     batch_range,
@@ -118,7 +117,7 @@ def set_(
     request = policy_pb2.SetOverrideRequest(
         override=policy_pb2.Override(
             override_id=name, scope=_scope(engine, model, fleet), rule=rule, min_batch_size=low,
-            max_batch_size=high, author=author or _caller(), reason=reason,
+            max_batch_size=high, author=author or user_name(), reason=reason,
         ),
         etag=etag,
         dry_run=dry_run,
@@ -181,7 +180,7 @@ def clear(
     with connected(for_operators(address)) as channel:
         answer = policy_pb2_grpc.PolicyServiceStub(channel).ClearOverride(
             policy_pb2.ClearOverrideRequest(
-                override_id=override_id, etag=etag, author=author or _caller(), reason=reason,
+                override_id=override_id, etag=etag, author=author or user_name(), reason=reason,
             ),
             timeout=_ANSWER_SECONDS_MAX,
         )  # fmt: skip
@@ -322,14 +321,6 @@ def _seconds(text: str) -> float:
     if not found:
         raise typer.BadParameter("--ttl is a number and a unit: 90s, 30m, 2h or 1d")
     return float(found[1]) * _UNITS[found[2]]
-
-
-def _caller() -> str:
-    """The name of the user who calls; the number where nobody has named it, as in a container."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"uid {os.getuid()}"
 
 
 def _random() -> str:

@@ -113,11 +113,15 @@ _PROFILES: "Listing[service_pb2.ShelvedProfile]" = Listing(
 
 def list_(output: OutputOption = Output.TABLE, address: Address = DEFAULT_ADDRESS) -> None:
     """Lists the profiles that the sidecar keeps, the newest first."""
+    from controller.client.paging import every_page
     from speculation.v1 import service_pb2
 
     with connected(address) as channel:
-        answer = _stub(channel).ListProfiles(
-            service_pb2.ListProfilesRequest(), timeout=_ANSWER_SECONDS
+        answer = every_page(
+            lambda token: _stub(channel).ListProfiles(
+                service_pb2.ListProfilesRequest(page_token=token), timeout=_ANSWER_SECONDS
+            ),
+            "profiles",
         )
     none = "no profile is in the store: measure one with `controller profile`"
     show_list(_PROFILES, answer.profiles, output, none)

@@ -2,12 +2,24 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 import typer
 
 from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, is_away, open_channel
+from controller.cli.fleet import (
+    FLEET,
+    LINKS,
+    FilterOption,
+    FleetOption,
+    fleet_of,
+    foot,
+    head,
+    require_fleet,
+    show_fleet,
+)
 from controller.cli.output import (
     Column,
     Listing,
@@ -26,8 +38,27 @@ if TYPE_CHECKING:
 
     from speculation.v1 import service_pb2
 
+    Answer = TypeVar("Answer", service_pb2.OverviewResponse, service_pb2.ListFleetResponse)
+else:
+    Answer = TypeVar("Answer")
+
 _ANSWER_SECONDS_MAX = 5.0
-_LINKS = {"steered": "green", "alone": "red", "away": "yellow"}
+
+
+@dataclass(frozen=True, slots=True)
+class _View(Generic[Answer]):
+    """Describes what is watched.
+
+    ask: raises grpc.RpcError.  head, foot: lines above and below the table; foot_style: of the
+    latter.  print: one look.
+    """
+
+    ask: "Callable[[grpc.Channel], Answer]"
+    listing: Listing[Any]
+    head: Callable[[Answer], str]
+    foot: Callable[[Answer], list[str]]
+    print: Callable[[Answer, Output], None]
+    foot_style: str = ""
 
 
 def top(
@@ -36,6 +67,8 @@ def top(
         float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    fleet: FleetOption = False,
+    words: FilterOption = "",
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Shows the engines as they are steered, until Ctrl-C.
@@ -45,32 +78,46 @@ def top(
     """
     if not once and output is not Output.TABLE:
         raise typer.BadParameter(f"-o {output} shows one look: add --once")
+    require_fleet(fleet=fleet, words=words)
+    if fleet:
+        _show(_fleet_view(words), address, interval, output, once=once)
+    else:
+        _show(_SIDECAR, address, interval, output, once=once)
+
+
+def _fleet_view(words: str) -> "_View[service_pb2.ListFleetResponse]":
+    return _View(lambda channel: fleet_of(channel, words), FLEET, head, foot, show_fleet)
+
+
+def _show(
+    view: _View[Answer], address: str, interval: float, output: Output, *, once: bool
+) -> None:
     with connected(address) as channel:
-        answer = _overview(channel)
+        answer = view.ask(channel)
     if once:
-        _print(answer, output)
+        _print(view, answer, output)
         return
     with contextlib.suppress(KeyboardInterrupt), connected(address):
-        _watch(address, interval, answer)
+        _watch(view, address, interval, answer)
 
 
-def _watch(address: str, interval: float, answer: "service_pb2.OverviewResponse") -> None:
+def _watch(view: _View[Answer], address: str, interval: float, answer: Answer) -> None:
     from rich.console import Console
     from rich.live import Live
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        for found, trouble in _looks(address, interval, answer):
-            _print(found, Output.TABLE, trouble)
+        for found, trouble in _looks(view, address, interval, answer):
+            _print(view, found, Output.TABLE, trouble)
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        for found, trouble in _looks(address, interval, answer):
-            live.update(_screen(found, console, trouble), refresh=True)
+        for found, trouble in _looks(view, address, interval, answer):
+            live.update(_screen(view, found, console, trouble), refresh=True)
 
 
 def _looks(
-    address: str, interval: float, answer: "service_pb2.OverviewResponse"
-) -> "Iterator[tuple[service_pb2.OverviewResponse, str]]":
+    view: _View[Answer], address: str, interval: float, answer: Answer
+) -> Iterator[tuple[Answer, str]]:
     """Yields the newest answer, and what is wrong with it ("": nothing), without an end.
 
     A channel that lost its sidecar is given up: it would wait ever longer before it tries again.
@@ -83,7 +130,7 @@ def _looks(
         while True:
             time.sleep(interval)
             try:
-                answer, trouble = _overview(channel), ""
+                answer, trouble = view.ask(channel), ""
             except grpc.RpcError as error:
                 if not is_away(error):
                     raise
@@ -99,11 +146,11 @@ def _looks(
 
 
 def _overview(channel: "grpc.Channel") -> "service_pb2.OverviewResponse":
-    from controller.client.paging import every_engine
+    from controller.client.paging import every_page
     from speculation.v1 import service_pb2, service_pb2_grpc
 
     inspection = service_pb2_grpc.InspectionServiceStub(channel)
-    return every_engine(
+    return every_page(
         lambda token: inspection.Overview(
             service_pb2.OverviewRequest(page_token=token), timeout=_ANSWER_SECONDS_MAX
         )
@@ -111,35 +158,37 @@ def _overview(channel: "grpc.Channel") -> "service_pb2.OverviewResponse":
 
 
 def _screen(
-    answer: "service_pb2.OverviewResponse", console: "Console", trouble: str = ""
+    view: _View[Answer], answer: Answer, console: "Console", trouble: str = ""
 ) -> "RenderableType":
     from rich.console import Group
 
     table, left_out = fitting_table(
-        ENGINES, answer.engines, console, style="dim" if trouble else ""
+        view.listing, answer.engines, console, style="dim" if trouble else ""
     )
     more = [_text(f"left out: {', '.join(left_out)}", "dim")] if left_out else []
-    lost = [_text(line, "red") for line in _losses(answer)]
     return Group(
-        _text(_head(answer)),
+        _text(view.head(answer)),
         *([_text(trouble, "bold red")] if trouble else []),
         table,
         *more,
-        *lost,
+        *(_text(line, view.foot_style) for line in view.foot(answer)),
     )
 
 
-def _print(answer: "service_pb2.OverviewResponse", output: Output, trouble: str = "") -> None:
-    """Prints one look; everything but the engines is for tables only."""
-    if output not in {Output.TABLE, Output.WIDE}:
-        show(ENGINES, answer.engines, output)
-        return
-    print(printable(_head(answer)))
-    if trouble:
-        print(printable(trouble))
+def _print(view: _View[Answer], answer: Answer, output: Output, trouble: str = "") -> None:
+    """Prints one look; what stands above the table is for people only."""
+    if output in {Output.TABLE, Output.WIDE}:
+        print(printable(view.head(answer)))
+        if trouble:
+            print(printable(trouble))
+    view.print(answer, output)
+
+
+def _print_engines(answer: "service_pb2.OverviewResponse", output: Output) -> None:
     show(ENGINES, answer.engines, output, "no engine has introduced itself")
-    for line in _losses(answer):
-        print(printable(line))
+    if output in {Output.TABLE, Output.WIDE}:
+        for line in _losses(answer):
+            print(printable(line))
 
 
 def _head(answer: "service_pb2.OverviewResponse") -> str:
@@ -178,12 +227,17 @@ ENGINES: "Listing[service_pb2.EngineOverview]" = Listing(
         Column("regime", lambda line: line.regime, priority=6),
         Column("reason", lambda line: line.reason, priority=4),
         Column("plan age", lambda line: f"{line.plan_age_seconds:.0f} s", right=True, priority=7),
-        Column("link", lambda line: line.link, priority=1, style=lambda link: _LINKS.get(link, "")),
+        Column("link", lambda line: line.link, priority=1, style=lambda link: LINKS.get(link, "")),
         Column("overrides", lambda line: ", ".join(line.overrides) or "-", priority=5),
     ),
     plain_values,
     lambda line: line.unavailable,
 )  # fmt: skip
+
+
+_SIDECAR: "_View[service_pb2.OverviewResponse]" = _View(
+    _overview, ENGINES, _head, _losses, _print_engines, foot_style="red"
+)
 
 
 def _text(words: str, style: str = "") -> "Text":

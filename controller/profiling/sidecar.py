@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from controller.client.credentials import Credentials, CredentialsError, why_silent
-from controller.client.paging import every_engine_aio
+from controller.client.paging import every_page_aio
 from controller.core.cost.profile import Profile
 from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.errors import (
@@ -138,7 +138,7 @@ class ProfilingClient:
         Raises SidecarUnreachableError, and ProfilingError for a caller without the right.
         """
         try:
-            answer = await every_engine_aio(
+            answer = await every_page_aio(
                 lambda token: self._inspection.ListEngines(
                     service_pb2.ListEnginesRequest(page_token=token),
                     timeout=_ANSWER_SECONDS,

@@ -33,6 +33,7 @@ from controller.service.reload import Reloader
 from controller.service.rpc.inspection import InspectionServicer
 from controller.service.rpc.overrides import PolicyServicer
 from controller.service.rpc.profiling import ProfilingServicer
+from controller.service.rpc.request_ids import RequestIds
 from controller.service.rpc.steering import SpeculationServicer
 from controller.service.rpc.training import TrainingServicer
 from controller.service.sessions.audit_log import AuditLog
@@ -45,6 +46,7 @@ from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import CoreFactory, SessionRegistry
 from controller.service.sessions.session import EngineSession, SessionObserver
 from controller.service.sessions.training_state import TrainingStateFiles
+from controller.service.status.fleet_view import FleetView
 from controller.service.status.page_server import PageServer
 from controller.service.status.readiness import Readiness
 from controller.service.status.status_cache import StatusCache
@@ -95,8 +97,7 @@ class Sidecar(SessionObserver):
         self._estimates = FleetEstimates(store.blobs, self.registry)
         self._training = TrainingStateFiles(settings.state_path / "training", self.registry)
         self._recorder = self._make_recorder()
-        self._path = settings.socket_path
-        self.operator_socket = OperatorSocket(self._path)
+        self.operator_socket = OperatorSocket(settings.socket_path)
         self._readiness = Readiness(
             self.registry,
             self.profiles,
@@ -107,8 +108,13 @@ class Sidecar(SessionObserver):
         self._status_cache = StatusCache(
             self.registry, self.override_registry, self._readiness, self._clock
         )
+        self._request_ids = RequestIds()
+        self._fleet_view = FleetView(store.summaries, self._status_cache, self._clock)
         self._policy = PolicyServicer(
-            self.override_registry, settings.override_default_seconds, settings.override_max_seconds
+            self.override_registry,
+            self._request_ids,
+            settings.override_default_seconds,
+            settings.override_max_seconds,
         )
         self._reloader = Reloader(self.registry, self.profiles, self._readiness, self._policy)
         self._health_port: HealthPort | None = None
@@ -191,6 +197,7 @@ class Sidecar(SessionObserver):
             if settings.page_port:
                 self._page = PageServer(
                     self._status_cache,
+                    self._fleet_view,
                     asyncio.get_running_loop(),
                     settings.page_host,
                     settings.page_port,
@@ -208,6 +215,7 @@ class Sidecar(SessionObserver):
         self._estimates.open()
         self._training.open()
         self._status_cache.open()
+        self._fleet_view.open()
         self._background = [
             asyncio.create_task(self._expire()),
             asyncio.create_task(self._watch_load()),
@@ -242,8 +250,10 @@ class Sidecar(SessionObserver):
             ShuttingDownError("the sidecar is shutting down"), self._settings.last_lease_seconds
         )
         await self._servers.stop(sessions)
+        await self._request_ids.close()
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
+        await self._fleet_view.close()
         await self._status_cache.close()
         await self._fleet.close()
         await self._estimates.close()
@@ -299,12 +309,19 @@ class Sidecar(SessionObserver):
         )
         service_pb2_grpc.add_InspectionServiceServicer_to_server(
             InspectionServicer(
-                self.registry, self.override_registry, self._readiness, self._status_cache
+                self.registry,
+                self.override_registry,
+                self._readiness,
+                self._status_cache,
+                self._fleet_view,
             ),
             server,
         )
         service_pb2_grpc.add_ProfilingServiceServicer_to_server(
-            ProfilingServicer(self.registry, self.profiles, self._fleet, self._audit), server
+            ProfilingServicer(
+                self.registry, self.profiles, self._fleet, self._audit, self._request_ids
+            ),
+            server,
         )
         policy_pb2_grpc.add_PolicyServiceServicer_to_server(self._policy, server)
         training_pb2_grpc.add_TrainingServiceServicer_to_server(
@@ -328,8 +345,9 @@ class Sidecar(SessionObserver):
         host, port = self._settings.metrics_host, self._settings.metrics_port
         try:
             return MetricsServer(
-                self.registry, self.override_registry, asyncio.get_running_loop(), host, port
-            )
+                self.registry, self.override_registry, self._fleet_view,
+                asyncio.get_running_loop(), host, port,
+            )  # fmt: skip
         except OSError as error:
             raise AddressTakenError(
                 f"/metrics cannot be served on {host}:{port}: {error.strerror}; name another port "

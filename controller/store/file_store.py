@@ -37,6 +37,7 @@ from controller.store.interface import (
     StoreError,
     StoreTakenError,
     StoreUnavailableError,
+    SummaryBoard,
     UnknownSequenceError,
 )
 from controller.store.journal_import import import_journal
@@ -55,6 +56,8 @@ class FileStore:
         self._directory = directory
         self._wall = wall
         self.blobs = FileBlobStore(directory / "shelf", wall)
+        # The directory is one sidecar's alone.
+        self.summaries: SummaryBoard | None = None
         # Wall time less monotonic time, as it was when the store was opened.
         self._offset = 0.0
         self._lock_file: int | None = None
@@ -258,7 +261,9 @@ class FileStore:
     async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
         """Implements the method of the store interface; sequences are numbers."""
         if before and not before.isdecimal():
-            raise UnknownSequenceError(f"sequence {before[:40]!r} is not of this store")
+            raise UnknownSequenceError(
+                f"sequence {before[:40]!r} is not of this store", field_path="before_sequence"
+            )
         older_than = int(before) if before else None
         alone = self._opened().alone
         return await self._in(

@@ -166,6 +166,11 @@ class Store(Protocol):
         """Goods in the same place."""
         ...
 
+    @property
+    def summaries(self) -> "SummaryBoard | None":
+        """Returns what sidecars publish of their engines; None for a store of one sidecar."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Blob:
@@ -210,6 +215,52 @@ class BlobStore(Protocol):
 
     async def names(self, kind: BlobKind) -> Sequence[str]:
         """All names, the one last put first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Holds what one sidecar has published of its engines.
+
+    source: hexadecimal digits that stand for the sidecar.  body: as it is stored; anybody who can
+    write to the store may have written it.  age_seconds: since then, by the store's clock.
+    """
+
+    source: str
+    body: bytes
+    age_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summaries:
+    """Holds everything that sidecars have published.
+
+    found: the newest first.  refused: those whose type or size is wrong.  left_out: those
+    that did not fit into one answer.
+    """
+
+    found: Sequence[Summary]
+    refused: int = 0
+    left_out: int = 0
+
+
+class SummaryBoard(Protocol):
+    """Keeps one text of each sidecar, for a limited time.  Nothing depends on it.
+
+    Every method may raise StoreUnavailableError.  While the store is away they do so at once; it
+    is tried again every five seconds at least.
+    """
+
+    async def put(self, source: str, body: bytes) -> None:
+        """Keeps a text in place of the source's text before."""
+        ...
+
+    async def remove(self, source: str) -> None:
+        """Takes the text of a source away; nothing happens if it has none."""
+        ...
+
+    async def read(self) -> Summaries:
+        """Returns what is there, and changes nothing."""
         ...
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import redis.asyncio
+import redis.exceptions
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel as _UntypedSentinel
@@ -55,6 +56,23 @@ async def close(client: Any) -> None:
     await client.aclose()
     for sentinel in manager.sentinels if manager else ():
         await sentinel.aclose()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether Redis refused a write for want of memory."""
+    return isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error)
+
+
+def in_words(error: Exception) -> str:
+    """Says what is wrong with Redis, in few words; they may hold what a URL holds."""
+    if isinstance(error, redis.exceptions.ReadOnlyError):
+        return "takes no writes (read-only)"
+    if is_out_of_memory(error):
+        return "takes no writes (out of memory)"
+    if isinstance(error, redis.exceptions.AuthenticationError):
+        return "refuses the credentials"
+    text = " ".join(str(error).split())
+    return text[:200] or type(error).__name__
 
 
 def _client(url: str, timeout_seconds: float, password_file: Path | None) -> Any:

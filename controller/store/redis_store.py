@@ -34,9 +34,10 @@ from controller.store.interface import (
     StoreUnavailableError,
 )
 from controller.store.redis_blobs import RedisBlobStore
-from controller.store.redis_client import close, connect
+from controller.store.redis_client import close, connect, in_words, is_out_of_memory
 from controller.store.redis_mirror import MirroredEntry, RedisMirror
 from controller.store.redis_scripts import FETCH, RECORD, REFUSED, SEED, WRITE
+from controller.store.redis_summaries import RedisSummaries
 from controller.util import cancellation
 from controller.util.redaction import redact
 
@@ -96,11 +97,17 @@ class RedisStore:
         self._since = time.monotonic()
         self.commands = 0
         self._blobs = RedisBlobStore(self._client, self._ask, tag)
+        self._summaries = RedisSummaries(self._client, tag, self._redacted, timeout_seconds)
 
     @property
     def blobs(self) -> RedisBlobStore:
         """In the same Redis, under the same namespace."""
         return self._blobs
+
+    @property
+    def summaries(self) -> RedisSummaries:
+        """Returns those in the same Redis; their troubles do not count as the store's."""
+        return self._summaries
 
     async def open(self, changed: Listener) -> None:
         """Takes what the mirror holds; Redis may be away.  Raises StoreBrokenError."""
@@ -273,7 +280,7 @@ class RedisStore:
         return answer
 
     def _failed(self, error: Exception, *, writes: bool) -> StoreUnavailableError:
-        words = self._redacted(_in_words(error))
+        words = self._redacted(in_words(error))
         self._note(words)
         outcome = "nothing was changed"
         if writes and not _came_before_any_write(error):
@@ -331,22 +338,7 @@ class RedisStore:
 
 def _came_before_any_write(error: Exception) -> bool:
     connecting = isinstance(error, redis.exceptions.ConnectionError) and "connecting" in str(error)
-    return connecting or isinstance(error, _BEFORE_ANY_WRITE) or _is_out_of_memory(error)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error)
-
-
-def _in_words(error: Exception) -> str:
-    if isinstance(error, redis.exceptions.ReadOnlyError):
-        return "takes no writes (read-only)"
-    if _is_out_of_memory(error):
-        return "takes no writes (out of memory)"
-    if isinstance(error, redis.exceptions.AuthenticationError):
-        return "refuses the credentials"
-    text = " ".join(str(error).split())
-    return text[:200] or type(error).__name__
+    return connecting or isinstance(error, _BEFORE_ANY_WRITE) or is_out_of_memory(error)
 
 
 def _audit(sequence: str, fields: Mapping[str, str]) -> AuditRecord:

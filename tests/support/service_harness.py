@@ -12,11 +12,12 @@ from typing import Any, TypeVar, cast
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
+from prometheus_client.samples import Sample
 
 from controller.core.clock import Clock
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine_spec import Fingerprint
-from controller.service.metrics.family import samples
+from controller.service.metrics.family import Family, samples, write
 from controller.service.metrics.server import OF_AN_ENGINE
 from controller.service.server import Sidecar
 from controller.service.sessions.session import EngineSession
@@ -156,10 +157,18 @@ def measured_of(session: EngineSession) -> dict[tuple[str, ...], float]:
     """Its metrics as a scrape would show them: by name, and value of their own label."""
     view = EngineSnapshot.of(session)
     return {
-        (family.sample_name, *labels): number
+        (sample.name, *list(sample.labels.values())[1:]): sample.value
         for family in OF_AN_ENGINE
-        for labels, number in samples(family, view)
+        for sample in written(family, view)
     }
+
+
+def written(family: Family[Any], source: Any) -> Sequence[Sample]:
+    """Its samples as a scrape has them, of an engine "e" where it is of an engine."""
+    common = {"engine": "e"} if family in OF_AN_ENGINE else {}
+    into = family.empty(*common)
+    write(samples(family, source), into, *common.values())
+    return into.samples
 
 
 async def next_of(call: "grpc.aio.StreamStreamCall[Any, T]") -> T:

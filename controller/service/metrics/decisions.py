@@ -108,11 +108,23 @@ DECISION: Final[tuple[Family[EngineSnapshot], ...]] = (
 
 ESTIMATES: Final[tuple[Family[EngineSnapshot], ...]] = (
     Family(
-        _GAUGE, "speculation_expected_accept_length",
+        _GAUGE, "speculation_expected_acceptance_length",
         "Expected tokens that a sequence gains in a step of the planned choice, bonus token "
         "included.",
         lambda e: 1 + e.chosen.expected_accepted,
         unit="tokens", like="sglang:spec_accept_length (observed)",
+    ),
+    Family(
+        _GAUGE, "speculation_expected_accept_length",
+        "Deprecated: speculation_expected_acceptance_length has the same number.",
+        lambda e: 1 + e.chosen.expected_accepted,
+        unit="tokens", replaced_by="speculation_expected_acceptance_length",
+    ),
+    Family(
+        _GAUGE, "speculation_acceptance_length_error",
+        "Expected minus actual acceptance length of the last minute's drafts; above 0 the "
+        "estimates are too high. Absent if nothing was drafted.",
+        lambda e: e.session.last_minute.acceptance_length_error, unit="tokens",
     ),
     Family(
         _COUNTER, "speculation_expected_accepted_tokens",
@@ -148,6 +160,18 @@ ESTIMATES: Final[tuple[Family[EngineSnapshot], ...]] = (
         _COUNTER, "speculation_prediction_error_seconds",
         "Sum over the plain steps of the absolute difference of predicted and reported time.",
         lambda e: e.session.core.prediction_audit.error_seconds, unit="seconds",
+    ),
+    Family(
+        _GAUGE, "speculation_step_time_error_ratio",
+        "Relative error of the cost model: mean absolute difference of predicted and reported time "
+        "over the last minute's plain steps, by their time. Absent without such steps.",
+        lambda e: e.session.last_minute.step_time_error, unit="ratio",
+    ),
+    Family(
+        _GAUGE, "speculation_step_time_bias_ratio",
+        "Predicted minus reported time of the last minute's plain steps, by the latter; above 0 "
+        "the cost model is too slow. Absent without such steps.",
+        lambda e: e.session.last_minute.step_time_bias, unit="ratio",
     ),
     Family(
         _COUNTER, "speculation_estimated_instead_seconds",

@@ -1,15 +1,43 @@
 """Describes a metric once for the scrape, the reference and the tests."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 
 Source = TypeVar("Source")
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Counts observations of whole numbers.  counts: entry k = observations of exactly k."""
+
+    counts: Sequence[float]
+
+    @property
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, observations up to it), the last one without a bound."""
+        found, total = [], 0.0
+        for value, count in enumerate(self.counts):
+            total += count
+            found.append((str(float(value)), total))
+        return [*found, ("+Inf", total)]
+
+    @property
+    def sum(self) -> float:
+        """The sum of what was observed."""
+        return sum(value * count for value, count in enumerate(self.counts))
+
+
 # By value of the family's own label, or alone where it has none.  None: nothing to say now.
-Reading = float | Mapping[str, float] | None
+Reading = float | Distribution | Mapping[str, float] | None
+AnyFamily = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class MetricKind(Enum):
@@ -17,14 +45,19 @@ class MetricKind(Enum):
 
     COUNTER = "counter"
     GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+_SUFFIXES = {MetricKind.COUNTER: "_total", MetricKind.GAUGE: "", MetricKind.HISTOGRAM: "_bucket"}
 
 
 @dataclass(frozen=True, slots=True)
 class Family(Generic[Source]):
     """Describes one metric.
 
-    name: a counter's samples have `_total` behind it.  label: its own, beside `engine` where it is
-    of an engine; "" = none.  like: what vLLM or SGLang call the same.
+    name: a counter's samples have `_total` behind it, a histogram's `_bucket`, `_sum` and `_count`.
+    label: its own, beside `engine` where it is of an engine; "" = none; a histogram has `le`.
+    like: what vLLM or SGLang call the same.  replaced_by: what to use instead of a deprecated one.
     """
 
     kind: MetricKind
@@ -34,23 +67,47 @@ class Family(Generic[Source]):
     unit: str = ""
     label: str = ""
     like: str = ""
+    replaced_by: str = ""
 
     @property
     def sample_name(self) -> str:
         """Returns the name that queries use."""
-        return f"{self.name}_total" if self.kind is MetricKind.COUNTER else self.name
+        return f"{self.name}{_SUFFIXES[self.kind]}"
 
-    def empty(self, *common: str) -> CounterMetricFamily | GaugeMetricFamily:
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Returns its own labels as a query sees them."""
+        if self.kind is MetricKind.HISTOGRAM:
+            return ("le",)
+        return (self.label,) if self.label else ()
+
+    def empty(self, *common: str) -> AnyFamily:
         """Makes prometheus_client's family without samples.  common: labels before its own."""
+        if self.kind is MetricKind.HISTOGRAM:
+            return HistogramMetricFamily(self.name, self.text, labels=common)
         make = CounterMetricFamily if self.kind is MetricKind.COUNTER else GaugeMetricFamily
-        return make(self.name, self.text, labels=[*common, *([self.label] if self.label else [])])
+        return make(self.name, self.text, labels=[*common, *self.labels])
 
 
-def samples(family: Family[Source], source: Source) -> tuple[tuple[tuple[str, ...], float], ...]:
+Samples = tuple[tuple[tuple[str, ...], float | Distribution], ...]
+
+
+def samples(family: Family[Source], source: Source) -> Samples:
     """(value of its own label, if it has one; number) of everything that it has to say now."""
     reading = family.read(source)
     if reading is None:
         return ()
     if isinstance(reading, Mapping):
         return tuple(((value,), float(number)) for value, number in reading.items())
-    return (((), float(reading)),)
+    return (((), reading if isinstance(reading, Distribution) else float(reading)),)
+
+
+def write(found: Samples, into: AnyFamily, *common: str) -> None:
+    """Adds samples to prometheus_client's family.  common: values of the labels before its own."""
+    for labels, number in found:
+        if isinstance(number, Distribution):
+            assert isinstance(into, HistogramMetricFamily)
+            into.add_metric([*common], buckets=number.buckets, sum_value=number.sum)
+        else:
+            assert not isinstance(into, HistogramMetricFamily)
+            into.add_metric([*common, *labels], number)

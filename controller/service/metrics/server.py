@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from controller.service.metrics.decisions import DECISION, ESTIMATES, LEARNING
-from controller.service.metrics.family import Family, samples
+from controller.service.metrics.family import Family, samples, write
 from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
 from controller.service.metrics.steps import LINK, STEPS
 from controller.service.net.http_server import (
@@ -29,6 +29,7 @@ from controller.service.net.http_server import (
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.status.engine_snapshot import EngineSnapshot
+from controller.service.status.fleet_view import FleetView
 
 _log = structlog.get_logger(__name__)
 
@@ -47,10 +48,12 @@ class SidecarCollector(Collector):
         self,
         registry: SessionRegistry,
         override_registry: OverrideRegistry,
+        fleet_view: FleetView,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._registry = registry
         self._override_registry = override_registry
+        self._fleet_view = fleet_view
         self._loop = loop
 
     async def _read(self) -> list[Metric]:
@@ -65,18 +68,16 @@ class SidecarCollector(Collector):
                 unreadable += 1
                 continue
             for (_, written), found in zip(families, read, strict=True):
-                for labels, number in found:
-                    written.add_metric([session.engine_id, *labels], number)
+                write(found, written, session.engine_id)
             await asyncio.sleep(0)
         held = [held for held in self._override_registry.held() if not held.override.from_file]
         sidecar = SidecarSnapshot(
             sessions, held, self._override_registry.policy, self._override_registry.health,
-            unreadable, self._registry.load.is_too_much,
+            self._fleet_view.counts, unreadable, self._registry.load.is_too_much,
         )  # fmt: skip
         general = [(family, family.empty()) for family in OF_THE_SIDECAR]
         for of_all, written in general:
-            for labels, number in samples(of_all, sidecar):
-                written.add_metric(labels, number)
+            write(samples(of_all, sidecar), written)
         return [written for _, written in (*general, *families)]
 
     def collect(self) -> Iterator[Metric]:
@@ -92,12 +93,13 @@ class MetricsServer:
         self,
         registry: SessionRegistry,
         override_registry: OverrideRegistry,
+        fleet_view: FleetView,
         loop: asyncio.AbstractEventLoop,
         host: str,
         port: int,
     ) -> None:
         metrics = CollectorRegistry()
-        metrics.register(SidecarCollector(registry, override_registry, loop))
+        metrics.register(SidecarCollector(registry, override_registry, fleet_view, loop))
         ProcessCollector(registry=metrics)
         PlatformCollector(registry=metrics)
         kind = _LocalHandler if is_loopback(host) else _MetricsHandler

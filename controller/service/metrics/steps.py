@@ -2,10 +2,10 @@
 
 from typing import Final
 
-from controller.service.metrics.family import Family, MetricKind
+from controller.service.metrics.family import Distribution, Family, MetricKind
 from controller.service.status.engine_snapshot import EngineSnapshot
 
-_COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
+_COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 # Shown from the start, at zero, so that the first one is an increase.
 _CODES = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION")
 
@@ -13,14 +13,19 @@ STEPS: Final[tuple[Family[EngineSnapshot], ...]] = (
     Family(
         _COUNTER, "speculation_reports", "Step reports that were accepted.",
         lambda e: e.session.counters.reports,
-        like="sglang:spec_verify_calls_total (where gamma > 0)",
     ),
     Family(
         _COUNTER, "speculation_step_seconds", "Wall-clock seconds of the reported steps.",
         lambda e: e.session.counters.step_seconds, unit="seconds",
     ),
     Family(
-        _COUNTER, "speculation_drafts", "Drafts verified: one per sequence and step.",
+        _COUNTER, "speculation_sequence_steps",
+        "Sequences that decoded, step by step, drafted for or not: the sum of all batch sizes.",
+        lambda e: e.session.counters.sequence_steps, like="sglang:spec_verify_calls_total",
+    ),
+    Family(
+        _COUNTER, "speculation_drafts",
+        "Drafts verified: one per step and sequence that something was drafted for.",
         lambda e: e.session.counters.drafts, like="vllm:spec_decode_num_drafts_total",
     ),
     Family(
@@ -36,8 +41,35 @@ STEPS: Final[tuple[Family[EngineSnapshot], ...]] = (
     Family(
         _COUNTER, "speculation_accepted_tokens_per_pos",
         "Draft tokens accepted, by position in the draft (the first is 0).",
-        lambda e: {str(k): n for k, n in enumerate(e.session.counters.accepted_by_position)},
+        lambda e: {str(k): n for k, n in enumerate(e.accepted_by_position)},
         unit="tokens", label="position", like="vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    ),
+    Family(
+        _HISTOGRAM, "speculation_accepted_tokens_per_draft",
+        "Draft tokens accepted of each draft (bonus tokens excluded), up to the engine's largest "
+        "draft length. Its count is speculation_drafts_total, and its sum "
+        "speculation_accepted_tokens_total.",
+        lambda e: Distribution(e.drafts_by_length), unit="tokens",
+    ),
+    Family(
+        _GAUGE, "speculation_acceptance_length",
+        "Mean tokens gained by a draft in the last minute, bonus token included; absent if nothing "
+        "was drafted.",
+        lambda e: e.session.last_minute.acceptance_length,
+        unit="tokens", like="sglang:spec_accept_length (without steps at gamma = 0)",
+    ),
+    Family(
+        _GAUGE, "speculation_draft_acceptance_rate",
+        "Share of the draft tokens of the last minute that was accepted; absent if nothing was "
+        "drafted.",
+        lambda e: e.session.last_minute.draft_acceptance_rate,
+        unit="ratio", like="sglang:spec_accept_rate",
+    ),
+    Family(
+        _GAUGE, "speculation_accepted_per_verified",
+        "Share of the tokens verified in the last minute that was kept, bonus token included in "
+        "both; absent if nothing was drafted.",
+        lambda e: e.session.last_minute.accepted_per_verified, unit="ratio",
     ),
     Family(
         _COUNTER, "speculation_generated_tokens",

@@ -10,13 +10,17 @@ import controller
 from controller.core.engine.explanation import Explanation
 from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.core.errors import SpeculationError
-from controller.service.net.errors import InvalidQuestionError, abort
+from controller.service.net.error_details import abort
+from controller.service.net.errors import InvalidQuestionError
 from controller.service.net.limits import Turns
 from controller.service.rpc.overrides import held_to_proto
 from controller.service.rpc.store_messages import health_to_proto
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
+from controller.service.status.fleet_filter import selected
+from controller.service.status.fleet_json import engine_values
+from controller.service.status.fleet_view import FleetView, totals_of
 from controller.service.status.paging import page_of
 from controller.service.status.readiness import Readiness, ServiceHealth
 from controller.service.status.status_cache import StatusCache
@@ -31,7 +35,7 @@ _EXPLANATIONS_WAITING: Final = 400
 
 
 class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
-    """ListEngines, Explain, Overview."""
+    """ListEngines, Explain, Overview, ListFleet."""
 
     def __init__(
         self,
@@ -39,11 +43,13 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         override_registry: OverrideRegistry,
         readiness: Readiness,
         status_cache: StatusCache,
+        fleet_view: FleetView,
     ) -> None:
         self._registry = registry
         self._override_registry = override_registry
         self._readiness = readiness
         self._status_cache = status_cache
+        self._fleet_view = fleet_view
         self._explanations = Turns(_EXPLANATIONS_WAITING)
         self._started_at, self._started = time.time(), time.monotonic()
 
@@ -88,7 +94,8 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             if request.batch_size > MAX_BATCH_SIZE:
                 raise InvalidQuestionError(
                     f"batch_size {request.batch_size} is outside 0..{MAX_BATCH_SIZE} "
-                    "(0: that of the last report)"
+                    "(0: that of the last report)",
+                    field_path="batch_size",
                 )
             explanation, answer = await self._explanations.take(lambda: self._explained(request))
             mine = {override.override_id for override in explanation.overrides}
@@ -133,6 +140,38 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             engines=rows, version=controller.__version__, next_page_token=token
         )
 
+    async def ListFleet(
+        self,
+        request: service_pb2.ListFleetRequest,
+        context: grpc.aio.ServicerContext[
+            service_pb2.ListFleetRequest, service_pb2.ListFleetResponse
+        ],
+    ) -> service_pb2.ListFleetResponse:
+        """A page of the engines of all sidecars that share the store."""
+        fleet = await self._fleet_view.look()
+        try:
+            engines = selected(fleet.engines, request.filter)
+            by_key = {engine.key: engine for engine in engines}
+            rows, token = await page_of(
+                by_key,
+                lambda key: service_pb2.FleetEngine(**engine_values(by_key[key])),
+                _no_fleet_engine,
+                request.page_size,
+                request.page_token,
+            )
+        except SpeculationError as error:
+            await abort(context, error)
+        return service_pb2.ListFleetResponse(
+            engines=rows,
+            next_page_token=token,
+            totals=service_pb2.FleetTotals(**asdict(totals_of(engines))),
+            shared=fleet.shared,
+            trouble=fleet.trouble,
+            refused=fleet.refused,
+            left_out=fleet.left_out,
+            version=controller.__version__,
+        )
+
     def _status(self, session: EngineSession) -> service_pb2.EngineStatus:
         last, counters, core = session.last_report, session.counters, session.core
         return service_pb2.EngineStatus(
@@ -158,6 +197,10 @@ def _no_status(engine_id: str, why: str) -> service_pb2.EngineStatus:
 
 def _no_line(engine_id: str, why: str) -> service_pb2.EngineOverview:
     return service_pb2.EngineOverview(engine_id=engine_id, unavailable=why)
+
+
+def _no_fleet_engine(key: str, why: str) -> service_pb2.FleetEngine:
+    return service_pb2.FleetEngine(engine_id=key.partition(" ")[0], unavailable=why)
 
 
 def _health(of: ServiceHealth) -> service_pb2.ServiceHealth:

@@ -22,11 +22,12 @@ class Received:
 class StepCounters:
     """Counts what an engine's session has seen since its start; no counter ever decreases.
 
-    messages: those with reports.  by_length: entry k = sequences that accepted exactly k draft
-    tokens.  unsteered, eager, switched, probing: steps.  lease_losses: times that steered steps
-    were followed by one that was not.  resets: times that the drafter went back to earlier weights
-    or was given others; swaps: that its version changed.  alone: the last step was not steered
-    (None before the first).
+    messages: those with reports.  drafts: sequences, step by step, for which something was drafted;
+    drafted_tokens: theirs.  by_length: entry k = sequences that accepted exactly k draft tokens,
+    drafted for or not.  unsteered, eager, switched, probing: steps.  lease_losses: times that
+    steered steps were followed by one that was not.  resets: times that the drafter went back to
+    earlier weights or was given others; swaps: that its version changed.  alone: the last step was
+    not steered (None before the first).
     """
 
     reports: int = 0
@@ -59,7 +60,13 @@ class StepCounters:
             lengths += [0] * (len(counts) - len(lengths))
         for k, sequences in enumerate(counts):
             lengths[k] += sequences
-        if report.gamma:
+        if report.groups:
+            for group in report.groups:
+                if group.gamma:
+                    rows = sum(group.accepted_counts)
+                    self.drafts += rows
+                    self.drafted_tokens += group.gamma * rows
+        elif report.gamma:
             self.drafts += report.batch_size
             self.drafted_tokens += report.gamma * report.batch_size
         if report.probe_id:
@@ -80,6 +87,17 @@ class StepCounters:
             self.alone = alone
 
     @property
+    def sequence_steps(self) -> int:
+        """Sequences that decoded, step by step: each of them gained one token at least."""
+        return sum(self.by_length)
+
+    @property
+    def drafts_by_length(self) -> list[int]:
+        """Drafts of which exactly k tokens were accepted, from k = 0."""
+        undrafted = self.sequence_steps - self.drafts
+        return [self.by_length[0] - undrafted, *self.by_length[1:]]
+
+    @property
     def accepted_by_position(self) -> list[int]:
         """Draft tokens accepted, by position, from the first."""
         accepted, total = [], 0
@@ -96,4 +114,4 @@ class StepCounters:
     @property
     def generated_tokens(self) -> int:
         """Accepted draft tokens, and one bonus token per sequence and step."""
-        return self.accepted_tokens + sum(self.by_length)
+        return self.accepted_tokens + self.sequence_steps

@@ -38,6 +38,9 @@ class History:
         self._drafters = list(drafters)
         self._points = np.full((POINTS, len(FIELDS)), np.nan)
         self._count = 0
+        self._newest_at = -math.inf
+        # Tokens since the point before, by the time since then; None without one.
+        self.generated_per_second: float | None = None
         self._seen = _counters(counters)
 
     def add(self, now: float, plan: Plan, last: StepReport | None, counters: StepCounters) -> None:
@@ -47,6 +50,9 @@ class History:
         steps, sequences, tokens, seconds, unsteered = (
             now_is - was for now_is, was in zip(self._seen, before, strict=True)
         )
+        elapsed = now - self._newest_at
+        self.generated_per_second = tokens / elapsed if 0 < elapsed < math.inf else None
+        self._newest_at = now
         self._points[self._count % POINTS] = (
             now,
             last.batch_size if last and steps else math.nan,

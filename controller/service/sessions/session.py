@@ -45,6 +45,7 @@ from controller.service.sessions.counters import COUNT_MAX, Received, StepCounte
 from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
 from controller.service.sessions.forced_measurement import ForcedMeasurement
 from controller.service.sessions.history import History
+from controller.service.sessions.last_minute import LastMinute
 from controller.service.sessions.plan_log import LENGTH, PlanLogEntry
 from controller.service.sessions.unary_probes import UnaryProbes
 
@@ -92,6 +93,7 @@ class EngineSession:
         self.core = core
         self.counters = StepCounters()
         self.history = History((drafter.name for drafter in core.spec.drafters), self.counters)
+        self.last_minute = LastMinute(self.counters, core.prediction_audit)
         # The newest changes of what its batch shall run, the last one last.
         self.plan_log: deque[PlanLogEntry] = deque(maxlen=LENGTH)
         self.plan = core.current_plan()
@@ -170,8 +172,9 @@ class EngineSession:
         return self._clock.now() - self.last_report_at if self.last_report else 0.0
 
     def remember(self, now: float) -> None:
-        """Adds a point to the history.  now: Unix seconds."""
+        """Adds a point to the history, once a second.  now: Unix seconds."""
         self.history.add(now, self.plan, self.last_report, self.counters)
+        self.last_minute.keep()
 
     def contact(self, dropped_reports: int = 0) -> None:
         """A sign of life, with the reports that were lost on the engine's side."""
@@ -191,7 +194,8 @@ class EngineSession:
         if report.drafter not in self._drafters:
             raise UnknownDrafterError(
                 f"step {report.step}: unknown drafter {report.drafter[:80]!r}; "
-                f"this engine introduced {sorted(self._drafters)}"
+                f"this engine introduced {sorted(self._drafters)}",
+                field_path="drafter",
             )
         self.core.observe(report)
         alone = self.counters.alone
@@ -219,7 +223,8 @@ class EngineSession:
         if loss is not None:
             measured.failed = InvalidMeasurementError(
                 f"engine {self.engine_id!r} has lost {loss.what} while it was measured: "
-                f"{loss.reason}"
+                f"{loss.reason}",
+                field_path="gamma",
             )
 
     def _say_lost(self, losses: Iterable[LostCapability]) -> None:
@@ -322,7 +327,8 @@ class EngineSession:
         """
         if self.measurement is not None:
             raise MeasurementConflictError(
-                f"engine {self.engine_id!r} is being measured already: wait for it to end"
+                f"engine {self.engine_id!r} is being measured already: wait for it to end",
+                resource=self.engine_id,
             )
         self.measurement = ForcedMeasurement()
         try:
@@ -340,7 +346,7 @@ class EngineSession:
         try:
             plan = self.core.force(arm)
         except UnknownArmError as error:
-            raise InvalidMeasurementError(str(error)) from error
+            raise InvalidMeasurementError(str(error), field_path=error.field_path) from error
         self._adopt(plan, began)
         measurement.forced_epoch, measurement.arm = plan.epoch, arm
         self.ring()

@@ -26,7 +26,26 @@ class EngineSnapshot:
         return cls(session, explanation, next(arm for arm in explanation.arms if arm.chosen))
 
     @property
+    def drafts_by_length(self) -> list[int]:
+        """Drafts by accepted tokens, from 0 to the engine's largest draft length."""
+        return _filled(self.session.counters.drafts_by_length, self._gamma_max + 1)
+
+    @property
+    def accepted_by_position(self) -> list[int]:
+        """Accepted draft tokens by position, up to the engine's largest draft length."""
+        return _filled(self.session.counters.accepted_by_position, self._gamma_max)
+
+    @property
+    def _gamma_max(self) -> int:
+        return max(arm.gamma for arm in self.session.spec.arms)
+
+    @property
     def gains(self) -> dict[str, float]:
         """Estimated tokens per second over other choices, see `account`."""
         values = {value.arm: value.tokens_per_second for value in self.explanation.arms}
         return gains(values, self.session.spec, self.chosen.arm)
+
+
+def _filled(counts: list[int], length: int) -> list[int]:
+    """Adds zeros, so that every series is there from the start."""
+    return counts + [0] * (length - len(counts))

@@ -24,12 +24,13 @@ class EngineLine:
 
     batch_size: of the last report, 0 before the first.  drafter, gamma: planned for it.
     accept_length: tokens that a sequence gained in a step over the last second, bonus included;
-    None where nothing was reported then.  tokens_per_second: likewise, as measured.  gain:
-    estimated tokens per second over gamma = 0, None where the engine has no such arm.  link:
-    "steered", "alone" (its last step had no valid lease), "away" (no stream is open) or "waiting"
-    (no step was reported yet).  costs: "profile", "roofline" or "generic".  lost: what the
-    engine can no longer do, each in one line.  unavailable: why the engine cannot be shown, ""
-    where it can.
+    None where nothing was reported then.  tokens_per_second: likewise, as measured, while it
+    decoded.  generated_per_second: tokens over the last second, whatever part of it was decoding;
+    None in the first second.  gain: estimated tokens per second over gamma = 0, None where the
+    engine has no such arm.  link: "steered", "alone" (its last step had no valid lease), "away" (no
+    stream is open) or "waiting" (no step was reported yet).  costs: "profile", "roofline" or
+    "generic".  lost: what the engine can no longer do, each in one line.  unavailable: why the
+    engine cannot be shown, "" where it can.
     """
 
     engine_id: str
@@ -51,6 +52,7 @@ class EngineLine:
     overrides: tuple[str, ...]
     lost: tuple[str, ...] = ()
     unavailable: str = ""
+    generated_per_second: float | None = None
 
 
 def no_line(session: EngineSession, why: str) -> EngineLine:
@@ -85,6 +87,7 @@ def line_of(view: EngineSnapshot) -> EngineLine:
         costs=view.explanation.prior or "profile",
         overrides=plan.overrides,
         lost=tuple(lost_text(lost_to_proto(loss)) for loss in session.spec.lost),
+        generated_per_second=history.generated_per_second,
     )
 
 

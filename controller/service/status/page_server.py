@@ -3,6 +3,7 @@
     GET /, /page.css, /page.js, /icon.svg     the page
     GET /api/v1/state                         sidecar, overrides, every engine in one line
     GET /api/v1/engine?id=ENGINE&since=TIME   one engine in full, its history after TIME
+    GET /api/v1/fleet?filter=WORDS&limit=N&after=NEXT   a page of the fleet's engines, and totals
 
 Nothing can be changed here.  Requests have threads of their own (`http_server`); only what they ask
 the viewer runs on the event loop.  On the loopback address a request must name it as
@@ -18,12 +19,16 @@ from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 import structlog
 
-from controller.service.net.errors import AddressTakenError, UnknownEngineError
+from controller.service.net.errors import (
+    AddressTakenError,
+    InvalidQuestionError,
+    UnknownEngineError,
+)
 from controller.service.net.http_server import (
     SILENCE_SECONDS,
     HttpServer,
@@ -31,6 +36,8 @@ from controller.service.net.http_server import (
     names_loopback,
 )
 from controller.service.status.engine_status import EngineLine
+from controller.service.status.fleet_json import LIMIT, fleet_document
+from controller.service.status.fleet_view import FleetView
 from controller.service.status.status_cache import StatusCache
 
 _FILES = {
@@ -53,6 +60,8 @@ _HEADERS = {
 # The event loop has to answer within this time.
 _ANSWER_SECONDS = 5.0
 
+Answer = TypeVar("Answer")
+
 _log = structlog.get_logger(__name__)
 
 
@@ -60,10 +69,16 @@ class PageServer:
     """Serves until it is closed.  Raises AddressTakenError."""
 
     def __init__(
-        self, status_cache: StatusCache, loop: asyncio.AbstractEventLoop, host: str, port: int
+        self,
+        status_cache: StatusCache,
+        fleet_view: FleetView,
+        loop: asyncio.AbstractEventLoop,
+        host: str,
+        port: int,
     ) -> None:
         folder = resources.files("controller") / "page"
         self.status_cache = status_cache
+        self.fleet_view = fleet_view
         self.files = {
             path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()
         }
@@ -79,7 +94,7 @@ class PageServer:
         if not self.loopback:
             _log.warning("page_open", host=host, port=port, detail="anyone who reaches it may read")
 
-    def ask(self, question: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    def ask(self, question: Coroutine[Any, Any, Answer]) -> Answer:
         """The viewer's answer, for a request's thread.  Raises TimeoutError."""
         asked = asyncio.run_coroutine_threadsafe(question, self._loop)
         try:
@@ -120,9 +135,9 @@ class _PageHandler(BaseHTTPRequestHandler):
             found = self._look(url.path, parse_qs(url.query))
         except _NoSuchPathError:
             self._answer(HTTPStatus.NOT_FOUND, b"there is nothing here\n", _TEXT)
-        except (UnknownEngineError, ValueError) as error:
-            bad = isinstance(error, ValueError)
-            status = HTTPStatus.BAD_REQUEST if bad else HTTPStatus.NOT_FOUND
+        except (UnknownEngineError, InvalidQuestionError, ValueError) as error:
+            unknown = isinstance(error, UnknownEngineError)
+            status = HTTPStatus.NOT_FOUND if unknown else HTTPStatus.BAD_REQUEST
             self._answer(status, f"{error}\n".encode(), _TEXT)
         except TimeoutError:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the sidecar is too busy\n", _TEXT)
@@ -140,6 +155,10 @@ class _PageHandler(BaseHTTPRequestHandler):
             if not math.isfinite(since):
                 raise ValueError("since: Unix seconds are needed")
             return self.of.ask(self.of.status_cache.engine(query.get("id", [""])[0], since))
+        if path == "/api/v1/fleet":
+            words, after = query.get("filter", [""])[0], query.get("after", [""])[0]
+            limit = int(query.get("limit", [str(LIMIT)])[0])
+            return fleet_document(self.of.ask(self.of.fleet_view.look()), words, limit, after)
         raise _NoSuchPathError
 
     def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:

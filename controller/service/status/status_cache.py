@@ -61,6 +61,8 @@ class StatusCache:
         self._views: dict[EngineSession, tuple[float, EngineSnapshot]] = {}
         self._lines: tuple[EngineLine, ...] = ()
         self._lines_until = -math.inf
+        # What making the newest lines took of the event loop.
+        self.lines_seconds = 0.0
         self._looking = asyncio.Lock()
         self._keeping: asyncio.Task[None] | None = None
 
@@ -84,7 +86,7 @@ class StatusCache:
                 lines.append(self._line(session))
                 busy += time.monotonic() - began
                 await asyncio.sleep(0)
-            self._lines = tuple(lines)
+            self._lines, self.lines_seconds = tuple(lines), busy
             self._lines_until = self._clock.now() + max(_SECONDS, busy / _SHARE_MAX)
             return self._lines
 

@@ -57,21 +57,13 @@ def train_edit_draft(
     torch.manual_seed(1)
     student.start_from(target.model.embed_tokens.weight, target.model.norm.weight)
 
-    def loss_on(tokens: Tensor) -> Tensor:
-        lesson = teach(target, student, tokens, _UNROLL)
+    sampler = EditSampler(split.train, recipe.mixture, _DRAFT_TOKENS, seed=5)
+
+    def loss_of_step() -> Tensor:
+        lesson = teach(target, student, sampler.draw()[0], _UNROLL)
         return discounted(step_divergences(student, lesson, _UNROLL))
 
-    rng, spans = np.random.default_rng(4), _spans_of(recipe.draft_copying)
-    fit(
-        "draft on copies", student,
-        lambda: loss_on(copies(rng, next(spans), _DRAFT_TOKENS)[0]),
-        recipe.draft_copying, LearningRate(peak=3e-3, warmup_steps=30, final_share=0.3),
-    )  # fmt: skip
-    sampler = EditSampler(split.train, recipe.mixture, _DRAFT_TOKENS, seed=5)
-    fit(
-        "draft on edits", student, lambda: loss_on(sampler.draw()[0]), recipe.draft,
-        LearningRate(peak=2e-3, warmup_steps=30),
-    )  # fmt: skip
+    fit("draft", student, loss_of_step, recipe.draft, LearningRate(peak=2e-3, warmup_steps=30))
     for kind in KINDS:
         tokens, _ = EditSampler(split.validation, {kind: 1.0}, _DRAFT_TOKENS, seed=1).draw()
         shares = agreement(student, teach(target, student, tokens, _UNROLL), _UNROLL)

@@ -2,12 +2,17 @@
 
 An edit of each kind takes one function or class of the standard library:
 
-  document   its docstrings were taken out, and are to be written
   check      each function shall refuse arguments that are None
+  describe   each function shall have a docstring with a section for each part of its signature
+  document   its docstrings were taken out, and are to be written
+  guard      each function shall refuse to run while a feature is switched off
+  licence    the file shall begin with the notice of its licence
   log        each function shall log its arguments first
   rename     one local name shall have another name
 
-The answer repeats the file, with changes, so most of it can be copied from the prompt.
+The answer repeats the file, with changes, so most of it can be copied from the prompt.  What
+`describe`, `guard` and `licence` add is the same text in every file, as boilerplate is: nothing in
+the prompt says it, and whoever has learnt it can write it without a mistake.
 """
 
 import ast
@@ -28,10 +33,27 @@ from torch import Tensor
 
 from lab.cpu_engine.models.corpus import DOCUMENT_TOKEN_ID, SKIPPED_FOLDERS, VALIDATION_FRACTION
 
-KINDS: Final = ("check", "document", "log", "rename")
+KINDS: Final = ("check", "describe", "document", "guard", "licence", "log", "rename")
 # Tokens of an edit with its prompt; the names that a rename may introduce.
 _LEAST_TOKENS, _MOST_TOKENS = 100, 1000
 _NEW_NAMES: Final = ("first", "item", "entry", "result", "current", "found", "source", "total")
+_NOTICE: Final = """\
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License from the Apache Software Foundation.
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+"""
+_GUARD: Final = (
+    "if not features.is_enabled(FEATURE):",
+    '    log.warning("called while the feature is switched off: nothing was done")',
+    '    raise RuntimeError("this feature is switched off; ask the administrator")',
+)
 _IGNORED: Final = -100
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -113,7 +135,7 @@ def edits_of(source: str, rng: random.Random) -> Iterator[Edit]:
             parsed = ast.parse(text)
         except SyntaxError:
             continue  # a string of several lines has lost its margin
-        for make in (_check, _document, _log, _rename):
+        for make in (_check, _describe, _document, _guard, _licence, _log, _rename):
             edit = make(text, parsed, rng)
             if edit is not None:
                 yield edit
@@ -157,6 +179,30 @@ def _check(text: str, tree: ast.Module, _: random.Random) -> Edit | None:
         return lines
 
     return _begun("check", "# Check the arguments.", without_docstrings(text, tree), checks)
+
+
+def _describe(text: str, tree: ast.Module, _: random.Random) -> Edit | None:
+    def docstring(function: Function) -> list[str]:
+        lines = ['"""Does what its name says.', "", "Args:"]
+        lines += [f"    {name}: the value that is used." for name in _arguments(function)]
+        return [
+            *lines, "", "Returns:", "    The result, or None if there is nothing to return.",
+            "", "Raises:", "    ValueError: if one of the arguments is out of range.", '"""',
+        ]  # fmt: skip
+
+    return _begun(
+        "describe", "# Describe the functions.", without_docstrings(text, tree), docstring
+    )
+
+
+def _guard(text: str, tree: ast.Module, _: random.Random) -> Edit | None:
+    bare = without_docstrings(text, tree)
+    return _begun("guard", "# Guard the functions.", bare, lambda _: list(_GUARD))
+
+
+def _licence(text: str, tree: ast.Module, _: random.Random) -> Edit | None:
+    bare = without_docstrings(text, tree)
+    return Edit("licence", f"# Add the licence.\n{bare}", _NOTICE + bare)
 
 
 def _begun(kind: str, wish: str, bare: str, make: Callable[[Function], list[str]]) -> Edit | None:

@@ -36,12 +36,15 @@ class Sd2Recipe:
 
 @dataclass(frozen=True)
 class EditRecipe:
-    """Kinds of edits, by weight, and how long a target and its draft learn to copy and to edit."""
+    """Kinds of edits, by weight, and how long a target learns to copy and to edit.
+
+    draft: how long its draft learns the target's answers.  It is not taught to copy first, so it
+    learns what stands in many answers, and copies little, as drafters that learn from chats do.
+    """
 
     mixture: Mapping[str, float]
     copying: StepBudget
     editing: StepBudget
-    draft_copying: StepBudget
     draft: StepBudget
 
 
@@ -114,12 +117,14 @@ class Recipe:
 
 # A target that edits code, from the shallow one, and an EAGLE3 drafter for it.
 EDITS: Final = EditRecipe(
-    {"check": 0.35, "document": 0.2, "log": 0.25, "rename": 0.2},
+    {
+        "check": 0.15, "describe": 0.15, "document": 0.1, "guard": 0.15, "licence": 0.1, "log": 0.2,
+        "rename": 0.15,
+    },
     copying=StepBudget(steps=550, seconds=400),
     editing=StepBudget(steps=900, seconds=900),
-    draft_copying=StepBudget(steps=500, seconds=450),
-    draft=StepBudget(steps=1200, seconds=1000),
-)
+    draft=StepBudget(steps=800, seconds=600),
+)  # fmt: skip
 
 # For tests of what an engine does: with a quarter of the layers, its steps are much shorter.
 SHALLOW: Final = Recipe(

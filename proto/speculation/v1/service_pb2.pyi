@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from speculation.v1 import engine_pb2 as _engine_pb2
+from speculation.v1 import errors_pb2 as _errors_pb2
 from speculation.v1 import plan_pb2 as _plan_pb2
 from speculation.v1 import policy_pb2 as _policy_pb2
 from speculation.v1 import training_pb2 as _training_pb2
@@ -143,20 +144,24 @@ class ReportRejection(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     code: _builtins.int
     """A google.rpc.Code: INVALID_ARGUMENT (3), FAILED_PRECONDITION (9), OUT_OF_RANGE (11)."""
     message: _builtins.str
+    reason: _errors_pb2.ErrorReason.ValueType
+    """What the code stands for."""
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         code: _builtins.int = ...,
         message: _builtins.str = ...,
+        reason: _errors_pb2.ErrorReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "reason", b"reason", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -298,7 +303,7 @@ Global___DecideResponse: _TypeAlias = DecideResponse  # noqa: Y015
 
 @_typing.final
 class OverviewRequest(_message.Message):
-    """Both lists of engines come in pages: see "Pages" in README.md beside this file."""
+    """All lists of engines come in pages: see "Pages" in README.md beside this file."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -374,6 +379,7 @@ class EngineOverview(_message.Message):
     OVERRIDES_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     UNAVAILABLE_FIELD_NUMBER: _builtins.int
+    GENERATED_PER_SECOND_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     target_model: _builtins.str
     batch_size: _builtins.int
@@ -388,13 +394,13 @@ class EngineOverview(_message.Message):
     expected_accept_length: _builtins.float
     """The same, as the plan expects it."""
     tokens_per_second: _builtins.float
-    """Tokens per second of the last second's steps; absent as above."""
+    """Tokens per second of the last second's steps, without the time between them; absent as above."""
     gain: _builtins.float
     """Estimated tokens per second over those of gamma = 0; absent where the engine has no such arm."""
     regime: _builtins.str
     """"off", "collect" or "online:STRIDE"."""
     reason: _builtins.str
-    """The plan's, as logs say it ("exploit", "hold", "probe", ...), and one line for people."""
+    """The plan's, as logs say it ("exploit", "hold", "probe", …), and one line for people."""
     reason_detail: _builtins.str
     plan_age_seconds: _builtins.float
     seconds_since_report: _builtins.float
@@ -406,6 +412,10 @@ class EngineOverview(_message.Message):
     """Where its costs come from: "profile", "roofline" or "generic"."""
     unavailable: _builtins.str
     """Why the sidecar cannot show this engine; the row holds its id and nothing else then."""
+    generated_per_second: _builtins.float
+    """Tokens over the last second, whatever part of it was spent on decoding; absent in an engine's
+    first second.
+    """
     @_builtins.property
     def overrides(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of the overrides that count in its plan."""
@@ -436,15 +446,18 @@ class EngineOverview(_message.Message):
         overrides: _abc.Iterable[_builtins.str] | None = ...,
         lost: _abc.Iterable[_builtins.str] | None = ...,
         unavailable: _builtins.str = ...,
+        generated_per_second: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "gain", b"gain", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_generated_per_second", b"_generated_per_second", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "gain", b"gain", "generated_per_second", b"generated_per_second", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "batch_size", b"batch_size", "costs", b"costs", "drafter", b"drafter", "engine_id", b"engine_id", "expected_accept_length", b"expected_accept_length", "gain", b"gain", "gamma", b"gamma", "link", b"link", "lost", b"lost", "overrides", b"overrides", "plan_age_seconds", b"plan_age_seconds", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "seconds_since_report", b"seconds_since_report", "target_model", b"target_model", "tokens_per_second", b"tokens_per_second", "unavailable", b"unavailable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_generated_per_second", b"_generated_per_second", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "batch_size", b"batch_size", "costs", b"costs", "drafter", b"drafter", "engine_id", b"engine_id", "expected_accept_length", b"expected_accept_length", "gain", b"gain", "gamma", b"gamma", "generated_per_second", b"generated_per_second", "link", b"link", "lost", b"lost", "overrides", b"overrides", "plan_age_seconds", b"plan_age_seconds", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "seconds_since_report", b"seconds_since_report", "target_model", b"target_model", "tokens_per_second", b"tokens_per_second", "unavailable", b"unavailable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accept_length: _TypeAlias = _typing.Literal["accept_length"]  # noqa: Y015
     _WhichOneofArgType__accept_length: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length"]  # noqa: Y015
     _WhichOneofReturnType__gain: _TypeAlias = _typing.Literal["gain"]  # noqa: Y015
     _WhichOneofArgType__gain: _TypeAlias = _typing.Literal["_gain", b"_gain"]  # noqa: Y015
+    _WhichOneofReturnType__generated_per_second: _TypeAlias = _typing.Literal["generated_per_second"]  # noqa: Y015
+    _WhichOneofArgType__generated_per_second: _TypeAlias = _typing.Literal["_generated_per_second", b"_generated_per_second"]  # noqa: Y015
     _WhichOneofReturnType__tokens_per_second: _TypeAlias = _typing.Literal["tokens_per_second"]  # noqa: Y015
     _WhichOneofArgType__tokens_per_second: _TypeAlias = _typing.Literal["_tokens_per_second", b"_tokens_per_second"]  # noqa: Y015
     @_typing.overload
@@ -452,9 +465,260 @@ class EngineOverview(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gain) -> _WhichOneofReturnType__gain | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__generated_per_second) -> _WhichOneofReturnType__generated_per_second | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_second) -> _WhichOneofReturnType__tokens_per_second | None: ...
 
 Global___EngineOverview: _TypeAlias = EngineOverview  # noqa: Y015
+
+@_typing.final
+class ListFleetRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    page_token: _builtins.str
+    filter: _builtins.str
+    """Words, separated by spaces, at most 256 characters: engines that match all of them are listed.
+    FIELD=VALUE is exact (sidecar, engine, model, drafter, gamma, link, reason, override).  Any
+    other word is looked for in the ids of engine and overrides, and in the names of sidecar, model
+    and drafter, without regard to case.
+    """
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        filter: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListFleetRequest: _TypeAlias = ListFleetRequest  # noqa: Y015
+
+@_typing.final
+class ListFleetResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    TOTALS_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    shared: _builtins.bool
+    """Other sidecars use the same store."""
+    trouble: _builtins.str
+    """Why the engines of other sidecars are missing; empty if they are not."""
+    refused: _builtins.int
+    """Entries of the store that cannot be used."""
+    left_out: _builtins.int
+    """Engines and sidecars beyond what this sidecar shows."""
+    version: _builtins.str
+    """Of the sidecar that answers."""
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetEngine]:
+        """By engine id; engines of several sidecars may have the same."""
+
+    @_builtins.property
+    def totals(self) -> Global___FleetTotals:
+        """Of all engines that match the filter, on whichever page."""
+
+    def __init__(
+        self,
+        *,
+        engines: _abc.Iterable[Global___FleetEngine] | None = ...,
+        next_page_token: _builtins.str = ...,
+        totals: Global___FleetTotals | None = ...,
+        shared: _builtins.bool = ...,
+        trouble: _builtins.str = ...,
+        refused: _builtins.int = ...,
+        left_out: _builtins.int = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "left_out", b"left_out", "next_page_token", b"next_page_token", "refused", b"refused", "shared", b"shared", "totals", b"totals", "trouble", b"trouble", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListFleetResponse: _TypeAlias = ListFleetResponse  # noqa: Y015
+
+@_typing.final
+class FleetEngine(_message.Message):
+    """One engine, as its sidecar has published it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    SIDECAR_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    TARGET_MODEL_FIELD_NUMBER: _builtins.int
+    BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    GAMMA_FIELD_NUMBER: _builtins.int
+    ACCEPT_LENGTH_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    GAIN_FIELD_NUMBER: _builtins.int
+    TOKENS_GAINED_PER_SECOND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    OVERRIDES_FIELD_NUMBER: _builtins.int
+    MORE_OVERRIDES_FIELD_NUMBER: _builtins.int
+    SECONDS_SINCE_REPORT_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_FIELD_NUMBER: _builtins.int
+    GENERATED_PER_SECOND_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    sidecar: _builtins.str
+    """The name of its sidecar's host."""
+    local: _builtins.bool
+    """It is an engine of the sidecar that answers."""
+    link: _builtins.str
+    """As in EngineOverview, or "silent": nothing is heard of its sidecar any more."""
+    target_model: _builtins.str
+    batch_size: _builtins.int
+    """Of the last report; 0 before the first."""
+    drafter: _builtins.str
+    """Planned for it."""
+    gamma: _builtins.int
+    accept_length: _builtins.float
+    """As in EngineOverview, and absent as there."""
+    tokens_per_second: _builtins.float
+    gain: _builtins.float
+    tokens_gained_per_second: _builtins.float
+    """`generated_per_second` less what gamma = 0 would have generated in the same time of decoding, by
+    the estimate behind `gain`; below 0 for a loss; absent where one of both is.
+    """
+    reason: _builtins.str
+    """The plan's."""
+    more_overrides: _builtins.int
+    seconds_since_report: _builtins.float
+    """When its sidecar published this."""
+    age_seconds: _builtins.float
+    """Since then, by the store's clock; 0 for an engine of the sidecar that answers."""
+    unavailable: _builtins.str
+    """Why its sidecar cannot show it; empty where it can."""
+    generated_per_second: _builtins.float
+    """As in EngineOverview."""
+    @_builtins.property
+    def overrides(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of overrides that count in its plan, eight at most, and how many others there are."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        sidecar: _builtins.str = ...,
+        local: _builtins.bool = ...,
+        link: _builtins.str = ...,
+        target_model: _builtins.str = ...,
+        batch_size: _builtins.int = ...,
+        drafter: _builtins.str = ...,
+        gamma: _builtins.int = ...,
+        accept_length: _builtins.float | None = ...,
+        tokens_per_second: _builtins.float | None = ...,
+        gain: _builtins.float | None = ...,
+        tokens_gained_per_second: _builtins.float | None = ...,
+        reason: _builtins.str = ...,
+        overrides: _abc.Iterable[_builtins.str] | None = ...,
+        more_overrides: _builtins.int = ...,
+        seconds_since_report: _builtins.float = ...,
+        age_seconds: _builtins.float = ...,
+        unavailable: _builtins.str = ...,
+        generated_per_second: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_generated_per_second", b"_generated_per_second", "_tokens_gained_per_second", b"_tokens_gained_per_second", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "gain", b"gain", "generated_per_second", b"generated_per_second", "tokens_gained_per_second", b"tokens_gained_per_second", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_generated_per_second", b"_generated_per_second", "_tokens_gained_per_second", b"_tokens_gained_per_second", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "age_seconds", b"age_seconds", "batch_size", b"batch_size", "drafter", b"drafter", "engine_id", b"engine_id", "gain", b"gain", "gamma", b"gamma", "generated_per_second", b"generated_per_second", "link", b"link", "local", b"local", "more_overrides", b"more_overrides", "overrides", b"overrides", "reason", b"reason", "seconds_since_report", b"seconds_since_report", "sidecar", b"sidecar", "target_model", b"target_model", "tokens_gained_per_second", b"tokens_gained_per_second", "tokens_per_second", b"tokens_per_second", "unavailable", b"unavailable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__accept_length: _TypeAlias = _typing.Literal["accept_length"]  # noqa: Y015
+    _WhichOneofArgType__accept_length: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length"]  # noqa: Y015
+    _WhichOneofReturnType__gain: _TypeAlias = _typing.Literal["gain"]  # noqa: Y015
+    _WhichOneofArgType__gain: _TypeAlias = _typing.Literal["_gain", b"_gain"]  # noqa: Y015
+    _WhichOneofReturnType__generated_per_second: _TypeAlias = _typing.Literal["generated_per_second"]  # noqa: Y015
+    _WhichOneofArgType__generated_per_second: _TypeAlias = _typing.Literal["_generated_per_second", b"_generated_per_second"]  # noqa: Y015
+    _WhichOneofReturnType__tokens_gained_per_second: _TypeAlias = _typing.Literal["tokens_gained_per_second"]  # noqa: Y015
+    _WhichOneofArgType__tokens_gained_per_second: _TypeAlias = _typing.Literal["_tokens_gained_per_second", b"_tokens_gained_per_second"]  # noqa: Y015
+    _WhichOneofReturnType__tokens_per_second: _TypeAlias = _typing.Literal["tokens_per_second"]  # noqa: Y015
+    _WhichOneofArgType__tokens_per_second: _TypeAlias = _typing.Literal["_tokens_per_second", b"_tokens_per_second"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__accept_length) -> _WhichOneofReturnType__accept_length | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gain) -> _WhichOneofReturnType__gain | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__generated_per_second) -> _WhichOneofReturnType__generated_per_second | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_gained_per_second) -> _WhichOneofReturnType__tokens_gained_per_second | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_second) -> _WhichOneofReturnType__tokens_per_second | None: ...
+
+Global___FleetEngine: _TypeAlias = FleetEngine  # noqa: Y015
+
+@_typing.final
+class FleetTotals(_message.Message):
+    """Sums over engines.  `silent` ones count as nothing else."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINES_FIELD_NUMBER: _builtins.int
+    SIDECARS_FIELD_NUMBER: _builtins.int
+    STEERED_FIELD_NUMBER: _builtins.int
+    UNSTEERED_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    SILENT_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_FIELD_NUMBER: _builtins.int
+    OFF_FIELD_NUMBER: _builtins.int
+    OVERRIDDEN_FIELD_NUMBER: _builtins.int
+    GENERATED_PER_SECOND_FIELD_NUMBER: _builtins.int
+    TOKENS_GAINED_PER_SECOND_FIELD_NUMBER: _builtins.int
+    engines: _builtins.int
+    """steered + unsteered + waiting + silent + unavailable."""
+    sidecars: _builtins.int
+    steered: _builtins.int
+    unsteered: _builtins.int
+    """"alone" or "away"."""
+    waiting: _builtins.int
+    silent: _builtins.int
+    unavailable: _builtins.int
+    off: _builtins.int
+    """Steered with gamma = 0."""
+    overridden: _builtins.int
+    """With an override in force."""
+    generated_per_second: _builtins.float
+    """Of `generated_per_second` and of `tokens_gained_per_second`, where they are known."""
+    tokens_gained_per_second: _builtins.float
+    def __init__(
+        self,
+        *,
+        engines: _builtins.int = ...,
+        sidecars: _builtins.int = ...,
+        steered: _builtins.int = ...,
+        unsteered: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        silent: _builtins.int = ...,
+        unavailable: _builtins.int = ...,
+        off: _builtins.int = ...,
+        overridden: _builtins.int = ...,
+        generated_per_second: _builtins.float = ...,
+        tokens_gained_per_second: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "generated_per_second", b"generated_per_second", "off", b"off", "overridden", b"overridden", "sidecars", b"sidecars", "silent", b"silent", "steered", b"steered", "tokens_gained_per_second", b"tokens_gained_per_second", "unavailable", b"unavailable", "unsteered", b"unsteered", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetTotals: _TypeAlias = FleetTotals  # noqa: Y015
 
 @_typing.final
 class ListEnginesRequest(_message.Message):
@@ -865,7 +1129,7 @@ class ExplainResponse(_message.Message):
 
     @_builtins.property
     def bound(self) -> Global___TokenTimeBound:
-        """The bound on the time per output token at this batch size; absent where there is none."""
+        """The bound on the time per output token at this batch size; absent without one."""
 
     @_builtins.property
     def mixtures(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureExplanation]:
@@ -1286,16 +1550,22 @@ class PushProfileRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROFILE_JSON_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     profile_json: _builtins.str
     """The profile file's JSON text."""
+    request_id: _builtins.str
+    """A UUID: the same request again with the same id has the answer of the first one, and changes
+    nothing (see "Request ids" in README.md beside this file).  Empty: every request is a new one.
+    """
     def __init__(
         self,
         *,
         profile_json: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1328,12 +1598,19 @@ Global___PushProfileResponse: _TypeAlias = PushProfileResponse  # noqa: Y015
 class ListProfilesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    page_token: _builtins.str
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1344,16 +1621,20 @@ class ListProfilesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROFILES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
     @_builtins.property
     def profiles(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShelvedProfile]: ...
     def __init__(
         self,
         *,
         profiles: _abc.Iterable[Global___ShelvedProfile] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["profiles", b"profiles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "profiles", b"profiles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1513,16 +1794,22 @@ class InstallProfileRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROFILE_JSON_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     profile_json: _builtins.str
     """The profile file's JSON text."""
+    request_id: _builtins.str
+    """A UUID: the same request again with the same id has the answer of the first one, and changes
+    nothing (see "Request ids" in README.md beside this file).  Empty: every request is a new one.
+    """
     def __init__(
         self,
         *,
         profile_json: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

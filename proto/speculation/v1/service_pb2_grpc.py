@@ -169,6 +169,11 @@ class InspectionServiceStub(object):
                 request_serializer=speculation_dot_v1_dot_service__pb2.OverviewRequest.SerializeToString,
                 response_deserializer=speculation_dot_v1_dot_service__pb2.OverviewResponse.FromString,
                 )
+        self.ListFleet = channel.unary_unary(
+                '/speculation.v1.InspectionService/ListFleet',
+                request_serializer=speculation_dot_v1_dot_service__pb2.ListFleetRequest.SerializeToString,
+                response_deserializer=speculation_dot_v1_dot_service__pb2.ListFleetResponse.FromString,
+                )
 
 
 class InspectionServiceServicer(object):
@@ -176,13 +181,16 @@ class InspectionServiceServicer(object):
     """
 
     def ListEngines(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The engines that have a session, with their plans and counters, in pages; and the sidecar.
+        INVALID_ARGUMENT: the page token is not one of this call.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """NOT_FOUND: no engine of that id has a session.
+        """The choice for one batch size of an engine, with the numbers that it was made from.
+        NOT_FOUND: no engine of that id has a session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -190,6 +198,15 @@ class InspectionServiceServicer(object):
 
     def Overview(self, request, context):
         """Every engine in one line, looked at once a second at most, however many ask.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListFleet(self, request, context):
+        """Every engine of every sidecar that shares the store with this one, in one line, by what each
+        sidecar has published in the last minutes.  If the store is away, this sidecar's engines.
+        INVALID_ARGUMENT: the filter names a field that does not exist, or is too long.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -212,6 +229,11 @@ def add_InspectionServiceServicer_to_server(servicer, server):
                     servicer.Overview,
                     request_deserializer=speculation_dot_v1_dot_service__pb2.OverviewRequest.FromString,
                     response_serializer=speculation_dot_v1_dot_service__pb2.OverviewResponse.SerializeToString,
+            ),
+            'ListFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListFleet,
+                    request_deserializer=speculation_dot_v1_dot_service__pb2.ListFleetRequest.FromString,
+                    response_serializer=speculation_dot_v1_dot_service__pb2.ListFleetResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -275,6 +297,23 @@ class InspectionService(object):
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
+    @staticmethod
+    def ListFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/speculation.v1.InspectionService/ListFleet',
+            speculation_dot_v1_dot_service__pb2.ListFleetRequest.SerializeToString,
+            speculation_dot_v1_dot_service__pb2.ListFleetResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
 
 class ProfilingServiceStub(object):
     """`controller profile`: measuring through the running engine.
@@ -329,7 +368,7 @@ class ProfilingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def InstallProfile(self, request, context):
-        """Puts a profile into use for every engine with its fingerprint, without a restart.
+        """Puts a profile into use for all engines with its fingerprint, without a restart.
         INVALID_ARGUMENT: not a profile, or one whose time of measurement lies in the future.
         FAILED_PRECONDITION: no introduced engine matches it; the message names the field that differs.
         PERMISSION_DENIED: the caller may not install profiles, or not for one of these engines.
@@ -348,7 +387,7 @@ class ProfilingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListProfiles(self, request, context):
-        """What is on the shelf.
+        """What is on the shelf, the newest measurements first, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -6,6 +6,7 @@ from typing import Any
 
 import promql_parser as promql
 
+_COMPARISONS = {"==", "!=", "<", ">", "<=", ">=", "and", "or", "unless"}
 # What Grafana puts in.
 _VARIABLES = {"$__rate_interval": "5m", "$engine": ".+"}
 
@@ -51,6 +52,24 @@ def _filled(expression: str) -> str:
 def selectors(query: str) -> set[Selector]:
     """Raises ValueError for what is no PromQL."""
     return set(_in(promql.parse(query), frozenset()))
+
+
+def compared(query: str) -> list[str]:
+    """What an alert compares: its expression without comparisons, sets and plain numbers."""
+    return list(_sides(promql.parse(query)))
+
+
+def _sides(node: promql.Expr) -> Iterator[str]:
+    match node:
+        case promql.ParenExpr():
+            yield from _sides(node.expr)
+        case promql.BinaryExpr() if str(node.op) in _COMPARISONS:
+            yield from _sides(node.lhs)
+            yield from _sides(node.rhs)
+        case promql.NumberLiteral():
+            pass
+        case _:
+            yield str(node.prettify())
 
 
 def _in(node: promql.Expr, needed: frozenset[str]) -> Iterator[Selector]:

@@ -1,6 +1,7 @@
 """An engine of this test's own on a real link: it runs what it is told, on a made-up machine."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,14 +26,17 @@ def step_seconds(gamma: int) -> float:
 
 
 class SteeredEngine:
-    """steps, seconds, drafts, accepted, unsteered: of what was reported, for comparison.
+    """steps, seconds, drafts, drafted, accepted, unsteered: of what was reported, for comparison.
 
-    refused: reports that the socket had no room for; they were counted as dropped, and sent again.
+    by_length: drafts, by how many of their tokens were accepted.  refused: reports that the socket
+    had no room for; they were counted as dropped, and sent again.
     """
 
     def __init__(self, link: EngineLink) -> None:
         self.link = link
-        self.steps = self.drafts = self.accepted = self.unsteered = self.refused = 0
+        self.steps = self.drafts = self.drafted = self.accepted = 0
+        self.unsteered = self.refused = 0
+        self.by_length: Counter[int] = Counter()
         self.seconds = 0.0
         self.gamma = -1
         self._random = random.Random(1)
@@ -73,7 +77,10 @@ class SteeredEngine:
         eventually(sent, within=PATIENCE_SECONDS, what="room for a report")
         self.steps, self.gamma = step, gamma
         self.seconds += seconds
-        self.drafts += BATCH_SIZE if gamma else 0
+        if gamma:
+            self.drafts += BATCH_SIZE
+            self.drafted += BATCH_SIZE * gamma
+            self.by_length.update(dict(enumerate(counts)))
         self.accepted += sum(k * sequences for k, sequences in enumerate(counts))
         self.unsteered += bool(flags & packets.UNSTEERED)
 

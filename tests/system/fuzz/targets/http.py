@@ -25,6 +25,7 @@ _REQUESTS = (
     'GET /page.js HTTP/1.0\r\nHost: 127.0.0.1:80\r\nIf-None-Match: "0"\r\n\r\n',
     "GET /api/v1/state HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n",
     "GET /api/v1/engine?id=engine-0&since=1.5e9 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "GET /api/v1/fleet?filter=link=away&limit=2&after=a HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "HEAD /metrics?name[]=up HTTP/1.1\r\nHost: localhost\r\nAccept-Encoding: gzip\r\n\r\n",
     "GET //[::1]/../../etc/passwd HTTP/1.1\r\nHost: [::1]:80\r\n\r\n",
 )

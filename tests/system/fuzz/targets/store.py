@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from controller.core.clock import VirtualClock
@@ -19,12 +20,16 @@ from controller.service.rpc.store_messages import audit_to_proto
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import SessionRegistry
+from controller.service.status.fleet_json import engine_values
+from controller.service.status.fleet_summary import EngineSummary, decode_summary, encode_summary
+from controller.service.status.fleet_view import FleetEngine, totals_of
 from controller.store.file_blobs import FileBlobStore
 from controller.store.file_store import FileStore
 from controller.store.interface import Actor, BlobKind
 from controller.store.journal_import import line_checksum
 from controller.store.redis_mirror import RedisMirror
 from controller.wire.overrides import to_body
+from speculation.v1 import service_pb2
 from tests.support import recorded_events
 from tests.support.journal_files import lines, record
 from tests.support.service_harness import make_profile
@@ -171,6 +176,31 @@ def _shelf_seeds() -> Sequence[bytes]:
     return [json.dumps({"at": 1.9e9, "text": make_profile().to_json()}).encode()]
 
 
+@contextmanager
+def _summary_opened(folder: Path) -> Iterator[Feed]:
+    del folder  # nothing is kept
+
+    def feed(data: bytes) -> None:
+        head, engines, _ = decode_summary(data)
+        found = [FleetEngine(head.sidecar, "ab", engine, 1.0) for engine in engines]
+        for engine in found:
+            row = service_pb2.FleetEngine(**engine_values(engine))
+            row.SerializeToString()
+        totals_of(found)
+
+    yield feed
+
+
+def _summary_seeds() -> Sequence[bytes]:
+    engine = EngineSummary(
+        "engine-0", "target", 8, "mtp", 3, "steered", "exploit", 0.5, 2.5, 300.0, 1.5, ("night",),
+        2, "", 300.0,
+    )  # fmt: skip
+    return [
+        encode_summary("pod", "1.0", 5.0, [engine, replace(engine, engine_id="b", overrides=())])
+    ]
+
+
 _ERRORS = (SpeculationError,)
 
 TARGETS = (
@@ -178,5 +208,6 @@ TARGETS = (
     Target("store.journal", _journal_seeds, bytes_of, _journal_opened, _ERRORS),
     Target("store.records", _record_seeds, json_of, _records_opened, _ERRORS),
     Target("store.mirror", _mirror_seeds, json_of, _mirror_opened),
+    Target("store.summary", _summary_seeds, json_of, _summary_opened, (ValueError,)),
     Target("store.shelf", _shelf_seeds, json_of, _shelf_opened, _ERRORS),
 )

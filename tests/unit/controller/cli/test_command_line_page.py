@@ -36,7 +36,7 @@ ROWS = {
 MESSAGES = {
     message.__name__: set(message.DESCRIPTOR.fields_by_name)
     for message in (
-        service_pb2.ExplainResponse, service_pb2.PushProfileResponse,
+        service_pb2.ExplainResponse, service_pb2.PushProfileResponse, service_pb2.ListFleetResponse,
         policy_pb2.SetOverrideResponse, policy_pb2.ClearOverrideResponse,
     )
 }  # fmt: skip

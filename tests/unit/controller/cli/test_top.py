@@ -133,6 +133,24 @@ def test_into_a_pipe_it_writes_plain_tables(tmp_path: Path):
         assert (process.returncode, errors) == (Exit.DONE, "")
 
 
+def test_it_shows_the_fleet_live(tmp_path: Path):
+    with (
+        sidecar_process(tmp_path) as sidecar,
+        linked_engine(sidecar.address, "pod-7") as engine,
+        terminal("top", "--fleet", "--interval", "0.2", "--address", sidecar.address) as top,
+    ):
+        for _ in range(600):
+            engine.run(50, 4)
+            if re.search(r"pod-7 +│ +4 │ +\d │ eagle3 ", top.screen()):
+                break
+        top.until(
+            r"engines of the fleet: 1(?s:.*)1 engines of 1 sidecars: steered 1(?s:.*)tokens/s"
+        )
+        top.process.send_signal(signal.SIGINT)
+        eventually(lambda: top.raw and top.process.poll() is not None)
+        assert top.process.returncode == Exit.DONE
+
+
 def test_without_a_sidecar_it_says_so(tmp_path: Path):
     result = controller("top", "--address", f"unix:{tmp_path}/nobody.sock")
     assert result.returncode == Exit.NO_SIDECAR

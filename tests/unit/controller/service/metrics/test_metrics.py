@@ -1,14 +1,18 @@
 import asyncio
 import urllib.request
+from collections import Counter
 from pathlib import Path
+from random import Random
 
 import grpc
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import controller
 from lab.harness.ports import free_port
 from speculation.v1 import service_pb2
 from tests.support.service_harness import (
+    GAMMAS,
     Running,
     SteerClient,
     failure,
@@ -17,6 +21,7 @@ from tests.support.service_harness import (
     report_message,
     serving,
     soon,
+    until,
 )
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -83,9 +88,66 @@ async def test_a_scrape_tells_what_happened(tmp_path: Path):
     assert found["speculation_steering", of("b")] == 0
     assert found["speculation_measuring", of("a")] == 0
     assert found["speculation_probe_share", of("a")] >= 0
-    assert found["speculation_expected_accept_length", of("a")] >= 1
+    assert found["speculation_expected_acceptance_length", of("a")] >= 1
     assert found["speculation_predicted_step_seconds", of("a")] > 0
     assert found["process_resident_memory_bytes", ()] > 0
+
+
+async def test_acceptance_is_what_was_counted(tmp_path: Path):
+    """Row by row, of a sidecar that has had steps of all draft lengths."""
+    port, random = free_port(), Random(1)
+    accepted, gammas, messages = Counter[int](), Counter[int](), []
+    for step in range(1, 61):
+        gamma = random.choice(GAMMAS)
+        rows = [min(gamma, int(random.expovariate(0.7))) for _ in range(4)]
+        counts = [rows.count(k) for k in range(gamma + 1)]
+        messages.append(report_message(step, gamma=gamma, accepted_counts=counts))
+        gammas[gamma] += len(rows)
+        accepted.update(rows if gamma else ())
+    drafts, steps = accepted.total(), gammas.total()
+    tokens = sum(k * n for k, n in accepted.items())
+    drafted = sum(gamma * n for gamma, n in gammas.items())
+    assert 0 < drafts < steps
+    async with serving(tmp_path, metrics_port=port) as running:
+        stream = SteerClient(running, await running.introduce("a"))
+        before = await scrape(port)
+        await stream.send(*messages)
+        session = running.sidecar.registry.by_engine("a")
+        await until(lambda: session.counters.reports == len(messages))
+        # The last minute is kept once a second.
+        length = 1 + tokens / drafts
+        await until(lambda: session.last_minute.acceptance_length == pytest.approx(length))
+        found = await scrape(port)
+
+    def counted(name: str, **labels: str) -> float:
+        return found[f"speculation_{name}", of("a", **labels)]
+
+    name = "accepted_tokens_per_draft"
+    for k in GAMMAS:
+        at_most = sum(n for value, n in accepted.items() if value <= k)
+        assert counted(f"{name}_bucket", le=f"{k}.0") == at_most
+        if k:
+            more = drafts - sum(n for value, n in accepted.items() if value < k)
+            assert counted("accepted_tokens_per_pos_total", position=str(k - 1)) == more
+    assert counted(f"{name}_bucket", le="+Inf") == counted(f"{name}_count") == drafts
+    assert counted(f"{name}_sum") == counted("accepted_tokens_total") == tokens
+    assert counted("drafts_total") == drafts
+    assert counted("draft_tokens_total") == drafted
+    assert counted("sequence_steps_total") == steps
+    assert counted("generated_tokens_total") == steps + tokens
+    assert counted("acceptance_length") == pytest.approx(length)
+    assert counted("draft_acceptance_rate") == pytest.approx(tokens / drafted)
+    assert counted("accepted_per_verified") == pytest.approx((tokens + drafts) / (drafted + drafts))
+    expected = counted("expected_accepted_tokens_total")
+    assert counted("acceptance_length_error") == pytest.approx((expected - tokens) / drafts)
+    took, error = counted("plain_seconds_total"), counted("prediction_error_seconds_total")
+    assert counted("step_time_error_ratio") == pytest.approx(error / took)
+    predicted = counted("predicted_seconds_total")
+    assert counted("step_time_bias_ratio") == pytest.approx(predicted / took - 1)
+    # Every series of a counter is there before its first increase, and no ratio of nothing.
+    wanted = {key for key in found if "accepted_tokens_per" in key[0]}
+    assert wanted <= set(before)
+    assert ("speculation_acceptance_length", of("a")) not in before
 
 
 async def test_every_number_is_shown_under_its_own_name(tmp_path: Path):

@@ -8,7 +8,7 @@ import pytest
 from controller.cli.explain_numbers import print_numbers
 from controller.cli.explain_words import paragraph_text
 from controller.cli.output import Output
-from controller.cli.top import _print
+from controller.cli.top import _SIDECAR, _print
 from controller.doctor.sidecar import ask, check_engines
 from controller.wire.engines import engine_from_proto, engine_to_proto
 from speculation.v1 import engine_pb2, plan_pb2, policy_pb2, service_pb2
@@ -108,7 +108,7 @@ async def test_the_commands_print_it(tmp_path, capsys):
             assert "drafter dflash lost since 2020-09-1" in explained
             assert "MemoryError: no room" in explained
         overview = await soon(running.inspection.Overview(service_pb2.OverviewRequest()))
-        _print(overview, Output.TABLE)
+        _print(_SIDECAR, overview, Output.TABLE)
         assert "engine-0: drafter dflash lost since 2020-09-1" in capsys.readouterr().out
         findings = check_engines(await ask(running.operators, ()), "unix:/somewhere")
         (found,) = [finding for finding in findings if "lost since" in finding.found]

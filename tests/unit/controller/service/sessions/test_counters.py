@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from controller.core.step_report import StepFlags, StepReport
+from controller.core.step_report import RowGroup, StepFlags, StepReport
 from controller.service.sessions.counters import StepCounters
 
 PLAIN = StepReport(1, 4, 100, "mtp", 2, (1, 1, 2), 0.5)
@@ -28,6 +28,20 @@ def test_tokens_by_length_and_by_position():
     assert (counters.reports, counters.step_seconds) == (3, 1.25)
 
 
+def test_a_draft_is_what_was_drafted_for_a_sequence():
+    rows = (
+        RowGroup("mtp", 2, (1, 0, 2)),
+        RowGroup("ngram", 1, (1, 3)),
+        RowGroup("", 0, (5,)),
+    )
+    mixed = StepReport(1, 12, 100, "mtp+ngram", 2, (7, 3, 2), 0.5, groups=rows)
+    counters = counted(mixed, OFF)
+    assert (counters.drafts, counters.drafted_tokens) == (7, 3 * 2 + 4 * 1)
+    assert counters.drafts_by_length == [2, 3, 2]
+    assert counters.accepted_tokens == 3 + 2 * 2
+    assert counters.sequence_steps == 12 + 3
+
+
 def test_nothing_is_counted_before_the_first_report():
     counters = counted()
     assert (counters.accepted_tokens, counters.generated_tokens, counters.accepted_by_position) == (
@@ -35,7 +49,7 @@ def test_nothing_is_counted_before_the_first_report():
         0,
         [],
     )
-    assert counters.alone is None
+    assert (counters.alone, counters.drafts_by_length) == (None, [0])
 
 
 def test_a_lease_is_lost_only_where_there_was_one():

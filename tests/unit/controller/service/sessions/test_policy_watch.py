@@ -11,7 +11,6 @@ import pytest
 from controller.recording.events import Overridden
 from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
-from controller.service.metrics.family import samples
 from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
 from controller.settings.policy_file import PolicyFileError
 from speculation.v1 import policy_pb2
@@ -25,6 +24,7 @@ from tests.support.service_harness import (
     serving,
     soon,
     until,
+    written,
 )
 
 SCHEDULE = """\
@@ -190,7 +190,9 @@ async def test_a_bad_file_is_shown_and_what_it_said_before_stays_in_force(
 def measured(running: Running) -> dict[str, float]:
     registry = running.sidecar.override_registry
     view = SidecarSnapshot([], [], registry.policy, registry.health)
-    return {family.name: number for family in OF_THE_SIDECAR for _, number in samples(family, view)}
+    return {
+        sample.name: sample.value for family in OF_THE_SIDECAR for sample in written(family, view)
+    }
 
 
 async def test_a_file_that_goes_takes_its_policy_with_it(tmp_path: Path, mounted: Mounted):

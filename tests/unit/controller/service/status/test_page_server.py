@@ -5,6 +5,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -206,3 +207,51 @@ async def test_a_port_that_is_taken_is_said(tmp_path: Path):
 async def test_without_a_port_there_is_no_page(tmp_path: Path):
     async with serving(tmp_path) as running:
         assert running.sidecar._page is None
+
+
+async def test_the_fleet_comes_in_pages_that_a_filter_narrows(tmp_path: Path):
+    port = free_port()
+    async with serving(tmp_path, page_port=port) as running:
+        for name in ("pod-a:1", "pod-b:1", "pod-b:2"):
+            await running.introduce(name)
+        await running.introduce("pod-c:1", target_model="Llama")
+
+        async def fleet(query: str) -> Any:
+            status, _, body = await ask(port, f"/api/v1/fleet{query}")
+            return status, json.loads(body) if status == 200 else body.decode()
+
+        status, first = await fleet("?limit=3")
+        assert status == 200
+        assert [engine["engine_id"] for engine in first["engines"]] == [
+            "pod-a:1", "pod-b:1", "pod-b:2",
+        ]  # fmt: skip
+        # Of all that match, not of this page.
+        assert first["totals"]["engines"] == first["totals"]["unsteered"] == 4
+        assert (first["shared"], first["refused"], first["left_out"]) == (False, 0, 0)
+        assert "CONTROLLER_REDIS_URL" in first["trouble"]
+        engine = first["engines"][0]
+        assert (engine["local"], engine["link"], engine["age_seconds"]) == (True, "away", 0.0)
+        _, rest = await fleet(f"?limit=3&after={quote(first['next'])}")
+        assert [engine["engine_id"] for engine in rest["engines"]] == ["pod-c:1"]
+        assert rest["next"] == ""
+        for words, found in {
+            "pod-b": 2,
+            "POD-B link=away": 2,
+            "llama": 1,
+            "engine=pod-b": 0,
+            "link=steered": 0,
+            "gamma=0 model=target": 3,
+            "%FF": 0,
+        }.items():
+            _, some = await fleet(f"?filter={quote(words, safe='%')}")
+            assert some["totals"]["engines"] == len(some["engines"]) == found, words
+        for wrong, why in {
+            "filter=speed=9": "the filter names the field 'speed'",
+            "filter=" + "x" * 257: "256 are allowed",
+            "limit=0": "limit 0 is outside 1..1000",
+            "limit=1001": "limit 1001 is outside 1..1000",
+            "limit=x": "invalid literal",
+            "after=" + "x" * 200: "this sidecar did not give this `after`",
+        }.items():
+            status, text = await fleet(f"?{wrong}")
+            assert (status, why in text) == (400, True), text

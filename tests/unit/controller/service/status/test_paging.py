@@ -9,7 +9,7 @@ from urllib.request import urlopen
 import grpc
 import pytest
 
-from controller.client.paging import every_engine_aio
+from controller.client.paging import every_page_aio
 from controller.service.net.errors import NoSessionError
 from controller.service.sessions.counters import COUNT_MAX
 from controller.service.status import paging
@@ -30,7 +30,7 @@ NAMES = [f"engine-{number}" for number in range(7)]
 GRPC_DEFAULT_BYTES = 4 * 1024 * 1024
 
 
-@pytest.fixture(params=["ListEngines", "Overview"])
+@pytest.fixture(params=["ListEngines", "Overview", "ListFleet"])
 def method(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -46,8 +46,10 @@ def asked(running: Running, method: str, page_size: int = 0) -> Callable[[str], 
     return lambda token: soon(call(kind(page_size=page_size, page_token=token)))
 
 
-def name_of(row: service_pb2.EngineStatus | service_pb2.EngineOverview) -> str:
-    return row.engine_id if isinstance(row, service_pb2.EngineOverview) else row.engine.engine_id
+def name_of(
+    row: service_pb2.EngineStatus | service_pb2.EngineOverview | service_pb2.FleetEngine,
+) -> str:
+    return row.engine.engine_id if isinstance(row, service_pb2.EngineStatus) else row.engine_id
 
 
 async def test_pages_add_up_to_all_engines_in_order(tmp_path: Path, method: str):
@@ -62,7 +64,7 @@ async def test_pages_add_up_to_all_engines_in_order(tmp_path: Path, method: str)
         third = await page(second.next_page_token)
         assert [name_of(row) for row in third.engines] == NAMES[6:]
         assert not third.next_page_token
-        merged = await every_engine_aio(page)
+        merged = await every_page_aio(page)
         assert [name_of(row) for row in merged.engines] == NAMES
 
 
@@ -114,7 +116,7 @@ async def test_introductions_that_fill_a_message_are_listed_on_several_pages(tmp
         first = await page("")
         assert first.ByteSize() < GRPC_DEFAULT_BYTES
         assert first.next_page_token
-        merged = await every_engine_aio(page)
+        merged = await every_page_aio(page)
         assert len(merged.engines) == 80
 
 

@@ -77,10 +77,13 @@ async def test_a_point_says_what_happened_since_the_one_before(tmp_path: Path):
         session = running.sidecar.registry.by_engine("engine-0")
         seen = session.history = History(["mtp"], session.counters)
         session.remember(100.0)
+        rates = [seen.generated_per_second]
         assert seen.since(0.0)[0][N:] == [None, session.plan.row_for(1).arm.gamma, 0, *[None] * 3]
         await decide(running, session_id, 1, accepted_counts=[1, 1, 2])
         await decide(running, session_id, 2, accepted_counts=[0, 0, 4], flags={"unsteered": True})
         session.remember(101.0)
+        # In a second, of which the steps took 20 ms.
+        assert [*rates, seen.generated_per_second] == [None, 21.0]
         point = seen.since(100.0)
         # 8 sequences, 13 accepted tokens, 21 tokens in 20 ms.
         gamma = session.plan.row_for(4).arm.gamma

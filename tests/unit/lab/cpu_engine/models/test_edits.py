@@ -60,6 +60,22 @@ def test_every_function_logs_its_arguments_first() -> None:
     assert '"""' not in area.request
 
 
+def test_boilerplate_is_the_same_in_every_answer() -> None:
+    (area, scale) = found("guard")
+    assert area.answer.count("if not features.is_enabled(FEATURE):\n") == 2
+    assert scale.answer.count("raise RuntimeError(") == 1
+    licensed = found("licence")
+    (notice,) = {edit.answer.removesuffix(edit.request.partition("\n")[2]) for edit in licensed}
+    assert notice.startswith("# Licensed under")
+
+
+def test_a_description_has_a_line_for_each_argument() -> None:
+    (area, scale) = found("describe")
+    assert "        shape: the value that is used.\n        unit: the value" in area.answer
+    assert "            factor: the value" in area.answer
+    assert scale.answer.startswith('def scale(factor):\n    """Does what its name says.\n')
+
+
 def test_a_rename_changes_the_name_and_neither_attributes_nor_comments() -> None:
     (area,) = found("rename")
     new = area.request.split("\n")[0].removeprefix("# Rename width to ").removesuffix(".")

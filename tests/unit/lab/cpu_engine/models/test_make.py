@@ -10,6 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+import lab.cpu_engine.models
 from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.checkpoint import (
     load_dflash,
@@ -19,10 +20,11 @@ from engine_shim.training.checkpoint import (
     load_target,
 )
 from engine_shim.training.qwen3 import Qwen2Target
-from lab.cpu_engine.models import corpus
-from lab.cpu_engine.models.make import make
+from lab.cpu_engine.models import corpus, edits
+from lab.cpu_engine.models.edits import KINDS, load_edits
+from lab.cpu_engine.models.make import make, make_edits
 from lab.cpu_engine.models.prompts import DOMAINS, LONGEST_PROMPT, PASSAGES, passage_file
-from lab.cpu_engine.models.recipe import DraftRecipe, Recipe, Sd2Recipe
+from lab.cpu_engine.models.recipe import DraftRecipe, EditRecipe, Recipe, Sd2Recipe
 from lab.cpu_engine.models.schedule import StepBudget
 
 SHAPE = DecoderShape(hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=6)
@@ -69,6 +71,25 @@ def test_a_recipe_becomes_folders(few_texts: dict[str, list[str]], tmp_path: Pat
         passages = np.load(passage_file(tmp_path / "held_out", domain))
         assert passages.shape == (PASSAGES, LONGEST_PROMPT)
         assert passages.max() < corpus.VOCABULARY_SIZE
+
+
+def test_a_set_that_edits_code_has_a_target_a_draft_and_edits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 40 files of the library; the shipped target that it starts from is the real one."""
+    some = list(edits._paths())[:400:10]
+    monkeypatch.setattr(edits, "_paths", lambda: iter(some))
+    shipped = Path(lab.cpu_engine.models.__file__).parent
+    kinds = dict.fromkeys(KINDS, 1.0)
+    make_edits(EditRecipe(kinds, A_FEW, A_FEW, A_FEW), shipped, tmp_path, keep_target=False)
+    target = load_target(tmp_path / "target")
+    assert target.shape == load_target(shipped / "shallow" / "target").shape
+    load_draft(tmp_path / "draft", target.model.embed_tokens.weight)
+    kept = load_edits(tmp_path)
+    assert {edit.kind for edit in kept} == set(KINDS)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "target/tokenizer.json"))
+    (licensed, *_) = (edit for edit in kept if edit.kind == "licence")
+    assert tokenizer.decode(licensed.answer).startswith("# Licensed under")
 
 
 def test_a_second_set_shares_the_tokenizer_and_the_held_out_text(

@@ -1,0 +1,154 @@
+"""Shows the engines of all sidecars that share a store: `top --fleet` and `engines --fleet`."""
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from controller.cli.output import Column, Listing, Output, print_document, show
+
+if TYPE_CHECKING:
+    import grpc
+    from google.protobuf.message import Message
+
+    from speculation.v1 import service_pb2
+
+_ANSWER_SECONDS_MAX = 5.0
+LINKS = {"steered": "green", "alone": "red", "away": "yellow", "silent": "red"}
+
+FleetOption = Annotated[
+    bool,
+    typer.Option("--fleet", help="Show the engines of all sidecars that share the store."),
+]
+FilterOption = Annotated[
+    str,
+    typer.Option(
+        "--filter",
+        help="With --fleet: words that engines match, such as `pod-7 link=alone` (docs/fleet.md).",
+    ),
+]
+
+
+def require_fleet(*, fleet: bool, words: str) -> None:
+    """Raises a usage error for a filter of what is not the fleet."""
+    if words and not fleet:
+        raise typer.BadParameter("--filter needs --fleet")
+
+
+def fleet_of(channel: "grpc.Channel", words: str) -> "service_pb2.ListFleetResponse":
+    """Asks for the engines of all pages.  Raises grpc.RpcError."""
+    from controller.client.paging import every_page
+    from speculation.v1 import service_pb2, service_pb2_grpc
+
+    inspection = service_pb2_grpc.InspectionServiceStub(channel)
+    return every_page(
+        lambda token: inspection.ListFleet(
+            service_pb2.ListFleetRequest(page_token=token, filter=words),
+            timeout=_ANSWER_SECONDS_MAX,
+        )
+    )
+
+
+def show_fleet(answer: "service_pb2.ListFleetResponse", output: Output) -> None:
+    """Prints the engines; for people and in documents also the totals, and what is missing."""
+    if output in {Output.JSON, Output.YAML}:
+        print_document(FLEET.kind, _document(answer), output)
+        return
+    show(FLEET, answer.engines, output, "no engine is known")
+    if output is not Output.NAME:
+        print("\n".join(foot(answer)))
+
+
+def head(answer: "service_pb2.ListFleetResponse") -> str:
+    """Returns the line above a live table."""
+    clock = time.strftime("%H:%M:%S")
+    return f"controller {answer.version}  {clock}  engines of the fleet: {answer.totals.engines}"
+
+
+def foot(answer: "service_pb2.ListFleetResponse") -> list[str]:
+    """Returns the totals, and lines that say what the table lacks."""
+    totals = answer.totals
+    counts = {
+        "steered": totals.steered,
+        "off": totals.off,
+        "unsteered": totals.unsteered,
+        "not heard of": totals.silent,
+        "waiting": totals.waiting,
+        "overridden": totals.overridden,
+        "not shown": totals.unavailable,
+    }
+    always = ("steered", "off", "unsteered", "not heard of")
+    said = [f"{name} {count}" for name, count in counts.items() if count or name in always]
+    rate, gained = totals.generated_per_second, totals.tokens_gained_per_second
+    lines = [
+        f"{totals.engines} engines of {totals.sidecars} sidecars: {', '.join(said)}",
+        f"{rate:,.0f} tokens/s, {gained:+,.0f} against γ = 0 (estimated)",
+    ]
+    if answer.trouble:
+        lines.append(f"only the engines of this sidecar are shown: {answer.trouble}")
+    if answer.refused:
+        lines.append(f"{answer.refused} entries in the store cannot be used")
+    if answer.left_out:
+        lines.append(f"{answer.left_out} engines or sidecars do not fit into this view")
+    return lines
+
+
+def _document(answer: "service_pb2.ListFleetResponse") -> dict[str, Any]:
+    values = _values(answer)
+    del values["next_page_token"]
+    return {"items": values.pop("engines"), **values}
+
+
+def _values(message: "Message") -> dict[str, Any]:
+    """Returns plain values, zeros too: a program counts engines whose gamma is 0."""
+    from google.protobuf import json_format
+
+    found: dict[str, Any] = json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return found
+
+
+def _optional(
+    line: "service_pb2.FleetEngine",
+    name: Literal["accept_length", "tokens_per_second", "gain", "tokens_gained_per_second"],
+    form: str,
+) -> str:
+    return form.format(getattr(line, name)) if line.HasField(name) else "-"
+
+
+def _overrides(line: "service_pb2.FleetEngine") -> str:
+    more = [f"and {line.more_overrides} more"] if line.more_overrides else []
+    return ", ".join([*line.overrides, *more]) or "-"
+
+
+FLEET: "Listing[service_pb2.FleetEngine]" = Listing(
+    "FleetEngineList",
+    lambda line: line.engine_id,
+    (
+        Column("engine", lambda line: line.engine_id, style=lambda _: "bold"),
+        Column("B", lambda line: str(line.batch_size or "-"), right=True),
+        Column("γ", lambda line: str(line.gamma), right=True, style=lambda _: "bold cyan"),
+        Column("drafter", lambda line: line.drafter, priority=2),
+        Column(
+            "τ", lambda line: _optional(line, "accept_length", "{:.2f}"), right=True, priority=3
+        ),
+        Column(
+            "tokens/s", lambda line: _optional(line, "tokens_per_second", "{:.0f}"), right=True,
+            priority=5,
+        ),
+        Column("gain", lambda line: _optional(line, "gain", "x{:.2f}"), right=True, priority=2),
+        Column(
+            "gained/s", lambda line: _optional(line, "tokens_gained_per_second", "{:+.0f}"),
+            right=True, priority=6,
+        ),
+        Column("reason", lambda line: line.reason, priority=7),
+        Column("link", lambda line: line.link, priority=1, style=lambda link: LINKS.get(link, "")),
+        Column("overrides", _overrides, priority=4),
+        Column("age", lambda line: f"{line.age_seconds:.0f} s", right=True, priority=8),
+        Column("sidecar", lambda line: line.sidecar, priority=9),
+        Column("model", lambda line: line.target_model, wide=True),
+    ),
+    _values,
+    lambda line: line.unavailable,
+)  # fmt: skip

@@ -1,0 +1,45 @@
+"""The fleet as plain values, for the page (the shape is in docs/page.md)."""
+
+from dataclasses import asdict
+from typing import Any, Final
+
+from controller.service.net.errors import InvalidQuestionError
+from controller.service.status.fleet_filter import selected
+from controller.service.status.fleet_view import Fleet, FleetEngine, totals_of
+
+LIMIT_MAX: Final = 1000
+LIMIT: Final = 200
+_AFTER_MAX = 192
+
+
+def fleet_document(fleet: Fleet, text: str, limit: int, after: str) -> dict[str, Any]:
+    """A page of the engines that match the filter, with the totals of all that match.
+
+    after: the `next` of the page before, "" for the first one.  Raises InvalidQuestionError.
+    """
+    if not 1 <= limit <= LIMIT_MAX:
+        raise InvalidQuestionError(f"limit {limit} is outside 1..{LIMIT_MAX}")
+    if len(after) > _AFTER_MAX:
+        raise InvalidQuestionError("this sidecar did not give this `after`: begin without one")
+    engines = selected(fleet.engines, text)
+    ahead = [engine for engine in engines if engine.key > after]
+    return {
+        "shared": fleet.shared,
+        "trouble": fleet.trouble,
+        "refused": fleet.refused,
+        "left_out": fleet.left_out,
+        "totals": asdict(totals_of(engines)),
+        "engines": [engine_values(engine) for engine in ahead[:limit]],
+        "next": ahead[limit - 1].key if len(ahead) > limit else "",
+    }
+
+
+def engine_values(engine: FleetEngine) -> dict[str, Any]:
+    """One engine as plain values."""
+    return asdict(engine.summary) | {
+        "sidecar": engine.sidecar,
+        "local": engine.local,
+        "link": engine.link,
+        "age_seconds": engine.age_seconds,
+        "tokens_gained_per_second": engine.tokens_gained_per_second,
+    }

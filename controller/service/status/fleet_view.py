@@ -1,0 +1,260 @@
+"""Shows every engine of every sidecar that shares the store to everybody who looks.
+
+This sidecar's engines come from its own status, and those of the others from the store.  The store
+is read only while somebody looks, once in two seconds at most, and a look waits half a second for
+it at most: whoever looks then sees what was read before.  If the store is away, the view has this
+sidecar's engines and the reason.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import structlog
+
+from controller.core.clock import Clock
+from controller.service.status.fleet_publisher import FleetPublisher
+from controller.service.status.fleet_summary import (
+    EngineSummary,
+    FleetMember,
+    decode_summary,
+    summary_of,
+)
+from controller.service.status.status_cache import StatusCache
+from controller.store.interface import StoreUnavailableError, Summaries, Summary, SummaryBoard
+from controller.util import cancellation
+
+# A look waits so long for the store.
+_PATIENCE_SECONDS = 0.5
+# Engines of one view.
+ENGINES_MAX: Final = 20_000
+_SECONDS = 2.0
+# The most of the time that reading takes.
+_SHARE_MAX = 0.05
+# A sidecar is silent if so many of its texts are overdue, and some time for the store.
+_OVERDUE, _SLACK_SECONDS = 3, 5.0
+SILENT: Final = "silent"
+_ALONE = "this sidecar shares no store with others (CONTROLLER_REDIS_URL)"
+
+_NOT_READ = "the store has not answered yet"
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetEngine:
+    """Holds one engine as its sidecar has published it.
+
+    sidecar: the name of its host.  source: stands for its process.  age_seconds: since then;
+    0 for this sidecar's own engines, which `local` marks.  silent: the sidecar has published
+    nothing for longer than it should.
+    """
+
+    sidecar: str
+    source: str
+    summary: EngineSummary
+    age_seconds: float
+    local: bool = False
+    silent: bool = False
+
+    @property
+    def link(self) -> str:
+        """Returns the link as in EngineLine, or "silent"."""
+        return SILENT if self.silent else self.summary.link
+
+    @property
+    def key(self) -> str:
+        """Orders the engines, and is unique."""
+        return f"{self.summary.engine_id} {self.source}"
+
+    @property
+    def tokens_gained_per_second(self) -> float | None:
+        """Tokens generated less what gamma = 0 would have in the same time of decoding.
+
+        By the estimate behind `gain`; None if one of both is unknown.
+        """
+        rate, gain = self.summary.generated_per_second, self.summary.gain
+        return None if rate is None or not gain else rate - rate / gain
+
+
+@dataclass(frozen=True, slots=True)
+class FleetTotals:
+    """Sums over engines; silent ones count as `silent` and as nothing else.
+
+    steered, unsteered ("alone" or "away"), waiting (no step reported yet), silent and unavailable
+    add up to engines.  off: steered with gamma = 0.  overridden: with an override in force.
+    tokens_gained_per_second: against gamma = 0 by estimate, of the engines of which it is known.
+    """
+
+    engines: int
+    sidecars: int
+    steered: int
+    unsteered: int
+    waiting: int
+    silent: int
+    unavailable: int
+    off: int
+    overridden: int
+    generated_per_second: float
+    tokens_gained_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Holds all engines that there are to see.
+
+    engines: by id.  trouble: why the engines of other sidecars are missing, "" if they are not.
+    shared: this sidecar has a store that others use as well.  refused: entries in the store that
+    cannot be used.  left_out: engines and sidecars beyond what a view holds.
+    """
+
+    engines: tuple[FleetEngine, ...]
+    shared: bool
+    trouble: str = ""
+    refused: int = 0
+    left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetCounts:
+    """Counts since the start.
+
+    written, failed: texts that this sidecar published, or could not.  refused: entries that could
+    not be used, of all that were read.
+    """
+
+    written: int
+    failed: int
+    refused: int
+
+
+def totals_of(engines: Sequence[FleetEngine]) -> FleetTotals:
+    """Adds up the engines of a view."""
+    heard = [engine for engine in engines if not engine.silent]
+    shown = [engine for engine in heard if not engine.summary.unavailable]
+    links = [engine.link for engine in shown]
+    return FleetTotals(
+        engines=len(engines),
+        sidecars=len({engine.source for engine in engines}),
+        steered=links.count("steered"),
+        unsteered=links.count("alone") + links.count("away"),
+        waiting=links.count("waiting"),
+        silent=len(engines) - len(heard),
+        unavailable=len(heard) - len(shown),
+        off=sum(engine.link == "steered" and not engine.summary.gamma for engine in shown),
+        overridden=sum(bool(engine.summary.overrides) for engine in shown),
+        generated_per_second=sum(engine.summary.generated_per_second or 0.0 for engine in shown),
+        tokens_gained_per_second=sum(engine.tokens_gained_per_second or 0.0 for engine in shown),
+    )
+
+
+class FleetView:
+    """One per sidecar."""
+
+    def __init__(
+        self,
+        board: SummaryBoard | None,
+        status_cache: StatusCache,
+        clock: Clock,
+    ) -> None:
+        self._board = board
+        self._status_cache = status_cache
+        self._clock = clock
+        self._me = FleetMember.of_this_process()
+        self._publisher = FleetPublisher(board, status_cache, self._me)
+        self._others = Fleet((), board is not None, _NOT_READ if board else _ALONE)
+        self._read_at = -math.inf
+        self._fresh_until = -math.inf
+        self._reading: asyncio.Task[None] | None = None
+        self._refused = 0
+
+    @property
+    def counts(self) -> FleetCounts | None:
+        """Returns what has happened so far; None without a store that others use."""
+        if self._board is None:
+            return None
+        published = self._publisher.published
+        return FleetCounts(published.written, published.failed, self._refused)
+
+    def open(self) -> None:
+        """Begins to publish this sidecar's engines; those of others are read when asked for."""
+        self._publisher.open()
+
+    async def close(self) -> None:
+        """Takes this sidecar's engines back, and ends a reading that is under way."""
+        await self._publisher.close()
+        if self._reading is not None:
+            await cancellation.end([self._reading])
+
+    async def look(self) -> Fleet:
+        """Returns the view; it fails in no case, whatever the store holds."""
+        lines = await self._status_cache.lines()
+        own = [
+            FleetEngine(self._me.name, self._me.source, summary_of(line), 0.0, local=True)
+            for line in lines
+        ]
+        if self._board is not None and self._clock.now() >= self._fresh_until:
+            if self._reading is None or self._reading.done():
+                self._reading = asyncio.create_task(self._read(self._board))
+            await asyncio.wait([self._reading], timeout=_PATIENCE_SECONDS)
+        since = max(0.0, self._clock.now() - self._read_at)
+        others = [replace(e, age_seconds=e.age_seconds + since) for e in self._others.engines]
+        engines = sorted(_heard_of([*own, *others]), key=lambda engine: engine.key)
+        return replace(self._others, engines=tuple(engines))
+
+    async def _read(self, board: SummaryBoard) -> None:
+        busy = 0.0
+        try:
+            stored = await board.read()
+            began = time.monotonic()
+            found = await asyncio.to_thread(_parsed, stored, self._me.source)
+            busy = time.monotonic() - began
+        except StoreUnavailableError as error:
+            found = Fleet((), shared=True, trouble=f"the store is away: {error}")
+        if found.refused and found.refused != self._others.refused:
+            _log.warning("fleet_entries_refused", entries=found.refused)
+        self._refused += found.refused
+        self._others, self._read_at = found, self._clock.now()
+        self._fresh_until = self._read_at + max(_SECONDS, busy / _SHARE_MAX)
+
+
+def _parsed(stored: Summaries, own: str) -> Fleet:
+    """Reads all texts but one's own, some microseconds for an engine: for a thread."""
+    engines: list[FleetEngine] = []
+    refused, left_out = stored.refused, stored.left_out
+    for summary in stored.found:
+        if summary.source == own:
+            continue
+        try:
+            found, bad, more = _engines_of(summary)
+        except ValueError:
+            refused += 1
+            continue
+        refused += bad
+        room = ENGINES_MAX - len(engines)
+        left_out += more + max(0, len(found) - room)
+        engines += found[:room]
+    return Fleet(tuple(engines), shared=True, refused=refused, left_out=left_out)
+
+
+def _engines_of(summary: Summary) -> tuple[list[FleetEngine], int, int]:
+    """(engines of a text, engines that cannot be used, engines left out).  Raises ValueError."""
+    head, engines, refused = decode_summary(summary.body)
+    overdue = summary.age_seconds > _OVERDUE * head.every_seconds + _SLACK_SECONDS
+    found = [
+        FleetEngine(head.sidecar, summary.source, engine, summary.age_seconds, silent=overdue)
+        for engine in engines
+    ]
+    return found, refused, head.left_out
+
+
+def _heard_of(engines: Iterable[FleetEngine]) -> Iterator[FleetEngine]:
+    """Leaves out what a sidecar published before it was restarted, if its engine is back."""
+    engines = list(engines)
+    back = {(e.sidecar, e.summary.engine_id) for e in engines if not e.silent}
+    for engine in engines:
+        if not (engine.silent and (engine.sidecar, engine.summary.engine_id) in back):
+            yield engine

@@ -1,0 +1,207 @@
+"""The summaries of all sidecars in Redis: a text for each, which expires, and an index by time.
+
+    {tag}:fleet             sorted set: source by the time of its last writing (Redis's clock)
+    {tag}:fleet:SOURCE      the text
+
+Whatever stands there is bounded when it is read: names that are no sources and texts that are too
+long never leave Redis.  A Redis that does not answer is left alone for a while (see `_ask`), so
+that neither who writes nor who looks waits for it again and again.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+import redis.exceptions
+from redis.client import NEVER_DECODE
+
+from controller.store.interface import StoreUnavailableError, Summaries, Summary
+from controller.store.redis_client import in_words
+
+# How long a text is kept: a sidecar that died is listed as silent for so long.
+KEPT_SECONDS: Final = 300.0
+# Sources that are kept; those that wrote longest ago go first.
+SOURCES_MAX: Final = 10_000
+# Bytes of one text, of the texts of one answer of Redis, and of everything that is read at once.
+TEXT_BYTES_MAX: Final = 512 * 1024
+_ANSWER_BYTES_MAX = 2 * 1024 * 1024
+_READ_BYTES_MAX = 16 * 1024 * 1024
+# Texts that are asked for at once.
+_TEXTS = 100
+# After a failure nothing is asked for so long; twice as long after the next one.
+_PAUSE_SECONDS = (0.5, 5.0)
+
+_NOW = """
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local kind = redis.call('TYPE', KEYS[1]).ok
+if kind ~= 'none' and kind ~= 'zset' then
+  return redis.error_reply('key ' .. KEYS[1] .. ' is a ' .. kind
+    .. ', not a zset; rename or delete it')
+end
+"""
+
+# KEYS 1 index, 2 the source's text.  ARGV 1 source, 2 text, 3 milliseconds that it is kept, 4
+# sources that are kept, 5 prefix of texts.
+_PUT = (
+    _NOW
+    + """
+local kept = tonumber(ARGV[3])
+redis.call('SET', KEYS[2], ARGV[2], 'PX', kept)
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('%.0f', now - kept))
+-- Of a clock that was ahead, or of somebody else.
+redis.call('ZREMRANGEBYSCORE', KEYS[1], string.format('(%.0f', now), '+inf')
+redis.call('ZADD', KEYS[1], string.format('%.0f', now), ARGV[1])
+redis.call('PEXPIRE', KEYS[1], kept)
+local extra = redis.call('ZCARD', KEYS[1]) - tonumber(ARGV[4])
+if extra > 0 then
+  for _, old in ipairs(redis.call('ZRANGE', KEYS[1], 0, extra - 1)) do
+    redis.call('DEL', ARGV[5] .. old)
+    redis.call('ZREM', KEYS[1], old)
+  end
+end
+return 1
+"""
+)
+
+# KEYS 1 index, 2 the source's text.  ARGV 1 source.
+_REMOVE = """
+redis.call('DEL', KEYS[2])
+redis.call('ZREM', KEYS[1], ARGV[1])
+return 1
+"""
+
+# KEYS 1 index.  ARGV 1 sources that are read.
+# -> {members that are no sources; of each source: its name, its age in milliseconds}
+_SOURCES = (
+    _NOW
+    + """
+local members = redis.call('ZREVRANGE', KEYS[1], 0, tonumber(ARGV[1]) - 1, 'WITHSCORES')
+local all = {0}
+for i = 1, #members, 2 do
+  local age = now - tonumber(members[i + 1])
+  if string.match(members[i], '^%x+$') and #members[i] <= 32 and age < 2^53 then
+    all[#all + 1] = members[i]
+    all[#all + 1] = string.format('%.0f', math.max(0, age))
+  else
+    all[1] = all[1] + 1
+  end
+end
+return all
+"""
+)
+
+# KEYS: texts.  ARGV 1 bytes of a text, 2 bytes of all.
+# -> of each: the text, 0 for none, -1 for another type or size, -2 for no room
+_GET = """
+local left, all = tonumber(ARGV[2]), {}
+for i, key in ipairs(KEYS) do
+  local size = redis.pcall('STRLEN', key)
+  if type(size) ~= 'number' or size > tonumber(ARGV[1]) then
+    all[i] = -1
+  elseif size == 0 then
+    all[i] = 0
+  elseif size > left then
+    all[i] = -2
+  else
+    left = left - size
+    all[i] = redis.call('GET', key)
+  end
+end
+return all
+"""
+_REFUSED, _NO_ROOM = -1, -2
+
+
+class RedisSummaries:
+    """Keeps summaries in Redis.
+
+    tag: the prefix of all keys.  redacted: takes secrets out of words.  timeout_seconds: for one
+    command.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        tag: str,
+        redacted: Callable[[str], str],
+        timeout_seconds: float,
+        kept_seconds: float = KEPT_SECONDS,
+    ) -> None:
+        self._client = client
+        self._index = f"{tag}:fleet"
+        self._redacted = redacted
+        self._timeout_seconds = timeout_seconds
+        self._kept_seconds = kept_seconds
+        self._trouble = ""
+        self._pause_seconds = 0.0
+        self._again_at = 0.0
+
+    async def put(self, source: str, body: bytes) -> None:
+        """Implements the method of the store interface."""
+        milliseconds = round(1000 * self._kept_seconds)
+        await self._ask(
+            lambda: self._client.eval(
+                _PUT, 2, self._index, self._key(source),
+                source, body, milliseconds, SOURCES_MAX, self._key(""),
+            )
+        )  # fmt: skip
+
+    async def remove(self, source: str) -> None:
+        """Implements the method of the store interface."""
+        await self._ask(
+            lambda: self._client.eval(_REMOVE, 2, self._index, self._key(source), source)
+        )
+
+    async def read(self) -> Summaries:
+        """Implements the method of the store interface."""
+        refused, *flat = await self._ask(
+            lambda: self._client.eval(_SOURCES, 1, self._index, SOURCES_MAX)
+        )
+        ages = {name: int(age) / 1000 for name, age in zip(flat[::2], flat[1::2], strict=True)}
+        found: list[Summary] = []
+        pending, bad, room = list(ages), int(refused), _READ_BYTES_MAX
+        # Each answer has room for one text at least, so that `pending` shrinks.
+        while pending and room >= TEXT_BYTES_MAX:
+            asked, pending = pending[:_TEXTS], pending[_TEXTS:]
+            texts = dict(zip(asked, await self._texts(asked, room), strict=True))
+            pending = [source for source in asked if texts[source] == _NO_ROOM] + pending
+            bad += sum(text == _REFUSED for text in texts.values())
+            for source, text in texts.items():
+                if isinstance(text, bytes):
+                    room -= len(text)
+                    found.append(Summary(source, text, ages[source]))
+        return Summaries(found, bad, left_out=len(pending))
+
+    async def _texts(self, sources: Sequence[str], room: int) -> Sequence[bytes | int]:
+        """Asks for bytes: what others wrote need not be UTF-8, and the client would stumble."""
+        keys = map(self._key, sources)
+        most = (TEXT_BYTES_MAX, min(room, _ANSWER_BYTES_MAX))
+        answer: Sequence[bytes | int] = await self._ask(
+            lambda: self._client.execute_command(
+                "EVAL", _GET, len(sources), *keys, *most, **{NEVER_DECODE: True}
+            )
+        )
+        return answer
+
+    def _key(self, source: str) -> str:
+        return f"{self._index}:{source}"
+
+    async def _ask(self, command: Callable[[], Awaitable[Any]]) -> Any:
+        """Asks Redis, unless it failed a moment ago: it is tried again after a pause."""
+        if (wait := self._again_at - time.monotonic()) > 0:
+            raise StoreUnavailableError(f"{self._trouble}; it is asked again in {wait:.1f} s")
+        try:
+            # The client's own time-out comes first, unless an answer trickles in.
+            async with asyncio.timeout(2 * self._timeout_seconds):
+                answer = await command()
+        except (TimeoutError, redis.exceptions.RedisError, OSError) as error:
+            silent = isinstance(error, TimeoutError | redis.exceptions.TimeoutError)
+            self._trouble = "does not answer in time" if silent else self._redacted(in_words(error))
+            first, most = _PAUSE_SECONDS
+            self._pause_seconds = min(max(first, 2 * self._pause_seconds), most)
+            self._again_at = time.monotonic() + self._pause_seconds
+            raise StoreUnavailableError(self._trouble) from error
+        self._pause_seconds = 0.0
+        return answer
