@@ -1,7 +1,8 @@
 """Checks the licences of what the images install, and writes a CycloneDX bill of materials.
 
-Both read requirements/lock and the metadata of the same versions as they are installed here.  The
-images' bases (Debian, Python, SGLang's image) have lists of their own.
+Both read requirements/lock and the metadata of the same versions as they are installed here, and
+the scripts of others that the sidecar's page carries (controller/page/vendor).  The images' bases
+(Debian, Python, SGLang's image) have lists of their own.
 
 Two tools come close and lose something: cyclonedx-py reads hashes from a lock or licences and
 dependencies from an environment, never both in one bill, and pip-licenses neither evaluates SPDX
@@ -9,7 +10,9 @@ expressions nor refuses a package as long as one of its licences is allowed.
 """
 
 import argparse
+import hashlib
 import importlib.metadata
+import json
 import re
 import sys
 import tomllib
@@ -32,6 +35,8 @@ import controller
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "requirements" / "lock"
+# One folder for each package, which holds its own package.json.
+VENDORED = ROOT / "controller" / "page" / "vendor"
 
 # Licences that may be distributed together with Apache-2.0, and whose conditions a wheel meets by
 # holding its own licence text.  Copyleft licences are left out, the weak ones too.
@@ -59,9 +64,10 @@ class BillError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A locked package.
+    """A locked or a vendored package.
 
-    hashes: SHA-256 of its files.  licence: an SPDX expression.  needs: names of other parts.
+    hashes: SHA-256 of its files.  licence: an SPDX expression.  needs: names of other parts.  kind:
+    of package URL, which is the registry that it comes from.
     """
 
     name: str
@@ -69,6 +75,7 @@ class Part:
     hashes: tuple[str, ...]
     licence: str
     needs: tuple[str, ...]
+    kind: str = "pypi"
 
 
 def locked(path: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
@@ -103,6 +110,36 @@ def parts(*locks: Path) -> list[Part]:
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         }
         found.append(Part(name, version, hashes, licence(distribution), tuple(sorted(needs))))
+    if faults:
+        raise BillError("\n".join(faults))
+    return found
+
+
+def vendored(folder: Path = VENDORED) -> list[Part]:
+    """Reads the packages whose files lie in the page's folder.
+
+    Raises BillError for a package without its licence text, and for a file that is not the one in
+    its list of SHA-256.
+    """
+    found, faults = [], []
+    for path in sorted(path.parent for path in folder.glob("*/package.json")):
+        lines = [line.split() for line in (path / "SHA256SUMS").read_text().splitlines()]
+        sums = {name: digest for digest, name in lines}
+        held = {
+            file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+            for file in path.iterdir()
+            if file.name != "SHA256SUMS"
+        }
+        faults += [
+            f"{path.name}: {name} is not the file that SHA256SUMS names"
+            for name in sorted(sums.keys() | held.keys())
+            if sums.get(name) != held.get(name)
+        ]
+        if "LICENSE" not in held:
+            faults.append(f"{path.name}: there is no LICENSE")
+        about = json.loads((path / "package.json").read_text())
+        hashes = tuple(sorted(held.values()))
+        found.append(Part(about["name"], about["version"], hashes, about["license"], (), "npm"))
     if faults:
         raise BillError("\n".join(faults))
     return found
@@ -162,8 +199,9 @@ def sbom(bill: Sequence[Part]) -> str:
     bom.metadata.timestamp = None  # type: ignore[assignment]
     for part in bill:
         bom.register_dependency(components[part.name], [components[name] for name in part.needs])
-    direct = {canonicalize_name(Requirement(text).name) for text in project["dependencies"]}
-    bom.register_dependency(whole, [components[name] for name in sorted(direct)])
+    direct = [canonicalize_name(Requirement(text).name) for text in project["dependencies"]]
+    carried = [part.name for part in bill if part.kind == "npm"]
+    bom.register_dependency(whole, [components[name] for name in sorted({*direct, *carried})])
     text = str(JsonV1Dot6(bom).output_as_string(indent=2))
     if error := JsonStrictValidator(JsonV1Dot6(bom).schema_version).validate_str(text):
         raise BillError(f"not valid: {error}")
@@ -171,7 +209,7 @@ def sbom(bill: Sequence[Part]) -> str:
 
 
 def _component(part: Part, kind: ComponentType) -> Component:
-    purl = PackageURL("pypi", name=part.name, version=part.version)
+    purl = PackageURL(part.kind, name=part.name, version=part.version)
     # A reference needs a URL; the package URL is one, and it names no index, as the lock does not.
     files = ExternalReference(
         type=ExternalReferenceType.DISTRIBUTION,
@@ -199,9 +237,9 @@ def main() -> int:
     options = parser.parse_args()
     try:
         if options.what == "sbom":
-            text = sbom(parts(LOCKS / "sidecar.txt"))
+            text = sbom([*parts(LOCKS / "sidecar.txt"), *vendored()])
         else:
-            text = licences(parts(LOCKS / "sidecar.txt", LOCKS / "engine.txt"))
+            text = licences([*parts(LOCKS / "sidecar.txt", LOCKS / "engine.txt"), *vendored()])
     except BillError as error:
         print(f"{options.what}: {error}", file=sys.stderr)
         return 1

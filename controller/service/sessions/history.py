@@ -23,6 +23,8 @@ FIELDS = (
 class History:
     """The last `POINTS` points of one session.
 
+    drafters: names, in the engine's order.
+
     time: Unix seconds.  batch_size, gamma, drafter (its index): as last reported, and as planned
     for that batch.  accept_length: tokens that a sequence gained in a step since the point before,
     its bonus token included.  tokens_per_second: of the steps since then.  unsteered: their share
@@ -35,7 +37,7 @@ class History:
 
         drafters: names, in the engine's order.  counters: as they stand now.
         """
-        self._drafters = list(drafters)
+        self.drafters = tuple(drafters)
         self._points = np.full((POINTS, len(FIELDS)), np.nan)
         self._count = 0
         self._newest_at = -math.inf
@@ -57,7 +59,7 @@ class History:
             now,
             last.batch_size if last and steps else math.nan,
             arm.gamma,
-            self._drafters.index(arm.drafter),
+            self.drafters.index(arm.drafter),
             tokens / sequences if sequences else math.nan,
             tokens / seconds if seconds else math.nan,
             unsteered / steps if steps else math.nan,

@@ -1,6 +1,6 @@
 """The web page: files that lie in `controller/page`, and what they show, as JSON.
 
-    GET /, /page.css, /page.js, /icon.svg     the page
+    GET /, /page.css, /page.js, /icon.svg ... the page, and the chart library under /vendor
     GET /api/v1/state                         sidecar, overrides, every engine in one line
     GET /api/v1/engine?id=ENGINE&since=TIME   one engine in full, its history after TIME
     GET /api/v1/fleet?filter=WORDS&limit=N&after=NEXT   a page of the fleet's engines, and totals
@@ -19,6 +19,7 @@ from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
+from pathlib import PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -40,14 +41,24 @@ from controller.service.status.fleet_json import LIMIT, fleet_document
 from controller.service.status.fleet_view import FleetView
 from controller.service.status.status_cache import StatusCache
 
-_FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
 _JSON = "application/json; charset=utf-8"
 _TEXT = "text/plain; charset=utf-8"
+_KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    "": _TEXT,
+}
+_VENDORED = tuple(
+    f"vendor/uplot/{name}" for name in ("uPlot.iife.min.js", "uPlot.min.css", "LICENSE")
+)
+# All that is served of the folder.
+_FILES = (
+    "index.html", "page.css", "icon.svg", "alternatives.js", "chart.js", "costs.js", "dom.js",
+    "engines.js", "fleet.js", "now.js", "page.js", "survival.js", "theme.js", "time.js", "words.js",
+    *_VENDORED,
+)  # fmt: skip
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -80,8 +91,10 @@ class PageServer:
         self.status_cache = status_cache
         self.fleet_view = fleet_view
         self.files = {
-            path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()
+            f"/{name}": ((folder / name).read_bytes(), _KINDS[PurePosixPath(name).suffix])
+            for name in _FILES
         }
+        self.files["/"] = self.files["/index.html"]
         self.loopback = is_loopback(host)
         self._loop = loop
         try:

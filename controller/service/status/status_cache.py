@@ -20,6 +20,7 @@ from controller.service.sessions.history import FIELDS
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
+from controller.service.status.alternatives import SECONDS, alternatives
 from controller.service.status.engine_snapshot import EngineSnapshot
 from controller.service.status.engine_status import (
     EngineLine,
@@ -113,8 +114,17 @@ class StatusCache:
         Raises UnknownEngineError.
         """
         session = self._registry.by_engine(engine_id)
-        points = session.history.since(since)
-        return engine_detail(self._view(session)) | {"fields": FIELDS, "points": points}
+        view, history = self._view(session), session.history
+        return engine_detail(view) | {
+            "fields": FIELDS,
+            "points": history.since(since),
+            "alternatives": alternatives(
+                view.explanation.table,
+                [value.arm for value in view.explanation.arms],
+                history.drafters,
+                history.since(time.time() - SECONDS),
+            ),
+        }
 
     def _line(self, session: EngineSession) -> EngineLine:
         try:

@@ -15,6 +15,7 @@ from controller.core.settings import PlannerSettings
 from controller.settings.settings import CLIENT_VARIABLES, Settings, variables
 from controller.wire.override_text import PRECEDENCE
 from engine_shim.sglang.api.settings import PluginSettings
+from engine_shim.would_steer.__main__ import parser as would_steer_parser
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [
@@ -93,6 +94,15 @@ def test_every_command_line_is_one_that_is_taken(page: str, words: list[str]) ->
 )
 def test_others_are_not(line: str) -> None:
     assert not is_taken(line.split())
+
+
+def test_flags_of_an_engine_are_asked_about_as_the_command_takes_them() -> None:
+    found = commands("speculation-would-steer")
+    assert found
+    for _, words in found:
+        at = words.index("--") if "--" in words else len(words)
+        asked = would_steer_parser().parse_args(words[:at])
+        assert bool(asked.url) != bool(words[at + 1 :])
 
 
 def test_make_targets_are_there() -> None:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from cyclonedx.validation.json import JsonStrictValidator
 from scripts import bill_of_materials
 from scripts.bill_of_materials import (
     LOCKS,
+    VENDORED,
     BillError,
     Part,
     is_allowed,
@@ -19,12 +21,13 @@ from scripts.bill_of_materials import (
     locked,
     parts,
     sbom,
+    vendored,
 )
 
 
 @pytest.fixture(scope="module")
 def bill() -> list[Part]:
-    return parts(LOCKS / "sidecar.txt")
+    return [*parts(LOCKS / "sidecar.txt"), *vendored()]
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +124,37 @@ def test_the_bill_of_materials_is_valid_and_holds_the_lock(text: str):
         for component in body["components"]
     }
     wanted = {(n, v, tuple(sorted(hashes))) for n, v, hashes in locked(LOCKS / "sidecar.txt")}
-    assert found == wanted
+    assert found == wanted | {(part.name, part.version, part.hashes) for part in vendored()}
     assert all(hashes for _, _, hashes in found)
     assert all(component["licenses"] for component in body["components"])
+
+
+def test_what_the_page_carries_is_listed_with_its_registry_and_licence(text: str):
+    (chart,) = [it for it in json.loads(text)["components"] if it["purl"].startswith("pkg:npm/")]
+    assert chart["name"] == "uplot"
+    assert chart["licenses"] == [{"expression": "MIT"}]
+    assert "| uplot | " in licences(vendored())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("uPlot.iife.min.js", b"alert(1)", "uPlot.iife.min.js is not the file"),
+        ("more.js", b"", "more.js is not the file"),
+        ("LICENSE", None, "there is no LICENSE"),
+    ],
+)
+def test_a_vendored_file_that_is_not_the_published_one_is_refused(
+    tmp_path: Path, name: str, content: bytes | None, fault: str
+):
+    shutil.copytree(VENDORED, tmp_path / "vendor")
+    file = tmp_path / "vendor" / "uplot" / name
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    with pytest.raises(BillError, match=fault):
+        vendored(tmp_path / "vendor")
 
 
 def test_every_part_is_there_because_something_needs_it(bill: list[Part], text: str):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import tomllib
 import zipfile
 from pathlib import Path
@@ -70,6 +71,18 @@ def test_the_sidecars_wheel_holds_its_package_and_the_contract_and_no_more(wheel
     assert {"controller/py.typed", "speculation/py.typed"} <= held
 
 
+def test_the_sidecars_wheel_holds_the_licence_of_the_chart_library_too(wheel: Path):
+    name = "-".join(wheel.name.split("-")[:2])
+    texts = {path for path in contents(wheel) if "/licenses/" in path}
+    assert texts == {
+        f"{name}.dist-info/licenses/LICENSE",
+        f"{name}.dist-info/licenses/controller/page/vendor/uplot/LICENSE",
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"{name}.dist-info/METADATA").decode()
+    assert "License-Expression: Apache-2.0 AND MIT" in metadata
+
+
 def test_the_shims_wheel_holds_its_package_and_the_contract_and_no_more(shim_wheel: Path):
     held = {name for name in contents(shim_wheel) if ".dist-info/" not in name}
     held = {name for name in held if not name.endswith(".md")}
@@ -94,7 +107,7 @@ def test_each_wheel_declares_its_own_entry_point_and_both_have_one_version(
     assert "controller = controller.cli:main" in declared(wheel)
     assert "sglang.srt.plugins" not in declared(wheel)
     assert "[sglang.srt.plugins]" in declared(shim_wheel)
-    assert "console_scripts" not in declared(shim_wheel)
+    assert "[console_scripts]\nspeculation-would-steer = engine_shim." in declared(shim_wheel)
     assert wheel.name.split("-")[1] == shim_wheel.name.split("-")[1] == controller.__version__
 
 
@@ -124,6 +137,11 @@ def test_the_shims_link_works_at_both_ends_of_its_dependency_range(
     pip(python, "install", "--no-compile", shim_wheel, *(lowest if end == "lowest" else []))
     found = installed(python)
     assert not {"redis", "rich", "typer", "prometheus-client", "torch", "sglang"} & found.keys()
+    for engine, name in (("sglang", "SGLang"), ("vllm", "vLLM")):
+        asked = [str(tmp_path / "venv/bin/speculation-would-steer"), engine, "--", "MODEL"]
+        answer = subprocess.run(asked, capture_output=True, text=True, check=False, cwd="/")
+        assert (answer.returncode, answer.stdout) == (2, "")
+        assert f"{name} is not installed in this environment" in answer.stderr
     with FakeSidecar(f"unix:{tmp_path}/sidecar.sock") as sidecar:
         sidecar.first_plan = lambda: plan(1, 2)
         said = run(python, engine_program.__file__, sidecar.target, said="1000\n1000\n")

@@ -20,7 +20,10 @@ _FLAGS = (
     "--disable-background-networking", "--disable-extensions", "--remote-debugging-port=0",
     "--remote-allow-origins=*", "--hide-scrollbars",
 )  # fmt: skip
-_KEYS = {"Tab": 9, "Enter": 13, "ArrowDown": 40, "ArrowUp": 38, "End": 35, "Home": 36}
+_KEYS = {
+    "Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38,
+    "ArrowRight": 39, "ArrowDown": 40, "+": 187, "-": 189,
+}  # fmt: skip
 
 
 class Page:
@@ -30,6 +33,7 @@ class Page:
         self._socket = socket
         self._number = 0
         self._session = ""
+        self._pressed = False
         self.requests: list[str] = []
         self.problems: list[str] = []
         target = self.command("Target.createTarget", url="about:blank")["targetId"]
@@ -68,8 +72,10 @@ class Page:
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def value(self, expression: str) -> Any:
-        """Of JavaScript."""
-        found = self.command("Runtime.evaluate", expression=expression, returnByValue=True)
+        """Of JavaScript; a promise's, once it is kept."""
+        found = self.command(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -86,6 +92,27 @@ class Page:
         self.command("Input.dispatchKeyEvent", type="keyDown", text=text, **where)
         self.command("Input.dispatchKeyEvent", type="keyUp", **where)
 
+    def point(self, x: float, y: float, kind: str = "mouseMoved") -> None:
+        """The mouse, which holds its button while it is pressed."""
+        held = 0 if kind == "mouseMoved" and not self._pressed else 1
+        self._pressed = kind == "mousePressed" or (self._pressed and kind != "mouseReleased")
+        self.command(
+            "Input.dispatchMouseEvent",
+            type=kind, x=x, y=y, button="left" if held else "none", buttons=held, clickCount=held,
+        )  # fmt: skip
+
+    def drag(self, x: float, to_x: float, y: float) -> None:
+        """From one point to another with the button held."""
+        self.point(x, y)
+        self.point(x, y, "mousePressed")
+        for step in range(1, 5):
+            self.point(x + (to_x - x) * step / 4, y)
+        self.point(to_x, y, "mouseReleased")
+
+    def first(self, script: str) -> None:
+        """A script that runs in every page before the page's own."""
+        self.command("Page.addScriptToEvaluateOnNewDocument", source=script)
+
     def prefer(self, **features: str) -> None:
         """Media features as the system would have them (`prefers_color_scheme="dark"`)."""
         named = [{"name": n.replace("_", "-"), "value": value} for n, value in features.items()]
@@ -98,9 +125,9 @@ class Page:
             width=width, height=height, deviceScaleFactor=scale, mobile=False,
         )  # fmt: skip
 
-    def picture(self) -> bytes:
-        """PNG of the whole page."""
-        found = self.command("Page.captureScreenshot", captureBeyondViewport=True)
+    def picture(self, whole: bool = True) -> bytes:
+        """PNG of the whole page, or of what the window shows of it."""
+        found = self.command("Page.captureScreenshot", captureBeyondViewport=whole)
         return base64.b64decode(found["data"])
 
 

@@ -1,7 +1,7 @@
 """Makes docs/images/page.png: `python -m tests.unit.controller.page.picture [FILE]`.
 
-A real sidecar steers two real agents, whose steps are made up, for a minute; one override is set
-on the way.
+A real sidecar steers two real agents, whose steps are made up, for two minutes; one override is
+set on the way, and one engine pauses.
 """
 
 import sys
@@ -15,8 +15,8 @@ from tests.support.sidecar_process import controller, sidecar_process
 from tests.unit.controller.page.chromium import chromium
 
 _IMAGE = Path(__file__).parents[4] / "docs" / "images" / "page.png"
-# (batch, acceptance, seconds)
-_TRAFFIC = ((4, 0.8, 10), (12, 0.8, 9), (12, 0.45, 9), (32, 0.45, 9), (8, 0.7, 9), (4, 0.85, 9))
+# (batch, acceptance, seconds); a batch of 0 is a pause.
+_TRAFFIC = ((4, 0.8, 20), (12, 0.8, 20), (12, 0.45, 20), (0, 0, 12), (32, 0.45, 20), (8, 0.75, 25))
 
 
 def main(image: Path) -> None:
@@ -30,7 +30,7 @@ def main(image: Path) -> None:
         linked_engine(it.address, "pod-8") as other,
         chromium(Path(browser)) as page,
     ):
-        page.resize(1280, 1240)
+        page.resize(1280, 1400)
         page.prefer(prefers_color_scheme="light")
         page.open(f"http://127.0.0.1:{port}")
         for number, (batch, acceptance, seconds) in enumerate(_TRAFFIC):
@@ -42,12 +42,13 @@ def main(image: Path) -> None:
                 )  # fmt: skip
             ends = time.monotonic() + seconds
             while time.monotonic() < ends:
-                engine.run(20, batch, acceptance)
+                if batch:
+                    engine.run(20, batch, acceptance)
                 other.run(10, 6, 0.6)
                 # What the browser has to tell is read.
                 page.value("1")
         page.until("document.querySelectorAll('#overrides tbody tr').length === 1")
-        image.write_bytes(page.picture())
+        image.write_bytes(page.picture(whole=False))
 
 
 if __name__ == "__main__":

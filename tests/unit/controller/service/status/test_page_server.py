@@ -47,7 +47,14 @@ async def steered(running: Running, *reports: Any) -> SteerClient:
 async def test_every_answer_forbids_all_that_the_page_does_not_need(tmp_path: Path):
     port = free_port()
     async with serving(tmp_path, page_port=port):
-        for path in ("/", "/page.js", "/page.css", "/icon.svg", "/api/v1/state", "/nothing"):
+        for path in (
+            "/",
+            "/page.js",
+            "/vendor/uplot/LICENSE",
+            "/icon.svg",
+            "/api/v1/state",
+            "/nothing",
+        ):
             _, headers, _ = await ask(port, path)
             assert headers["X-Content-Type-Options"] == "nosniff"
             assert headers["Content-Security-Policy"].startswith("default-src 'none'; ")

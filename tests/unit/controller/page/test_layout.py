@@ -1,0 +1,156 @@
+"""How the page looks and is used at three widths, light and dark, in a real browser."""
+
+import time
+
+import pytest
+
+from tests.unit.controller.page.chromium import Page
+from tests.unit.controller.page.conftest import Scene
+
+WIDTHS = (390, 768, 1440)
+RANGE = "document.getElementById('time-range').textContent"
+AT = "document.getElementById('time-at').textContent"
+GAMMA = "document.querySelector('#time-draft + .legend b').textContent"
+
+
+@pytest.fixture(scope="module")
+def busy(scene: Scene) -> Scene:
+    """The scene with a history: a pause, two batch sizes, and an override that shapes the plan."""
+    scene.run_until("document.querySelectorAll('#trail li').length > 0", 4)
+    scene.run_until(f"{GAMMA} > 0", 4)
+    time.sleep(4)
+    scene.run_until(f"{GAMMA} > 0", 23)
+    return scene
+
+
+def shown_at(scene: Scene, width: int, theme: str) -> Page:
+    page = scene.page
+    page.prefer(prefers_color_scheme=theme, prefers_reduced_motion="reduce")
+    page.resize(width, 900)
+    page.until(f"document.documentElement.dataset.theme === '{theme}'")
+    page.until(
+        "[...document.querySelectorAll('.chart')]"
+        ".every(it => it.querySelector('.uplot').clientWidth === it.clientWidth)"
+    )
+    # The newest second is drawn, and what scrolls is marked, at the next look.
+    scene.run_until(f"document.querySelectorAll('.chart').length === 3 && {GAMMA} > 0", 23)
+    return page
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_overflows_overlaps_or_is_pale(busy: Scene, width: int, theme: str):
+    page = shown_at(busy, width, theme)
+    assert page.value("innerWidth") == width
+    assert page.value("looks.overflowing()") == []
+    page.until("looks.unmarked().length === 0")
+    assert page.value("looks.times(document.querySelector('#time-draft canvas')).length") >= 2
+    assert page.value("looks.clashing()") == []
+    texts, samples, pale = page.value("looks.contrast()")
+    assert pale == []
+    assert texts > 60
+    assert samples >= 8
+    assert page.value("looks.unlike()") == []
+
+
+def test_on_a_phone_the_cost_table_scrolls_with_the_running_column_in_view(busy: Scene):
+    page = shown_at(busy, 390, "light")
+    assert page.value("cost.scrollWidth > cost.clientWidth")
+    within = (
+        "(([box, it]) => it.left >= box.left && it.right <= box.right)"
+        "([cost, document.querySelector('.heat .now')].map(e => e.getBoundingClientRect()))"
+    )
+    page.until(within)
+
+
+def test_the_pointer_reads_values_on_both_charts(busy: Scene):
+    page = shown_at(busy, 1440, "light")
+    assert page.value(AT).startswith("newest values, ")
+    x, y = middle(page, "time-load", 0.98)
+    page.point(x, y)
+    page.until(f"{AT}.startsWith('values at ')")
+    assert int(page.value(GAMMA)) > 0
+    speed = "document.querySelectorAll('#time-load + .legend b')[1].textContent"
+    assert float(page.value(speed).replace(",", "")) > 0
+    page.point(x, 1)
+    page.until(f"{AT}.startsWith('newest values, ')")
+
+
+def middle(page: Page, chart: str, share: float = 0.5) -> tuple[float, float]:
+    """A point of a chart; share: of its width, from the left."""
+    page.value(f"document.getElementById('{chart}').scrollIntoView({{block: 'center'}})")
+    box = page.value(
+        f"(it => [it.left, it.top, it.width, it.height])"
+        f"(document.querySelector('#{chart} .u-over').getBoundingClientRect())"
+    )
+    return box[0] + share * box[2], box[1] + box[3] / 2
+
+
+def test_a_zoom_shows_less_and_can_be_undone_in_three_ways(busy: Scene):
+    page = shown_at(busy, 1440, "dark")
+    assert page.value(RANGE).startswith("the last ")
+    left, y = middle(page, "time-draft", 0.5)
+    right, _ = middle(page, "time-draft", 0.75)
+
+    def undone_by(act: str) -> None:
+        page.until(f"{RANGE}.startsWith('the last ')")
+        page.drag(left, right, y)
+        page.until(f"{RANGE}.includes(' to ')")
+        assert page.value("document.getElementById('zoom-out').hidden") is False
+        # Both charts have the same range of time.
+        times = page.value("looks.all('.chart canvas').slice(0, 2).map(looks.times)")
+        assert len(times[0]) >= 2
+        assert times[0] == times[1]
+        page.value(act)
+        page.until(f"{RANGE}.startsWith('the last ')")
+        assert page.value("document.getElementById('zoom-out').hidden") is True
+
+    undone_by("document.getElementById('zoom-out').click()")
+    undone_by(
+        "document.querySelector('#time-load .u-over').dispatchEvent(new MouseEvent('dblclick'))"
+    )
+    page.value("document.getElementById('time-load').focus()")
+    page.press("+")
+    page.until(f"{RANGE}.includes(' to ')")
+    page.press("Escape")
+    page.until(f"{RANGE}.startsWith('the last ')")
+    page.value("document.querySelector('[data-seconds=\"60\"]').click()")
+    page.until(f"{RANGE} === 'the last 60 s'")
+    page.value("document.querySelector('[data-seconds=\"600\"]').click()")
+
+
+def test_the_keyboard_reads_the_past_and_a_gap_has_no_value(busy: Scene):
+    page = shown_at(busy, 1440, "light")
+    page.value("document.getElementById('time-draft').focus()")
+    seen = []
+    for _ in range(60):
+        page.press("ArrowLeft")
+        seen.append((page.value(AT), page.value(GAMMA)))
+    times = [at for at, _ in seen]
+    assert all(at.startswith("values at ") for at in times)
+    assert len(set(times)) > 5
+    values = [gamma for _, gamma in seen]
+    # The pause of the engine lies between two stretches with values.
+    gap = values.index("–")
+    assert any(value != "–" for value in values[:gap])
+    assert any(value != "–" for value in values[gap:])
+    page.value("document.activeElement.blur()")
+    page.until(f"{AT}.startsWith('newest values, ')")
+
+
+def test_a_second_without_a_report_and_missing_seconds_are_gaps(scene: Scene):
+    points = [
+        [100, 4, 3, 0, 2.5, 900, 0], [101, None, 3, 0, None, None, None],
+        [102, 8, 5, 1, 3.5, 800, 0.5], [150, 8, 5, 1, 3.5, 700, 0],
+    ]  # fmt: skip
+    columns = scene.page.value(
+        f"import('/time.js').then(it => it.columns({points}, ['a', 'b']))".replace("None", "null")
+    )
+    times, first, second, tau, batch, rate, alone = columns
+    assert times == [99, 100, 100, 101, 101, 102, 126, 149, 150]
+    assert first == [3, 3, *[None] * 7]
+    assert second == [None, None, None, None, 5, 5, None, 5, 5]
+    assert tau == [2.5, 2.5, None, None, 3.5, 3.5, None, 3.5, 3.5]
+    assert batch == [4, 4, None, None, 8, 8, None, 8, 8]
+    assert rate == [900, 900, None, None, 800, 800, None, 700, 700]
+    assert alone == [0, 0, None, None, 1, 1, None, 0, 0]
