@@ -52,7 +52,7 @@ def fleet_of(channel: "grpc.Channel", words: str) -> "service_pb2.ListFleetRespo
 def show_fleet(answer: "service_pb2.ListFleetResponse", output: Output) -> None:
     """Prints the engines; for people and in documents also the totals, and what is missing."""
     if output in {Output.JSON, Output.YAML}:
-        print_document(FLEET.kind, _document(answer), output)
+        print_document(FLEET.kind, document(answer), output)
         return
     show(FLEET, answer.engines, output, "no engine is known")
     if output is not Output.NAME:
@@ -93,7 +93,8 @@ def foot(answer: "service_pb2.ListFleetResponse") -> list[str]:
     return lines
 
 
-def _document(answer: "service_pb2.ListFleetResponse") -> dict[str, Any]:
+def document(answer: "service_pb2.ListFleetResponse") -> dict[str, Any]:
+    """Returns the engines, the totals and what is missing as plain values."""
     values = _values(answer)
     del values["next_page_token"]
     return {"items": values.pop("engines"), **values}
