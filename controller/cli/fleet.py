@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from controller.cli.output import Column, Listing, Output, print_document, show
+from controller.cli.output import Column, Listing, Output, print_document, printable, show
 
 if TYPE_CHECKING:
     import grpc
@@ -56,7 +56,8 @@ def show_fleet(answer: "service_pb2.ListFleetResponse", output: Output) -> None:
         return
     show(FLEET, answer.engines, output, "no engine is known")
     if output is not Output.NAME:
-        print("\n".join(foot(answer)))
+        for line in foot(answer):
+            print(printable(line))
 
 
 def head(answer: "service_pb2.ListFleetResponse") -> str:

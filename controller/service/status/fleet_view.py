@@ -48,9 +48,9 @@ _log = structlog.get_logger(__name__)
 class FleetEngine:
     """Holds one engine as its sidecar has published it.
 
-    sidecar: the name of its host.  source: stands for its process.  age_seconds: since then;
-    0 for this sidecar's own engines, which `local` marks.  silent: the sidecar has published
-    nothing for longer than it should.
+    sidecar: the name of its host.  source: stands for its process.  age_seconds: from then to
+    the reading; 0 for this sidecar's own engines, which `local` marks.  silent: the sidecar has
+    published nothing for longer than it should.
     """
 
     sidecar: str
@@ -166,7 +166,6 @@ class FleetView:
         self._me = FleetMember.of_this_process()
         self._publisher = FleetPublisher(board, status_cache, self._me)
         self._others = Fleet((), board is not None, _NOT_READ if board else _ALONE)
-        self._read_at = -math.inf
         self._fresh_until = -math.inf
         self._reading: asyncio.Task[None] | None = None
         self._refused = 0
@@ -200,10 +199,8 @@ class FleetView:
             if self._reading is None or self._reading.done():
                 self._reading = asyncio.create_task(self._read(self._board))
             await asyncio.wait([self._reading], timeout=_PATIENCE_SECONDS)
-        since = max(0.0, self._clock.now() - self._read_at)
-        others = [replace(e, age_seconds=e.age_seconds + since) for e in self._others.engines]
-        engines = sorted(_heard_of([*own, *others]), key=lambda engine: engine.key)
-        return replace(self._others, engines=tuple(engines))
+        # A thread's work, because a large fleet would keep steering waiting.
+        return await asyncio.to_thread(_merged, own, self._others)
 
     async def _read(self, board: SummaryBoard) -> None:
         busy = 0.0
@@ -217,8 +214,8 @@ class FleetView:
         if found.refused and found.refused != self._others.refused:
             _log.warning("fleet_entries_refused", entries=found.refused)
         self._refused += found.refused
-        self._others, self._read_at = found, self._clock.now()
-        self._fresh_until = self._read_at + max(_SECONDS, busy / _SHARE_MAX)
+        self._others = found
+        self._fresh_until = self._clock.now() + max(_SECONDS, busy / _SHARE_MAX)
 
 
 def _parsed(stored: Summaries, own: str) -> Fleet:
@@ -249,6 +246,12 @@ def _engines_of(summary: Summary) -> tuple[list[FleetEngine], int, int]:
         for engine in engines
     ]
     return found, refused, head.left_out
+
+
+def _merged(own: Sequence[FleetEngine], others: Fleet) -> Fleet:
+    """Adds one's own engines.  Nothing is copied: thousands of new objects are work for the GC."""
+    engines = sorted(_heard_of([*own, *others.engines]), key=lambda engine: engine.key)
+    return replace(others, engines=tuple(engines))
 
 
 def _heard_of(engines: Iterable[FleetEngine]) -> Iterator[FleetEngine]:
