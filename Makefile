@@ -9,7 +9,12 @@ ARGS ?=
 .PHONY: help setup setup-vllm check format docs test bench faults soak fuzz golden demo demo-vllm lab gpu-check models proto lock licences sbom audit upstream clean
 
 help: ## What there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { \
+	  line = sprintf("make %-10s", $$1); count = split($$2, words, " "); \
+	  for (i = 1; i <= count; i++) { \
+	    if (length(line) + length(words[i]) + 1 > 80) { print line; line = sprintf("%15s", "") } \
+	    line = line " " words[i] } \
+	  print line }' $(MAKEFILE_LIST)
 
 setup: ## Virtual environment .venv with CPU torch, SGLang and the project
 	@scripts/setup.sh
@@ -25,6 +30,7 @@ check: setup ## The static part: format, lint, types, contract, drift of what is
 	@echo "check: buf" && scripts/buf.sh .venv/bin/buf
 	@echo "check: stubs" && $(PYTHON_IN) scripts/proto.py --check
 	@echo "check: metrics reference" && $(PYTHON_IN) scripts/metrics_reference.py --check
+	@echo "check: API reference" && $(PYTHON_IN) scripts/api_reference.py --check
 	@echo "check: alert rules for Kubernetes" && $(PYTHON_IN) scripts/prometheus_rule.py --check
 	@echo "check: shared files of the Helm chart" && $(PYTHON_IN) scripts/helm_files.py --check
 	@echo "check: prose" && $(PYTHON_IN) scripts/prose.py

@@ -14,7 +14,10 @@ class ShimLayout(BuildHookInterface):  # type: ignore[misc]
         version: "standard" for a wheel, "editable" for `pip install -e`.
         """
         if version == "standard":
-            parts = ("__init__.py", "py.typed", "link", "sglang", "steering", "training", "vllm")
+            parts = (
+                "__init__.py", "py.typed", "link", "sglang", "steering", "training", "vllm",
+                "would_steer",
+            )  # fmt: skip
             build_data["force_include"] |= {part: f"engine_shim/{part}" for part in parts} | {
                 "../LICENSE": "engine_shim/LICENSE",
                 # Both distributions hold the contract: every version understands every other.

@@ -1,11 +1,14 @@
 """The command line.  Commands import what they need when they run, so that `--help` is instant."""
 
+import os
+import sys
 from typing import Annotated
 
 import typer
 
 from controller.cli import (
     advise,
+    completion,
     config,
     convert,
     doctor,
@@ -20,6 +23,7 @@ from controller.cli import (
     simulate,
     top,
 )
+from controller.cli.output import Output, OutputOption, show_one
 from controller.util.exit_codes import Exit
 
 app = typer.Typer(
@@ -65,21 +69,37 @@ def _main(
 
 
 @app.command("version")
-def version() -> None:
+def version(output: OutputOption = Output.TABLE) -> None:
     """Prints the version."""
     import controller
 
-    print(controller.__version__)
+    found = controller.__version__
+    show_one("Version", {"version": found}, output, [found], lambda: print(found))
 
 
 def main() -> None:
     """Entry point of the `controller` script."""
     try:
-        app()
+        with completion.for_bash(os.environ):
+            app(prog_name="controller")
+    except SystemExit as ended:
+        # The pipe's other end went away while something was printed, or before the last of it.
+        if isinstance(ended.__context__, BrokenPipeError) or not _is_flushed():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(Exit.BROKEN_PIPE) from ended
+        raise
     except UnicodeEncodeError as error:
         # An argument was no UTF-8, and stands in a message to the sidecar or on the screen.
         typer.echo(f"controller: {ascii(error.object)[:200]} is not UTF-8 text", err=True)
         raise SystemExit(Exit.USAGE) from error
+
+
+def _is_flushed() -> bool:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return False
+    return True
 
 
 __all__ = ["app", "main"]

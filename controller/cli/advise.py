@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from controller.cli.output import Output, OutputOption, show_one
 from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def advise(
         float, typer.Option(help="Training rate that is needed, in the pools' unit; 0: one card.")
     ] = 0.0,
     share: Annotated[float, typer.Option(help="Of the time that training takes.")] = 1.0,
+    output: OutputOption = Output.TABLE,
 ) -> None:
     """Tells which GPUs should train, what that gains, and from which speedup on it pays.
 
@@ -43,13 +45,27 @@ def advise(
         found = allocate(pools, demand)
     except InvalidPoolError as error:
         _refuse(str(error))
-    for one, count in zip(pools, found.trains, strict=True):
-        print(f"{one.name}: {count} train, {one.gpus - count} serve")
-    against = "no speculation" if untrained == 1 else f"speculation at {untrained:g}x, untrained"
-    print(f"throughput: {found.relative:.3f} of all cards serving with {against}")
-    print(f"pays from a speedup of {found.break_even:.3f} on; {speedup:g} is expected")
-    if not found.pays:
-        print("advice: let all cards serve, and do not train")
+    rows = [
+        {"name": one.name, "train": count, "serve": one.gpus - count}
+        for one, count in zip(pools, found.trains, strict=True)
+    ]
+
+    def tell() -> None:
+        for row in rows:
+            print(f"{row['name']}: {row['train']} train, {row['serve']} serve")
+        plain = untrained == 1
+        against = "no speculation" if plain else f"speculation at {untrained:g}x, untrained"
+        print(f"throughput: {found.relative:.3f} of all cards serving with {against}")
+        print(f"pays from a speedup of {found.break_even:.3f} on; {speedup:g} is expected")
+        if not found.pays:
+            print("advice: let all cards serve, and do not train")
+
+    values = {
+        "pools": rows, "throughput": found.relative, "break_even_speedup": found.break_even,
+        "expected_speedup": speedup, "pays": found.pays,
+    }  # fmt: skip
+    names = [str(row["name"]) for row in rows if row["train"]]
+    show_one("TrainingAdvice", values, output, names, tell)
 
 
 def _pool(text: str) -> "Pool":

@@ -1,10 +1,11 @@
 """Implements `controller config`: the settings of a sidecar, and where each value comes from."""
 
+from json import dumps
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controller.cli.connection import print_wide
+from controller.cli.output import Column, Listing, Output, OutputOption, show
 from controller.cli.serve import flags_of, serve
 from controller.util.exit_codes import Exit
 
@@ -18,7 +19,10 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 def config(
     context: typer.Context,
-    json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
+    output: OutputOption = Output.TABLE,
+    json: Annotated[
+        bool, typer.Option("--json", help="The items of -o json alone, for older scripts.")
+    ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Print nothing; the exit code says it.")
     ] = False,
@@ -42,10 +46,11 @@ def config(
         raise typer.Exit(Exit.USAGE) from error
     if check:
         return
+    rows = _rows(settings, sources)
     if json:
-        _print_json(settings, sources)
+        print(dumps(rows, indent=2))
     else:
-        _print_table(settings, sources)
+        show(_SETTINGS, rows, output)
 
 
 def _require_a_redis(settings: "Settings") -> None:
@@ -67,39 +72,41 @@ def _serve_params(arguments: list[str]) -> dict[str, Any]:
     return command.make_context("controller config", list(arguments)).params
 
 
-def _print_table(settings: "Settings", sources: "Sources") -> None:
-    from rich.table import Table
-    from rich.text import Text
-
+def _rows(settings: "Settings", sources: "Sources") -> list[dict[str, Any]]:
     from controller.settings.settings import keys
 
-    table = Table("setting", "value", "from", "reloads")
-    for key in keys():
-        reloads = "SIGHUP" if _reloads(key) else "restart"
-        value = _value(settings, key)
-        shown = ":".join(value) if isinstance(value, list) else "-" if value is None else str(value)
-        table.add_row(*map(Text, (key, shown, str(sources.origin(key)), reloads)))
-    print_wide(table)
+    return [
+        {
+            "key": key,
+            "value": _value(settings, key),
+            "source": sources.origin(key).kind,
+            "name": sources.origin(key).name,
+            "reloads": _reloads(key),
+        }
+        for key in keys()
+    ]
 
 
-def _print_json(settings: "Settings", sources: "Sources") -> None:
-    import json
+def _shown(row: dict[str, Any]) -> str:
+    value = row["value"]
+    return ":".join(value) if isinstance(value, list) else "-" if value is None else str(value)
 
-    from controller.settings.settings import keys
 
-    rows = []
-    for key in keys():
-        origin = sources.origin(key)
-        rows.append(
-            {
-                "key": key,
-                "value": _value(settings, key),
-                "source": origin.kind,
-                "name": origin.name,
-                "reloads": _reloads(key),
-            }
-        )
-    print(json.dumps(rows, indent=2))
+def _origin(row: dict[str, Any]) -> str:
+    return f"{row['source']} {row['name']}".strip()
+
+
+_SETTINGS: Listing[dict[str, Any]] = Listing(
+    "SettingList",
+    lambda row: str(row["key"]),
+    (
+        Column("setting", lambda row: str(row["key"])),
+        Column("value", _shown),
+        Column("from", _origin),
+        Column("reloads", lambda row: "SIGHUP" if row["reloads"] else "restart", priority=1),
+    ),
+    lambda row: row,
+)
 
 
 def _reloads(key: str) -> bool:

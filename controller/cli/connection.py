@@ -11,7 +11,6 @@ from controller.util.exit_codes import Exit
 if TYPE_CHECKING:
     import grpc
 
-_PIPE_WIDTH = 250
 # The largest number that a message of the sidecar can carry.
 UINT32_MAX = 2**32 - 1
 
@@ -73,7 +72,7 @@ def _failure(address: str, error: "grpc.RpcError") -> tuple[str, Exit]:
     details = error.details() or error.code().name
     if is_away(error):
         if denied := why_denied(address):
-            return f"{address}: {denied}", Exit.FAILED
+            return f"{address}: {denied}", Exit.DENIED
         return f"no sidecar answers at {address}: {why_silent(address, details)}", Exit.NO_SIDECAR
     found: Any = error.trailing_metadata() or ()
     kind = next((str(value) for name, value in found if name == "speculation-error"), "")
@@ -86,7 +85,12 @@ _BY_ERROR = {
     "NoEffectError": Exit.NO_EFFECT,
     "StoreUnavailableError": Exit.NO_STORE,
 }
-_BY_STATUS = {"INVALID_ARGUMENT": Exit.USAGE}
+_BY_STATUS = {
+    "INVALID_ARGUMENT": Exit.USAGE,
+    "NOT_FOUND": Exit.NOT_FOUND,
+    "PERMISSION_DENIED": Exit.DENIED,
+    "UNAUTHENTICATED": Exit.DENIED,
+}
 
 
 def is_away(error: "grpc.RpcError") -> bool:
@@ -133,16 +137,3 @@ def _with_metadata(channel: "grpc.Channel", more: tuple[tuple[str, str], ...]) -
             return continuation(with_it(client_call_details), request)
 
     return grpc.intercept_channel(channel, Interceptor())
-
-
-def print_wide(what: object) -> None:
-    """Prints to a terminal as wide as it is; to a pipe or a file as wide as it needs to be.
-
-    Brackets stand for themselves: names and reasons are the words of engines and operators.
-    """
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
-    console.print(what)

@@ -5,6 +5,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from controller.cli.output import Output, OutputOption, show_one
 from controller.util.exit_codes import Exit
 
 
@@ -21,6 +22,7 @@ def convert(
         str, typer.Option(help="Which drafter of the profile; needed when it has several.")
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")] = False,
+    output: OutputOption = Output.TABLE,
 ) -> None:
     """Writes a profile's cells as batch_size,num_draft_tokens,step_seconds, or the reverse.
 
@@ -40,7 +42,10 @@ def convert(
         _refuse(f"{target}: cannot be written: {error.strerror}", error)
     except SpeculationError as error:
         _refuse(str(error), error)
-    print(f"{target}: {cells} cells")
+    show_one(
+        "ConvertedFile", {"path": target, "cells": cells}, output, [str(target)],
+        lambda: print(f"{target}: {cells} cells"),
+    )  # fmt: skip
 
 
 def _refuse(fault: str, error: Exception) -> NoReturn:

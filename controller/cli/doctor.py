@@ -1,14 +1,18 @@
 """Implements `controller doctor`: checks a pod from inside and names what to fix."""
 
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from controller.cli.connection import checked_address
+from controller.cli.output import DOCUMENTS, Output, OutputOption, print_document, printable
 from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from controller.doctor import DoctorRequest, Finding
 
 
@@ -33,7 +37,10 @@ def doctor(
     api_key: Annotated[
         str, typer.Option(envvar="ENGINE_API_KEY", help="The engine's API key, if it has one.")
     ] = "",
-    json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
+    output: OutputOption = Output.TABLE,
+    json: Annotated[
+        bool, typer.Option("--json", help="The items of -o json alone, for older scripts.")
+    ] = False,
 ) -> None:
     """Looks at everything between engine and sidecar: ok, warn or fail, and one line of what to do.
 
@@ -48,14 +55,27 @@ def doctor(
 
     from controller.doctor import DoctorRequest, Level
 
-    findings = _findings(DoctorRequest(config, address, engine_url, api_key), shown=not json)
+    shown = not json and output not in DOCUMENTS
+    findings = _findings(
+        DoctorRequest(config, address, engine_url, api_key),
+        (_print_name if output is Output.NAME else _print) if shown else None,
+    )
+    rows = [
+        {"check": it.check, "level": it.level.value, "found": it.found, "fix": it.fix}
+        for it in findings
+    ]
     if json:
-        _print_json(findings)
+        print(dumps(rows, indent=2))
+    elif not shown:
+        print_document("FindingList", {"items": rows}, output)
     if any(finding.level is Level.FAIL for finding in findings):
         raise typer.Exit(Exit.FAILED)
 
 
-def _findings(request: "DoctorRequest", *, shown: bool) -> "list[Finding]":
+def _findings(
+    request: "DoctorRequest", tell: "Callable[[Finding], None] | None"
+) -> "list[Finding]":
+    """Returns all findings.  tell: gets each as soon as it is there."""
     import asyncio
 
     from controller.doctor import diagnose
@@ -64,24 +84,20 @@ def _findings(request: "DoctorRequest", *, shown: bool) -> "list[Finding]":
         findings = []
         async for finding in diagnose(request):
             findings.append(finding)
-            if shown:
-                _print(finding)
+            if tell is not None:
+                tell(finding)
         return findings
 
     return asyncio.run(run())
 
 
 def _print(finding: "Finding") -> None:
-    print(f"{finding.level.value:5}{finding.check}: {finding.found}")
+    print(
+        f"{finding.level.value:5}{printable(finding.check)}: {printable(finding.found)}", flush=True
+    )
     if finding.fix:
-        print(f"     -> {finding.fix}")
+        print(f"     -> {printable(finding.fix)}", flush=True)
 
 
-def _print_json(findings: "list[Finding]") -> None:
-    import json
-
-    rows = [
-        {"check": it.check, "level": it.level.value, "found": it.found, "fix": it.fix}
-        for it in findings
-    ]
-    print(json.dumps(rows, indent=2))
+def _print_name(finding: "Finding") -> None:
+    print(printable(finding.check), flush=True)

@@ -5,13 +5,18 @@ from typing import Annotated
 
 import typer
 
-from controller.cli.replay import EXIT_USAGE, Engine, RecordingPath
+from controller.cli.output import FORM_HELP, Output, show_one
+from controller.cli.replay import Engine, RecordingPath
+from controller.util.exit_codes import Exit
 
 
 def report(
     recording: RecordingPath,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where the page is written.")],
+    file: Annotated[
+        Path | None, typer.Option("--output", help="Where the page is written.")
+    ] = None,
     engine: Engine = "",
+    output: Annotated[str, typer.Option("-o", help=FORM_HELP)] = Output.TABLE.value,
 ) -> None:
     """Turns a recording into one self-contained HTML file.
 
@@ -24,16 +29,36 @@ def report(
     from controller.recording.window import Window
     from controller.util.atomic_file import write_whole
 
+    path, form = _target(file, output)
     try:
         window = Window()
         verdict = replay(find(recording, engine), [window])
         text = render_ticket(window, verdict)
     except SpeculationError as error:
         typer.echo(f"controller report: {' '.join(str(error).splitlines())}", err=True)
-        raise typer.Exit(EXIT_USAGE) from error
+        raise typer.Exit(Exit.USAGE) from error
     try:
-        write_whole(output, text.encode("utf-8", "replace"))
+        write_whole(path, text.encode("utf-8", "replace"))
     except OSError as error:
-        typer.echo(f"controller report: {output} cannot be written: {error.strerror}", err=True)
-        raise typer.Exit(EXIT_USAGE) from error
-    print(f"{output}: {len(window.steps)} steps, {window.plan_count} plans")
+        typer.echo(f"controller report: {path} cannot be written: {error.strerror}", err=True)
+        raise typer.Exit(Exit.USAGE) from error
+    steps, plans = len(window.steps), window.plan_count
+    show_one(
+        "IncidentReport",
+        {"path": path, "engine_id": verdict.engine_id, "steps": steps, "plans": plans},
+        form,
+        [str(path)],
+        lambda: print(f"{path}: {steps} steps, {plans} plans"),
+    )
+
+
+def _target(file: Path | None, output: str) -> tuple[Path, Output]:
+    """(where the page is written, how to print).  `-o FILE` is what `--output FILE` is now."""
+    if output in set(Output):
+        if file is None:
+            raise typer.BadParameter("--output FILE is needed: where the page is written")
+        return file, Output(output)
+    if file is not None:
+        raise typer.BadParameter(f"-o {output}: one of {', '.join(Output)} is needed")
+    typer.echo("controller report: -o FILE will be gone, write --output FILE", err=True)
+    return Path(output), Output.TABLE

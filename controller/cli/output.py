@@ -1,13 +1,17 @@
-"""Prints lists as tables for people, as JSON and YAML for programs, and as names for scripts.
+"""Prints what commands find: text for people, JSON and YAML for programs, names for scripts.
 
 On a terminal, columns that do not fit are left out, the least important first; nothing that is
 shown is cut.  Into a pipe or a file all columns go, aligned by spaces, one line for each item.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
+from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import typer
@@ -17,17 +21,21 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from controller.util.text_table import TextTable
+
 # Of all documents.  Fields are only added to a version.
 API_VERSION = "speculation.v1"
 # What a table's frame takes, and what it takes besides for each column.
 _FRAME, _COLUMN = 1, 3
 _GAP = "  "
+# A column of text that is folded keeps at least so much.
+_NARROW = 10
 
 Item = TypeVar("Item")
 
 
 class Output(StrEnum):
-    """Names the forms in which a list can be printed."""
+    """Names the forms in which a command can print what it has found."""
 
     TABLE = "table"
     WIDE = "wide"
@@ -36,13 +44,12 @@ class Output(StrEnum):
     NAME = "name"
 
 
-OutputOption = Annotated[
-    Output,
-    typer.Option(
-        "--output", "-o",
-        help="How to print: table (what fits), wide (all columns), json, yaml, or name (ids only).",
-    ),
-]  # fmt: skip
+# What programs read.
+DOCUMENTS = frozenset({Output.JSON, Output.YAML})
+FORM_HELP = "How to print: table (what fits), wide (all columns), json, yaml, or name (ids only)."
+OutputOption = Annotated[Output, typer.Option("--output", "-o", help=FORM_HELP)]
+# Of a command that has --output FILE.
+FormOption = Annotated[Output, typer.Option("-o", help=FORM_HELP)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +85,76 @@ class Listing(Generic[Item]):
 
 def show(listing: Listing[Item], items: Sequence[Item], output: Output, empty: str = "") -> None:
     """Prints items in the form that was asked for.  empty: what to say in place of a table."""
-    if output in {Output.JSON, Output.YAML}:
+    if output in DOCUMENTS:
         found = {"items": [listing.document(item) for item in items]}
         print_document(listing.kind, found, output)
     elif output is Output.NAME:
-        for item in items:
-            print(printable(listing.name(item)))
+        _print_names(map(listing.name, items))
     elif not items:
         print(empty)
     else:
         _show_table(listing, items, wide=output is Output.WIDE)
 
 
-def print_document(kind: str, values: Mapping[str, Any], output: Output) -> None:
-    """Prints plain values as JSON or YAML, with the version and the kind of the document."""
-    document = {"api_version": API_VERSION, "kind": kind, **values}
+def show_one(
+    kind: str,
+    values: Mapping[str, Any],
+    output: Output,
+    names: Sequence[str],
+    people: Callable[[], None],
+) -> None:
+    """Prints the one thing that a command has found.
+
+    values: its document.  names: for `-o name`.  people: prints it as text.
+    """
+    if output in DOCUMENTS:
+        print_document(kind, values, output)
+    elif output is Output.NAME:
+        _print_names(names)
+    else:
+        people()
+
+
+def show_news(kind: str, values: Mapping[str, Any], output: Output, name: str) -> None:
+    """Prints one message of a stream: a line of JSON, a document of a YAML stream, or a name."""
     if output is Output.JSON:
-        print(json.dumps(document, ensure_ascii=False, indent=2))
+        print(json.dumps(_document(kind, values), ensure_ascii=False), flush=True)
+    elif output is Output.YAML:
+        print("---")
+        print_document(kind, values, output)
+    else:
+        _print_names([name])
+
+
+def print_document(kind: str, values: Mapping[str, Any], output: Output) -> None:
+    """Prints values as JSON or YAML, with the version and the kind of the document."""
+    document = _document(kind, values)
+    if output is Output.JSON:
+        print(json.dumps(document, ensure_ascii=False, indent=2), flush=True)
         return
     import yaml
 
-    print(yaml.safe_dump(document, allow_unicode=True, sort_keys=False), end="")
+    print(yaml.safe_dump(document, allow_unicode=True, sort_keys=False), end="", flush=True)
+
+
+def _document(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = _plain({"api_version": API_VERSION, "kind": kind, **values})
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as JSON and YAML have it; NaN and infinity, which JSON lacks, as null."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return str(value)
 
 
 def plain_values(message: "Message") -> dict[str, Any]:
@@ -114,10 +170,49 @@ def printable(words: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
 
 
-def _show_table(listing: Listing[Item], items: Sequence[Item], *, wide: bool) -> None:
+def print_table(table: "TextTable", *, wide: bool = False) -> None:
+    """Prints a table below its title.  wide: all columns are shown, whether they fit or not."""
+    columns: list[Column[tuple[str, ...]]] = [
+        Column(
+            column.title, itemgetter(number), column.right, column.priority,
+            style=partial(_style, column.styles),
+        )
+        for number, column in enumerate(table.columns)
+    ]  # fmt: skip
+    if table.title:
+        print_words(table.title)
+    _show_table(Listing("", itemgetter(0), columns, list), table.rows, wide=wide)
+
+
+def _style(styles: Mapping[str, str], text: str) -> str:
+    return styles.get(text, "")
+
+
+def print_words(words: str) -> None:
+    """Prints text, which a terminal gets broken between words."""
+    console = _console()
+    lines = [printable(line) for line in words.split("\n")]
+    if not console.is_terminal:
+        print("\n".join(lines))
+        return
+    from rich.text import Text
+
+    console.print(Text("\n".join(lines)), overflow="fold")
+
+
+def _print_names(names: Iterable[str]) -> None:
+    for name in names:
+        print(printable(name), flush=True)
+
+
+def _console() -> "Console":
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def _show_table(listing: Listing[Item], items: Sequence[Item], *, wide: bool) -> None:
+    console = _console()
     if console.is_terminal:
         table, left_out = fitting_table(listing, items, console, wide=wide)
         console.print(table)
@@ -156,9 +251,14 @@ def fitting_table(
         column.title: [printable(_cell(listing, column, i)) for i in items] for column in columns
     }
 
-    def width() -> int:
-        widest = (max(map(cell_len, (c.title, *cells[c.title]))) for c in columns)
-        return _FRAME + sum(each + _COLUMN for each in widest)
+    widest = {c.title: max(map(cell_len, (c.title, *cells[c.title]))) for c in columns}
+
+    def width(most: int = sys.maxsize) -> int:
+        """Returns what the columns take if none but the first is wider than this."""
+        return _FRAME + sum(
+            _COLUMN + (min(most, widest[c.title]) if number else widest[c.title])
+            for number, c in enumerate(columns)
+        )
 
     left_out: list[str] = []
     while not wide and width() > console.width and any(c.priority for c in columns):
@@ -166,9 +266,15 @@ def fitting_table(
         columns.remove(gone)
         left_out.append(gone.title)
     table = Table(style=style)
-    for column in columns:
-        # What does not fit even so goes on in the next line.
-        table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
+    # What does not fit even so goes on in the next line; names, in the first column, do so last.
+    whole = width() > console.width >= width(most=_NARROW)
+    for number, column in enumerate(columns):
+        table.add_column(
+            column.title,
+            justify="right" if column.right else "left",
+            overflow="fold",
+            width=widest[column.title] if whole and not number else None,
+        )
     for number, item in enumerate(items):
         if why := listing.unavailable(item):
             table.add_row(Text(printable(listing.name(item))), Text(printable(why), "red"))

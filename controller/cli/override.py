@@ -1,8 +1,6 @@
 """Implements `controller override`: sets and clears overrides; `override_lists` shows them."""
 
 import datetime as dt
-import getpass
-import os
 import re
 import secrets
 from collections.abc import Iterable
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controller.cli import override_lists
+from controller.cli.completion import engine_ids, override_ids
 from controller.cli.connection import (
     DEFAULT_ADDRESS,
     UINT32_MAX,
@@ -18,7 +17,9 @@ from controller.cli.connection import (
     connected,
     for_operators,
 )
+from controller.cli.output import Output, OutputOption, plain_values, show_one
 from controller.util.exit_codes import Exit
+from controller.util.user import user_name
 from controller.wire.override_text import (
     PRECEDENCE,
     batch_range,
@@ -41,7 +42,9 @@ override = typer.Typer(
 @override.command("set")
 def set_(
     reason: Annotated[str, typer.Option(help="Why; stays in the audit.")],
-    engine: Annotated[str | None, typer.Option(help="For this engine.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="For this engine.", autocompletion=engine_ids)
+    ] = None,
     model: Annotated[str | None, typer.Option(help="For all engines of this target model.")] = None,
     fleet: Annotated[bool, typer.Option("--fleet", help="For every engine.")] = False,
     off: Annotated[bool, typer.Option("--off", help="No speculation.")] = False,
@@ -91,12 +94,14 @@ def set_(
             help="Set it even if it does nothing to the engines of this sidecar.",
         ),
     ] = False,
+    output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Sets an override and shows what it changes on this sidecar's engines.
 
     Exit codes: 0 set, 1 refused, 2 options, 4 no sidecar answers, 6 the sidecar does not know the
-    engine, 10 the store takes nothing, 11 it would have no effect.  Only with 0 it is set.
+    engine, 10 the store takes nothing, 11 it would have no effect, 12 the caller may not.  Only
+    with 0 it is set.
     """
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
@@ -112,7 +117,7 @@ def set_(
     request = policy_pb2.SetOverrideRequest(
         override=policy_pb2.Override(
             override_id=name, scope=_scope(engine, model, fleet), rule=rule, min_batch_size=low,
-            max_batch_size=high, author=author or _caller(), reason=reason,
+            max_batch_size=high, author=author or user_name(), reason=reason,
         ),
         etag=etag,
         dry_run=dry_run,
@@ -129,6 +134,17 @@ def set_(
         answer = policy_pb2_grpc.PolicyServiceStub(channel).SetOverride(
             request, timeout=_ANSWER_SECONDS_MAX
         )
+    values = {"override_id": name, "dry_run": dry_run, **plain_values(answer)}
+    show_one(
+        "OverrideResult",
+        values,
+        output,
+        [name],
+        lambda: _print_answer(name, answer, dry_run=dry_run),
+    )
+
+
+def _print_answer(name: str, answer: "policy_pb2.SetOverrideResponse", *, dry_run: bool) -> None:
     lasts = override_lists.lasts_text(answer.held)
     if answer.repeated:
         print(f"{name} is in force by this very request already, and ends in {lasts}")
@@ -144,28 +160,37 @@ def set_(
 
 @override.command("clear")
 def clear(
-    override_id: Annotated[str, typer.Argument(help="As `controller override list` shows it.")],
+    override_id: Annotated[
+        str,
+        typer.Argument(help="As `controller override list` shows it.", autocompletion=override_ids),
+    ],
     reason: Annotated[str, typer.Option(help="Why; stays in the audit.")],
     etag: Annotated[str, typer.Option(help="Only if it still has this etag.")] = "",
     author: Annotated[str | None, typer.Option(envvar="CONTROLLER_AUTHOR", help="Who.")] = None,
+    output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Ends an override now, and shows what that changes.
 
-    Exit codes: 0 ended, 1 refused (no such override, another etag), 2 options, 4 no sidecar
-    answers, 10 the store takes nothing.
+    Exit codes: 0 ended, 1 refused (another etag), 2 options, 4 no sidecar answers, 10 the store
+    takes nothing, 12 the caller may not, 13 no such override.
     """
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
     with connected(for_operators(address)) as channel:
         answer = policy_pb2_grpc.PolicyServiceStub(channel).ClearOverride(
             policy_pb2.ClearOverrideRequest(
-                override_id=override_id, etag=etag, author=author or _caller(), reason=reason,
+                override_id=override_id, etag=etag, author=author or user_name(), reason=reason,
             ),
             timeout=_ANSWER_SECONDS_MAX,
         )  # fmt: skip
-    print(f"{override_id} has ended")
-    _print_effects(answer.effects, would=False, renewed=False)
+
+    def tell() -> None:
+        print(f"{override_id} has ended")
+        _print_effects(answer.effects, would=False, renewed=False)
+
+    values = {"override_id": override_id, **plain_values(answer)}
+    show_one("OverrideResult", values, output, [override_id], tell)
 
 
 override.command("list")(override_lists.list_)
@@ -296,14 +321,6 @@ def _seconds(text: str) -> float:
     if not found:
         raise typer.BadParameter("--ttl is a number and a unit: 90s, 30m, 2h or 1d")
     return float(found[1]) * _UNITS[found[2]]
-
-
-def _caller() -> str:
-    """The name of the user who calls; the number where nobody has named it, as in a container."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"uid {os.getuid()}"
 
 
 def _random() -> str:

@@ -1,5 +1,6 @@
 """Implements `controller override list`, `watch` and `log`: overrides in force, and their audit."""
 
+import contextlib
 import datetime as dt
 import json
 from collections.abc import Iterable
@@ -7,8 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from controller.cli.completion import override_ids
 from controller.cli.connection import DEFAULT_ADDRESS, Address, connected
-from controller.cli.output import Column, Listing, Output, OutputOption, plain_values, show
+from controller.cli.output import (
+    Column,
+    Listing,
+    Output,
+    OutputOption,
+    plain_values,
+    printable,
+    show,
+    show_news,
+)
 from controller.wire.override_text import PRECEDENCE, author_text, rule_text, scope_text
 
 if TYPE_CHECKING:
@@ -16,7 +27,9 @@ if TYPE_CHECKING:
 
 _ANSWER_SECONDS_MAX = 10.0
 
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON lines: one message a line.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="JSON lines without kind and version; for older scripts.")
+]
 
 
 def list_(
@@ -46,29 +59,49 @@ def list_(
         typer.echo(f"the store is in trouble: {answer.store.detail}", err=True)
 
 
-def watch(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> None:
-    """Shows what is in force, then every change, until it is interrupted."""
+def watch(
+    output: OutputOption = Output.TABLE,
+    as_json: AsJson = False,
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
+    """Shows what is in force, then every change, until it is interrupted.
+
+    -o json prints one line for each change, -o yaml a stream of documents, -o name the id.
+    """
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
-    with connected(address) as channel:
+    with contextlib.suppress(KeyboardInterrupt), connected(address) as channel:
         stub = policy_pb2_grpc.PolicyServiceStub(channel)
-        if not as_json:
+        people = not as_json and output in {Output.TABLE, Output.WIDE}
+        if people:
             print(PRECEDENCE, flush=True)
         for news in stub.WatchOverrides(policy_pb2.WatchOverridesRequest()):
             if as_json:
                 _print_json([news])
                 continue
-            kind = policy_pb2.WatchOverridesResponse.Kind.Name(news.kind).removeprefix("KIND_")
-            held = news.held
-            print(
-                f"{kind.lower():8} {held.override.override_id}  {scope_text(held.override)}: "
-                f"{rule_text(held.override)}; {author_text(held)}: {held.override.reason}",
-                flush=True,
+            held, kind = news.held, _kind(news)
+            if not people:
+                values = {"change": kind, "held": plain_values(held)}
+                show_news("OverrideNews", values, output, held.override.override_id)
+                continue
+            line = (
+                f"{kind:8} {held.override.override_id}  {scope_text(held.override)}: "
+                f"{rule_text(held.override)}; {author_text(held)}: {held.override.reason}"
             )
+            print(printable(line), flush=True)
+
+
+def _kind(news: "policy_pb2.WatchOverridesResponse") -> str:
+    """Returns "present", "set" or another word for what has happened."""
+    names = news.DESCRIPTOR.enum_types_by_name["Kind"].values_by_number
+    known = names.get(news.kind)
+    return str(news.kind) if known is None else known.name.removeprefix("KIND_").lower()
 
 
 def log(
-    override_id: Annotated[str, typer.Argument(help="Only of this override.")] = "",
+    override_id: Annotated[
+        str, typer.Argument(help="Only of this override.", autocompletion=override_ids)
+    ] = "",
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 50,
     output: OutputOption = Output.TABLE,
     as_json: AsJson = False,
@@ -134,13 +167,13 @@ _CHANGES: "Listing[policy_pb2.AuditRecord]" = Listing(
     lambda record: record.override_id,
     (
         Column("when", lambda record: _moment(record.at)),
-        Column("what", lambda record: record.action),
+        Column("what", lambda record: record.action, priority=1),
         Column("override", lambda record: record.override_id),
-        Column("who", lambda record: record.author or "-", priority=1),
-        Column("why", lambda record: record.reason, priority=2),
-        Column("from", lambda record: record.origin, priority=5),
-        Column("before", lambda record: _in_short(record, "before"), priority=4),
-        Column("after", lambda record: _in_short(record, "after"), priority=3),
+        Column("who", lambda record: record.author or "-", priority=2),
+        Column("why", lambda record: record.reason, priority=3),
+        Column("from", lambda record: record.origin, priority=6),
+        Column("before", lambda record: _in_short(record, "before"), priority=5),
+        Column("after", lambda record: _in_short(record, "after"), priority=4),
     ),
     plain_values,
 )

@@ -1,11 +1,16 @@
 """Implements `controller policy check`: reads a policy file as a sidecar would."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controller.cli.output import Column, Listing, Output, OutputOption, plain_values, show
 from controller.util.exit_codes import Exit
+from controller.wire.override_text import rule_text, scope_text
+
+if TYPE_CHECKING:
+    from speculation.v1 import policy_pb2
 
 policy = typer.Typer(no_args_is_help=True, help="File-based policy (CONTROLLER_POLICY).")
 
@@ -18,13 +23,13 @@ def _policy() -> None: ...
 @policy.command("check")
 def check(
     file: Annotated[Path, typer.Argument(help="The policy file.")],
+    output: OutputOption = Output.TABLE,
 ) -> None:
     """Reads a policy file, without a sidecar, and prints what it stands for.
 
     Exit codes: 0 a sidecar would put it into force, 2 it would not.
     """
     from controller.settings.policy_file import PolicyFileError, read_policy
-    from controller.wire.override_text import rule_text, scope_text
     from controller.wire.overrides import override_to_proto
 
     try:
@@ -32,11 +37,17 @@ def check(
     except PolicyFileError as error:
         typer.echo(f"controller policy: {error}", err=True)
         raise typer.Exit(Exit.USAGE) from error
-    for override in overrides:
-        message = override_to_proto(override)
-        print(
-            f"{override.override_id}  {scope_text(message)}: {rule_text(message)}; "
-            f"{override.reason}"
-        )
-    if not overrides:
-        print("the file is an empty policy")
+    show(_RULES, [*map(override_to_proto, overrides)], output, "the file is an empty policy")
+
+
+_RULES: "Listing[policy_pb2.Override]" = Listing(
+    "PolicyOverrideList",
+    lambda override: override.override_id,
+    (
+        Column("override", lambda override: override.override_id),
+        Column("for", scope_text, priority=1),
+        Column("what", rule_text),
+        Column("why", lambda override: override.reason, priority=2),
+    ),
+    plain_values,
+)

@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controller.cli.completion import engine_ids
 from controller.cli.connection import checked_address
+from controller.cli.output import FormOption, Output, print_words, show_one
+from controller.cli.profiles import print_profile, profile_values
 from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -40,7 +43,11 @@ def measure(
         ),
     ] = None,
     engine_id: Annotated[
-        str, typer.Option(help="Which introduced engine; needed when there are several.")
+        str,
+        typer.Option(
+            help="Which introduced engine; needed when there are several.",
+            autocompletion=engine_ids,
+        ),
     ] = "",
     batch_sizes: Annotated[
         str,
@@ -72,6 +79,7 @@ def measure(
     api_key: Annotated[
         str, typer.Option(envvar="ENGINE_API_KEY", help="The engine's API key, if it has one.")
     ] = "",
+    form: FormOption = Output.TABLE,
 ) -> None:
     """Measures the seconds of a step for every draft length and batch size, gamma = 0 included.
 
@@ -82,7 +90,7 @@ def measure(
 
     Exit codes: 0 done, 1 other errors, 2 usage, 3 the file at --output is no profile of this
     engine, 4 no sidecar, 5 no engine, 6 the engine is not introduced or there are several, 7 the
-    measurement broke off.
+    measurement broke off, 12 the caller may not, 130 and 143 stopped by SIGINT or SIGTERM.
     """
     import os
     import sys
@@ -118,7 +126,7 @@ def measure(
         typer.echo(f"controller profile: {error}", err=True)
         code = error.exit_code if isinstance(error, ProfilingError) else Exit.FAILED
         raise typer.Exit(code) from error
-    _print(outcome)
+    _print(outcome, form)
 
 
 def _command(arguments: list[str], secret: str) -> str:
@@ -169,20 +177,26 @@ def _run(request: "ProfileRequest") -> "ProfileOutcome":
         raise typer.Exit(_EXIT_SIGNAL + (caught[0] if caught else 0)) from None
 
 
-def _print(outcome: "ProfileOutcome") -> None:
-    from rich.console import Console
+def _print(outcome: "ProfileOutcome", output: Output) -> None:
+    profile = outcome.profile
 
-    from controller.profiling.report import ProfileTable
+    def tell() -> None:
+        print_profile(profile, wide=output is Output.WIDE)
+        how = "reused" if outcome.reused else f"measured in {outcome.seconds:.1f} s"
+        print_words(
+            f"{outcome.path}: profile {profile.profile_id}, {how}; in use by "
+            f"{', '.join(outcome.engine_ids)}"
+        )
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # A pipe has no width: the table is then as wide as it needs to be.
-        console = Console(highlight=False, width=1000)
-    console.print(ProfileTable(outcome.profile))
-    how = "reused" if outcome.reused else f"measured in {outcome.seconds:.1f} s"
-    console.print(
-        f"{outcome.path}: profile {outcome.profile.profile_id}, {how}; in use by "
-        f"{', '.join(outcome.engine_ids)}",
-        markup=False,
-        soft_wrap=True,
+    show_one(
+        "Profile",
+        profile_values(profile, outcome.path)
+        | {
+            "reused": outcome.reused,
+            "seconds": outcome.seconds,
+            "engine_ids": outcome.engine_ids,
+        },
+        output,
+        [profile.profile_id],
+        tell,
     )

@@ -3,18 +3,23 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Never
+from typing import TYPE_CHECKING, Annotated, Any, Never
 
 import typer
 
-from controller.cli.connection import (
-    DEFAULT_ADDRESS,
-    Address,
-    connected,
-    for_operators,
-    print_wide,
+from controller.cli.completion import engine_ids, profile_ids
+from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, for_operators
+from controller.cli.output import (
+    Column,
+    FormOption,
+    Listing,
+    Output,
+    OutputOption,
+    plain_values,
+    print_table,
+    print_words,
+    show_one,
 )
-from controller.cli.output import Column, Listing, Output, OutputOption, plain_values
 from controller.cli.output import show as show_list
 from controller.util.exit_codes import Exit
 
@@ -34,6 +39,7 @@ Which = Annotated[
 
 def push(
     file: Annotated[Path, typer.Argument(help="A profile's file.")],
+    output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Puts a profile into the sidecar's store, for every pod of the fleet that it belongs to."""
@@ -44,17 +50,28 @@ def push(
         answer = _stub(channel).PushProfile(
             service_pb2.PushProfileRequest(profile_json=text), timeout=_ANSWER_SECONDS
         )
-    print(f"profile {answer.profile_id} is in the profile store, under identity {answer.identity}")
+    show_one(
+        "PushedProfile", plain_values(answer), output, [answer.profile_id],
+        lambda: print(
+            f"profile {answer.profile_id} is in the profile store, under identity {answer.identity}"
+        ),
+    )  # fmt: skip
 
 
 def pull(
     profile_id: Annotated[
-        str, typer.Argument(help="Id of a profile, or an identity.", show_default=False)
+        str,
+        typer.Argument(
+            help="Id of a profile, or an identity.", show_default=False, autocompletion=profile_ids
+        ),
     ] = "",
-    engine: Annotated[str, typer.Option(help="Or: what belongs to this engine.")] = "",
-    output: Annotated[
-        Path | None, typer.Option(help="The file.", show_default="standard output")
+    engine: Annotated[
+        str, typer.Option(help="Or: what belongs to this engine.", autocompletion=engine_ids)
+    ] = "",
+    file: Annotated[
+        Path | None, typer.Option("--output", help="The file.", show_default="standard output")
     ] = None,
+    form: FormOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Fetches a profile from the sidecar's store; of an identity all its measurements merged."""
@@ -63,11 +80,16 @@ def pull(
     if bool(profile_id) == bool(engine):
         raise typer.BadParameter("name a profile, or an engine with --engine")
     found = Profile.from_json(_fetch(address, profile_id, engine))
-    if output is None:
-        print(found.to_json(), end="")
-        return
-    _write(output, found)
-    print(f"{output}: profile {found.profile_id}")
+    if file is not None:
+        _write(file, found)
+
+    def tell() -> None:
+        if file is None:
+            print(found.to_json(), end="")
+        else:
+            print(f"{file}: profile {found.profile_id}")
+
+    show_one("Profile", profile_values(found, file), form, [found.profile_id], tell)
 
 
 _PROFILES: "Listing[service_pb2.ShelvedProfile]" = Listing(
@@ -91,11 +113,15 @@ _PROFILES: "Listing[service_pb2.ShelvedProfile]" = Listing(
 
 def list_(output: OutputOption = Output.TABLE, address: Address = DEFAULT_ADDRESS) -> None:
     """Lists the profiles that the sidecar keeps, the newest first."""
+    from controller.client.paging import every_page
     from speculation.v1 import service_pb2
 
     with connected(address) as channel:
-        answer = _stub(channel).ListProfiles(
-            service_pb2.ListProfilesRequest(), timeout=_ANSWER_SECONDS
+        answer = every_page(
+            lambda token: _stub(channel).ListProfiles(
+                service_pb2.ListProfilesRequest(page_token=token), timeout=_ANSWER_SECONDS
+            ),
+            "profiles",
         )
     none = "no profile is in the store: measure one with `controller profile`"
     show_list(_PROFILES, answer.profiles, output, none)
@@ -103,6 +129,7 @@ def list_(output: OutputOption = Output.TABLE, address: Address = DEFAULT_ADDRES
 
 def show(
     which: Which,
+    output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
     acceptance: Annotated[
         float,
@@ -110,15 +137,39 @@ def show(
     ] = 0.9,
 ) -> None:
     """Prints a profile's table and what it belongs to."""
-    import dataclasses
-
-    from rich.text import Text
-
     from controller.core.cost.graph_limits import batch_limits
-    from controller.profiling.report import ProfileTable
 
     found = _profile(which, address)
-    print_wide(ProfileTable(found))
+    limits = batch_limits(found, acceptance)
+
+    def tell() -> None:
+        print_profile(found, wide=output is Output.WIDE)
+        print_words(_about(found, limits, acceptance))
+
+    values = profile_values(found) | {"graph_limits": limits}
+    show_one("Profile", values, output, [found.profile_id], tell)
+
+
+def print_profile(profile: "Profile", *, wide: bool) -> None:
+    """Prints a profile's tables, and how they were measured."""
+    from controller.profiling.report import measured_text, profile_tables
+
+    for table in profile_tables(profile):
+        print_table(table, wide=wide)
+    print_words(measured_text(profile))
+
+
+def profile_values(profile: "Profile", path: Path | None = None) -> dict[str, Any]:
+    """Returns a profile as its document has it.  path: where it was written."""
+    import json
+
+    where = {} if path is None else {"path": path}
+    return {"profile_id": profile.profile_id, **where, "profile": json.loads(profile.to_json())}
+
+
+def _about(found: "Profile", limits: dict[int, int], acceptance: float) -> str:
+    import dataclasses
+
     lines = [f"profile {found.profile_id}, measured {found.measured_at or 'some time ago'}"]
     if found.merged_from:
         lines.append(f"  made of {', '.join(found.merged_from)}")
@@ -128,46 +179,68 @@ def show(
         if value not in ("", ())
     ]
     lines += [f"  drafter {d.name}: {d.model}@{d.revision}" for d in found.drafters]
-    limits = ",".join(f"{gamma}:{size}" for gamma, size in batch_limits(found, acceptance).items())
     if limits:
+        listed = ",".join(f"{gamma}:{size}" for gamma, size in limits.items())
         lines += [
             f"with at most {acceptance:g} accepted these cannot win in larger batches:",
-            f"  SPECULATION_GRAPH_LIMITS={limits}",
+            f"  SPECULATION_GRAPH_LIMITS={listed}",
         ]
-    print_wide(Text("\n".join(lines)))
+    return "\n".join(lines)
 
 
-def diff(one: Which, other: Which, address: Address = DEFAULT_ADDRESS) -> None:
+def diff(
+    one: Which,
+    other: Which,
+    output: OutputOption = Output.TABLE,
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
     """Compares two profiles: what they belong to, and what they measured.
 
-    Exit codes: 0 of one engine, 3 of different ones (the fields are named), 1 other errors.
+    Exit codes: 0 of one engine, 3 of different ones (the fields are named), 2 a file that is no
+    profile, 13 an id that the store does not have.
     """
+    import dataclasses
+
     from controller.core.cost.profile_merge import differences
-    from controller.profiling.report import DifferenceTable
+    from controller.profiling.report import cell_differences, difference_tables
 
     here, there = _profile(one, address), _profile(other, address)
     different = differences(here, there)
-    for field, mine, theirs in different:
-        print(f"{field}: {mine!r} in {one}, {theirs!r} in {other}")
-    print_wide(DifferenceTable(here, there))
+    cells = cell_differences(here, there)
+
+    def tell() -> None:
+        for field, mine, theirs in different:
+            print_words(f"{field}: {mine!r} in {one}, {theirs!r} in {other}")
+        for table in difference_tables(cells):
+            print_table(table, wide=output is Output.WIDE)
+        print("! further apart than both spreads together; -: measured in one of them only")
+
+    fields = [{"field": name, "first": mine, "second": its} for name, mine, its in different]
+    values = {"fields": fields, "cells": [dataclasses.asdict(cell) for cell in cells]}
+    show_one("ProfileDifference", values, output, [name for name, _, _ in different], tell)
     if different:
         raise typer.Exit(Exit.MISMATCH)
 
 
 def merge(
     files: Annotated[list[Path], typer.Argument(help="Profiles of one engine.")],
-    output: Annotated[Path, typer.Option(help="The file.")],
+    file: Annotated[Path, typer.Option("--output", help="The file.")],
+    form: FormOption = Output.TABLE,
 ) -> None:
     """Makes one profile of several pods' measurements; their spread and step counts are kept."""
     from controller.core.cost.profile_merge import merge_profiles
     from controller.core.errors import ProfileMergeError
 
     try:
-        merged = merge_profiles([_read(file) for file in files])
+        merged = merge_profiles([_read(each) for each in files])
     except ProfileMergeError as error:
         _refuse(str(error))
-    _write(output, merged)
-    print(f"{output}: profile {merged.profile_id}, from {len(merged.merged_from)} measurements")
+    _write(file, merged)
+    count = len(merged.merged_from)
+    show_one(
+        "Profile", profile_values(merged, file), form, [merged.profile_id],
+        lambda: print(f"{file}: profile {merged.profile_id}, from {count} measurements"),
+    )  # fmt: skip
 
 
 def _profile(which: str, address: str) -> "Profile":

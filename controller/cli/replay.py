@@ -5,18 +5,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controller.cli.connection import print_wide
+from controller.cli.output import Output, OutputOption, print_table, show_one
+from controller.util.exit_codes import Exit
+from controller.util.text_table import TextColumn, TextTable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from controller.core.cost.profile import Profile
     from controller.core.engine_spec import Arm
     from controller.recording.counterfactual import Comparison, CounterfactualChange
     from controller.recording.replay import ReplayVerdict
 
-EXIT_DIFFERS = 1
-EXIT_USAGE = 2
 # Stretches that a terminal shows, the longest.
 _SHOWN = 20
 
@@ -39,7 +37,11 @@ def replay(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="What with this constant? Several are allowed."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
+    output: OutputOption = Output.TABLE,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="As -o json, without kind and version; for older scripts."),
+    ] = False,
 ) -> None:
     """Decides a recording again, and compares every plan with the recorded one bit by bit.
 
@@ -61,16 +63,21 @@ def replay(
         verdict = decide_again(find(recording, engine), [] if other is None else [other])
     except SpeculationError as error:
         typer.echo(f"controller replay: {' '.join(str(error).splitlines())}", err=True)
-        raise typer.Exit(EXIT_USAGE) from error
+        raise typer.Exit(Exit.USAGE) from error
     compared = None if other is None else other.found
-    if as_json:
-        print(json.dumps(_as_json(verdict, compared), indent=1))
-    else:
+    found = _as_json(verdict, compared)
+
+    def tell() -> None:
         _print(verdict)
         if compared is not None:
-            _print_comparison(compared)
+            _print_comparison(compared, wide=output is Output.WIDE)
+
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        show_one("Replay", found, output, [verdict.engine_id], tell)
     if not verdict.is_same:
-        raise typer.Exit(EXIT_DIFFERS)
+        raise typer.Exit(Exit.FAILED)
 
 
 def _change(
@@ -139,7 +146,7 @@ def _print(verdict: "ReplayVerdict") -> None:
         print(f"recorded with {name} {there}, decided again with {here}: last bits may differ")
 
 
-def _print_comparison(found: "Comparison") -> None:
+def _print_comparison(found: "Comparison", *, wide: bool) -> None:
     print(
         f"otherwise: another arm for {found.differing_share:.1%} of {found.steps} steps; "
         f"estimated {found.other_rate:.1f} tokens/s against {found.recorded_rate:.1f} "
@@ -153,31 +160,36 @@ def _print_comparison(found: "Comparison") -> None:
     if found.measured:
         print(f"{found.measured} steps of a measurement are left out")
     if found.stretches:
-        print_wide(_stretches(found))
+        print_table(_stretches(found), wide=wide)
 
 
-def _stretches(found: "Comparison") -> "Table":
-    from rich.table import Table
-
+def _stretches(found: "Comparison") -> TextTable:
     from controller.report.page import time_text
 
     longest = sorted(found.stretches, key=lambda s: s.seconds, reverse=True)[:_SHOWN]
     rest = len(found.stretches) + found.more_stretches - len(longest)
-    table = Table(
-        "from", "seconds", "steps", "B", "recorded", "otherwise", "why", "estimated gain", "unseen",
-        title=f"Where it would have been otherwise ({rest} shorter stretches are not shown)"
-        if rest
-        else "Where it would have been otherwise",
-        title_justify="left",
-    )  # fmt: skip
-    for at in sorted(longest, key=lambda s: s.wall_seconds):
-        table.add_row(
+    title = "Where it would have been otherwise"
+    rows = [
+        (
             time_text(at.wall_seconds), f"{at.seconds:.2f}", str(at.steps),
             str(at.batch_min) if at.batch_min == at.batch_max else f"{at.batch_min}-{at.batch_max}",
             _arm(at.recorded), _arm(at.other), at.reason, f"{at.gain:+.1%}",
             f"{at.unseen / at.steps:.0%}",
-        )  # fmt: skip
-    return table
+        )
+        for at in sorted(longest, key=lambda s: s.wall_seconds)
+    ]  # fmt: skip
+    return TextTable(
+        f"{title} ({rest} shorter stretches are not shown)" if rest else title, _STRETCHES, rows
+    )
+
+
+_STRETCHES = (
+    TextColumn("from"), TextColumn("seconds", right=True, priority=1),
+    TextColumn("steps", right=True, priority=5), TextColumn("B", right=True, priority=2),
+    TextColumn("recorded"), TextColumn("otherwise"), TextColumn("why", priority=4),
+    TextColumn("estimated gain", right=True, priority=1),
+    TextColumn("unseen", right=True, priority=3),
+)  # fmt: skip
 
 
 def _arm(arm: "Arm") -> str:

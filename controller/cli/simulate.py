@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controller.cli.output import Output, OutputOption, print_table, print_words, show_one
 from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def simulate(
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Writes the report.")] = None,
     html: Annotated[Path | None, typer.Option(help="Writes one page with plots.")] = None,
+    output: OutputOption = Output.TABLE,
 ) -> None:
     """Compares the controller with every static choice, hindsight, and the peers.
 
@@ -122,7 +124,7 @@ def simulate(
             _dump(dump_scenario)
             return
         if suite == "cold-start":
-            _cold_start(_sizes(concurrency), range(seed, seed + (seeds or 3)), processes)
+            _cold_start(_sizes(concurrency), range(seed, seed + (seeds or 3)), processes, output)
             return
         if prefill not in {kind.value for kind in Prefill}:
             raise InvalidInputError("--prefill", 0, f"{prefill!r}: 'none' or 'chunked'")
@@ -140,7 +142,7 @@ def simulate(
         if sustained:
             _require_bounds(scenarios)
         report = _run(scenarios, seed, wanted, processes, sustained=sustained)
-        _show(report, json_file, html)
+        _show(report, json_file, html, output)
     except SpeculationError as error:
         typer.echo(f"controller simulate: {' '.join(str(error).splitlines())}", err=True)
         raise typer.Exit(Exit.USAGE) from error
@@ -269,33 +271,57 @@ def _run(
     )
 
 
-def _show(report: "SimulationReport", json_file: Path | None, html: Path | None) -> None:
-    from rich.console import Console
-
+def _show(
+    report: "SimulationReport", json_file: Path | None, html: Path | None, output: Output
+) -> None:
     from controller.simulation.errors import InvalidInputError
-    from controller.simulation.report import render_html, render_text, to_json
+    from controller.simulation.report import render_html, render_text, to_json, to_values
     from controller.util.atomic_file import write_whole
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
-    console.print(render_text(report))
+    written = []
     for path, text in ((json_file, to_json), (html, render_html)):
         if path is not None:
             try:
                 write_whole(path, text(report).encode())
             except OSError as error:
                 raise InvalidInputError(path, 0, f"cannot be written: {error.strerror}") from error
-            console.print(str(path))
+            written.append(str(path))
+
+    def tell() -> None:
+        for part in render_text(report):
+            if isinstance(part, str):
+                print_words(part)
+            else:
+                print_table(part, wide=output is Output.WIDE)
+        for path in written:
+            print_words(path)
+
+    names = [scenario.name for scenario in report.scenarios]
+    show_one("Simulation", to_values(report), output, names, tell)
 
 
-def _cold_start(sizes: tuple[int, ...], seeds: range, processes: int | None) -> None:
-    from rich.console import Console
+def _cold_start(
+    sizes: tuple[int, ...], seeds: range, processes: int | None, output: Output
+) -> None:
+    from controller.simulation.cold_start import (
+        cold_start_table,
+        cold_start_text,
+        cold_starts,
+        run_cold_starts,
+    )
 
-    from controller.simulation.cold_start import cold_starts, run_cold_starts, table
+    runs = run_cold_starts(cold_starts(sizes) if sizes else cold_starts(), seeds, processes)
 
-    cells = cold_starts(sizes) if sizes else cold_starts()
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
-    console.print(table(run_cold_starts(cells, seeds, processes)))
+    def tell() -> None:
+        print_table(cold_start_table(runs), wide=output is Output.WIDE)
+        print_words(cold_start_text(runs))
+
+    items = [
+        {
+            "name": run.cell.name, "seed": run.seed, "best_over_off": run.gain,
+            "first_steps_over_off": run.off, "settled_over_best": run.settled,
+        }
+        for run in runs
+    ]  # fmt: skip
+    names = list(dict.fromkeys(run.cell.name for run in runs))
+    show_one("ColdStartList", {"items": items}, output, names, tell)

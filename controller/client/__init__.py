@@ -1,1 +1,17 @@
-"""Connects commands to a running sidecar."""
+"""Connects programs and commands to a running sidecar."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from controller.client.client import Client
+
+__all__ = ["Client"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the client, and gRPC, when it is asked for: commands set gRPC up before that."""
+    if name != "Client":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from controller.client.client import Client  # noqa: PLC0415  # only when asked for
+
+    return Client

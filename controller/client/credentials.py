@@ -56,11 +56,11 @@ class Credentials:
         )
         return cls(tls, token.strip())
 
-    def channel(self, address: str) -> grpc.Channel:
+    def channel(self, address: str, *options: tuple[str, int | str]) -> grpc.Channel:
         """Makes a channel that is not connected yet; its calls carry no metadata of themselves."""
         if self.tls is None:
-            return grpc.insecure_channel(address, options=_OPTIONS)
-        return grpc.secure_channel(address, self.tls, options=_OPTIONS)
+            return grpc.insecure_channel(address, options=_OPTIONS + options)
+        return grpc.secure_channel(address, self.tls, options=_OPTIONS + options)
 
     def aio_channel(self, address: str, *options: tuple[str, int]) -> grpc.aio.Channel:
         """Does the same as `channel`, for asyncio."""

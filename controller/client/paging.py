@@ -1,48 +1,40 @@
-"""Follows the pages of a call that lists engines (rules: proto/README.md, "Pages")."""
+"""Follows the pages of a call that lists (rules: proto/README.md, "Pages")."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
-from speculation.v1 import service_pb2
-
 # A sidecar that is broken may have pages without end.
 _PAGES_MAX: Final = 1000
 
-Answer = TypeVar(
-    "Answer",
-    service_pb2.ListEnginesResponse,
-    service_pb2.OverviewResponse,
-    service_pb2.ListFleetResponse,
-)
+Answer = TypeVar("Answer", bound=Any)
 
 
-def every_engine(call: Callable[[str], Answer]) -> Answer:
-    """The first page's answer, with the engines of all pages.  call: takes a page token."""
+def every_page(call: Callable[[str], Answer], rows: str = "engines") -> Answer:
+    """The first page's answer, with the rows of all pages.
+
+    call: takes a page token.  rows: name of the field that has them.
+    """
     answer = call("")
     token = answer.next_page_token
     for _ in range(_PAGES_MAX):
         if not token:
             break
         more = call(token)
-        _extend(answer, more)
+        getattr(answer, rows).extend(getattr(more, rows))
         token = more.next_page_token
     answer.next_page_token = ""
     return answer
 
 
-async def every_engine_aio(call: Callable[[str], Awaitable[Answer]]) -> Answer:
-    """Does the same as `every_engine`, for asyncio."""
+async def every_page_aio(call: Callable[[str], Awaitable[Answer]], rows: str = "engines") -> Answer:
+    """Does the same as `every_page`, for asyncio."""
     answer = await call("")
     token = answer.next_page_token
     for _ in range(_PAGES_MAX):
         if not token:
             break
         more = await call(token)
-        _extend(answer, more)
+        getattr(answer, rows).extend(getattr(more, rows))
         token = more.next_page_token
     answer.next_page_token = ""
     return answer
-
-
-def _extend(answer: Any, more: Any) -> None:
-    answer.engines.extend(more.engines)

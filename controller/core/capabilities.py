@@ -47,18 +47,24 @@ class LostCapability:
         if (self.capability is Capability.DRAFTER) != bool(self.drafter):
             raise InvalidLossError(
                 f"{self.capability.value} lost: a drafter must be named if and only if a drafter "
-                f"was lost, not {self.drafter[:64]!r}"
+                f"was lost, not {self.drafter[:64]!r}",
+                field_path="drafter",
             )
         if self.gammas and not self.drafter:
             raise InvalidLossError(
-                f"{self.capability.value} lost: only a drafter has draft lengths, not this"
+                f"{self.capability.value} lost: only a drafter has draft lengths, not this",
+                field_path="gammas",
             )
         if not (math.isfinite(self.lost_at) and self.lost_at >= 0):
-            raise InvalidLossError(f"lost_at {self.lost_at} must be finite and not negative")
+            raise InvalidLossError(
+                f"lost_at {self.lost_at} must be finite and not negative",
+                field_path="lost_at_unix_seconds",
+            )
         if len(self.reason) > MAX_REASON_CHARACTERS or not self.reason.isprintable():
             raise InvalidLossError(
                 f"the reason of a loss must have at most {MAX_REASON_CHARACTERS} printable "
-                "characters"
+                "characters",
+                field_path="reason",
             )
 
     def covers(self, arm: "Arm") -> bool:
@@ -85,12 +91,14 @@ def require_known(losses: Iterable[LostCapability], spec: "EngineSpec") -> None:
         if loss.drafter not in known:
             raise InvalidLossError(
                 f"drafter {loss.drafter[:64]!r} is reported as lost: this engine introduced "
-                f"{sorted(known)}"
+                f"{sorted(known)}",
+                field_path="drafter",
             )
         if unknown := set(loss.gammas) - set(known[loss.drafter]):
             raise InvalidLossError(
                 f"draft lengths {sorted(unknown)[:16]} of drafter {loss.drafter!r} are reported as "
-                f"lost: this engine introduced {list(known[loss.drafter])}"
+                f"lost: this engine introduced {list(known[loss.drafter])}",
+                field_path="gammas",
             )
 
 

@@ -72,29 +72,36 @@ class DrafterSpec:
     def __post_init__(self) -> None:
         if (self.kind is DrafterKind.MIXTURE) != (self.mixture is not None):
             raise InvalidEngineError(
-                f"drafter {self.name[:64]!r}: a mixture, and nothing else, names its two drafters"
+                f"drafter {self.name[:64]!r}: a mixture, and nothing else, names its two drafters",
+                field_path="mixture",
             )
         if not (1 <= len(self.name) <= 64 and self.name.isprintable()):
             raise InvalidEngineError(
-                f"drafter name {self.name[:64]!r}: 1 to 64 printable characters are needed"
+                f"drafter name {self.name[:64]!r}: 1 to 64 printable characters are needed",
+                field_path="name",
             )
         if not self.gammas:
-            raise InvalidEngineError(f"drafter {self.name!r}: no draft length is listed")
+            raise InvalidEngineError(
+                f"drafter {self.name!r}: no draft length is listed", field_path="gammas"
+            )
         if list(self.gammas) != sorted(set(self.gammas)):
             raise InvalidEngineError(
                 f"drafter {self.name!r}: draft lengths {list(self.gammas)} "
-                "are not ascending and unique"
+                "are not ascending and unique",
+                field_path="gammas",
             )
         if self.gammas[0] < 0 or self.gammas[-1] > MAX_GAMMA:
             raise InvalidEngineError(
                 f"drafter {self.name!r}: draft lengths {list(self.gammas)} are not all in "
-                f"0..{MAX_GAMMA}"
+                f"0..{MAX_GAMMA}",
+                field_path="gammas",
             )
         limited = [gamma for gamma, _ in self.batch_limits]
         if len(set(limited)) < len(limited) or not set(limited) <= set(self.gammas):
             raise InvalidEngineError(
                 f"drafter {self.name!r}: batches are limited for draft lengths {limited[:16]}; "
-                f"each must be one of {list(self.gammas)} and appear once"
+                f"each must be one of {list(self.gammas)} and appear once",
+                field_path="batch_limits",
             )
 
     def largest_batch(self, gamma: int) -> int:
@@ -154,39 +161,55 @@ class EngineSpec:
         allowed = set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-")
         if not 1 <= len(self.engine_id) <= 128 or not set(self.engine_id) <= allowed:
             raise InvalidEngineError(
-                f"engine_id {self.engine_id[:140]!r}: 1 to 128 of A-Z a-z 0-9 . _ : - are needed"
+                f"engine_id {self.engine_id[:140]!r}: 1 to 128 of A-Z a-z 0-9 . _ : - are needed",
+                field_path="engine_id",
             )
         if not self.drafters:
-            raise InvalidEngineError("no drafter is listed: at least one is needed")
+            raise InvalidEngineError(
+                "no drafter is listed: at least one is needed", field_path="drafters"
+            )
         names = [d.name for d in self.drafters]
         if len(set(names)) != len(names):
-            raise InvalidEngineError(f"drafter names {names} are not unique")
+            raise InvalidEngineError(f"drafter names {names} are not unique", field_path="drafters")
         if len(names) > MAX_DRAFTERS:
-            raise InvalidEngineError(f"{len(names)} drafters are listed, {MAX_DRAFTERS} at most")
+            raise InvalidEngineError(
+                f"{len(names)} drafters are listed, {MAX_DRAFTERS} at most", field_path="drafters"
+            )
         if (arms := len(self.arms)) > MAX_ARMS:
-            raise InvalidEngineError(f"{arms} draft lengths are listed, {MAX_ARMS} at most")
+            raise InvalidEngineError(
+                f"{arms} draft lengths are listed, {MAX_ARMS} at most", field_path="drafters"
+            )
         graphs = self.fingerprint.graph_batch_sizes
         if list(graphs) != sorted(set(graphs)) or (graphs and graphs[0] < 1):
             raise InvalidEngineError(
-                f"graph_batch_sizes {list(graphs)[:16]} are not ascending, unique and above 0"
+                f"graph_batch_sizes {list(graphs)[:16]} are not ascending, unique and above 0",
+                field_path="fingerprint.graph_batch_sizes",
             )
         if not 1 <= self.max_batch_size <= MAX_BATCH_SIZE:
             raise InvalidEngineError(
-                f"max_batch_size {self.max_batch_size} is outside 1..{MAX_BATCH_SIZE}"
+                f"max_batch_size {self.max_batch_size} is outside 1..{MAX_BATCH_SIZE}",
+                field_path="max_batch_size",
             )
         self._check_lag_and_mixtures()
         if not any(self.is_prepared(arm, self.max_batch_size) for arm in self.arms):
             raise InvalidEngineError(
                 f"every draft length is limited to batches below {self.max_batch_size}: "
-                "nothing could run in the largest one"
+                "nothing could run in the largest one",
+                field_path="drafters",
             )
         if self.safe_gamma not in {None, *self.drafters[0].gammas}:
-            raise InvalidEngineError(f"{names[0]!r} has not prepared safe_gamma {self.safe_gamma}")
+            raise InvalidEngineError(
+                f"{names[0]!r} has not prepared safe_gamma {self.safe_gamma}",
+                field_path="safe_gamma",
+            )
         require_known(self.lost, self)
 
     def _check_lag_and_mixtures(self) -> None:
         if self.capabilities.draft_lag not in {0, 1}:
-            raise InvalidEngineError(f"draft_lag {self.capabilities.draft_lag} is neither 0 nor 1")
+            raise InvalidEngineError(
+                f"draft_lag {self.capabilities.draft_lag} is neither 0 nor 1",
+                field_path="capabilities.draft_lag",
+            )
         for drafter in self.drafters:
             if drafter.mixture is not None:
                 self._check_mixture(drafter, drafter.mixture)
@@ -196,18 +219,22 @@ class EngineSpec:
         named = (mixture.main, mixture.free)
         if not set(named) <= plain.keys() or len(set(named)) < 2:
             raise InvalidEngineError(
-                f"mixture {drafter.name!r}: {list(named)} are not two of the drafters {list(plain)}"
+                f"mixture {drafter.name!r}: {list(named)} are not two of the drafters "
+                f"{list(plain)}",
+                field_path="drafters",
             )
         if plain[mixture.free].kind is not DrafterKind.NGRAM:
             raise InvalidEngineError(
                 f"mixture {drafter.name!r}: its free drafter {mixture.free!r} is "
-                f"{plain[mixture.free].kind.value}, not {DrafterKind.NGRAM.value}"
+                f"{plain[mixture.free].kind.value}, not {DrafterKind.NGRAM.value}",
+                field_path="drafters",
             )
         lacking = {g for g in drafter.gammas if g} - set(plain[mixture.main].gammas)
         if lacking:
             raise InvalidEngineError(
                 f"mixture {drafter.name!r}: {mixture.main!r} has not prepared its draft lengths "
-                f"{sorted(lacking)}"
+                f"{sorted(lacking)}",
+                field_path="drafters",
             )
 
     @property
@@ -238,7 +265,8 @@ class EngineSpec:
             if drafter.name == name:
                 return drafter
         raise UnknownArmError(
-            f"unknown drafter {name!r}: this engine introduced {[d.name for d in self.drafters]}"
+            f"unknown drafter {name!r}: this engine introduced {[d.name for d in self.drafters]}",
+            field_path="drafter",
         )
 
     def require(self, arm: Arm) -> None:
@@ -247,5 +275,6 @@ class EngineSpec:
         if arm.gamma not in gammas:
             raise UnknownArmError(
                 f"gamma {arm.gamma} is out of range for drafter {arm.drafter!r}: "
-                f"this engine introduced {list(gammas)}"
+                f"this engine introduced {list(gammas)}",
+                field_path="gamma",
             )

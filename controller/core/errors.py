@@ -1,5 +1,7 @@
 """Defines the errors of the decision core.  Each says what is wrong and often the remedy."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 # What decoding stored JSON raises if it is not what it should be: no JSON, other kinds of values,
@@ -10,7 +12,35 @@ MALFORMED: Final = (
 
 
 class SpeculationError(Exception):
-    """Is the base of every error that this project raises on purpose."""
+    """Is the base of every error that this project raises on purpose.
+
+    field_path: the field of the input that is wrong, as in `rule.gamma_min`; empty for none.
+    resource: id of the engine, override or profile that the error is about; empty for none.
+    facts: what a program needs besides, by name.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        field_path: str = "",
+        resource: str = "",
+        facts: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.field_path = field_path
+        self.resource = resource
+        self.facts = dict(facts or {})
+
+
+@contextmanager
+def within(field: str) -> Iterator[None]:
+    """Puts a field before the path of an error that is raised in the block."""
+    try:
+        yield
+    except SpeculationError as error:
+        error.field_path = f"{field}.{error.field_path}".rstrip(".")
+        raise
 
 
 class InvalidEngineError(SpeculationError):
@@ -60,5 +90,6 @@ class ProfileMismatchError(SpeculationError):
         self.field = field
         super().__init__(
             f"the profile does not belong to this engine: {field} is {profile_value!r} in the "
-            f"profile and {engine_value!r} in the engine; measure again with `controller profile`"
+            f"profile and {engine_value!r} in the engine; measure again with `controller profile`",
+            facts={"field": field},
         )

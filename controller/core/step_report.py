@@ -123,34 +123,42 @@ class StepReport:
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batch_size > MAX_BATCH_SIZE:
             raise InvalidReportError(
-                f"step {self.step}: batch_size {self.batch_size} is outside 1..{MAX_BATCH_SIZE}"
+                f"step {self.step}: batch_size {self.batch_size} is outside 1..{MAX_BATCH_SIZE}",
+                field_path="batch_size",
             )
         if not 0 <= self.gamma <= MAX_GAMMA:
             raise InvalidReportError(
-                f"step {self.step}: gamma {self.gamma} is outside 0..{MAX_GAMMA}"
+                f"step {self.step}: gamma {self.gamma} is outside 0..{MAX_GAMMA}",
+                field_path="gamma",
             )
         if len(self.accepted_counts) != self.gamma + 1:
             raise InvalidReportError(
                 f"step {self.step}: accepted_counts has {len(self.accepted_counts)} entries, "
-                f"gamma {self.gamma} needs {self.gamma + 1}"
+                f"gamma {self.gamma} needs {self.gamma + 1}",
+                field_path="accepted_counts",
             )
         if min(self.accepted_counts) < 0 or sum(self.accepted_counts) != self.batch_size:
             raise InvalidReportError(
                 f"step {self.step}: accepted_counts {list(self.accepted_counts)} do not sum to "
-                f"batch_size {self.batch_size}"
+                f"batch_size {self.batch_size}",
+                field_path="accepted_counts",
             )
         if not MIN_STEP_SECONDS <= self.step_seconds <= MAX_STEP_SECONDS:
             raise InvalidReportError(
                 f"step {self.step}: step_seconds {self.step_seconds} is not a positive time "
-                f"of {MIN_STEP_SECONDS:g} s to {MAX_STEP_SECONDS:.0f} s"
+                f"of {MIN_STEP_SECONDS:g} s to {MAX_STEP_SECONDS:.0f} s",
+                field_path="step_seconds",
             )
         if self.kv_tokens < 0:
-            raise InvalidReportError(f"step {self.step}: kv_tokens {self.kv_tokens} is negative")
+            raise InvalidReportError(
+                f"step {self.step}: kv_tokens {self.kv_tokens} is negative", field_path="kv_tokens"
+            )
         updated = self.update_seconds
         if updated and not MIN_STEP_SECONDS <= updated <= MAX_STEP_SECONDS:
             raise InvalidReportError(
                 f"step {self.step}: update_seconds {updated} is neither 0 nor a time of "
-                f"{MIN_STEP_SECONDS:g} s to {MAX_STEP_SECONDS:.0f} s"
+                f"{MIN_STEP_SECONDS:g} s to {MAX_STEP_SECONDS:.0f} s",
+                field_path="update_seconds",
             )
         if self.classes:
             self._check_classes()
@@ -164,25 +172,29 @@ class StepReport:
         if len(labels) > MAX_REPORT_CLASSES or len(set(labels)) != len(labels):
             raise InvalidReportError(
                 f"step {self.step}: {len(labels)} classes, unique ones and at most "
-                f"{MAX_REPORT_CLASSES} are needed"
+                f"{MAX_REPORT_CLASSES} are needed",
+                field_path="classes",
             )
         left = list(self.accepted_counts)
         for part in self.classes:
             if not (1 <= len(part.label) <= MAX_LABEL_CHARACTERS and part.label.isprintable()):
                 raise InvalidReportError(
                     f"step {self.step}: class {part.label[:80]!r}: 1 to {MAX_LABEL_CHARACTERS} "
-                    "printable characters are needed"
+                    "printable characters are needed",
+                    field_path="classes",
                 )
             counts = part.accepted_counts
             if len(counts) != len(left) or min(counts) < 0 or not any(counts):
                 raise InvalidReportError(
                     f"step {self.step}: class {part.label!r}: accepted_counts {list(counts)[:80]} "
-                    f"are not {len(left)} counts of at least one sequence"
+                    f"are not {len(left)} counts of at least one sequence",
+                    field_path="classes",
                 )
             left = [all_ - mine for all_, mine in zip(left, counts, strict=True)]
         if min(left) < 0:
             raise InvalidReportError(
-                f"step {self.step}: its classes count more sequences than the step has"
+                f"step {self.step}: its classes count more sequences than the step has",
+                field_path="classes",
             )
 
     def _check_confidences(self) -> None:
@@ -190,14 +202,16 @@ class StepReport:
         if len(self.confidences) != self.gamma or not good:
             raise InvalidReportError(
                 f"step {self.step}: confidences {list(self.confidences)[:80]} are not {self.gamma} "
-                "probabilities"
+                "probabilities",
+                field_path="confidences",
             )
 
     def _check_rows(self) -> None:
         if not 0 <= self.prefill_tokens <= MAX_PREFILL_TOKENS:
             raise InvalidReportError(
                 f"step {self.step}: prefill_tokens {self.prefill_tokens} is outside "
-                f"0..{MAX_PREFILL_TOKENS}"
+                f"0..{MAX_PREFILL_TOKENS}",
+                field_path="prefill_tokens",
             )
         if self.groups:
             self._check_groups()
@@ -207,7 +221,8 @@ class StepReport:
     def _check_groups(self) -> None:
         if len(self.groups) > MAX_GROUPS:
             raise InvalidReportError(
-                f"step {self.step}: {len(self.groups)} groups of rows, {MAX_GROUPS} at most"
+                f"step {self.step}: {len(self.groups)} groups of rows, {MAX_GROUPS} at most",
+                field_path="groups",
             )
         total = [0] * (self.gamma + 1)
         for group in self.groups:
@@ -216,26 +231,30 @@ class StepReport:
             if not fits or min(counts) < 0 or (group.gamma and not group.drafter):
                 raise InvalidReportError(
                     f"step {self.step}: a group of gamma {group.gamma} with counts "
-                    f"{list(counts)[:80]} in a step of gamma {self.gamma}"
+                    f"{list(counts)[:80]} in a step of gamma {self.gamma}",
+                    field_path="groups",
                 )
             for k, count in enumerate(counts):
                 total[k] += count
         if tuple(total) != tuple(self.accepted_counts):
             raise InvalidReportError(
                 f"step {self.step}: its groups accepted {total}, accepted_counts are "
-                f"{list(self.accepted_counts)}"
+                f"{list(self.accepted_counts)}",
+                field_path="groups",
             )
 
     def _check_proposals(self) -> None:
         if len(self.proposals) > MAX_PROPOSALS:
             raise InvalidReportError(
                 f"step {self.step}: {len(self.proposals)} entries of proposals, {MAX_PROPOSALS} at "
-                "most"
+                "most",
+                field_path="proposals",
             )
         keys = {(part.drafter, part.match_length) for part in self.proposals}
         if len(keys) < len(self.proposals):
             raise InvalidReportError(
-                f"step {self.step}: a drafter's proposals of one match length are counted twice"
+                f"step {self.step}: a drafter's proposals of one match length are counted twice",
+                field_path="proposals",
             )
         rows: dict[str, int] = {}
         for part in self.proposals:
@@ -244,13 +263,15 @@ class StepReport:
             if not fits or min(exact) < 0 or min(censored, default=0) < 0:
                 raise InvalidReportError(
                     f"step {self.step}: proposals of {part.drafter[:64]!r}: counts "
-                    f"{list(exact)[:80]} and censored {list(censored)[:80]} are not of one width"
+                    f"{list(exact)[:80]} and censored {list(censored)[:80]} are not of one width",
+                    field_path="proposals",
                 )
             rows[part.drafter] = rows.get(part.drafter, 0) + part.rows
             if rows[part.drafter] > self.batch_size:
                 raise InvalidReportError(
                     f"step {self.step}: {rows[part.drafter]} proposals of {part.drafter[:64]!r} in "
-                    f"a batch of {self.batch_size}"
+                    f"a batch of {self.batch_size}",
+                    field_path="proposals",
                 )
 
     @property

@@ -9,7 +9,7 @@ import grpc.aio
 
 import controller
 from controller.client.credentials import why_silent
-from controller.client.paging import every_engine_aio
+from controller.client.paging import every_page_aio
 from controller.doctor.finding import Finding, fail, ok, warn
 from controller.util.socket_paths import why_denied
 from controller.wire.capabilities import lost_text
@@ -48,7 +48,7 @@ async def ask(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) ->
         answered_at = answered_at or time.time()
         return answer
 
-    engines = await every_engine_aio(page)
+    engines = await every_page_aio(page)
     overrides = await policy_pb2_grpc.PolicyServiceStub(channel).ListOverrides(
         policy_pb2.ListOverridesRequest(), timeout=_ANSWER_SECONDS, metadata=metadata
     )

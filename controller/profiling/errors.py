@@ -24,6 +24,12 @@ class ProfileRefusedError(ProfilingError):
     exit_code = Exit.MISMATCH
 
 
+class CallerDeniedError(ProfilingError):
+    """The sidecar refuses the caller, or the caller may not open its socket."""
+
+    exit_code = Exit.DENIED
+
+
 class SidecarUnreachableError(ProfilingError):
     """No sidecar answers."""
 

@@ -2,40 +2,52 @@
 
 import os
 import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
-from rich.text import Text
 
 from controller.core.cost.profile import Profile, ProfileCell
 from controller.core.engine_spec import Arm
+from controller.util.text_table import TextColumn, TextTable, spread_priorities
 
 
-class ProfileTable:
-    """Rows gamma, columns B: milliseconds, and the ratio to gamma = 0 of the same drafter."""
+def profile_tables(profile: Profile) -> Iterator[TextTable]:
+    """Yields a table for each drafter: rows gamma, columns B.
 
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
+    A cell has the milliseconds of a step, and their ratio to gamma = 0 of the same drafter.
+    """
+    sizes = sorted({cell.batch_size for cell in profile.cells})
+    cells = {(cell.arm, cell.batch_size): cell for cell in profile.cells}
+    for drafter in dict.fromkeys(cell.drafter for cell in profile.cells):
+        gammas = sorted({c.gamma for c in profile.cells if c.drafter == drafter})
+        yield _by_batch_size(
+            f"{drafter}: milliseconds of a step, and its ratio to gamma = 0",
+            sizes,
+            {
+                (gamma, size): _cell(cells, Arm(drafter, gamma), size)
+                for gamma in gammas
+                for size in sizes
+            },
+        )
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Implements `rich`'s protocol."""
-        profile = self._profile
-        sizes = sorted({cell.batch_size for cell in profile.cells})
-        cells = {(cell.arm, cell.batch_size): cell for cell in profile.cells}
-        for drafter in dict.fromkeys(cell.drafter for cell in profile.cells):
-            table = Table(
-                title=f"{drafter}: milliseconds of a step, and its ratio to gamma = 0",
-                title_justify="left",
-            )
-            table.add_column("gamma", justify="right")
-            for size in sizes:
-                table.add_column(f"B = {size}", justify="right")
-            for gamma in sorted({c.gamma for c in profile.cells if c.drafter == drafter}):
-                row = [_cell(cells, Arm(drafter, gamma), size) for size in sizes]
-                table.add_row(str(gamma), *row)
-            yield table
-        yield Text(_footer(profile))
+
+def _by_batch_size(
+    title: str, sizes: Sequence[int], cells: Mapping[tuple[int, int], str]
+) -> TextTable:
+    """Makes a table with a row for each gamma.  cells: texts by gamma and batch size."""
+    priorities = spread_priorities(len(sizes))
+    columns = [
+        TextColumn("gamma", right=True),
+        *(
+            TextColumn(f"B = {size}", right=True, priority=priority)
+            for size, priority in zip(sizes, priorities, strict=True)
+        ),
+    ]
+    rows = [
+        (str(gamma), *(cells.get((gamma, size), "") for size in sizes))
+        for gamma in sorted({gamma for gamma, _ in cells})
+    ]
+    return TextTable(title, columns, rows)
 
 
 def _cell(cells: dict[tuple[Arm, int], ProfileCell], arm: Arm, size: int) -> str:
@@ -44,10 +56,11 @@ def _cell(cells: dict[tuple[Arm, int], ProfileCell], arm: Arm, size: int) -> str
         return "-"
     text = f"{cell.step_seconds * 1e3:.2f}"
     plain = cells.get((Arm(arm.drafter, 0), size))
-    return f"{text}  {cell.step_seconds / plain.step_seconds:.2f}x" if plain else text
+    return f"{text} {cell.step_seconds / plain.step_seconds:.2f}x" if plain else text
 
 
-def _footer(profile: Profile) -> str:
+def measured_text(profile: Profile) -> str:
+    """Tells how and on what a profile was measured, in three lines."""
     spreads = sorted(cell.spread_seconds / cell.step_seconds for cell in profile.cells)
     steps = sorted(cell.steps for cell in profile.cells)
     middle = len(steps) // 2
@@ -60,38 +73,56 @@ def _footer(profile: Profile) -> str:
     )
 
 
-class DifferenceTable:
-    """Rows gamma, columns B: the second profile's seconds as a multiple of the first's.
+@dataclass(frozen=True, slots=True)
+class CellDifference:
+    """Compares one cell of two profiles.
 
-    Marked where they lie further apart than both spreads together (interquartile ranges).
+    ratio: the second one's seconds as a multiple of the first one's; None where only one of them
+    has measured it.  apart: they lie further apart than both spreads together (interquartile
+    ranges).
     """
 
-    def __init__(self, one: Profile, other: Profile) -> None:
-        self._one = {(cell.arm, cell.batch_size): cell for cell in one.cells}
-        self._other = {(cell.arm, cell.batch_size): cell for cell in other.cells}
+    drafter: str
+    gamma: int
+    batch_size: int
+    ratio: float | None
+    apart: bool
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Implements `rich`'s protocol."""
-        keys = self._one.keys() | self._other.keys()
-        sizes = sorted({size for _, size in keys})
-        for drafter in sorted({arm.drafter for arm, _ in keys}):
-            table = Table(title=f"{drafter}: second / first", title_justify="left")
-            table.add_column("gamma", justify="right")
-            for size in sizes:
-                table.add_column(f"B = {size}", justify="right")
-            for gamma in sorted({arm.gamma for arm, _ in keys if arm.drafter == drafter}):
-                arm = Arm(drafter, gamma)
-                table.add_row(str(gamma), *(self._cell(arm, size) for size in sizes))
-            yield table
-        yield Text("! further apart than both spreads together; -: measured in one of them only")
 
-    def _cell(self, arm: Arm, size: int) -> str:
-        one, other = self._one.get((arm, size)), self._other.get((arm, size))
-        if one is None or other is None:
-            return "" if one is other else "-"
-        apart = abs(one.step_seconds - other.step_seconds)
-        mark = "!" if apart > one.spread_seconds + other.spread_seconds else ""
-        return f"{other.step_seconds / one.step_seconds:.3f}{mark}"
+def cell_differences(one: Profile, other: Profile) -> list[CellDifference]:
+    """Compares every cell that either profile has, by drafter, gamma and batch size."""
+    here = {(cell.arm, cell.batch_size): cell for cell in one.cells}
+    there = {(cell.arm, cell.batch_size): cell for cell in other.cells}
+
+    def compared(arm: Arm, size: int) -> CellDifference:
+        first, second = here.get((arm, size)), there.get((arm, size))
+        if first is None or second is None:
+            return CellDifference(arm.drafter, arm.gamma, size, None, apart=False)
+        far = abs(first.step_seconds - second.step_seconds)
+        return CellDifference(
+            arm.drafter, arm.gamma, size, second.step_seconds / first.step_seconds,
+            apart=far > first.spread_seconds + second.spread_seconds,
+        )  # fmt: skip
+
+    keys = sorted(
+        here.keys() | there.keys(), key=lambda key: (key[0].drafter, key[0].gamma, key[1])
+    )
+    return [compared(arm, size) for arm, size in keys]
+
+
+def difference_tables(found: Sequence[CellDifference]) -> Iterator[TextTable]:
+    """Yields a table for each drafter: rows gamma, columns B."""
+    sizes = sorted({it.batch_size for it in found})
+    for drafter in dict.fromkeys(it.drafter for it in found):
+        yield _by_batch_size(
+            f"{drafter}: second / first",
+            sizes,
+            {(it.gamma, it.batch_size): _ratio_text(it) for it in found if it.drafter == drafter},
+        )
+
+
+def _ratio_text(found: CellDifference) -> str:
+    return "-" if found.ratio is None else f"{found.ratio:.3f}{'!' if found.apart else ''}"
 
 
 def hardware_note(device: str) -> str:

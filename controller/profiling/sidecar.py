@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from controller.client.credentials import Credentials, CredentialsError, why_silent
-from controller.client.paging import every_engine_aio
+from controller.client.paging import every_page_aio
 from controller.core.cost.profile import Profile
 from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.errors import (
@@ -19,6 +19,7 @@ from controller.core.errors import (
 )
 from controller.core.step_report import StepReport
 from controller.profiling.errors import (
+    CallerDeniedError,
     MeasurementError,
     ProfilingError,
     ProfilingUsageError,
@@ -137,7 +138,7 @@ class ProfilingClient:
         Raises SidecarUnreachableError, and ProfilingError for a caller without the right.
         """
         try:
-            answer = await every_engine_aio(
+            answer = await every_page_aio(
                 lambda token: self._inspection.ListEngines(
                     service_pb2.ListEnginesRequest(page_token=token),
                     timeout=_ANSWER_SECONDS,
@@ -162,7 +163,7 @@ class ProfilingClient:
                 metadata=self._metadata,
             )
         except grpc.aio.AioRpcError as error:
-            if error.code() in _AWAY:
+            if error.code() in _AWAY | _REFUSED:
                 raise self._away(error) from error
             raise ProfilingError(
                 f"the sidecar does not take the profile: {error.details()}"
@@ -201,7 +202,7 @@ class ProfilingClient:
 
     def _away(self, error: grpc.aio.AioRpcError) -> SpeculationError:
         if error.code() in _REFUSED:
-            return ProfilingError(f"the sidecar at {self.address} refuses: {error.details()}")
+            return CallerDeniedError(f"the sidecar at {self.address} refuses: {error.details()}")
         if error.code() not in _AWAY:
             return SidecarUnreachableError(
                 f"what listens at {self.address} is no sidecar: {error.code().name}: "
@@ -209,7 +210,7 @@ class ProfilingClient:
             )
         address = operators_address(self.address)
         if denied := why_denied(address):
-            return ProfilingError(f"{address}: {denied}")
+            return CallerDeniedError(f"{address}: {denied}")
         if self.address.startswith("unix:"):
             return SidecarUnreachableError(
                 f"no sidecar listens at {self.address}: start one with "

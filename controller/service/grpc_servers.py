@@ -84,10 +84,9 @@ class GrpcServers:
         self._guards.append(guard)
         self._add_services(server)
         if self._settings.reflection:
-            from grpc_reflection.v1alpha import reflection  # noqa: PLC0415  # only when asked for
+            from controller.service.net import reflection  # noqa: PLC0415  # only when asked for
 
-            names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, server)
+            reflection.add(server, (*SERVICES, health.SERVICE_NAME))
         return server
 
     async def start(self) -> None:

@@ -33,6 +33,7 @@ from controller.service.reload import Reloader
 from controller.service.rpc.inspection import InspectionServicer
 from controller.service.rpc.overrides import PolicyServicer
 from controller.service.rpc.profiling import ProfilingServicer
+from controller.service.rpc.request_ids import RequestIds
 from controller.service.rpc.steering import SpeculationServicer
 from controller.service.rpc.training import TrainingServicer
 from controller.service.sessions.audit_log import AuditLog
@@ -107,9 +108,13 @@ class Sidecar(SessionObserver):
         self._status_cache = StatusCache(
             self.registry, self.override_registry, self._readiness, self._clock
         )
+        self._request_ids = RequestIds()
         self._fleet_view = FleetView(store.summaries, self._status_cache, self._clock)
         self._policy = PolicyServicer(
-            self.override_registry, settings.override_default_seconds, settings.override_max_seconds
+            self.override_registry,
+            self._request_ids,
+            settings.override_default_seconds,
+            settings.override_max_seconds,
         )
         self._reloader = Reloader(self.registry, self.profiles, self._readiness, self._policy)
         self._health_port: HealthPort | None = None
@@ -245,6 +250,7 @@ class Sidecar(SessionObserver):
             ShuttingDownError("the sidecar is shutting down"), self._settings.last_lease_seconds
         )
         await self._servers.stop(sessions)
+        await self._request_ids.close()
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
         await self._fleet_view.close()
@@ -312,7 +318,10 @@ class Sidecar(SessionObserver):
             server,
         )
         service_pb2_grpc.add_ProfilingServiceServicer_to_server(
-            ProfilingServicer(self.registry, self.profiles, self._fleet, self._audit), server
+            ProfilingServicer(
+                self.registry, self.profiles, self._fleet, self._audit, self._request_ids
+            ),
+            server,
         )
         policy_pb2_grpc.add_PolicyServiceServicer_to_server(self._policy, server)
         training_pb2_grpc.add_TrainingServiceServicer_to_server(
@@ -336,8 +345,9 @@ class Sidecar(SessionObserver):
         host, port = self._settings.metrics_host, self._settings.metrics_port
         try:
             return MetricsServer(
-                self.registry, self.override_registry, asyncio.get_running_loop(), host, port
-            )
+                self.registry, self.override_registry, self._fleet_view,
+                asyncio.get_running_loop(), host, port,
+            )  # fmt: skip
         except OSError as error:
             raise AddressTakenError(
                 f"/metrics cannot be served on {host}:{port}: {error.strerror}; name another port "

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from controller.core.step_report import StepFlags
 from controller.simulation import published
@@ -23,6 +20,7 @@ from controller.simulation.controller_policy import ControllerPolicy
 from controller.simulation.curves import Curves
 from controller.simulation.policy import StepRecord
 from controller.simulation.surface import CostSurface
+from controller.util.text_table import TextColumn, TextTable, numbers
 
 # Conditional acceptance of four kinds of traffic, position by position; the last value goes on.
 KINDS: Mapping[str, tuple[float, ...]] = {
@@ -160,42 +158,53 @@ def run_cold_starts(
     tasks = [(cell, seed) for cell in cells for seed in seeds]
     with ProcessPoolExecutor(processes or len(os.sched_getaffinity(0))) as pool:
         waiting = [pool.submit(run_cold, cell, seed) for cell, seed in tasks]
-        return [future.result() for future in waiting]
+        try:
+            return [future.result() for future in waiting]
+        except BaseException:
+            # Ctrl-C, or a cell that failed: what has not begun is not run any more.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
-def table(runs: Sequence[ColdRun]) -> Group:
-    """Shows one row for each cell, the worst of its seeds; missed bars are marked."""
-    found = Table(title="The first steps without a profile", title_justify="left")
-    found.add_column("engine / traffic / batch size")
-    for column in (
-        "best arm over off",
-        f"over off, first {CAUTIOUS_STEPS} steps",
-        f"of the best arm, from step {SETTLED_FROM}",
-    ):
-        found.add_column(column, justify="right")
+def cold_start_table(runs: Sequence[ColdRun]) -> TextTable:
+    """Makes one row for each cell, the worst of its seeds; missed bars are marked by "!"."""
+    columns = [
+        TextColumn("engine / traffic / batch size"),
+        *numbers(
+            [
+                "best arm over off",
+                f"over off, first {CAUTIOUS_STEPS} steps",
+                f"of the best arm, from step {SETTLED_FROM}",
+            ],
+            {"best arm over off": 1},
+        ),
+    ]
+    rows = []
     for name in dict.fromkeys(run.cell.name for run in runs):
         seeds = [run for run in runs if run.cell.name == name]
         off, settled = min(run.off for run in seeds), min(run.settled for run in seeds)
         worthwhile = seeds[0].gain >= WORTHWHILE_GAIN
-        found.add_row(
+        rows.append((
             name,
             f"{seeds[0].gain:.2f}",
             _marked(off, off < OFF_BAR),
             _marked(settled, worthwhile and settled < SETTLED_BAR),
-        )
+        ))  # fmt: skip
+    return TextTable("The first steps without a profile", columns, rows)
+
+
+def cold_start_text(runs: Sequence[ColdRun]) -> str:
+    """Tells how many runs miss each bar, and the worst of them."""
     behind = sum(run.off < OFF_BAR for run in runs)
     judged = [run for run in runs if run.gain >= WORTHWHILE_GAIN]
     late = sum(run.settled < SETTLED_BAR for run in judged)
-    return Group(
-        found,
-        Text(
-            f"Below {OFF_BAR} of off: {behind} of {len(runs)} runs, the worst "
-            f"{min(run.off for run in runs):.3f}. Below {SETTLED_BAR} of the best arm where it "
-            f"gains {WORTHWHILE_GAIN - 1:.0%} or more: {late} of {len(judged)} runs, the worst "
-            f"{min((run.settled for run in judged), default=1.0):.3f}."
-        ),
+    return (
+        f"Below {OFF_BAR} of off: {behind} of {len(runs)} runs, the worst "
+        f"{min(run.off for run in runs):.3f}. Below {SETTLED_BAR} of the best arm where it "
+        f"gains {WORTHWHILE_GAIN - 1:.0%} or more: {late} of {len(judged)} runs, the worst "
+        f"{min((run.settled for run in judged), default=1.0):.3f}."
     )
 
 
 def _marked(value: float, missed: bool) -> str:
-    return f"[bold red]{value:.3f} ![/]" if missed else f"{value:.3f}"
+    return f"{value:.3f} !" if missed else f"{value:.3f}"

@@ -261,7 +261,9 @@ class FileStore:
     async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
         """Implements the method of the store interface; sequences are numbers."""
         if before and not before.isdecimal():
-            raise UnknownSequenceError(f"sequence {before[:40]!r} is not of this store")
+            raise UnknownSequenceError(
+                f"sequence {before[:40]!r} is not of this store", field_path="before_sequence"
+            )
         older_than = int(before) if before else None
         alone = self._opened().alone
         return await self._in(

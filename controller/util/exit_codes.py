@@ -4,13 +4,10 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Every exit code; docs/lifecycle.md explains them.
+    """Every exit code; docs/command-line.md explains them."""
 
-    A signal that does not end a command cleanly gives 128 + its number.
-    """
-
-    DONE = 0  # done; `serve`: asked to stop, and stopped cleanly
-    FAILED = 1  # refused, or anything else; `doctor`: a check failed
+    DONE = 0  # done; what runs until it is stopped was stopped
+    FAILED = 1  # the answer is no (`doctor`, `replay`), or anything else went wrong
     USAGE = 2  # an option, a setting, the settings file, an input file
     MISMATCH = 3  # a profile of another engine
     NO_SIDECAR = 4  # no sidecar answers
@@ -21,3 +18,8 @@ class Exit(IntEnum):
     BAD_FILE = 9  # a file that a setting names cannot be used: profile, access list, certificate
     NO_STORE = 10  # the state directory or the store behind the overrides cannot be used
     NO_EFFECT = 11  # an override that would do nothing to the engines of this sidecar
+    DENIED = 12  # the caller may not do this, or may not open the socket
+    NOT_FOUND = 13  # no such override, no such profile
+    INTERRUPTED = 130  # SIGINT
+    BROKEN_PIPE = 141  # nobody reads the output any more
+    TERMINATED = 143  # SIGTERM

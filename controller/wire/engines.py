@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 
 from controller.core.capabilities import added, require_known
 from controller.core.engine_spec import Capabilities, DrafterSpec, EngineSpec, Fingerprint, Mixture
-from controller.core.errors import InvalidEngineError
+from controller.core.errors import InvalidEngineError, within
 from controller.core.model_shapes import DrafterKind
 from controller.wire.capabilities import all_lost_from_proto, lost_to_proto
 from controller.wire.field_mapping import message_of, value_of
@@ -51,13 +51,14 @@ def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
             tensor_parallel_size=fingerprint.tensor_parallel_size or 1,
             data_parallel_size=fingerprint.data_parallel_size or 1,
         ),
-        drafters=tuple(_drafter_from_proto(drafter) for drafter in message.drafters),
+        drafters=_drafters_from_proto(message.drafters),
         capabilities=value_of(Capabilities, message.capabilities),
         shape=model_shape_from_proto(message.shape) if message.HasField("shape") else None,
         lost=(),
     )
-    lost = all_lost_from_proto(message.lost)
-    require_known(lost, spec)
+    with within("lost"):
+        lost = all_lost_from_proto(message.lost)
+        require_known(lost, spec)
     return replace(spec, lost=added(spec, lost)) if lost else spec
 
 
@@ -66,10 +67,21 @@ def _bound(message: Message) -> None:
     for field, value in message.ListFields():
         length = len(value) if isinstance(value, Sequence) else 0
         if length > _LENGTH_MAX:
-            raise InvalidEngineError(f"{field.name} is {length} long: {_LENGTH_MAX} at most")
+            raise InvalidEngineError(
+                f"{field.name} is {length} long: {_LENGTH_MAX} at most", field_path=field.name
+            )
         for part in value if length and not isinstance(value, str) else (value,):
             if isinstance(part, Message):
-                _bound(part)
+                with within(field.name):
+                    _bound(part)
+
+
+def _drafters_from_proto(messages: Sequence[engine_pb2.Drafter]) -> tuple[DrafterSpec, ...]:
+    found = []
+    for number, message in enumerate(messages):
+        with within(f"drafters[{number}]"):
+            found.append(_drafter_from_proto(message))
+    return tuple(found)
 
 
 def _drafter_from_proto(message: engine_pb2.Drafter) -> DrafterSpec:
@@ -77,7 +89,8 @@ def _drafter_from_proto(message: engine_pb2.Drafter) -> DrafterSpec:
     if kind is None:
         raise InvalidEngineError(
             f"drafter {message.name!r}: kind {message.kind} is unspecified or not known here; "
-            f"known are {', '.join(k.value for k in DrafterKind)}"
+            f"known are {', '.join(k.value for k in DrafterKind)}",
+            field_path="kind",
         )
     return value_of(
         DrafterSpec,

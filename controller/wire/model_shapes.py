@@ -28,7 +28,7 @@ def model_shape_from_proto(message: engine_pb2.ModelShape) -> ModelShape:
         attention = tuple((_attention_from_proto(part), part.layers) for part in message.attention)
         return value_of(ModelShape, message, attention=attention, experts=_experts(message))
     except InvalidShapeError as error:
-        raise InvalidEngineError(f"shape: {error}") from error
+        raise InvalidEngineError(f"shape: {error}", field_path="shape") from error
 
 
 def drafter_shape_from_proto(message: engine_pb2.DrafterShape, kind: DrafterKind) -> DrafterShape:
@@ -36,7 +36,7 @@ def drafter_shape_from_proto(message: engine_pb2.DrafterShape, kind: DrafterKind
     try:
         return value_of(DrafterShape, message, kind=kind, experts=_experts(message))
     except InvalidShapeError as error:
-        raise InvalidEngineError(f"drafter shape: {error}") from error
+        raise InvalidEngineError(f"drafter shape: {error}", field_path="shape") from error
 
 
 def _attention_from_proto(message: engine_pb2.AttentionShape) -> Attention:

@@ -73,8 +73,8 @@ def regime_text(regime: "plan_pb2.Regime") -> str:
     return f"{name}:{regime.stride}" if regime.stride else name
 
 
-def reason_text(plan: "plan_pb2.Plan") -> str:
-    """Names a plan's reason as logs do."""
+def reason_text(plan: "plan_pb2.Plan | plan_pb2.PlanRow") -> str:
+    """Names the reason of a plan, or of one of its rows, as logs do."""
     return _word(plan, "reason", "REASON_")
 
 

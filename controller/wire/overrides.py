@@ -9,6 +9,7 @@ from typing import TypeAlias
 from google.protobuf import json_format
 
 from controller.core.engine.explanation import PreviewRow
+from controller.core.errors import within
 from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.override_effects import Effect
 from controller.core.planning.overrides import (
@@ -34,7 +35,9 @@ _MODE_TO_PROTO = {mode: number for number, mode in _MODE_FROM_PROTO.items()}
 
 def override_from_proto(message: policy_pb2.Override) -> Override:
     """Converts an override.  Raises InvalidOverrideError."""
-    scope, rule = _scope_from_proto(message.scope), _rule_from_proto(message.rule)
+    scope = _scope_from_proto(message.scope)
+    with within("rule"):
+        rule = _rule_from_proto(message.rule)
     return value_of(Override, message, scope=scope, rule=rule)
 
 
@@ -46,7 +49,9 @@ def _scope_from_proto(message: policy_pb2.Scope) -> Scope:
         return Scope(ScopeKind.MODEL, message.target_model)
     if which == "fleet" and message.fleet:
         return Scope(ScopeKind.FLEET)
-    raise InvalidOverrideError("scope: an engine, a model or the fleet has to be named")
+    raise InvalidOverrideError(
+        "scope: an engine, a model or the fleet has to be named", field_path="scope"
+    )
 
 
 def _rule_from_proto(message: policy_pb2.OverrideRule) -> Rule:
@@ -55,7 +60,8 @@ def _rule_from_proto(message: policy_pb2.OverrideRule) -> Rule:
         mode = _MODE_FROM_PROTO.get(message.regime.mode)
         if mode is None:
             raise InvalidOverrideError(
-                f"regime {message.regime.mode} is unspecified or not known here"
+                f"regime {message.regime.mode} is unspecified or not known here",
+                field_path="regime.mode",
             )
         regime = Regime(mode, message.regime.stride)
     return value_of(Rule, message, regime=regime)
@@ -111,12 +117,13 @@ def lifetime_of(
     if which == "for_ever":
         if request.for_ever:
             return None
-        raise InvalidOverrideError("for_ever: say true, or give ttl_seconds")
+        raise InvalidOverrideError("for_ever: say true, or give ttl_seconds", field_path="for_ever")
     seconds = request.ttl_seconds
     if not (math.isfinite(seconds) and 0 < seconds <= max_seconds):
         raise InvalidOverrideError(
             f"ttl_seconds {seconds:g}: above 0 and at most {max_seconds:g} are needed; for "
-            "a permanent override, set for_ever"
+            "a permanent override, set for_ever",
+            field_path="ttl_seconds",
         )
     return seconds
 

@@ -61,7 +61,8 @@ def _bound_report(message: engine_pb2.StepReport) -> None:
     if counts > MAX_GAMMA + 1 or len(message.confidences) > MAX_GAMMA:
         raise InvalidReportError(
             f"step {message.step}: {counts} accepted_counts and {len(message.confidences)} "
-            f"confidences, at most {MAX_GAMMA + 1} and {MAX_GAMMA} are possible"
+            f"confidences, at most {MAX_GAMMA + 1} and {MAX_GAMMA} are possible",
+            field_path="accepted_counts",
         )
     if classes and (
         len(classes) > MAX_REPORT_CLASSES
@@ -69,20 +70,23 @@ def _bound_report(message: engine_pb2.StepReport) -> None:
     ):
         raise InvalidReportError(
             f"step {message.step}: {len(classes)} classes, at most {MAX_REPORT_CLASSES} with "
-            f"{MAX_GAMMA + 1} counts each are possible"
+            f"{MAX_GAMMA + 1} counts each are possible",
+            field_path="classes",
         )
     groups, proposals = message.groups, message.proposals
     if len(groups) > MAX_GROUPS or len(proposals) > MAX_PROPOSALS:
         raise InvalidReportError(
             f"step {message.step}: {len(groups)} groups and {len(proposals)} entries of proposals, "
-            f"at most {MAX_GROUPS} and {MAX_PROPOSALS} are possible"
+            f"at most {MAX_GROUPS} and {MAX_PROPOSALS} are possible",
+            field_path="groups",
         )
     if any(len(group.accepted_counts) > MAX_GAMMA + 1 for group in groups) or any(
         len(part.accepted_counts) > MAX_GAMMA + 1 or len(part.censored_counts) > MAX_GAMMA
         for part in proposals
     ):
         raise InvalidReportError(
-            f"step {message.step}: a group or a proposal has more than {MAX_GAMMA + 1} counts"
+            f"step {message.step}: a group or a proposal has more than {MAX_GAMMA + 1} counts",
+            field_path="groups",
         )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import engine_shim
 from engine_shim.sglang.api import sglang_api, versions
+from engine_shim.sglang.drafters.dflash_checkpoint import lengths_of_block
 from engine_shim.sglang.drafters.row_counts import Role
 from engine_shim.sglang.model_shape import set_shapes
 from engine_shim.steering.naming import default_engine_id, processor_name, revision_of
@@ -133,7 +134,7 @@ def _drafter(scheduler: Any, gammas: tuple[int, ...]) -> engine_pb2.Drafter:
     revision: str = sglang_api.config_leaf("speculative_draft_model_revision") or ""
     block = sglang_api.dflash_only(scheduler.draft_worker.draft_worker)
     if block is not None:
-        gammas = tuple(gamma for gamma in gammas if gamma < block.block_size)
+        gammas = lengths_of_block(gammas, block.block_size)
     return engine_pb2.Drafter(
         name=algorithm.lower(),
         kind=_kind(scheduler, has_block=block is not None),

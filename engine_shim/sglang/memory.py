@@ -17,6 +17,8 @@ from engine_shim.steering.errors import PluginError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sglang.srt.server_args import ServerArgs
+
     from engine_shim.sglang.graph_memory import Prediction, Reserve
 
 BAD_OPTIONS = 2
@@ -62,10 +64,8 @@ def page(prediction: Prediction, share: str) -> str:
 
 def predict(options: list[str]) -> str:
     """Returns the page for SGLang's options.  Raises PluginError and what SGLang raises."""
-    from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils.common import get_device_memory_capacity
 
     from engine_shim.sglang.api.settings import load_settings
     from engine_shim.sglang.server_args import SteeredConfiguration
@@ -74,17 +74,25 @@ def predict(options: list[str]) -> str:
     settings = load_settings()
     load_plugins()
     args = prepare_server_args(options)
-    asked = args.mem_fraction_static
     args.resolve_once()
+    return page(SteeredConfiguration(settings).predict(args), share_of(args))
+
+
+def share_of(args: ServerArgs) -> str:
+    """Says of resolved arguments what share of the device SGLang takes, and who chose it."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.utils.common import get_device_memory_capacity
+
     view: Any = resolving_view(args)
     share = f"--mem-fraction-static {view.mem_fraction_static}: "
-    if asked is not None:
-        share += "as given, so SGLang leaves no room for this; the rest of the device has to do"
-    elif get_device_memory_capacity(view.device) is None:
-        share += "chosen without a device; run this where the engine will run"
-    else:
-        share += "chosen by SGLang for the device found here, with room for this"
-    return page(SteeredConfiguration(settings).predict(args), share)
+    # The record's fields stay as the user wrote them.
+    if args.mem_fraction_static is not None:
+        return (
+            share + "as given, so SGLang leaves no room for this; the rest of the device has to do"
+        )
+    if get_device_memory_capacity(view.device) is None:
+        return share + "chosen without a device; run this where the engine will run"
+    return share + "chosen by SGLang for the device found here, with room for this"
 
 
 def main(options: list[str]) -> int:

@@ -18,7 +18,7 @@ from engine_shim.sglang.attention_memory import MIB
 from engine_shim.sglang.drafters.lookup import device_bytes
 from engine_shim.sglang.graph_memory import Prediction, reserve
 from engine_shim.sglang.learning.likeliest import WORKING_BYTES
-from engine_shim.steering.errors import UnsupportedEngineError
+from engine_shim.steering.checks import Check, checked, require
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -47,10 +47,9 @@ class SteeredConfiguration:
 
         hook_check.require_hooks(*hook_check.registered_targets())
         config: Any = resolving_view(args)
-        self._refuse_conflicts(config)
-        has_block = bool(self._settings.dflash_model_path)
+        require(wish_checks(config, self._settings))
+        has_block = self._settings.dflash_model_path != "" or sglang_api.is_dflash_only(config)
         if sglang_api.is_dflash_only(config):
-            has_block = True
             # An engine for chains of any length, in which the block stands where a head would.
             declare_resolution(
                 args,
@@ -60,26 +59,8 @@ class SteeredConfiguration:
             )
         declare_resolution(args, "speculation_controller", speculative_adaptive=True)
         previous(args)
-        reason = attention_dp.unsupported_reason(args, self._settings, has_block=has_block)
-        if reason is not None:
-            raise UnsupportedEngineError(f"data-parallel attention is to be steered, but {reason}")
-        reason = sglang_api.unsupported_reason(args)
-        if reason is not None:
-            raise UnsupportedEngineError(f"SPECULATION_SIDECAR is set, but {reason}")
-        start = config.speculative_num_steps
-        if start in self._settings.graph_limits:
-            raise UnsupportedEngineError(
-                f"SPECULATION_GRAPH_LIMITS limits {start}, the draft length that the engine starts "
-                "with: it is needed at every batch size (--speculative-num-steps names another)"
-            )
-        reason = sglang_api.no_dflash_reason(args) if has_block else None
-        if reason is not None:
-            raise UnsupportedEngineError(f"a DFlash drafter is to be steered, but {reason}")
-        if not config.speculative_adaptive:
-            raise UnsupportedEngineError(
-                "SPECULATION_SIDECAR is set, but SGLang switched adaptive speculation off "
-                "(its log says why: 'speculative_adaptive disabled')"
-            )
+        require(flag_checks(args, self._settings, has_block=has_block))
+        require(resolution_checks(args, self._settings))
 
     def reserve_for_graphs(
         self, original: Callable[[ServerArgs], float], args: ServerArgs
@@ -131,54 +112,107 @@ class SteeredConfiguration:
             parts["prompt lookup"] = device_bytes(rows, width) / MIB
         return parts
 
-    def _refuse_conflicts(self, config: Any) -> None:
-        """Refuses what a user asked for that conflicts with a steered draft length."""
-        gammas, safe = self._settings.gammas, self._settings.safe_gamma
-        listed = f"is not among SPECULATION_GAMMAS {','.join(map(str, gammas))}"
-        algorithm, steps = config.speculative_algorithm, config.speculative_num_steps
-        has_dflash_only = sglang_api.is_dflash_only(config)
-        skips = os.environ.get(sglang_api.SKIP_VARIABLE, "").lower()
-        conflicts = {
-            f"SPECULATION_SIDECAR is set, but --speculative-algorithm is {algorithm}: one of "
-            f"{', '.join(sglang_api.ALGORITHMS)} is needed (or unset SPECULATION_SIDECAR)": (
-                (algorithm or "").upper() not in sglang_api.ALGORITHMS
-            ),
-            "--speculative-adaptive-config and SPECULATION_SIDECAR exclude each other: the "
-            "sidecar decides, and SPECULATION_GAMMAS lists the draft lengths": (
-                config.speculative_adaptive_config is not None
-            ),
-            f"--speculative-eagle-topk {config.speculative_eagle_topk}: the draft length can "
-            "be steered for chains (1) only, not for trees": (
-                config.speculative_eagle_topk not in (None, 1)
-            ),
-            "SPECULATION_GAMMAS lists no draft length above 0: there is nothing to steer": (
-                gammas[-1] == 0
-            ),
-            "SPECULATION_DFLASH_MODEL_PATH names a second drafter, but --speculative-algorithm is "
-            "DFLASH already: unset one of them": (
-                has_dflash_only and self._settings.dflash_model_path != ""
-            ),
-            "--enable-custom-logit-processor: SGLang applies such processors where DFLASH "
-            "verifies, but not where EAGLE's parts do, which a steered DFlash uses; leave it out, "
-            "or unset SPECULATION_SIDECAR": (
-                has_dflash_only and config.enable_custom_logit_processor
-            ),
-            "--speculative-algorithm DFLASH needs --speculative-draft-model-path": (
-                has_dflash_only and config.speculative_draft_model_path is None
-            ),
-            **{
-                f"--{option.replace('_', '-')} is untested where the draft length is steered": (
-                    has_dflash_only and getattr(config, option) is not None
-                )
-                for option in ("speculative_dflash_block_size", "speculative_draft_window_size")
-            },
-            f"--speculative-num-steps {steps} {listed}": steps is not None and steps not in gammas,
-            f"SPECULATION_SAFE_GAMMA={safe} {listed}": safe is not None and safe not in gammas,
-            f"unset {sglang_api.SKIP_VARIABLE}: with it the drafter would wake up with stale "
-            "state; the sidecar's plan decides step by step whether the drafter sleeps": (
-                skips in ("1", "true", "yes", "y")
-            ),
-        }
-        for conflict, is_so in conflicts.items():
-            if is_so:
-                raise UnsupportedEngineError(conflict)
+
+def wish_checks(config: Any, settings: PluginSettings) -> tuple[Check, ...]:
+    """Checks what a user asked for that conflicts with a steered draft length.
+
+    config: SGLang's arguments as the user wrote them, before they are resolved.
+    """
+    gammas, safe = settings.gammas, settings.safe_gamma
+    listed = f"is not among SPECULATION_GAMMAS {','.join(map(str, gammas))}"
+    algorithm, steps = config.speculative_algorithm, config.speculative_num_steps
+    has_dflash_only = sglang_api.is_dflash_only(config)
+    skips = os.environ.get(sglang_api.SKIP_VARIABLE, "").lower()
+    drafter = {
+        f"SPECULATION_SIDECAR is set, but --speculative-algorithm is {algorithm}: one of "
+        f"{', '.join(sglang_api.ALGORITHMS)} is needed (or unset SPECULATION_SIDECAR)": (
+            (algorithm or "").upper() not in sglang_api.ALGORITHMS
+        ),
+        "SPECULATION_DFLASH_MODEL_PATH names a second drafter, but --speculative-algorithm is "
+        "DFLASH already: unset one of them": has_dflash_only and settings.dflash_model_path != "",
+        "--enable-custom-logit-processor: SGLang applies such processors where DFLASH "
+        "verifies, but not where EAGLE's parts do, which a steered DFlash uses; leave it out, "
+        "or unset SPECULATION_SIDECAR": has_dflash_only and config.enable_custom_logit_processor,
+        "--speculative-algorithm DFLASH needs --speculative-draft-model-path": (
+            has_dflash_only and config.speculative_draft_model_path is None
+        ),
+        **{
+            f"--{option.replace('_', '-')} is untested where the draft length is steered: leave "
+            "it out": has_dflash_only and getattr(config, option) is not None
+            for option in ("speculative_dflash_block_size", "speculative_draft_window_size")
+        },
+    }
+    adaptive = {
+        "--speculative-adaptive-config and SPECULATION_SIDECAR exclude each other: the "
+        "sidecar decides, and SPECULATION_GAMMAS lists the draft lengths": (
+            config.speculative_adaptive_config is not None
+        )
+    }
+    topk = {
+        f"--speculative-eagle-topk {config.speculative_eagle_topk}: the draft length can "
+        "be steered for chains (1) only, not for trees; set it to 1": (
+            config.speculative_eagle_topk not in {None, 1}
+        )
+    }
+    lengths = {
+        "SPECULATION_GAMMAS lists no draft length above 0: there is nothing to steer": (
+            gammas[-1] == 0
+        ),
+        f"--speculative-num-steps {steps} {listed}: add it there, or start with one of them": (
+            steps is not None and steps not in gammas
+        ),
+        f"SPECULATION_SAFE_GAMMA={safe} {listed}: add it there, or name one of them": (
+            safe is not None and safe not in gammas
+        ),
+    }
+    sleep = {
+        f"unset {sglang_api.SKIP_VARIABLE}: with it the drafter would wake up with stale "
+        "state; the sidecar's plan decides step by step whether the drafter sleeps": (
+            skips in {"1", "true", "yes", "y"}
+        )
+    }
+    return (
+        checked("drafter", algorithm or "none", drafter),
+        checked("adaptive mode of SGLang", config.speculative_adaptive_config or "none", adaptive),
+        checked("topk", config.speculative_eagle_topk or 1, topk),
+        checked("draft lengths", ",".join(map(str, gammas)), lengths),
+        checked("sleep of the drafter", skips or "by plan", sleep),
+    )
+
+
+def flag_checks(
+    args: ServerArgs, settings: PluginSettings, *, has_block: bool
+) -> tuple[Check, ...]:
+    """Checks how the engine runs, by its flags.  has_block: it has a DFlash drafter."""
+    return (
+        attention_dp.check(args, settings, has_block=has_block),
+        *sglang_api.flag_checks(args),
+        *([sglang_api.block_check(args)] if has_block else []),
+    )
+
+
+def resolution_checks(args: ServerArgs, settings: PluginSettings) -> tuple[Check, ...]:
+    """Checks what SGLang has made of the flags; meant for after its speculation step."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    config: Any = resolving_view(args)
+    start = config.speculative_num_steps
+    limited = {
+        f"SPECULATION_GRAPH_LIMITS limits {start}, the draft length that the engine starts "
+        "with: it is needed at every batch size (--speculative-num-steps names another)": (
+            start in settings.graph_limits
+        )
+    }
+    off = {
+        "SPECULATION_SIDECAR is set, but SGLang switched adaptive speculation off (its log says "
+        "why: 'speculative_adaptive disabled')": not config.speculative_adaptive
+    }
+    return (
+        sglang_api.own_check(args),
+        checked("draft length at the start", start, limited),
+        checked(
+            "draft lengths that change",
+            "allowed" if config.speculative_adaptive else "switched off",
+            off,
+        ),
+    )

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from engine_shim.link.errors import LinkSettingsError
 from engine_shim.link.settings import LinkSettings
-from engine_shim.steering.errors import PluginError, UnsupportedEngineError
+from engine_shim.steering.checks import Check, require
+from engine_shim.steering.errors import PluginError
 
 _log = logging.getLogger(__name__)
 
@@ -32,21 +33,34 @@ class ShimSettings(LinkSettings):
         except LinkSettingsError as error:
             raise PluginError(str(error)) from error
 
+    def version_check(
+        self, engine: str, found: str, tested: Sequence[str], alike: Sequence[str] = ()
+    ) -> Check:
+        """Checks whether the plugin knows a version of its engine.
+
+        engine: its name for people.  found: "" if it is not known.  alike: versions that were not
+        run, but have all that is used as the tested ones do.
+        """
+        known = found in tested or found in alike or self.allow_unknown_version
+        return Check(
+            f"version of {engine}",
+            found or "unknown",
+            ""
+            if known
+            else f"{engine} {found or 'of unknown version'} is installed, the plugin is tested "
+            f"with {' and '.join(tested)}; SPECULATION_ALLOW_UNKNOWN_VERSION=1 tries anyway",
+        )
+
     def require_version(
         self, engine: str, found: str, tested: Sequence[str], alike: Sequence[str] = ()
     ) -> None:
         """Raises UnsupportedEngineError for a version that the plugin does not know.
 
-        engine: its name for people.  found: "" if it is not known.  alike: versions that were not
-        run, but have all that is used as the tested ones do; they start with a warning.
+        The arguments are those of `version_check`; versions that are alike start with a warning.
         """
+        require([self.version_check(engine, found, tested, alike)])
         if found in alike:
             _log.warning(
                 "%s %s has what the plugin uses, and was not run with it; it was with %s",
                 engine, found, " and ".join(tested),
             )  # fmt: skip
-        elif found not in tested and not self.allow_unknown_version:
-            raise UnsupportedEngineError(
-                f"{engine} {found or 'of unknown version'} is installed, the plugin is tested with "
-                f"{' and '.join(tested)}; SPECULATION_ALLOW_UNKNOWN_VERSION=1 tries anyway"
-            )

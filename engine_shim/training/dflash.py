@@ -17,6 +17,7 @@ Drafting from row ``t`` is a block whose newest token is the one at ``t + 1``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,14 @@ class DFlashStudent(BorrowingStudent):
         self.norm = RmsNorm(hidden, epsilon)
         self.rotary = Rotary(shape.decoder)
         initialise(self)
+
+    @property
+    def position_discount(self) -> float:
+        """Returns the weight of a drafted position relative to the one before it.
+
+        That of `position_weights`.
+        """
+        return math.exp(-2 / self.shape.block)
 
     @property
     def most_drafts(self) -> int:

@@ -6,8 +6,9 @@ teacher, the draft the student, and the drafted canvas the sample:
     L(q) = sum_k w_k KL(p_k || q_k) + proximal * sum_k w_k KL(q_t,k || q_k)
 
 with p_k the target's distribution of the canvas's token k, q_t the draft as it was when the round
-began, w_k = discount ** (k - 1).  Beside the canvas a round here holds the last few positions of
-each request, whose target distributions an earlier round left: as many more anchors to draft from.
+began, w_k = discount ** (k - 1), by default that of the drafter's own recipe.  Beside the canvas a
+round here holds the last few positions of each request, whose target distributions an earlier round
+left: as many more anchors to draft from.
 
 The second term has no gradient at q = q_t: it counts from the second of `steps` on.
 """
@@ -29,15 +30,16 @@ from engine_shim.training.students import DraftStudent
 class OnlineSettings:
     """The settings of online learning.  Raises ValueError for values that cannot work.
 
-    learning_rate: of AdamW.  proximal: the paper's lambda.  discount: of a draft position beyond
-    the first.  steps: optimiser steps a round, K.  anchors: positions a request is drafted from, 1
-    for the canvas alone.  window: positions kept of a request.  top: the target's likeliest tokens
-    that are kept of each position; the others count together.
+    learning_rate: of AdamW. proximal: the paper's lambda.  discount: of a draft position beyond the
+    first, None for the drafter's own (`position_discount`). steps: optimiser steps a round, K.
+    anchors: positions a request is drafted from, 1 for the canvas alone.  window: positions kept of
+    a request.  top: the target's likeliest tokens that are kept of each position; the others count
+    together.
     """
 
     learning_rate: float = 1e-3
     proximal: float = 0.0
-    discount: float = 0.8
+    discount: float | None = None
     steps: int = 1
     anchors: int = 16
     window: int = 48
@@ -49,7 +51,7 @@ class OnlineSettings:
             raise ValueError(f"learning rate {self.learning_rate} must lie in (0, 1)")
         if not 0 <= self.proximal < float("inf"):
             raise ValueError(f"proximal weight {self.proximal} must be 0 or more")
-        if not 0 < self.discount <= 1:
+        if self.discount is not None and not 0 < self.discount <= 1:
             raise ValueError(f"discount {self.discount} must lie in (0, 1]")
         if not 1 <= self.anchors < self.window:
             raise ValueError(
@@ -97,6 +99,8 @@ class OnlineStudent:
     def __init__(self, student: DraftStudent, settings: OnlineSettings) -> None:
         self.student = student
         self._settings = settings
+        own = student.position_discount
+        self._discount = own if settings.discount is None else settings.discount
         self.restart()
 
     def restart(self) -> None:
@@ -172,7 +176,7 @@ class OnlineStudent:
                     student, reference[step], log_target=True, reduction="none"
                 ).sum(-1)
                 rows_loss = rows_loss + self._settings.proximal * near
-            factor = self._settings.discount**step
+            factor = self._discount**step
             total = total + factor * torch.where(counts, rows_loss, 0.0).sum()
             weight = weight + factor * counts.sum()
         return total / weight.clamp_min(1.0)

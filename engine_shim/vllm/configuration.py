@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Final
 
+from engine_shim.steering.checks import Check, checked, require
 from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.vllm import vllm_api
 from engine_shim.vllm.settings import VllmSettings
@@ -19,6 +20,8 @@ from engine_shim.vllm.settings import VllmSettings
 # Methods whose proposers take a length that changes, in both of vLLM's model runners.
 METHODS: Final = ("eagle", "eagle3", "mtp", "dflash", "ngram", "draft_model")
 _SCHEDULE: Final = "num_speculative_tokens_per_batch_size"
+# Begins the errors of an engine that starts.
+_LEAD: Final = "SPECULATION_SIDECAR is set, but "
 
 _log = logging.getLogger(__name__)
 
@@ -70,25 +73,14 @@ class SteeredConfiguration:
         """
         if not is_served(config):
             return
-        reason = unsupported_reason(config)
-        if reason is not None:
-            raise UnsupportedEngineError(f"SPECULATION_SIDECAR is set, but {reason}")
+        require(checks(config, self._settings))
         speculative = config.speculative_config
         gammas = self._settings.gammas_within(speculative.num_speculative_tokens)
         largest = config.scheduler_config.max_num_seqs
-        reason = impossible_gammas(gammas, speculative.num_speculative_tokens, largest)
-        if reason is not None:
-            raise UnsupportedEngineError(reason)
         schedule = schedule_of(gammas, largest)
-        found = getattr(speculative, _SCHEDULE)
-        if found is None:
+        if getattr(speculative, _SCHEDULE) is None:
             _log.info("draft lengths %s are prepared", ",".join(map(str, gammas)))
             setattr(speculative, _SCHEDULE, schedule)
-        elif [tuple(entry) for entry in found] != schedule:
-            raise UnsupportedEngineError(
-                f"{_SCHEDULE} and SPECULATION_SIDECAR exclude each other: the sidecar decides, and "
-                "SPECULATION_GAMMAS lists the draft lengths"
-            )
 
 
 def is_served(config: Any) -> bool:
@@ -134,25 +126,78 @@ def impossible_gammas(gammas: Sequence[int], most: int, largest: int) -> str | N
     return None
 
 
-def unsupported_reason(config: Any) -> str | None:
-    """Says why an engine of this configuration cannot be steered; None if it can."""
+def checks(config: Any, settings: VllmSettings) -> tuple[Check, ...]:
+    """Checks a `VllmConfig` of an engine, before or after its schedule was written."""
     speculative, parallel = config.speculative_config, config.parallel_config
+    found = (
+        _method_check(speculative),
+        _check(
+            "data parallelism",
+            parallel.data_parallel_size,
+            f"data_parallel_size is {parallel.data_parallel_size}: vLLM allows one draft length "
+            "only where its ranks have batches of their own; run one server each",
+            parallel.data_parallel_size > 1,
+        ),
+        _check(
+            "pipeline parallelism",
+            parallel.pipeline_parallel_size,
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: several batches are on "
+            "their way at once, which is untested; use tensor_parallel_size instead",
+            parallel.pipeline_parallel_size > 1,
+        ),
+    )
     if speculative is None:
-        return (
-            "there is no --speculative-config: one with a method of "
-            f"{', '.join(METHODS)} is needed (or unset SPECULATION_SIDECAR)"
-        )
-    obstacles = {
-        f"the speculative method is {speculative.method!r}: one of {', '.join(METHODS)} is needed, "
-        "whose drafts may have another length in each step": speculative.method not in METHODS,
-        f"data_parallel_size is {parallel.data_parallel_size}: vLLM allows one draft length only "
-        "where its ranks have batches of their own": parallel.data_parallel_size > 1,
-        f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: several batches are on "
-        "their way at once, which is untested": parallel.pipeline_parallel_size > 1,
-        "enable_adaptive_verification is set: vLLM then verifies another number of drafts than "
-        "the sidecar asks for": getattr(speculative, "enable_adaptive_verification", False),
-    }
-    return next((reason for reason, is_so in obstacles.items() if is_so), None)
+        return found
+    most, largest = speculative.num_speculative_tokens, config.scheduler_config.max_num_seqs
+    gammas = settings.gammas_within(most)
+    verifies = getattr(speculative, "enable_adaptive_verification", False)
+    return (
+        *found,
+        _check(
+            "adaptive verification",
+            "on" if verifies else "off",
+            "enable_adaptive_verification is set: vLLM then verifies another number of drafts "
+            "than the sidecar asks for; leave it out",
+            verifies,
+        ),
+        Check(
+            "draft lengths",
+            ",".join(map(str, gammas)),
+            impossible_gammas(gammas, most, largest) or "",
+        ),
+        _schedule_check(speculative, gammas, largest),
+    )
+
+
+def _method_check(speculative: Any) -> Check:
+    methods = ", ".join(METHODS)
+    if speculative is None:
+        reason = f"there is no --speculative-config: one with a method of {methods} is needed"
+        return Check("method", "none", f"{reason} (or unset SPECULATION_SIDECAR)", _LEAD)
+    return _check(
+        "method",
+        speculative.method,
+        f"the speculative method is {speculative.method!r}: one of {methods} is needed, whose "
+        "drafts may have another length in each step",
+        speculative.method not in METHODS,
+    )
+
+
+def _schedule_check(speculative: Any, gammas: Sequence[int], largest: int) -> Check:
+    found = getattr(speculative, _SCHEDULE)
+    topic = "schedule of draft lengths"
+    if found is None or impossible_gammas(gammas, gammas[-1], largest):
+        return Check(topic, "none" if found is None else "given")
+    differs = [tuple(entry) for entry in found] != schedule_of(gammas, largest)
+    obstacle = (
+        f"{_SCHEDULE} and SPECULATION_SIDECAR exclude each other: the sidecar decides, and "
+        "SPECULATION_GAMMAS lists the draft lengths; leave the schedule out"
+    )
+    return checked(topic, "given" if differs else "the plugin's", {obstacle: differs})
+
+
+def _check(topic: str, found: object, obstacle: str, is_so: object) -> Check:
+    return checked(topic, found, {obstacle: is_so}, _LEAD)
 
 
 def require_schedule(config: Any) -> None:

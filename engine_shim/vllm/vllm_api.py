@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -31,6 +32,12 @@ REQUEST: Final = "vllm.v1.request.Request"
 PROPOSER: Final = "vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer"
 DFLASH: Final = "vllm.v1.spec_decode.dflash.DFlashProposer"
 NGRAM: Final = "vllm.v1.spec_decode.ngram_proposer.NgramProposer"
+
+# What gives a parser the flags of `vllm serve`: where it is now, and where it was before.
+SERVER_PARSERS: Final = (
+    "vllm.entrypoints.launchers.cli_args.make_arg_parser",
+    "vllm.entrypoints.openai.cli_args.make_arg_parser",
+)
 
 # Parameters as Python writes them, without annotations and defaults.
 SIGNATURES: Final[Mapping[str, str]] = {
@@ -101,6 +108,14 @@ def resolve(target: str) -> Any:
         return pkgutil.resolve_name(target)
     except (AttributeError, ImportError, ValueError) as error:
         raise HookError(f"vLLM has no {target}: {error}") from error
+
+
+def server_parser() -> Any:
+    """Returns the function that gives a parser the flags of `vllm serve`.  Raises HookError."""
+    for target in SERVER_PARSERS[:-1]:
+        with suppress(HookError):
+            return resolve(target)
+    return resolve(SERVER_PARSERS[-1])
 
 
 def device_name(vllm_config: Any) -> str:

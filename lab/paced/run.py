@@ -72,6 +72,9 @@ class PacedHarness(Harness):
     trained: the folder of a trained set of models; None: dummies are made.
     """
 
+    # A play of which more passes were late is rejected.
+    late_share_max: float = LATE_SHARE_MAX
+
     def __init__(
         self,
         place: Workplace,
@@ -195,12 +198,12 @@ class PacedHarness(Harness):
         repeat.  Raises HarnessError when the second play was late too.
         """
         found = self._once(policy, stream)
-        if found.late_share > LATE_SHARE_MAX:
+        if found.late_share > self.late_share_max:
             self._terminal.say(
                 f"{policy}: {found.late_share:.1%} of the passes were late; it is played again"
             )
             found = self._once(policy, stream)
-        if found.late_share > LATE_SHARE_MAX:
+        if found.late_share > self.late_share_max:
             raise HarnessError(
                 f"{policy}: {found.late_share:.1%} of the passes took the machine longer than "
                 f"their pace allows at a dilation of {self.dilation:g}; stop what else runs, or "

@@ -339,7 +339,9 @@ class EngineController:
         if arm is not None:
             self.spec.require(arm)
             if (loss := self.spec.loss_of(arm)) is not None:
-                raise UnknownArmError(f"this engine has lost {loss.what}: {loss.reason}")
+                raise UnknownArmError(
+                    f"this engine has lost {loss.what}: {loss.reason}", field_path="gamma"
+                )
         self._forced = arm
         self.explorer.cancel()
         now = self._clock.now()

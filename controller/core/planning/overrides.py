@@ -63,7 +63,8 @@ class Scope:
             raise InvalidOverrideError(
                 f"scope: the fleet has no name, so leave out {self.name[:80]!r}"
                 if self.name
-                else f"scope: name the {self.kind.value} that is meant"
+                else f"scope: name the {self.kind.value} that is meant",
+                field_path="scope",
             )
         _require_text("scope", self.name, 0, MAX_SCOPE_CHARACTERS)
 
@@ -106,19 +107,28 @@ class Rule:
         for name in ("gamma", "gamma_min", "gamma_max"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_GAMMA:
-                raise InvalidOverrideError(f"{name} {value} is outside 0..{MAX_GAMMA}")
+                raise InvalidOverrideError(
+                    f"{name} {value} is outside 0..{MAX_GAMMA}", field_path=name
+                )
         if self.gamma is not None and (self.gamma_min is not None or self.gamma_max is not None):
-            raise InvalidOverrideError("gamma is pinned: bounds beside it have no meaning")
+            raise InvalidOverrideError(
+                "gamma is pinned: bounds beside it have no meaning", field_path="gamma"
+            )
         low, high = self.gamma_min or 0, self.gamma_max
         if high is not None and low > high:
-            raise InvalidOverrideError(f"gamma_min {low} is above gamma_max {high}")
+            raise InvalidOverrideError(
+                f"gamma_min {low} is above gamma_max {high}", field_path="gamma_min"
+            )
         if self.off and max(self.gamma or 0, low) > 0:
-            raise InvalidOverrideError("speculation cannot be off and drafting at the same time")
+            raise InvalidOverrideError(
+                "speculation cannot be off and drafting at the same time", field_path="off"
+            )
         bound = self.tpot_max_seconds
         if bound is not None and not MIN_STEP_SECONDS <= bound <= MAX_STEP_SECONDS:
             raise InvalidOverrideError(
                 f"tpot_max_seconds {bound:g}: a time per output token is at least "
-                f"{MIN_STEP_SECONDS:g} s and at most {MAX_STEP_SECONDS:g} s"
+                f"{MIN_STEP_SECONDS:g} s and at most {MAX_STEP_SECONDS:g} s",
+                field_path="tpot_max_seconds",
             )
         self._check_drafters()
         self._check_regime()
@@ -137,10 +147,13 @@ class Rule:
             _require_text("drafter", name, 1, 64)
         if len(set(names)) < len(names):
             raise InvalidOverrideError(
-                f"drafters {names}: one is named twice, or pinned and denied"
+                f"drafters {names}: one is named twice, or pinned and denied",
+                field_path="deny_drafters",
             )
         if len(names) > 16:
-            raise InvalidOverrideError(f"{len(names)} drafters are named, 16 at most")
+            raise InvalidOverrideError(
+                f"{len(names)} drafters are named, 16 at most", field_path="deny_drafters"
+            )
 
     def _check_regime(self) -> None:
         regime = self.regime
@@ -150,10 +163,13 @@ class Rule:
         if online != (regime.stride > 0) or regime.stride > MAX_STRIDE:
             raise InvalidOverrideError(
                 f"regime {regime.mode.value} with stride {regime.stride}: online updates need a "
-                f"stride of 1 to {MAX_STRIDE}, nothing else has one"
+                f"stride of 1 to {MAX_STRIDE}, nothing else has one",
+                field_path="regime.stride",
             )
         if self.deny_updates and online:
-            raise InvalidOverrideError("online updates cannot be pinned and denied")
+            raise InvalidOverrideError(
+                "online updates cannot be pinned and denied", field_path="deny_updates"
+            )
 
     @property
     def gamma_range(self) -> tuple[int, int] | None:
@@ -203,24 +219,31 @@ class Override:
         if not _ID.fullmatch(self.override_id):
             raise InvalidOverrideError(
                 f"override id {self.override_id[:140]!r}: 1 to 128 letters, digits, . _ : - are "
-                "needed, a letter or digit first"
+                "needed, a letter or digit first",
+                field_path="override_id",
             )
         _require_text("author", self.author, 1, MAX_AUTHOR_CHARACTERS)
         _require_text("reason", self.reason, 1, MAX_REASON_CHARACTERS)
         low, high = self.min_batch_size, self.max_batch_size
         if not (0 <= low <= MAX_BATCH_SIZE and 0 <= high <= MAX_BATCH_SIZE):
-            raise InvalidOverrideError(f"batch sizes {low}-{high} leave 0..{MAX_BATCH_SIZE}")
+            raise InvalidOverrideError(
+                f"batch sizes {low}-{high} leave 0..{MAX_BATCH_SIZE}", field_path="max_batch_size"
+            )
         if high and low > high:
-            raise InvalidOverrideError(f"batch sizes {low}-{high}: the range is empty")
+            raise InvalidOverrideError(
+                f"batch sizes {low}-{high}: the range is empty", field_path="max_batch_size"
+            )
         if self.from_file and not self.rule.can_yield:
             raise InvalidOverrideError(
                 "file-based policy is weakest: it can pin and bound, but what no override could "
-                "displace (off, denials, bounds on the time per output token) needs an override"
+                "displace (off, denials, bounds on the time per output token) needs an override",
+                field_path="rule",
             )
         if (low > 1 or high) and not self.rule.for_batches:
             raise InvalidOverrideError(
                 "the regime and online updates are the engine's, not a batch's: leave the batch "
-                "range out"
+                "range out",
+                field_path="max_batch_size",
             )
 
     def covers(self, spec: EngineSpec, batch_size: int) -> bool:
@@ -353,6 +376,10 @@ def batch_edges(overrides: Iterable[Override], spec: EngineSpec) -> tuple[int, .
 
 def _require_text(what: str, text: str, least: int, most: int) -> None:
     if not least <= len(text) <= most:
-        raise InvalidOverrideError(f"{what}: {len(text)} characters, {least} to {most} are needed")
+        raise InvalidOverrideError(
+            f"{what}: {len(text)} characters, {least} to {most} are needed", field_path=what
+        )
     if not text.isprintable():
-        raise InvalidOverrideError(f"{what} {text[:80]!r}: only printable characters are allowed")
+        raise InvalidOverrideError(
+            f"{what} {text[:80]!r}: only printable characters are allowed", field_path=what
+        )

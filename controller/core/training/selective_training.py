@@ -79,13 +79,18 @@ class TrainingResult:
         if not 0 <= self.version <= MAX_VERSION or self.round < 1:
             raise InvalidTrainingError(
                 f"round {self.round}, version {self.version}: a round is 1 or more, a version in "
-                f"0..{MAX_VERSION}"
+                f"0..{MAX_VERSION}",
+                field_path="round",
             )
         rates = (self.alpha_train, self.alpha_eval, self.alpha_before)
         if not all(0 <= rate <= 1 for rate in rates):
-            raise InvalidTrainingError(f"acceptance rates {rates} must lie in 0..1")
+            raise InvalidTrainingError(
+                f"acceptance rates {rates} must lie in 0..1", field_path="alpha_eval"
+            )
         if bool(self.version) == bool(self.error):
-            raise InvalidTrainingError("a round ends with a version or with an error, one of them")
+            raise InvalidTrainingError(
+                "a round ends with a version or with an error, one of them", field_path="version"
+            )
 
     @property
     def is_better(self) -> bool:
@@ -253,7 +258,8 @@ class SelectiveTraining:
         if not state.training or result.round != state.round:
             raise InvalidTrainingError(
                 f"round {result.round} is not under way"
-                + (f": {state.round} is" if state.training else "")
+                + (f": {state.round} is" if state.training else ""),
+                field_path="round",
             )
         self.stored = 0
         if result.is_better:

@@ -29,6 +29,7 @@ from controller.service.net.http_server import (
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.status.engine_snapshot import EngineSnapshot
+from controller.service.status.fleet_view import FleetView
 
 _log = structlog.get_logger(__name__)
 
@@ -47,10 +48,12 @@ class SidecarCollector(Collector):
         self,
         registry: SessionRegistry,
         override_registry: OverrideRegistry,
+        fleet_view: FleetView,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._registry = registry
         self._override_registry = override_registry
+        self._fleet_view = fleet_view
         self._loop = loop
 
     async def _read(self) -> list[Metric]:
@@ -70,7 +73,7 @@ class SidecarCollector(Collector):
         held = [held for held in self._override_registry.held() if not held.override.from_file]
         sidecar = SidecarSnapshot(
             sessions, held, self._override_registry.policy, self._override_registry.health,
-            unreadable, self._registry.load.is_too_much,
+            self._fleet_view.counts, unreadable, self._registry.load.is_too_much,
         )  # fmt: skip
         general = [(family, family.empty()) for family in OF_THE_SIDECAR]
         for of_all, written in general:
@@ -90,12 +93,13 @@ class MetricsServer:
         self,
         registry: SessionRegistry,
         override_registry: OverrideRegistry,
+        fleet_view: FleetView,
         loop: asyncio.AbstractEventLoop,
         host: str,
         port: int,
     ) -> None:
         metrics = CollectorRegistry()
-        metrics.register(SidecarCollector(registry, override_registry, loop))
+        metrics.register(SidecarCollector(registry, override_registry, fleet_view, loop))
         ProcessCollector(registry=metrics)
         PlatformCollector(registry=metrics)
         kind = _LocalHandler if is_loopback(host) else _MetricsHandler

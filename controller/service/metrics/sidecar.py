@@ -10,6 +10,7 @@ from controller.core.planning.overrides import ScopeKind
 from controller.service.metrics.family import Family, MetricKind
 from controller.service.sessions.override_registry import ActiveOverride
 from controller.service.sessions.session import EngineSession
+from controller.service.status.fleet_view import FleetCounts
 from controller.settings.policy_file import Policy
 from controller.store.interface import Health
 from controller.util import logs
@@ -26,6 +27,8 @@ class SidecarSnapshot:
     held: Sequence[ActiveOverride]
     policy: Policy
     store: Health
+    # Of other sidecars' summaries; None without a store that others use.
+    fleet: FleetCounts | None = None
     # Sessions whose own metrics could not be read.
     unreadable: int = 0
     # Reports are lost because the sidecar is behind.
@@ -119,6 +122,21 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
         _GAUGE, "speculation_store_state_seconds",
         "Time since speculation_store_ok last changed.",
         lambda s: s.store.since_seconds, unit="seconds",
+    ),
+    Family(
+        _COUNTER, "speculation_fleet_summaries",
+        "Summaries of its engines that the sidecar has written for others, by outcome: written, or "
+        "failed because the store did not take it (absent without Redis).",
+        lambda s: None if s.fleet is None else {
+            "written": s.fleet.written, "failed": s.fleet.failed,
+        },
+        label="outcome",
+    ),
+    Family(
+        _COUNTER, "speculation_fleet_refused_entries",
+        "Entries of other sidecars' summaries that could not be used, in all readings so far "
+        "(absent without Redis).",
+        lambda s: None if s.fleet is None else s.fleet.refused,
     ),
     Family(
         _COUNTER, "speculation_suppressed_log_lines",

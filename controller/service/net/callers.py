@@ -59,7 +59,8 @@ class Caller:
             if not self.may_act_on(engine_id):
                 raise ForbiddenError(
                     f"{self.name} may act on the engines {', '.join(self.engines)}, and not on "
-                    f"{engine_id[:128]!r}: the access list restricts it"
+                    f"{engine_id[:128]!r}: the access list restricts it",
+                    resource=engine_id,
                 )
 
 

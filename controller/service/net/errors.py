@@ -1,12 +1,12 @@
-"""Defines what the service refuses, and turns errors into gRPC status codes in one place."""
+"""Defines what the service refuses, and the status and reason of each error in one place."""
 
-from typing import Any, Never
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import grpc
-import grpc.aio
+from grpc import StatusCode
 
 from controller.core.errors import (
-    InvalidBeliefError,
     InvalidEngineError,
     InvalidLossError,
     InvalidProfileError,
@@ -20,6 +20,7 @@ from controller.core.errors import (
 )
 from controller.core.planning.overrides import InvalidOverrideError
 from controller.store.interface import StoreError, StoreUnavailableError, UnknownSequenceError
+from speculation.v1 import errors_pb2
 
 # A message may quote what a client sent; this is as much of it as goes back.
 _MESSAGE_MAX = 500
@@ -61,6 +62,10 @@ class InvalidQuestionError(SpeculationError):
     """A question about what cannot be."""
 
 
+class RequestIdReusedError(SpeculationError):
+    """A request has the id of an earlier one, and other content."""
+
+
 class UnreadableRequestError(SpeculationError):
     """Bytes that are no message of the call."""
 
@@ -87,6 +92,10 @@ class NoProfileError(SpeculationError):
 
 class NoOverrideError(SpeculationError):
     """No such override is in force."""
+
+
+class PolicyNotClearedError(NoOverrideError):
+    """The id is that of file-based policy, which only its file ends."""
 
 
 class TooManyOverridesError(SpeculationError):
@@ -125,6 +134,10 @@ class TrainerAttachedError(SpeculationError):
     """Another trainer attends the engine."""
 
 
+class SidecarFailedError(SpeculationError):
+    """The sidecar failed at a call; the log has the error, and a client hears no more than that."""
+
+
 class StartRefusedError(SpeculationError):
     """The sidecar cannot start as it was asked to."""
 
@@ -137,66 +150,157 @@ class ShuttingDownError(SpeculationError):
     """The sidecar is going away."""
 
 
+@dataclass(frozen=True, slots=True)
+class ErrorKind:
+    """Says how clients hear of an error.
+
+    resource_type: what the `resource` of such an error is; empty if it has none.
+    """
+
+    status: grpc.StatusCode
+    reason: errors_pb2.ErrorReason.ValueType
+    resource_type: str = ""
+
+
+_ENGINE, _OVERRIDE, _PROFILE = "engine", "override", "profile"
 # Narrow before broad: the first match counts.
-_STATUS: tuple[tuple[type[SpeculationError], grpc.StatusCode], ...] = (
-    (UnknownDrafterError, grpc.StatusCode.INVALID_ARGUMENT),
-    (UnknownArmError, grpc.StatusCode.OUT_OF_RANGE),
-    (StaleReportError, grpc.StatusCode.FAILED_PRECONDITION),
-    (InvalidReportError, grpc.StatusCode.INVALID_ARGUMENT),
-    (InvalidEngineError, grpc.StatusCode.INVALID_ARGUMENT),
-    (InvalidLossError, grpc.StatusCode.INVALID_ARGUMENT),
-    (InvalidProfileError, grpc.StatusCode.INVALID_ARGUMENT),
-    (InvalidBeliefError, grpc.StatusCode.INVALID_ARGUMENT),
-    (ProfileMergeError, grpc.StatusCode.INVALID_ARGUMENT),
-    (ProfileMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
-    (NoSessionError, grpc.StatusCode.FAILED_PRECONDITION),
-    (UnknownEngineError, grpc.StatusCode.NOT_FOUND),
-    (EngineTakenError, grpc.StatusCode.ALREADY_EXISTS),
-    (TooManyEnginesError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (MeasurementConflictError, grpc.StatusCode.FAILED_PRECONDITION),
-    (InvalidMeasurementError, grpc.StatusCode.INVALID_ARGUMENT),
-    (NoMatchingEngineError, grpc.StatusCode.FAILED_PRECONDITION),
-    (InvalidQuestionError, grpc.StatusCode.INVALID_ARGUMENT),
-    (TooManyReportsError, grpc.StatusCode.INVALID_ARGUMENT),
-    (UnreadableRequestError, grpc.StatusCode.INVALID_ARGUMENT),
-    (SilentClientError, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (SlowClientError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (ProfileNotSavedError, grpc.StatusCode.INTERNAL),
-    (ShuttingDownError, grpc.StatusCode.UNAVAILABLE),
-    (InvalidOverrideError, grpc.StatusCode.INVALID_ARGUMENT),
-    (NoProfileError, grpc.StatusCode.NOT_FOUND),
-    (NoOverrideError, grpc.StatusCode.NOT_FOUND),
-    (TooManyOverridesError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (OverrideExistsError, grpc.StatusCode.ALREADY_EXISTS),
-    (OverrideChangedError, grpc.StatusCode.ABORTED),
-    (NoEffectError, grpc.StatusCode.FAILED_PRECONDITION),
-    (ForbiddenError, grpc.StatusCode.PERMISSION_DENIED),
-    (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
-    (TooManyCallsError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (InvalidTrainingError, grpc.StatusCode.INVALID_ARGUMENT),
-    (CannotTrainError, grpc.StatusCode.FAILED_PRECONDITION),
-    (TrainerAttachedError, grpc.StatusCode.ALREADY_EXISTS),
-    (UnknownSequenceError, grpc.StatusCode.INVALID_ARGUMENT),
-    (StoreUnavailableError, grpc.StatusCode.UNAVAILABLE),
-    (StoreError, grpc.StatusCode.INTERNAL),
-)
+KINDS: Mapping[type[SpeculationError], ErrorKind] = {
+    UnknownDrafterError: ErrorKind(
+        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_UNKNOWN_DRAFTER
+    ),
+    UnknownArmError: ErrorKind(
+        StatusCode.OUT_OF_RANGE, errors_pb2.ERROR_REASON_UNKNOWN_DRAFT_LENGTH
+    ),
+    StaleReportError: ErrorKind(
+        StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_STALE_REPORT
+    ),
+    InvalidReportError: ErrorKind(
+        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_REPORT
+    ),
+    InvalidEngineError: ErrorKind(
+        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_ENGINE
+    ),
+    InvalidLossError: ErrorKind(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_LOSS),
+    InvalidProfileError: ErrorKind(
+        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_PROFILE
+    ),
+    ProfileMergeError: ErrorKind(
+        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_PROFILE
+    ),
+    ProfileMismatchError: ErrorKind(
+        StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_PROFILE_MISMATCH
+    ),
+    NoSessionError: ErrorKind(
+        StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_SESSION_ENDED
+    ),
+    UnknownEngineError: ErrorKind(
+        StatusCode.NOT_FOUND, errors_pb2.ERROR_REASON_ENGINE_NOT_FOUND, _ENGINE
+    ),
+    EngineTakenError: ErrorKind(
+        StatusCode.ALREADY_EXISTS, errors_pb2.ERROR_REASON_ENGINE_TAKEN, _ENGINE
+    ),
+    TooManyEnginesError: ErrorKind(
+        StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_TOO_MANY_ENGINES
+    ),
+    MeasurementConflictError: ErrorKind(
+        StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_MEASUREMENT_CONFLICT, _ENGINE
+    ),
+    InvalidMeasurementError: ErrorKind(
+        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_MEASUREMENT
+    ),
+    NoMatchingEngineError: ErrorKind(
+        StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_NO_MATCHING_ENGINE, _PROFILE
+    ),
+    RequestIdReusedError: ErrorKind(
+        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_REQUEST_ID_REUSED
+    ),
+    InvalidQuestionError: ErrorKind(
+        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_REQUEST
+    ),
+    TooManyReportsError: ErrorKind(
+        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_TOO_MANY_REPORTS
+    ),
+    UnreadableRequestError: ErrorKind(
+        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_UNREADABLE_REQUEST
+    ),
+    SilentClientError: ErrorKind(
+        StatusCode.DEADLINE_EXCEEDED, errors_pb2.ERROR_REASON_SILENT_CLIENT
+    ),
+    SlowClientError: ErrorKind(StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_SLOW_CLIENT),
+    ProfileNotSavedError: ErrorKind(
+        StatusCode.INTERNAL, errors_pb2.ERROR_REASON_PROFILE_NOT_SAVED, _PROFILE
+    ),
+    ShuttingDownError: ErrorKind(StatusCode.UNAVAILABLE, errors_pb2.ERROR_REASON_SHUTTING_DOWN),
+    InvalidOverrideError: ErrorKind(
+        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_OVERRIDE
+    ),
+    NoProfileError: ErrorKind(
+        StatusCode.NOT_FOUND, errors_pb2.ERROR_REASON_PROFILE_NOT_FOUND, _PROFILE
+    ),
+    NoOverrideError: ErrorKind(
+        StatusCode.NOT_FOUND, errors_pb2.ERROR_REASON_OVERRIDE_NOT_FOUND, _OVERRIDE
+    ),
+    TooManyOverridesError: ErrorKind(
+        StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_TOO_MANY_OVERRIDES
+    ),
+    OverrideExistsError: ErrorKind(
+        StatusCode.ALREADY_EXISTS, errors_pb2.ERROR_REASON_OVERRIDE_EXISTS, _OVERRIDE
+    ),
+    OverrideChangedError: ErrorKind(
+        StatusCode.ABORTED, errors_pb2.ERROR_REASON_OVERRIDE_CHANGED, _OVERRIDE
+    ),
+    NoEffectError: ErrorKind(
+        StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_NO_EFFECT, _OVERRIDE
+    ),
+    ForbiddenError: ErrorKind(
+        StatusCode.PERMISSION_DENIED, errors_pb2.ERROR_REASON_FORBIDDEN, _ENGINE
+    ),
+    UnauthenticatedError: ErrorKind(
+        StatusCode.UNAUTHENTICATED, errors_pb2.ERROR_REASON_UNAUTHENTICATED
+    ),
+    TooManyCallsError: ErrorKind(
+        StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_TOO_MANY_CALLS
+    ),
+    InvalidTrainingError: ErrorKind(
+        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_TRAINING
+    ),
+    CannotTrainError: ErrorKind(
+        StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_CANNOT_TRAIN, _ENGINE
+    ),
+    TrainerAttachedError: ErrorKind(
+        StatusCode.ALREADY_EXISTS, errors_pb2.ERROR_REASON_TRAINER_ATTACHED, _ENGINE
+    ),
+    UnknownSequenceError: ErrorKind(
+        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_REQUEST
+    ),
+    StoreUnavailableError: ErrorKind(
+        StatusCode.UNAVAILABLE, errors_pb2.ERROR_REASON_STORE_UNAVAILABLE
+    ),
+    StoreError: ErrorKind(StatusCode.INTERNAL, errors_pb2.ERROR_REASON_STORE_FAILED),
+}
+FAILED = ErrorKind(StatusCode.INTERNAL, errors_pb2.ERROR_REASON_INTERNAL)
+
+
+def kind_of(error: SpeculationError) -> ErrorKind:
+    """Returns how clients hear of an error; FAILED for one that is not listed."""
+    return next((kind for of, kind in KINDS.items() if isinstance(error, of)), FAILED)
 
 
 def status_of(error: SpeculationError) -> grpc.StatusCode:
-    """The status that says what kind of error it is; UNKNOWN for one that is not listed."""
-    for kind, status in _STATUS:
-        if isinstance(error, kind):
-            return status
-    return grpc.StatusCode.UNKNOWN
+    """The status that says what kind of error it is."""
+    return kind_of(error).status
 
 
 def message_of(error: SpeculationError) -> str:
     """The error's text, cut to a length that fits a status or a rejection."""
-    text = str(error)
-    return text if len(text) <= _MESSAGE_MAX else text[: _MESSAGE_MAX - 1] + "…"
+    return cut(str(error), _MESSAGE_MAX)
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: SpeculationError) -> Never:
-    """Ends the call with the error's status and message, and its name for programs."""
-    name = (("speculation-error", type(error).__name__),)
-    await context.abort(status_of(error), message_of(error), name)
+def cut(text: str, most: int) -> str:
+    """Cuts a text to so many characters, and to twice as many bytes."""
+    if len(text) > most:
+        text = text[: most - 1] + "…"
+    data = text.encode(errors="replace")
+    if len(data) <= 2 * most:
+        return text
+    return data[: 2 * most - 3].decode(errors="ignore") + "…"

@@ -18,7 +18,8 @@ from controller.core.errors import SpeculationError
 from controller.service.net import callers, limits
 from controller.service.net.access import Identify
 from controller.service.net.callers import Call, Right
-from controller.service.net.errors import ForbiddenError, TooManyCallsError, abort
+from controller.service.net.error_details import abort
+from controller.service.net.errors import ForbiddenError, SidecarFailedError, TooManyCallsError
 from controller.service.net.request_parsing import WaitingRoom, read_after
 
 _WRITES = {"SetOverride", "ClearOverride"}
@@ -41,6 +42,19 @@ _LIMITS = {
 WATCHES_MAX = 64
 
 _log = structlog.get_logger(__name__)
+
+
+@asynccontextmanager
+async def _failures(context: Any, method: str) -> AsyncIterator[None]:
+    """Ends a call at which the sidecar fails; gRPC itself would tell clients the error's text."""
+    try:
+        yield
+    except grpc.aio.BaseError:
+        # The call has ended already.
+        raise
+    except Exception:  # noqa: BLE001  # whatever it is, the client has to hear of it
+        _log.exception("call_failed", method=method)
+        await abort(context, SidecarFailedError())
 
 
 def right_of(method: str) -> Right:
@@ -93,12 +107,14 @@ class Guard(grpc.aio.ServerInterceptor):
             except SpeculationError as error:
                 await abort(context, error)
             if call is None or not streams:
-                yield
+                async with _failures(context, handler_call_details.method):
+                    yield
                 return
             call.task = asyncio.current_task()
             self._open[call] = context
             try:
-                yield
+                async with _failures(context, handler_call_details.method):
+                    yield
             except asyncio.CancelledError:
                 if call.revoked is None or call.task is None:
                     raise

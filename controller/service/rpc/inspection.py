@@ -1,5 +1,6 @@
 """Answers what people ask: which engines are steered, and why this plan."""
 
+import asyncio
 import time
 from dataclasses import asdict
 from typing import Final
@@ -10,7 +11,8 @@ import controller
 from controller.core.engine.explanation import Explanation
 from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.core.errors import SpeculationError
-from controller.service.net.errors import InvalidQuestionError, abort
+from controller.service.net.error_details import abort
+from controller.service.net.errors import InvalidQuestionError
 from controller.service.net.limits import Turns
 from controller.service.rpc.overrides import held_to_proto
 from controller.service.rpc.store_messages import health_to_proto
@@ -19,7 +21,13 @@ from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
 from controller.service.status.fleet_filter import selected
 from controller.service.status.fleet_json import engine_values
-from controller.service.status.fleet_view import FleetView, totals_of
+from controller.service.status.fleet_view import (
+    Fleet,
+    FleetEngine,
+    FleetTotals,
+    FleetView,
+    totals_of,
+)
 from controller.service.status.paging import page_of
 from controller.service.status.readiness import Readiness, ServiceHealth
 from controller.service.status.status_cache import StatusCache
@@ -93,7 +101,8 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             if request.batch_size > MAX_BATCH_SIZE:
                 raise InvalidQuestionError(
                     f"batch_size {request.batch_size} is outside 0..{MAX_BATCH_SIZE} "
-                    "(0: that of the last report)"
+                    "(0: that of the last report)",
+                    field_path="batch_size",
                 )
             explanation, answer = await self._explanations.take(lambda: self._explained(request))
             mine = {override.override_id for override in explanation.overrides}
@@ -148,7 +157,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         """A page of the engines of all sidecars that share the store."""
         fleet = await self._fleet_view.look()
         try:
-            engines = selected(fleet.engines, request.filter)
+            engines, totals = await asyncio.to_thread(_matching, fleet, request.filter)
             by_key = {engine.key: engine for engine in engines}
             rows, token = await page_of(
                 by_key,
@@ -162,7 +171,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         return service_pb2.ListFleetResponse(
             engines=rows,
             next_page_token=token,
-            totals=service_pb2.FleetTotals(**asdict(totals_of(engines))),
+            totals=service_pb2.FleetTotals(**asdict(totals)),
             shared=fleet.shared,
             trouble=fleet.trouble,
             refused=fleet.refused,
@@ -195,6 +204,11 @@ def _no_status(engine_id: str, why: str) -> service_pb2.EngineStatus:
 
 def _no_line(engine_id: str, why: str) -> service_pb2.EngineOverview:
     return service_pb2.EngineOverview(engine_id=engine_id, unavailable=why)
+
+
+def _matching(fleet: Fleet, words: str) -> tuple[list[FleetEngine], FleetTotals]:
+    engines = selected(fleet.engines, words)
+    return engines, totals_of(engines)
 
 
 def _no_fleet_engine(key: str, why: str) -> service_pb2.FleetEngine:

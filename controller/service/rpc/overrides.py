@@ -1,47 +1,43 @@
 """Operators in command: PolicyService over the override book."""
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 
 import grpc.aio
 
-from controller.core.errors import SpeculationError
+from controller.core.errors import SpeculationError, within
 from controller.core.planning.override_effects import effect_on
 from controller.core.planning.overrides import (
     MAX_AUTHOR_CHARACTERS,
     MAX_REASON_CHARACTERS,
     InvalidOverrideError,
     Override,
-    Scope,
     ScopeKind,
 )
 from controller.service.net.callers import calling
+from controller.service.net.error_details import abort
 from controller.service.net.errors import (
     ForbiddenError,
-    InvalidQuestionError,
     NoEffectError,
     NoOverrideError,
+    PolicyNotClearedError,
     UnknownEngineError,
-    abort,
 )
-from controller.service.rpc.store_messages import audit_to_proto, health_to_proto
+from controller.service.rpc import audit_pages
+from controller.service.rpc.request_ids import RequestIds, require_uuid
+from controller.service.rpc.store_messages import health_to_proto
 from controller.service.sessions.override_conflicts import OverrideOutcome
 from controller.service.sessions.override_registry import ActiveOverride, OverrideRegistry
 from controller.service.sessions.session import EngineSession
+from controller.service.status.paging import page_of
 from controller.settings.policy_file import POLICY_PREFIX, Policy
-from controller.store.interface import Actor, AuditRecord, StoreUnavailableError
+from controller.store.interface import Actor, StoreUnavailableError
 from controller.wire import overrides as messages
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 
-_AUDIT_DEFAULT, _AUDIT_MAX = 100, 1000
-# Records that are put into an answer at a time.
-_AUDIT_SLICE = 10
 # Engines and names that an error lists.
 _NAMED_MAX = 4
-# Of a database, or of Redis, which puts a dash into it.
-_SEQUENCE = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 _KINDS = {
     "present": policy_pb2.WatchOverridesResponse.KIND_PRESENT,
     "set": policy_pb2.WatchOverridesResponse.KIND_SET,
@@ -50,15 +46,20 @@ _KINDS = {
 
 
 class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
-    """SetOverride, ClearOverride, ListOverrides, WatchOverrides, QueryAudit.
+    """SetOverride, ClearOverride, GetOverride, ListOverrides, WatchOverrides, QueryAudit.
 
     default_seconds, max_seconds: times to live.
     """
 
     def __init__(
-        self, override_registry: OverrideRegistry, default_seconds: float, max_seconds: float
+        self,
+        override_registry: OverrideRegistry,
+        request_ids: RequestIds,
+        default_seconds: float,
+        max_seconds: float,
     ) -> None:
         self._override_registry = override_registry
+        self._request_ids = request_ids
         self.default_seconds = default_seconds
         self.max_seconds = max_seconds
         # One page at a time is read and held in memory, however many ask.
@@ -73,41 +74,45 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> policy_pb2.SetOverrideResponse:
         """Durable and in force here when it returns.  A dry run does all but the last step."""
         try:
-            request.override.from_file = False
-            override = replace(messages.override_from_proto(request.override), revision=0)
-            _require_own_id(override.override_id)
-            _require_scope(override)
-            seconds = messages.lifetime_of(request, self.default_seconds, self.max_seconds)
-            outcome = await self._override_registry.try_set(override, seconds, request.etag)
-            before = self._override_registry.active()
-            after = (
-                before
-                if outcome is OverrideOutcome.REPEATED
-                else self._override_registry.with_(override)
-            )
-            of = next(o for o in after if o.override_id == override.override_id)
-            effects = await self._effects(of, before, after)
-            if request.require_effect and outcome is OverrideOutcome.SET:
-                self._require_effect(of, effects)
             if request.dry_run:
-                self._require_store()
-                shown = policy_pb2.HeldOverride(
-                    override=request.override, remaining_seconds=seconds
-                )
-            else:
-                who = Actor(override.author, override.reason, calling().origin)
-                held, outcome = await self._override_registry.set(
-                    override, seconds, request.etag, who
-                )
-                shown = held_to_proto(held)
-            return policy_pb2.SetOverrideResponse(
-                held=shown,
-                effects=effects,
-                repeated=outcome is OverrideOutcome.REPEATED,
-                end_moved=outcome is OverrideOutcome.END_MOVED,
-            )
+                if request.request_id:
+                    require_uuid(request.request_id)
+                return await self._set(request)
+            return await self._request_ids.once(request, lambda: self._set(request))
         except SpeculationError as error:
             await abort(context, error)
+
+    async def _set(self, request: policy_pb2.SetOverrideRequest) -> policy_pb2.SetOverrideResponse:
+        request.override.from_file = False
+        with within("override"):
+            override = replace(messages.override_from_proto(request.override), revision=0)
+        _require_own_id(override.override_id)
+        _require_scope(override)
+        seconds = messages.lifetime_of(request, self.default_seconds, self.max_seconds)
+        outcome = await self._override_registry.try_set(override, seconds, request.etag)
+        before = self._override_registry.active()
+        after = (
+            before
+            if outcome is OverrideOutcome.REPEATED
+            else self._override_registry.with_(override)
+        )
+        of = next(o for o in after if o.override_id == override.override_id)
+        effects = await self._effects(of, before, after)
+        if request.require_effect and outcome is OverrideOutcome.SET:
+            self._require_effect(of, effects)
+        if request.dry_run:
+            self._require_store()
+            shown = policy_pb2.HeldOverride(override=request.override, remaining_seconds=seconds)
+        else:
+            who = Actor(override.author, override.reason, calling().origin)
+            held, outcome = await self._override_registry.set(override, seconds, request.etag, who)
+            shown = held_to_proto(held)
+        return policy_pb2.SetOverrideResponse(
+            held=shown,
+            effects=effects,
+            repeated=outcome is OverrideOutcome.REPEATED,
+            end_moved=outcome is OverrideOutcome.END_MOVED,
+        )
 
     async def ClearOverride(
         self,
@@ -118,31 +123,66 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> policy_pb2.ClearOverrideResponse:
         """Ended everywhere soon, here when it returns."""
         try:
-            _require("author", request.author, MAX_AUTHOR_CHARACTERS)
-            _require("reason", request.reason, MAX_REASON_CHARACTERS)
-            known = [
-                h
-                for h in self._override_registry.held()
-                if h.override.override_id == request.override_id
-            ]
-            if not known:
-                raise NoOverrideError(f"no override {request.override_id[:128]!r} is in force")
-            if known[0].override.from_file:
-                raise NoOverrideError(
-                    f"{request.override_id} is no override but policy: change "
-                    f"{known[0].origin}, or set an override, which displaces it"
-                )
-            _require_scope(known[0].override)
-            before, after = (
-                self._override_registry.active(),
-                self._override_registry.without(request.override_id),
-            )
-            effects = await self._effects(known[0].override, before, after)
-            who = Actor(request.author, request.reason, calling().origin)
-            await self._override_registry.clear(request.override_id, request.etag, who)
-            return policy_pb2.ClearOverrideResponse(effects=effects)
+            return await self._request_ids.once(request, lambda: self._clear(request))
         except SpeculationError as error:
             await abort(context, error)
+
+    async def _clear(
+        self, request: policy_pb2.ClearOverrideRequest
+    ) -> policy_pb2.ClearOverrideResponse:
+        _require("author", request.author, MAX_AUTHOR_CHARACTERS)
+        _require("reason", request.reason, MAX_REASON_CHARACTERS)
+        try:
+            effects = await self._ended(request)
+        except PolicyNotClearedError:
+            raise
+        except NoOverrideError:
+            if not request.allow_missing:
+                raise
+            return policy_pb2.ClearOverrideResponse(missing=True)
+        return policy_pb2.ClearOverrideResponse(effects=effects)
+
+    async def _ended(
+        self, request: policy_pb2.ClearOverrideRequest
+    ) -> list[policy_pb2.OverrideEffect]:
+        """Ends an override; what that does.  Raises NoOverrideError."""
+        known = self._held(request.override_id)
+        if known.override.from_file:
+            raise PolicyNotClearedError(
+                f"{request.override_id} is no override but policy: change {known.origin}, or set "
+                "an override, which displaces it",
+                resource=request.override_id,
+            )
+        _require_scope(known.override)
+        before = self._override_registry.active()
+        after = self._override_registry.without(request.override_id)
+        effects = await self._effects(known.override, before, after)
+        who = Actor(request.author, request.reason, calling().origin)
+        await self._override_registry.clear(request.override_id, request.etag, who)
+        return effects
+
+    def _held(self, override_id: str) -> ActiveOverride:
+        """Returns what is in force under an id.  Raises NoOverrideError."""
+        for held in self._override_registry.held():
+            if held.override.override_id == override_id:
+                return held
+        raise NoOverrideError(
+            f"no override {override_id[:128]!r} is in force", resource=override_id
+        )
+
+    async def GetOverride(
+        self,
+        request: policy_pb2.GetOverrideRequest,
+        context: grpc.aio.ServicerContext[
+            policy_pb2.GetOverrideRequest, policy_pb2.GetOverrideResponse
+        ],
+    ) -> policy_pb2.GetOverrideResponse:
+        """Returns what is in force here under an id, file-based policy too."""
+        try:
+            held = self._held(request.override_id)
+        except SpeculationError as error:
+            await abort(context, error)
+        return policy_pb2.GetOverrideResponse(held=held_to_proto(held))
 
     async def ListOverrides(
         self,
@@ -151,9 +191,21 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             policy_pb2.ListOverridesRequest, policy_pb2.ListOverridesResponse
         ],
     ) -> policy_pb2.ListOverridesResponse:
-        """Lists the overrides in force here, and the state of the store."""
+        """Lists a page of the overrides in force here, and the state of the store."""
+        held = {h.override.override_id: h for h in self._override_registry.held()}
+        try:
+            rows, token = await page_of(
+                held,
+                lambda name: held_to_proto(held[name]),
+                None,
+                request.page_size,
+                request.page_token,
+            )
+        except SpeculationError as error:
+            await abort(context, error)
         return policy_pb2.ListOverridesResponse(
-            overrides=map(held_to_proto, self._override_registry.held()),
+            overrides=rows,
+            next_page_token=token,
             store=health_to_proto(self._override_registry.health),
             policy=_policy_to_proto(self._override_registry.policy),
         )
@@ -184,17 +236,13 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> policy_pb2.QueryAuditResponse:
         """Returns records of the audit, the newest first."""
         try:
-            limit = request.limit or _AUDIT_DEFAULT
-            if limit > _AUDIT_MAX:
-                raise InvalidQuestionError(f"limit {limit}: at most {_AUDIT_MAX}, ask in pages")
-            before = request.before_sequence
-            if before and not _SEQUENCE.fullmatch(before):
-                raise InvalidQuestionError(
-                    f"before_sequence {before[:40]!r} is not a sequence number"
-                )
+            limit, before = audit_pages.limit_of(request), audit_pages.position_of(request)
             async with self._audit_turn:
-                records = await self._override_registry.audit(limit, request.override_id, before)
-                return await _audit_response(records)
+                # One more, to know whether there are more.
+                records = await self._override_registry.audit(
+                    limit + 1, request.override_id, before
+                )
+                return await audit_pages.page_of(records, limit)
         except SpeculationError as error:
             await abort(context, error)
 
@@ -217,31 +265,33 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     def _require_effect(self, of: Override, effects: Sequence[policy_pb2.OverrideEffect]) -> None:
         """Raises UnknownEngineError or NoEffectError."""
         if not effects:
-            raise self._nobody(of.scope)
+            raise self._nobody(of)
         if all(effect.unable for effect in effects):
             raise NoEffectError(
                 "no engine in its scope can do this: "
-                + _by_engine((effect.engine_id, effect.unable) for effect in effects)
+                + _by_engine((effect.engine_id, effect.unable) for effect in effects),
+                resource=of.override_id,
             )
         if not any(effect.constrains for effect in effects):
             raise NoEffectError(
                 "it would change nothing: "
-                + _by_engine((effect.engine_id, why_nothing(effect)) for effect in effects)
+                + _by_engine((effect.engine_id, why_nothing(effect)) for effect in effects),
+                resource=of.override_id,
             )
 
-    def _nobody(self, scope: Scope) -> SpeculationError:
+    def _nobody(self, of: Override) -> SpeculationError:
         """Says that no engine of this sidecar is in a scope, and which ones there are."""
-        sessions = self._override_registry.known_engines()
+        sessions, scope = self._override_registry.known_engines(), of.scope
         if not sessions:
-            return _kind_of(scope)("no engine has introduced itself to this sidecar")
+            return _absent(of, "no engine has introduced itself to this sidecar")
         if scope.kind is ScopeKind.ENGINE:
             known = sorted({session.engine_id for session in sessions})
         else:
             models = {session.spec.fingerprint.target_model for session in sessions}
             known = sorted(models - {""}) or ["no model by name"]
         more = f" and {len(known) - _NAMED_MAX} more" if len(known) > _NAMED_MAX else ""
-        return _kind_of(scope)(
-            f"this sidecar knows no {scope}; it knows {', '.join(known[:_NAMED_MAX])}{more}"
+        return _absent(
+            of, f"this sidecar knows no {scope}; it knows {', '.join(known[:_NAMED_MAX])}{more}"
         )
 
     def _require_store(self) -> None:
@@ -267,8 +317,10 @@ def _by_engine(found: Iterable[tuple[str, str]]) -> str:
     return "; ".join(f"engine {name}: {text}" for name, text in pairs[:_NAMED_MAX]) + more
 
 
-def _kind_of(scope: Scope) -> type[SpeculationError]:
-    return UnknownEngineError if scope.kind is ScopeKind.ENGINE else NoEffectError
+def _absent(of: Override, message: str) -> SpeculationError:
+    if of.scope.kind is ScopeKind.ENGINE:
+        return UnknownEngineError(message, resource=of.scope.name)
+    return NoEffectError(message, resource=of.override_id)
 
 
 def _timing(session: EngineSession) -> messages.Timing:
@@ -305,7 +357,8 @@ def _require_own_id(override_id: str) -> None:
     if override_id.startswith(POLICY_PREFIX):
         raise InvalidOverrideError(
             f"override id {override_id!r}: ids that begin with {POLICY_PREFIX!r} are those of "
-            "file-based policy; choose another one"
+            "file-based policy; choose another one",
+            field_path="override.override_id",
         )
 
 
@@ -321,15 +374,8 @@ def _require_scope(override: Override) -> None:
         )
 
 
-async def _audit_response(records: Sequence[AuditRecord]) -> policy_pb2.QueryAuditResponse:
-    """Lets other work on the event loop go on between slices of a long page."""
-    response = policy_pb2.QueryAuditResponse()
-    for start in range(0, len(records), _AUDIT_SLICE):
-        response.records.extend(map(audit_to_proto, records[start : start + _AUDIT_SLICE]))
-        await asyncio.sleep(0)
-    return response
-
-
 def _require(what: str, text: str, most: int) -> None:
     if not (1 <= len(text) <= most and text.isprintable()):
-        raise InvalidOverrideError(f"{what}: 1 to {most} printable characters are needed")
+        raise InvalidOverrideError(
+            f"{what}: 1 to {most} printable characters are needed", field_path=what
+        )

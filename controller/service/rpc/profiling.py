@@ -7,10 +7,12 @@ import grpc.aio
 import structlog
 
 from controller.core.cost.profile import Profile
-from controller.core.errors import SpeculationError
+from controller.core.errors import SpeculationError, within
 from controller.service.net import callers
-from controller.service.net.errors import InvalidMeasurementError, NoMatchingEngineError, abort
+from controller.service.net.error_details import abort
+from controller.service.net.errors import InvalidMeasurementError, NoMatchingEngineError
 from controller.service.rpc import streams
+from controller.service.rpc.request_ids import RequestIds
 from controller.service.rpc.streams import beside, read
 from controller.service.sessions.audit_log import AuditLog
 from controller.service.sessions.fleet_profiles import FleetProfiles, SharedProfile
@@ -22,10 +24,14 @@ from controller.service.sessions.profile_registry import (
 )
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
+from controller.service.status.paging import page_of
 from controller.wire.engines import fingerprint_to_proto
 from controller.wire.plans import arm_from_proto
 from controller.wire.reports import report_to_proto
 from speculation.v1 import service_pb2, service_pb2_grpc
+
+# As many as a time in ISO 8601 has.
+_MOMENT_CHARACTERS = 40
 
 _log = structlog.get_logger(__name__)
 
@@ -39,11 +45,13 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         profiles: ProfileRegistry,
         fleet: FleetProfiles,
         audit: AuditLog,
+        request_ids: RequestIds,
     ) -> None:
         self._registry = registry
         self._profiles = profiles
         self._fleet = fleet
         self._audit = audit
+        self._request_ids = request_ids
         self._installing = asyncio.Lock()
 
     async def Measure(  # type: ignore[override]  # as in steering: reads and writes through its context
@@ -78,18 +86,23 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     ) -> service_pb2.InstallProfileResponse:
         """Keeps the profile, and uses it for every engine with its fingerprint."""
         try:
-            profile = await asyncio.to_thread(_profile_of, request.profile_json)
-            self._require_engine(profile)
-            async with self._installing:
-                path = await asyncio.to_thread(self._profiles.save, profile)
-                self._profiles.add(profile)
-            # Only now: engines may have come or gone while the file was written.
-            matching = [s for s in self._registry if mismatch(profile, s.spec) is None]
-            for session in matching:
-                session.use_profile(profile)
-                await asyncio.sleep(0)
+            return await self._request_ids.once(request, lambda: self._install(request))
         except SpeculationError as error:
             await abort(context, error)
+
+    async def _install(
+        self, request: service_pb2.InstallProfileRequest
+    ) -> service_pb2.InstallProfileResponse:
+        profile = await asyncio.to_thread(_profile_of, request.profile_json)
+        self._require_engine(profile)
+        async with self._installing:
+            path = await asyncio.to_thread(self._profiles.save, profile)
+            self._profiles.add(profile)
+        # Only now: engines may have come or gone while the file was written.
+        matching = [s for s in self._registry if mismatch(profile, s.spec) is None]
+        for session in matching:
+            session.use_profile(profile)
+            await asyncio.sleep(0)
         await self._fleet.publish(profile)
         engines = sorted(session.engine_id for session in matching)
         _log.info(
@@ -112,13 +125,18 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     ) -> service_pb2.PushProfileResponse:
         """Keeps a profile for pods that boot, and for engines here that have none."""
         try:
-            profile = await asyncio.to_thread(_profile_of, request.profile_json)
-            identity = await self._fleet.push(profile)
-            self._audit.record(
-                "push_profile", profile.profile_id, callers.calling(), f"under identity {identity}"
-            )
+            return await self._request_ids.once(request, lambda: self._push(request))
         except SpeculationError as error:
             await abort(context, error)
+
+    async def _push(
+        self, request: service_pb2.PushProfileRequest
+    ) -> service_pb2.PushProfileResponse:
+        profile = await asyncio.to_thread(_profile_of, request.profile_json)
+        identity = await self._fleet.push(profile)
+        self._audit.record(
+            "push_profile", profile.profile_id, callers.calling(), f"under identity {identity}"
+        )
         return service_pb2.PushProfileResponse(profile_id=profile.profile_id, identity=identity)
 
     async def ListProfiles(
@@ -128,12 +146,20 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
             service_pb2.ListProfilesRequest, service_pb2.ListProfilesResponse
         ],
     ) -> service_pb2.ListProfilesResponse:
-        """The newest identities first."""
+        """A page of the identities, the one whose measurements are the newest first."""
         try:
-            stored = await self._fleet.all()
+            stored = {_place(found): found for found in await self._fleet.all()}
+            rows, token = await page_of(
+                stored,
+                lambda place: self._listed(stored[place]),
+                None,
+                request.page_size,
+                request.page_token,
+                descending=True,
+            )
         except SpeculationError as error:
             await abort(context, error)
-        return service_pb2.ListProfilesResponse(profiles=map(self._listed, stored))
+        return service_pb2.ListProfilesResponse(profiles=rows, next_page_token=token)
 
     def _listed(self, stored: SharedProfile) -> service_pb2.ShelvedProfile:
         profile = stored.profile
@@ -171,12 +197,19 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         found = [(session, mismatch(profile, session.spec)) for session in self._registry]
         if not found:
             raise NoMatchingEngineError(
-                "no engine has introduced itself yet: the profile matches none"
+                "no engine has introduced itself yet: the profile matches none",
+                resource=profile.profile_id,
             )
         if all(error is not None for _, error in found):
             raise NoMatchingEngineError(
-                "; ".join(f"{session.engine_id}: {error}" for session, error in found[:3])
+                "; ".join(f"{session.engine_id}: {error}" for session, error in found[:3]),
+                resource=profile.profile_id,
             )
+
+
+def _place(stored: SharedProfile) -> str:
+    """Returns the text by which the list is ordered."""
+    return f"{stored.profile.measured_at[:_MOMENT_CHARACTERS]} {stored.identity}"
 
 
 def _profile_of(text: str) -> Profile:
@@ -184,8 +217,9 @@ def _profile_of(text: str) -> Profile:
 
     Raises InvalidProfileError.
     """
-    profile = Profile.from_json(text)
-    require_past(profile)
+    with within("profile_json"):
+        profile = Profile.from_json(text)
+        require_past(profile)
     assert profile.profile_id  # kept by the profile
     return profile
 
@@ -237,7 +271,8 @@ class _MeasureStream:
             if request.engine_id not in {"", self._session.engine_id}:
                 raise InvalidMeasurementError(
                     f"this stream measures engine {self._session.engine_id!r}; "
-                    "open another one for another engine"
+                    "open another one for another engine",
+                    field_path="engine_id",
                 )
             self._force(request)
             self._bell.set()

@@ -20,16 +20,21 @@ from typing import Final
 import grpc.aio
 import structlog
 
-from controller.core.errors import InvalidLossError, InvalidReportError, SpeculationError
+from controller.core.errors import (
+    InvalidLossError,
+    InvalidReportError,
+    SpeculationError,
+    within,
+)
 from controller.core.plan import Plan
 from controller.recording.events import NoteKind
 from controller.service.net import callers
+from controller.service.net.error_details import abort
 from controller.service.net.errors import (
     NoSessionError,
     TooManyReportsError,
-    abort,
+    kind_of,
     message_of,
-    status_of,
 )
 from controller.service.net.limits import Turns
 from controller.service.rpc import streams
@@ -93,7 +98,8 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
         )
 
     def _introduced(self, request: service_pb2.IntroduceRequest) -> EngineSession:
-        spec = engine_from_proto(request.engine)
+        with within("engine"):
+            spec = engine_from_proto(request.engine)
         callers.require_engine(spec.engine_id)
         holder = EngineIdentity.of(callers.calling(), request.engine_secret)
         return self._registry.introduce(spec, holder)
@@ -131,8 +137,9 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
 
 def _decide(session: EngineSession, message: engine_pb2.StepReport) -> service_pb2.DecideResponse:
     try:
-        report = session.unary.identify(report_from_proto(message))
-        session.observe(report)
+        with within("report"):
+            report = session.unary.identify(report_from_proto(message))
+            session.observe(report)
     except InvalidReportError as error:
         session.reject(error)
         raise
@@ -299,7 +306,8 @@ class _SteerStream:
         if len(reports) > MESSAGE_REPORTS:
             raise TooManyReportsError(
                 f"the message has {len(reports)} reports, and {MESSAGE_REPORTS} at most are taken: "
-                "send them in several messages"
+                "send them in several messages",
+                field_path="reports",
             )
         until = monotonic() + _SLICE_SECONDS
         for number, message in enumerate(reports, 1):
@@ -336,9 +344,13 @@ class _SteerStream:
             self._refuse(message.step, error)
 
     def _refuse(self, step: int, error: SpeculationError) -> None:
+        kind = kind_of(error)
         self._rejections.append(
             service_pb2.ReportRejection(
-                step=step, code=status_of(error).value[0], message=message_of(error)
+                step=step,
+                code=kind.status.value[0],
+                message=message_of(error),
+                reason=kind.reason,
             )
         )
 

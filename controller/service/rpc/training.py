@@ -6,15 +6,15 @@ from typing import TypeAlias
 import grpc.aio
 import structlog
 
-from controller.core.errors import SpeculationError
+from controller.core.errors import SpeculationError, within
 from controller.core.training.selective_training import SelectiveTraining, TrainingResult
 from controller.service.net import callers
 from controller.service.net.callers import Right
+from controller.service.net.error_details import abort
 from controller.service.net.errors import (
     CannotTrainError,
     ForbiddenError,
     TrainerAttachedError,
-    abort,
 )
 from controller.service.rpc import streams
 from controller.service.rpc.streams import read
@@ -76,7 +76,8 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             if session.ended is not None:
                 raise session.ended
             if request.HasField("ended"):
-                _end_round(session, training, result_from_proto(request.ended))
+                with within("ended"):
+                    _end_round(session, training, result_from_proto(request.ended))
             order = training.keep(request.stored_signals)
             session.ring()
             # Durable before the trainer hears of it.
@@ -117,7 +118,8 @@ def _require_own(session: EngineSession, secret: str) -> None:
         return
     raise ForbiddenError(
         f"this trainer is not that of engine {session.engine_id!r}: start it with the engine's "
-        "SPECULATION_SIGNALS_FOLDER, where the engine keeps its secret (engine.secret)"
+        "SPECULATION_SIGNALS_FOLDER, where the engine keeps its secret (engine.secret)",
+        resource=session.engine_id,
     )
 
 
@@ -126,8 +128,11 @@ def _free(session: EngineSession) -> SelectiveTraining:
     if training is None:
         raise CannotTrainError(
             f"engine {session.engine_id!r} keeps no training signals, or takes no versions of its "
-            "drafter: start it with SPECULATION_SIGNALS_FOLDER"
+            "drafter: start it with SPECULATION_SIGNALS_FOLDER",
+            resource=session.engine_id,
         )
     if training.attended:
-        raise TrainerAttachedError(f"another trainer attends engine {session.engine_id!r}")
+        raise TrainerAttachedError(
+            f"another trainer attends engine {session.engine_id!r}", resource=session.engine_id
+        )
     return training

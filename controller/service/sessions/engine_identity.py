@@ -31,7 +31,8 @@ class EngineIdentity:
         """Raises InvalidEngineError for a secret that is too long."""
         if len(secret) > _MAX_SECRET_CHARACTERS:
             raise InvalidEngineError(
-                f"engine_secret has {len(secret)} characters, {_MAX_SECRET_CHARACTERS} at most"
+                f"engine_secret has {len(secret)} characters, {_MAX_SECRET_CHARACTERS} at most",
+                field_path="engine_secret",
             )
         digest = hashlib.sha256(secret.encode()).digest() if secret else b""
         return cls(caller.identity, digest, caller.origin)

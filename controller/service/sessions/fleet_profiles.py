@@ -90,7 +90,8 @@ class FleetProfiles:
                 if profile.profile_id == profile_id:
                     return profile
         raise NoProfileError(
-            f"no profile {profile_id[:64]!r} is in the store: see `controller profile list`"
+            f"no profile {profile_id[:64]!r} is in the store: see `controller profile list`",
+            resource=profile_id,
         )
 
     async def for_engine(self, spec: EngineSpec) -> Profile:
@@ -101,7 +102,8 @@ class FleetProfiles:
         near = await self._near(spec)
         raise NoProfileError(
             f"no profile in the store belongs to engine {spec.engine_id!r}: "
-            + ("; ".join(near[:3]) or f"none is of {spec.fingerprint.target_model!r}")
+            + ("; ".join(near[:3]) or f"none is of {spec.fingerprint.target_model!r}"),
+            resource=identity_of(spec),
         )
 
     async def _near(self, spec: EngineSpec) -> list[str]:

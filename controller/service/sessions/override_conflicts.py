@@ -63,17 +63,24 @@ def _lifetime(entry: Entry) -> float | None:
 def conflict_of(override_id: str, etag: str, found: Entry | None) -> SpeculationError:
     """Returns the error for a request that does not fit what the store has."""
     if found is None:
-        return NoOverrideError(f"override {override_id!r} is not there (any more)")
+        return NoOverrideError(
+            f"override {override_id!r} is not there (any more)", resource=override_id
+        )
     if found.ended:
         return OverrideExistsError(
             f"override {override_id!r} was {found.ended} before: its id is not taken again, so "
-            "that a repeated request cannot bring it back; choose another id"
+            "that a repeated request cannot bring it back; choose another id",
+            resource=override_id,
         )
     if not etag:
         return OverrideExistsError(
             f"override {override_id!r} exists with other content (etag {found.etag}): to replace "
-            "it, send that etag (`--etag` of the command)"
+            "it, send that etag (`--etag` of the command)",
+            resource=override_id,
+            facts={"etag": found.etag},
         )
     return OverrideChangedError(
-        f"override {override_id!r} has changed: its etag is {found.etag}; look at it again"
+        f"override {override_id!r} has changed: its etag is {found.etag}; look at it again",
+        resource=override_id,
+        facts={"etag": found.etag},
     )

@@ -224,7 +224,9 @@ class OverrideRegistry:
         for entry in await self._store.entries():
             if entry.override_id == override_id and not entry.ended:
                 return entry
-        raise NoOverrideError(f"no override {override_id[:128]!r} is in force")
+        raise NoOverrideError(
+            f"no override {override_id[:128]!r} is in force", resource=override_id
+        )
 
     def sessions_of(self, scope: Scope) -> list[EngineSession]:
         """The sessions of this sidecar's engines in a scope, by engine id."""

@@ -119,7 +119,8 @@ class ProfileRegistry:
         except OSError as error:
             raise ProfileNotSavedError(
                 f"the profile cannot be kept in {self._directory}: {error.strerror}; nothing was "
-                "changed"
+                "changed",
+                resource=profile.profile_id,
             ) from error
         return path
 
@@ -143,7 +144,8 @@ def require_past(profile: Profile) -> None:
     if profile.measured_at > latest.isoformat():
         raise InvalidProfileError(
             f"measured_at {profile.measured_at[:40]!r} lies in the future: correct it, and the "
-            "clock of the machine that measured"
+            "clock of the machine that measured",
+            field_path="measured_at",
         )
 
 

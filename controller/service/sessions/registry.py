@@ -143,7 +143,8 @@ class SessionRegistry:
             named = ", ".join(known[:_NAMED_MAX]) or "none"
             more = f" and {len(known) - _NAMED_MAX} more" if len(known) > _NAMED_MAX else ""
             raise UnknownEngineError(
-                f"no engine {engine_id[:128]!r} has a session; introduced: {named}{more}"
+                f"no engine {engine_id[:128]!r} has a session; introduced: {named}{more}",
+                resource=engine_id,
             )
         return session
 
@@ -190,5 +191,6 @@ def _require_free(session: EngineSession, identity: EngineIdentity) -> None:
         return
     raise EngineTakenError(
         f"another engine steers under the id {session.engine_id!r}: give this one an id of its "
-        f"own; if the other one has ended, its id is free {_TAKEN_SECONDS:g} s after its last word"
+        f"own; if the other one has ended, its id is free {_TAKEN_SECONDS:g} s after its last word",
+        resource=session.engine_id,
     )

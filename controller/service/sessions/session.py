@@ -194,7 +194,8 @@ class EngineSession:
         if report.drafter not in self._drafters:
             raise UnknownDrafterError(
                 f"step {report.step}: unknown drafter {report.drafter[:80]!r}; "
-                f"this engine introduced {sorted(self._drafters)}"
+                f"this engine introduced {sorted(self._drafters)}",
+                field_path="drafter",
             )
         self.core.observe(report)
         alone = self.counters.alone
@@ -222,7 +223,8 @@ class EngineSession:
         if loss is not None:
             measured.failed = InvalidMeasurementError(
                 f"engine {self.engine_id!r} has lost {loss.what} while it was measured: "
-                f"{loss.reason}"
+                f"{loss.reason}",
+                field_path="gamma",
             )
 
     def _say_lost(self, losses: Iterable[LostCapability]) -> None:
@@ -325,7 +327,8 @@ class EngineSession:
         """
         if self.measurement is not None:
             raise MeasurementConflictError(
-                f"engine {self.engine_id!r} is being measured already: wait for it to end"
+                f"engine {self.engine_id!r} is being measured already: wait for it to end",
+                resource=self.engine_id,
             )
         self.measurement = ForcedMeasurement()
         try:
@@ -343,7 +346,7 @@ class EngineSession:
         try:
             plan = self.core.force(arm)
         except UnknownArmError as error:
-            raise InvalidMeasurementError(str(error)) from error
+            raise InvalidMeasurementError(str(error), field_path=error.field_path) from error
         self._adopt(plan, began)
         measurement.forced_epoch, measurement.arm = plan.epoch, arm
         self.ring()

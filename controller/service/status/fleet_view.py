@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 
 from controller.core.clock import Clock
-from controller.service.status.fleet_publisher import FleetPublisher, Published
+from controller.service.status.fleet_publisher import FleetPublisher
 from controller.service.status.fleet_summary import (
     EngineSummary,
     FleetMember,
@@ -48,9 +48,9 @@ _log = structlog.get_logger(__name__)
 class FleetEngine:
     """Holds one engine as its sidecar has published it.
 
-    sidecar: the name of its host.  source: stands for its process.  age_seconds: since then;
-    0 for this sidecar's own engines, which `local` marks.  silent: the sidecar has published
-    nothing for longer than it should.
+    sidecar: the name of its host.  source: stands for its process.  age_seconds: from then to
+    the reading; 0 for this sidecar's own engines, which `local` marks.  silent: the sidecar has
+    published nothing for longer than it should.
     """
 
     sidecar: str
@@ -118,6 +118,19 @@ class Fleet:
     left_out: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class FleetCounts:
+    """Counts since the start.
+
+    written, failed: texts that this sidecar published, or could not.  refused: entries that could
+    not be used, of all that were read.
+    """
+
+    written: int
+    failed: int
+    refused: int
+
+
 def totals_of(engines: Sequence[FleetEngine]) -> FleetTotals:
     """Adds up the engines of a view."""
     heard = [engine for engine in engines if not engine.silent]
@@ -139,10 +152,7 @@ def totals_of(engines: Sequence[FleetEngine]) -> FleetTotals:
 
 
 class FleetView:
-    """One per sidecar.
-
-    refused: entries that could not be used, of all that were read so far.
-    """
+    """One per sidecar."""
 
     def __init__(
         self,
@@ -156,15 +166,17 @@ class FleetView:
         self._me = FleetMember.of_this_process()
         self._publisher = FleetPublisher(board, status_cache, self._me)
         self._others = Fleet((), board is not None, _NOT_READ if board else _ALONE)
-        self._read_at = -math.inf
         self._fresh_until = -math.inf
         self._reading: asyncio.Task[None] | None = None
-        self.refused = 0
+        self._refused = 0
 
     @property
-    def published(self) -> Published:
-        """Returns how often this sidecar's own engines were published."""
-        return self._publisher.published
+    def counts(self) -> FleetCounts | None:
+        """Returns what has happened so far; None without a store that others use."""
+        if self._board is None:
+            return None
+        published = self._publisher.published
+        return FleetCounts(published.written, published.failed, self._refused)
 
     def open(self) -> None:
         """Begins to publish this sidecar's engines; those of others are read when asked for."""
@@ -187,10 +199,8 @@ class FleetView:
             if self._reading is None or self._reading.done():
                 self._reading = asyncio.create_task(self._read(self._board))
             await asyncio.wait([self._reading], timeout=_PATIENCE_SECONDS)
-        since = max(0.0, self._clock.now() - self._read_at)
-        others = [replace(e, age_seconds=e.age_seconds + since) for e in self._others.engines]
-        engines = sorted(_heard_of([*own, *others]), key=lambda engine: engine.key)
-        return replace(self._others, engines=tuple(engines))
+        # A thread's work, because a large fleet would keep steering waiting.
+        return await asyncio.to_thread(_merged, own, self._others)
 
     async def _read(self, board: SummaryBoard) -> None:
         busy = 0.0
@@ -203,9 +213,9 @@ class FleetView:
             found = Fleet((), shared=True, trouble=f"the store is away: {error}")
         if found.refused and found.refused != self._others.refused:
             _log.warning("fleet_entries_refused", entries=found.refused)
-        self.refused += found.refused
-        self._others, self._read_at = found, self._clock.now()
-        self._fresh_until = self._read_at + max(_SECONDS, busy / _SHARE_MAX)
+        self._refused += found.refused
+        self._others = found
+        self._fresh_until = self._clock.now() + max(_SECONDS, busy / _SHARE_MAX)
 
 
 def _parsed(stored: Summaries, own: str) -> Fleet:
@@ -236,6 +246,12 @@ def _engines_of(summary: Summary) -> tuple[list[FleetEngine], int, int]:
         for engine in engines
     ]
     return found, refused, head.left_out
+
+
+def _merged(own: Sequence[FleetEngine], others: Fleet) -> Fleet:
+    """Adds one's own engines.  Nothing is copied: thousands of new objects are work for the GC."""
+    engines = sorted(_heard_of([*own, *others.engines]), key=lambda engine: engine.key)
+    return replace(others, engines=tuple(engines))
 
 
 def _heard_of(engines: Iterable[FleetEngine]) -> Iterator[FleetEngine]:

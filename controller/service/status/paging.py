@@ -1,4 +1,4 @@
-"""Lists of engines in pages that fit in a message (rules: proto/README.md, "Pages")."""
+"""Lists in pages that fit in a message (rules: proto/README.md, "Pages")."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -29,28 +29,33 @@ def why_not(error: Exception) -> str:
 
 
 async def page_of(
-    engine_ids: Iterable[str],
+    names: Iterable[str],
     row_of: Callable[[str], Row],
-    unavailable: Callable[[str, str], Row],
+    unavailable: Callable[[str, str], Row] | None,
     size: int,
     token: str,
     most_bytes: int = BYTES_MAX,
+    *,
+    descending: bool = False,
 ) -> tuple[list[Row], str]:
-    """(rows, the next page's token), by engine id.
+    """(rows, the next page's token), in the order of the names, ids of engines say.
 
-    row_of: makes the row of an engine id; where it fails, `unavailable(engine_id, why)` does.
+    row_of: makes the row of a name; where it fails, `unavailable(name, why)` does, if it is given.
     size, token: as in the request.  most_bytes: of all rows together.
 
     Raises InvalidQuestionError for a token that this sidecar did not give.
     """
     if len(token) > _TOKEN_MAX:
-        raise InvalidQuestionError("this sidecar did not give this page_token: begin without one")
+        raise InvalidQuestionError(
+            "this sidecar did not give this page_token: begin without one", field_path="page_token"
+        )
     most_rows = min(size or ROWS_MAX, ROWS_MAX)
-    ahead = sorted(engine_id for engine_id in engine_ids if engine_id > token)
+    later = (name for name in names if not token or (name < token if descending else name > token))
+    ahead = sorted(later, reverse=descending)
     rows: list[Row] = []
     left = most_bytes
-    for number, engine_id in enumerate(ahead):
-        row = _row(engine_id, row_of, unavailable, most_bytes)
+    for number, name in enumerate(ahead):
+        row = row_of(name) if unavailable is None else _row(name, row_of, unavailable, most_bytes)
         left -= row.ByteSize()
         if rows and (left < 0 or len(rows) >= most_rows):
             return rows, ahead[number - 1]

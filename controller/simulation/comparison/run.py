@@ -188,8 +188,13 @@ def run_all(
             pool.submit(run_seed, scenarios[i], task_seed, wanted, settings): i
             for i, task_seed in tasks
         }
-        for future in as_completed(waiting):
-            keep(waiting[future], future.result())
+        try:
+            for future in as_completed(waiting):
+                keep(waiting[future], future.result())
+        except BaseException:
+            # Ctrl-C, or a seed that failed: what has not begun is not run any more.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     for seeds in found:
         seeds.sort(key=lambda run: run.seed)
     return found

@@ -1,5 +1,7 @@
 """A report as JSON and back: the fields of `results`, enums by value, finite numbers only."""
 
+from typing import Any
+
 from pydantic import TypeAdapter, ValidationError
 
 from controller.simulation.errors import InvalidInputError
@@ -11,6 +13,12 @@ _ADAPTER: TypeAdapter[SimulationReport] = TypeAdapter(SimulationReport)
 def to_json(report: SimulationReport) -> str:
     """Writes a report as JSON, with its fields as they are named in `results`."""
     return _ADAPTER.dump_json(report, indent=1).decode() + "\n"
+
+
+def to_values(report: SimulationReport) -> dict[str, Any]:
+    """Returns what `to_json` writes as plain values."""
+    found: dict[str, Any] = _ADAPTER.dump_python(report, mode="json")
+    return found
 
 
 def from_json(text: str) -> SimulationReport:

@@ -1,10 +1,6 @@
-"""A report as tables for a terminal."""
+"""A report as tables and text."""
 
-from collections.abc import Iterator
-
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Iterator, Mapping, Sequence
 
 from controller.simulation.report.bars import OURS, bars, ours
 from controller.simulation.report.rows import (
@@ -18,34 +14,42 @@ from controller.simulation.report.rows import (
     sustained_rows,
 )
 from controller.simulation.results import ScenarioReport, SimulationReport
+from controller.util.text_table import TextColumn, TextTable
 
 # So many scenarios are shown policy by policy; more are shown in the overview alone.
 _DETAILED = 6
+# When a column is left out where there is no room; a column that is not named stays.
+_SCENARIO = {
+    "origin": 7, "tokens/s": 2, "of best static": 1, "of off": 1, "switches/1000": 4,
+    "recovery": 5, "probing": 6, "probe steps": 8, "TPOT ms": 3, "decision us": 9,
+}  # fmt: skip
+_OVERVIEW = {
+    "of best static": 1, "of off": 2, "closest peer": 3, "of it": 3, "switches/1000": 5,
+    "recovery": 6, "probing": 4, "probe steps": 7, "us": 8,
+}  # fmt: skip
+_LATENCY = {"ms a token from arrival": 1, "TPOT ms": 2, "end to end s": 3}
+_SUSTAINED = {"tokens/s sustained": 1}
 
 
-def render_text(report: SimulationReport) -> Group:
-    """Shows overview and bars; with a few scenarios also every policy of each."""
-    return Group(*_parts(report))
-
-
-def _parts(report: SimulationReport) -> Iterator[RenderableType]:
+def render_text(report: SimulationReport) -> Iterator[TextTable | str]:
+    """Yields overview and bars; with a few scenarios also every policy of each."""
     if not report.scenarios:
-        yield Text("no scenario was run")
+        yield "no scenario was run"
         return
     if len(report.scenarios) <= _DETAILED:
         for scenario in report.scenarios:
             yield scenario_table(scenario)
             if rows := latency_rows(scenario):
                 title = f"{scenario.name}: latency, mean / median / 99th percentile"
-                yield _plain_table(title, LATENCY_COLUMNS, rows)
+                yield TextTable(title, _columns(LATENCY_COLUMNS, _LATENCY), rows)
     for scenario in report.scenarios:
         if rows := sustained_rows(scenario.sustained):
             title = f"{scenario.name}: highest load within the latency bound"
-            yield _plain_table(title, SUSTAINED_COLUMNS, rows)
+            yield TextTable(title, _columns(SUSTAINED_COLUMNS, _SUSTAINED), rows)
     if any(map(ours, report.scenarios)):
         yield overview_table(report)
         yield bars_table(report)
-    yield Text(
+    yield (
         f"{len(report.scenarios)} scenarios in {report.wall_seconds:.0f} s, seed {report.seed}. "
         "Ratios are geometric means over paired seeds, of tokens per second or, where requests "
         "arrive by themselves, of the inverse of the mean latency per token; vllm-schedule has its "
@@ -53,55 +57,54 @@ def _parts(report: SimulationReport) -> Iterator[RenderableType]:
     )
 
 
-def scenario_table(scenario: ScenarioReport) -> Table:
+def scenario_table(scenario: ScenarioReport) -> TextTable:
     """Makes one row for each policy, the best first."""
-    table = Table(title=f"{scenario.name}: {scenario.description}", title_justify="left")
-    for column in SCENARIO_COLUMNS[:2]:
-        table.add_column(column, no_wrap=True)
-    for column in SCENARIO_COLUMNS[2:]:
-        table.add_column(column, justify="right")
-    for policy in scenario.policies:
-        row = scenario_row(policy, intervals=False)
-        table.add_row(*row, style="bold" if policy.name == OURS else "")
-    return table
+    return TextTable(
+        f"{scenario.name}: {scenario.description}",
+        _columns(SCENARIO_COLUMNS, _SCENARIO),
+        [scenario_row(policy, intervals=False) for policy in scenario.policies],
+    )
 
 
-def _plain_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(columns[0])
-    for column in columns[1:]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*row, style="bold" if row[0] == OURS else "")
-    return table
-
-
-def overview_table(report: SimulationReport) -> Table:
+def overview_table(report: SimulationReport) -> TextTable:
     """Makes one row for each scenario: the controller against everything."""
-    table = Table(title="controller", title_justify="left")
-    for column in (*OVERVIEW_COLUMNS, "us"):
-        if column == "scenario":
-            table.add_column(column, overflow="fold")
-        elif column == "closest peer":
-            table.add_column(column)
-        else:
-            table.add_column(
-                column, justify="right", no_wrap=column in {"of oracle", "of best static", "of off"}
-            )
-    for policy, row in overview_rows(report.scenarios):
-        table.add_row(*row, f"{policy.decision_microseconds:.0f}")
-    return table
+    return TextTable(
+        "controller",
+        _columns((*OVERVIEW_COLUMNS, "us"), _OVERVIEW),
+        [
+            (*row, f"{policy.decision_microseconds:.0f}")
+            for policy, row in overview_rows(report.scenarios)
+        ],
+    )
 
 
-def bars_table(report: SimulationReport) -> Table:
+def bars_table(report: SimulationReport) -> TextTable:
     """Shows the demands, and whether they hold."""
-    table = Table(title="bars", title_justify="left")
-    table.add_column("demand")
-    table.add_column("wanted", justify="right")
-    table.add_column("found", justify="right")
-    table.add_column("")
-    table.add_column("where", overflow="fold")
-    for bar in bars(report):
-        holds = Text("holds", style="green") if bar.holds else Text("missed", style="red")
-        table.add_row(bar.name, f"{bar.wanted:g}", f"{bar.found:.4g}", holds, bar.where)
-    return table
+    return TextTable(
+        "bars",
+        [
+            TextColumn("demand"),
+            TextColumn("wanted", right=True, priority=1),
+            TextColumn("found", right=True, priority=1),
+            TextColumn("", styles={"holds": "green", "missed": "red"}),
+            TextColumn("where", priority=2),
+        ],
+        [
+            (
+                bar.name, f"{bar.wanted:g}", f"{bar.found:.4g}",
+                "holds" if bar.holds else "missed", bar.where,
+            )
+            for bar in bars(report)
+        ],
+    )  # fmt: skip
+
+
+# Of words; all others are numbers.
+_WORDS = {"policy", "origin", "scenario", "closest peer"}
+
+
+def _columns(titles: Sequence[str], priorities: Mapping[str, int]) -> list[TextColumn]:
+    return [
+        TextColumn(title, title not in _WORDS, priorities.get(title, 0), {OURS: "bold"})
+        for title in titles
+    ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from engine_shim.sglang.api import versions
+from engine_shim.steering.checks import Check, checked
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -45,10 +46,8 @@ def around_adaptive_reason(original: Any, args: ServerArgs) -> str | None:
     return reason
 
 
-def unsupported_reason(
-    args: ServerArgs, settings: PluginSettings, *, has_block: bool
-) -> str | None:
-    """Explains why data-parallel attention cannot be steered; None when it can, or is off.
+def check(args: ServerArgs, settings: PluginSettings, *, has_block: bool) -> Check:
+    """Checks whether data-parallel attention can be steered, where it is on.
 
     has_block: the engine has a DFlash drafter.
     """
@@ -56,10 +55,11 @@ def unsupported_reason(
     from sglang.srt.environ import envs
 
     view: Any = resolved_view(args)
+    topic, lead = "data-parallel attention", "data-parallel attention is to be steered, but "
     if not _differs.has_attention_dp(view):
-        return None
+        return Check(topic, "off")
     if not _differs.STEERS_ATTENTION_DP:
-        return f"SGLang {versions.TESTED[-1]} is needed"
+        return Check(topic, "on", f"SGLang {versions.TESTED[-1]} is needed", lead)
     obstacles = {
         "a DFlash drafter is untested with it": has_block,
         "SPECULATION_ONLINE_UPDATES updates a drafter of one rank only": settings.online_updates,
@@ -79,7 +79,7 @@ def unsupported_reason(
             envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
         ),
     }
-    return next((reason for reason, is_so in obstacles.items() if is_so), None)
+    return checked(topic, "on", obstacles, lead)
 
 
 def keep_sizes(_: None, batch: Any, gathered: Any, *__: Any, **___: Any) -> None:

@@ -89,8 +89,10 @@ class PluginSettings(ShimSettings):
         description="Weight of staying near the drafter as it was when the round began; counts "
         "from the second optimiser step of a round on.",
     )
-    online_discount: float = Field(
-        default=0.8, description="Weight of a draft position, relative to the one before it."
+    online_discount: float | None = Field(
+        default=None,
+        description="Weight of a draft position, relative to the one before it. Unset: as the "
+        "drafter was trained, 0.8 for EAGLE3 and MTP, exp(-2 / block) for DFlash.",
     )
     online_steps: int = Field(default=1, description="Optimiser steps a round.")
     online_anchors: int = Field(

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 from engine_shim.sglang.api import versions
+from engine_shim.steering.checks import Check, checked
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -28,6 +29,8 @@ DEFAULT_STEPS: Final = 3
 DEFAULT_REQUESTS: Final = 48
 # Up to so many, a decode server makes room for twice as many further ones.
 _FEW_REQUESTS: Final = 32
+# Begins the errors of an engine that starts.
+_LEAD: Final = "SPECULATION_SIDECAR is set, but "
 # What SGLang may yet replace a page size by.
 _LARGEST_PAGE: Final = 128
 
@@ -104,62 +107,107 @@ def draft_moe_scopes() -> tuple[AbstractContextManager[Any], ...]:
     return utils.speculative_moe_backend_context(), utils.speculative_moe_a2a_backend_context()
 
 
-def unsupported_reason(args: ServerArgs) -> str | None:
-    """Explains why speculation under these arguments cannot be steered; None when it can.
+def flag_checks(args: ServerArgs) -> tuple[Check, ...]:
+    """Checks what the flags of an engine say about how it runs.
 
     Reads what resolution has decided so far; meant for after the speculation step.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.model_executor.cuda_graph_config import Backend
-    from sglang.srt.speculative.adaptive_spec_params import adaptive_unsupported_reason
 
     view: Any = resolved_view(args)
     graphs = view.cuda_graph_config
-    obstacles = {
-        f"--pipeline-parallel-size {view.pp_size}: only 1 is supported": view.pp_size != 1,
-        f"--data-parallel-size {view.dp_size}: only 1 is supported; run one server each": (
-            view.dp_size != 1 and not _differs.has_attention_dp(view)
+    prefill_graphs = None if graphs is None else graphs.prefill.backend
+    has_lora = bool(view.enable_lora or (view.enable_lora is None and view.lora_paths))
+    has_attention_dp = _differs.has_attention_dp(view)
+    return (
+        _flag(
+            "pipeline parallelism",
+            view.pp_size,
+            f"--pipeline-parallel-size {view.pp_size}: only 1 is supported; share the model with "
+            "--tensor-parallel-size instead",
+            view.pp_size != 1,
         ),
-        "context-parallel attention is not supported": view.attn_cp_size != 1,
-        "a prefill-only server never drafts: leave SPECULATION_SIDECAR unset there": (
-            view.disaggregation_mode == "prefill"
+        _flag(
+            "data parallelism",
+            f"{view.dp_size}, of attention" if has_attention_dp else view.dp_size,
+            f"--data-parallel-size {view.dp_size}: only 1 is supported; run one server each",
+            view.dp_size != 1 and not has_attention_dp,
+        ),
+        _flag(
+            "context parallelism",
+            view.attn_cp_size,
+            "context-parallel attention is not supported; leave it out",
+            view.attn_cp_size != 1,
+        ),
+        _flag(
+            "disaggregation",
+            "none" if view.disaggregation_mode == "null" else view.disaggregation_mode,
+            "a prefill-only server never drafts: leave SPECULATION_SIDECAR unset there",
+            view.disaggregation_mode == "prefill",
         ),
         # They are captured with the attention backend of the draft length that the engine starts
         # with, and a change of the draft length puts another one into the target.
-        "--cuda-graph-backend-prefill is full: these graphs belong to one draft length, and the "
-        "first prefill after a change of it would fail; breakable or disabled is needed": (
-            graphs is not None and graphs.prefill.backend == Backend.FULL
+        _flag(
+            "prefill graphs",
+            prefill_graphs or "not settled",
+            "--cuda-graph-backend-prefill is full: these graphs belong to one draft length, and "
+            "the first prefill after a change of it would fail; breakable or disabled is needed",
+            prefill_graphs == Backend.FULL,
         ),
         # SGLang derives one from the other only later, and would then name --speculative-adaptive,
         # which nobody gave: LoRA's metadata for graphs are not made for other draft lengths.
-        "LoRA is on (--enable-lora, --lora-paths): SGLang prepares adapters for one draft length "
-        "only; serve without adapters, or unset SPECULATION_SIDECAR": bool(
-            view.enable_lora or (view.enable_lora is None and view.lora_paths)
+        _flag(
+            "adapters",
+            "LoRA" if has_lora else "none",
+            "LoRA is on (--enable-lora, --lora-paths): SGLang prepares adapters for one draft "
+            "length only; serve without adapters, or unset SPECULATION_SIDECAR",
+            has_lora,
         ),
-    }
-    found = next((reason for reason, is_so in obstacles.items() if is_so), None)
-    if found is not None:
-        return found
+    )
+
+
+def own_check(args: ServerArgs) -> Check:
+    """Checks what SGLang itself wants of an engine whose draft length changes.
+
+    For after the speculation step.
+    """
+    from sglang.srt.speculative.adaptive_spec_params import adaptive_unsupported_reason
+
     reason: str | None = adaptive_unsupported_reason(args)
-    return reason
+    return Check(
+        "SGLang's own conditions", "met" if reason is None else "not met", reason or "", _LEAD
+    )
 
 
-def no_dflash_reason(args: ServerArgs) -> str | None:
-    """Explains why no DFlash drafter can be steered under these arguments; None when one can.
+def _flag(topic: str, found: object, obstacle: str, is_so: object) -> Check:
+    return checked(topic, found, {obstacle: is_so}, _LEAD)
 
-    For after the speculation step; `unsupported_reason` was asked before.
+
+def block_check(args: ServerArgs) -> Check:
+    """Checks what keeps a DFlash drafter from being steered; meant for an engine that has one.
+
+    For after the speculation step; the other checks were made before.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
 
     view: Any = resolved_view(args)
     obstacles = {
-        "--enable-hierarchical-cache does not back up its cache": view.enable_hierarchical_cache,
-        "--disaggregation-mode does not hand over its cache": view.disaggregation_mode != "null",
-        "--speculative-use-rejection-sampling needs the distribution it drafts from": (
-            view.speculative_use_rejection_sampling
+        "--enable-hierarchical-cache does not back up its cache; leave it out": (
+            view.enable_hierarchical_cache
         ),
+        "--disaggregation-mode does not hand over its cache; use another drafter": (
+            view.disaggregation_mode != "null"
+        ),
+        "--speculative-use-rejection-sampling needs the distribution it drafts from; leave that "
+        "option out": view.speculative_use_rejection_sampling,
     }
-    return next((reason for reason, is_so in obstacles.items() if is_so), None)
+    return checked(
+        "options beside DFlash",
+        "conflict" if any(obstacles.values()) else "fit",
+        obstacles,
+        "a DFlash drafter is to be steered, but ",
+    )
 
 
 def adapters(model_runner: Any) -> Mapping[str, Any]:

@@ -14,13 +14,13 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode, compute_position
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative import dflash_worker_v2
-from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from engine_shim.link.losses import reason_of
 from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.api.transfer import to_device
+from engine_shim.sglang.drafters import dflash_checkpoint
 from engine_shim.sglang.drafters.attempts import Attempts
 from engine_shim.sglang.drafters.chains import verification_of
 from engine_shim.steering.errors import HookError, UnsupportedEngineError
@@ -42,14 +42,9 @@ class _DraftingHalf(dflash_worker_v2.DFlashWorkerV2):
 
     def _maybe_merge_trained_mask_embedding(self) -> None:
         """It would write into the target's embedding."""
-        from pathlib import Path  # only here
-
-        path = Path(get_spec().speculative_draft_model_path or "") / "mask_embedding.pt"
-        if path.exists():
-            raise UnsupportedEngineError(
-                f"{path}: a trained mask embedding replaces a row of the target's, which would "
-                "change the target: use a checkpoint without one beside another drafter"
-            )
+        reason = dflash_checkpoint.trained_mask(get_spec().speculative_draft_model_path or "")
+        if reason:
+            raise UnsupportedEngineError(reason)
 
 
 class DFlashDrafter(Attempts):
@@ -70,14 +65,10 @@ class DFlashDrafter(Attempts):
         super().__init__(f"DFlash no longer drafts; {fallback}")
         self._model_path, self._revision = model_path, revision
         target = outer.target_worker.model_runner
-        draft = parse_dflash_draft_config(draft_hf_config=config.hf_config)
-        self.block_size = size = int(draft.resolve_block_size(default=16))
-        if sglang_api.widest_step() < size:
-            # The block is written behind the context, where room is kept for the widest step.
-            raise UnsupportedEngineError(
-                f"the DFlash drafter drafts blocks of {size}, for which the engine keeps no room: "
-                f"let SPECULATION_GAMMAS reach {size - 1}"
-            )
+        self.block_size = dflash_checkpoint.block_size(config)
+        reason = dflash_checkpoint.no_room(self.block_size, sglang_api.widest_step())
+        if reason:
+            raise UnsupportedEngineError(reason)
         dflash_worker_v2.DFlashVerifyInput = _stop
         saved, target.spec_algorithm = target.spec_algorithm, SpeculativeAlgorithm.DFLASH
         try:

@@ -21,7 +21,8 @@ from sglang.srt.speculative.eagle_utils import default_tree_mask_mode
 from engine_shim.sglang.api import hook_check, sglang_api
 from engine_shim.sglang.drafters import target_capture
 from engine_shim.sglang.drafters.dflash import DFlashDrafter
-from engine_shim.sglang.drafters.hidden_states import draft_config, emit_for_block
+from engine_shim.sglang.drafters.dflash_checkpoint import draft_config, other_width
+from engine_shim.sglang.drafters.hidden_states import emit_for_block
 from engine_shim.steering.errors import UnsupportedEngineError
 
 
@@ -54,11 +55,9 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
         fallback = "from now on nothing that is drafted is accepted"
         self.block = DFlashDrafter(config, path, revision, self, fallback)
         asked = server_args.speculative_num_draft_tokens
-        if asked not in (None, self.block.block_size):
-            raise UnsupportedEngineError(
-                f"--speculative-num-draft-tokens {asked}: the checkpoint drafts blocks of "
-                f"{self.block.block_size}, and shorter ones accept less; leave it out"
-            )
+        reason = other_width(asked, self.block.block_size)
+        if reason:
+            raise UnsupportedEngineError(reason)
         self.block.lend_layout(self)
         self.tree_mask_mode = default_tree_mask_mode()
 

@@ -19,6 +19,7 @@ from sglang.srt.speculative import eagle_worker_v2
 from engine_shim.sglang.api import hook_check, sglang_api
 from engine_shim.sglang.drafters.chains import fits
 from engine_shim.sglang.drafters.dflash import DFlashDrafter
+from engine_shim.sglang.drafters.dflash_checkpoint import lengths_of_block
 from engine_shim.sglang.drafters.hidden_states import SharedCapture
 
 
@@ -60,7 +61,7 @@ class DualDrafter:
     @property
     def gammas(self) -> tuple[int, ...]:
         """Draft lengths above 0 that its block can fill."""
-        return tuple(g for g in self._gammas if 0 < g < self.block.block_size)
+        return tuple(g for g in lengths_of_block(self._gammas, self.block.block_size) if g)
 
     def around_construct(
         self, original: Callable[..., None], draft: Any, *arguments: Any, **named: Any

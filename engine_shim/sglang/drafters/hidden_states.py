@@ -15,7 +15,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
-from engine_shim.sglang.drafters import target_capture
+from engine_shim.sglang.drafters import dflash_checkpoint, target_capture
+from engine_shim.sglang.drafters.dflash_checkpoint import draft_config
 from engine_shim.steering.errors import UnsupportedEngineError
 
 
@@ -104,29 +105,15 @@ class SharedCapture:
         )
 
 
-def draft_config(server_args: Any, model_path: str, revision: str | None) -> ModelConfig:
-    """Reads the configuration of a drafter's checkpoint."""
-    return ModelConfig.from_server_args(
-        server_args, model_path=model_path, model_revision=revision, is_draft_model=True
-    )
-
-
 def emit_for_block(found: Any, block: ModelConfig, target: ModelConfig) -> int:
     """Has a target emit what a DFlash checkpoint reads; the drafter's number of layers.
 
     found: SGLang's `SpecAuxHiddenStateConfig`.  Raises UnsupportedEngineError for a checkpoint
     that is no DFlash one, or of another target.
     """
-    names = block.hf_config.architectures or []
-    if not any("DFlash" in name for name in names):
-        raise UnsupportedEngineError(
-            f"{block.model_path} is no DFlash checkpoint: its architectures are {names}"
-        )
-    if block.hidden_size != target.hidden_size:
-        raise UnsupportedEngineError(
-            f"{block.model_path} is of hidden size {block.hidden_size}, the target of "
-            f"{target.hidden_size}: it is no drafter for it"
-        )
+    reason = dflash_checkpoint.mismatch(block, target)
+    if reason:
+        raise UnsupportedEngineError(reason)
     draft = parse_dflash_draft_config(draft_hf_config=block.hf_config)
     layers: int = draft.require_num_layers()
     found.dflash_use_aux_hidden_state = True

@@ -39,6 +39,8 @@ _UNUSED_STEPS: Final = 64
 # Draft positions that a round without drafts (gamma = 0) is learnt for.
 _UNDRAFTED: Final = 3
 
+_REFUSED: Final = "SPECULATION_ONLINE_UPDATES is set, but the drafter cannot learn"
+
 _log = logging.getLogger(__name__)
 
 
@@ -63,18 +65,23 @@ class OnlineCounters:
     state: str = "starting"
 
 
+def untested_device(device: str) -> str:
+    """Explains why drafters cannot learn on a device; "" if they can."""
+    return "" if device == "cpu" else f"{_REFUSED}: on {device} this is untested, the CPU only"
+
+
 def updates_for(worker: Any, device: str, ranks: int, settings: PluginSettings) -> OnlineUpdates:
     """Makes the updates of this `EAGLEWorkerV2`.
 
     device, ranks: that it runs on, and that share it.  Raises UnsupportedEngineError.
     """
-    refused = "SPECULATION_ONLINE_UPDATES is set, but the drafter cannot learn"
-    if device != "cpu":
-        raise UnsupportedEngineError(f"{refused}: on {device} this is untested, the CPU only")
+    reason = untested_device(device)
+    if reason:
+        raise UnsupportedEngineError(reason)
     try:
         drafter = live_drafter(worker, ranks)
     except UnsupportedDrafterError as error:
-        raise UnsupportedEngineError(f"{refused}: {error}") from error
+        raise UnsupportedEngineError(f"{_REFUSED}: {error}") from error
     return OnlineUpdates(drafter, settings, settings.gammas[-1])
 
 

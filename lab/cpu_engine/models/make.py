@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument(
         "--edits",
         action="store_true",
-        help="make the set that edits code, from the shallow one (50 minutes)",
+        help="make the set that edits code, from the shallow one (35 minutes)",
     )
     arguments = parser.parse_args()
     if arguments.mimo + arguments.shallow + arguments.edits > 1:

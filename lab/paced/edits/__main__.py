@@ -9,6 +9,7 @@ from lab.harness.errors import HarnessError
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
 from lab.paced.edits.run import GAMMAS, EditsOptions, run
+from lab.paced.plays import LATE_SHARE_MAX
 
 EXIT_FAILED = 1
 
@@ -21,7 +22,8 @@ def edits(
         float | None, typer.Option(min=1.0, help="Machine seconds a second; found by default.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Two draft lengths and one repeat: does it work?")
+        bool,
+        typer.Option("--quick", help="Two draft lengths, one repeat, any late pass: does it work?"),
     ] = False,
     output: Annotated[Path, typer.Option(help="Where result and logs go.")] = Path("build/edits"),
 ) -> None:
@@ -29,7 +31,15 @@ def edits(
     end_on_sigterm()
     terminal = Terminal()
     gammas = (3, 7) if quick else tuple(gamma for gamma in GAMMAS if gamma)
-    options = EditsOptions(concurrency, requests, 1 if quick else repeats, gammas, dilation, output)
+    options = EditsOptions(
+        concurrency,
+        requests,
+        1 if quick else repeats,
+        gammas,
+        dilation,
+        output,
+        1.0 if quick else LATE_SHARE_MAX,
+    )
     try:
         run(options, terminal)
     except HarnessError as error:

@@ -22,7 +22,7 @@ from lab.paced.edits import report
 from lab.paced.edits.outcome import EditsOutcome, name_of
 from lab.paced.edits.stream import build_stream
 from lab.paced.engines import OFF, STEERED
-from lab.paced.plays import PacedPlay
+from lab.paced.plays import LATE_SHARE_MAX, PacedPlay
 from lab.paced.run import PacedHarness
 
 TABLE = "h100-llama3.1-8b"
@@ -40,6 +40,7 @@ class EditsOptions:
     """The options of a run.
 
     requests: in a play.  gammas: draft lengths of the fixed arms.  dilation: None: the machine's.
+    late_share_max: a play of which more passes were late is rejected.
     """
 
     concurrency: int
@@ -48,6 +49,7 @@ class EditsOptions:
     gammas: tuple[int, ...]
     dilation: float | None
     output: Path
+    late_share_max: float = LATE_SHARE_MAX
 
 
 def run(options: EditsOptions, terminal: Terminal) -> EditsOutcome:
@@ -84,6 +86,7 @@ class _Edits(PacedHarness):
         size = options.concurrency
         pace = Pace(TABLE, options.dilation or 8.0, gammas=GAMMAS, max_batch_size=size, lookup=True)
         super().__init__(place, terminal, stack, pace, size, trained=MODELS)
+        self.late_share_max = options.late_share_max
         self._options = options
 
     def play(self, edits: tuple[EncodedEdit, ...]) -> EditsOutcome:

@@ -350,8 +350,8 @@ class EngineSpec(_message.Message):
     max_batch_size: _builtins.int
     """Largest decode batch the engine will run."""
     safe_gamma: _builtins.int
-    """Draft length of the first drafter that the engine goes on with when no plan is valid: what it
-    would run by itself, always.  Estimated gains are told against it.
+    """Draft length of the first drafter that the engine uses when no plan is valid: what it would run
+    by itself, always.  Estimated gains are relative to it.
     """
     @_builtins.property
     def fingerprint(self) -> Global___Fingerprint: ...
@@ -783,8 +783,8 @@ class RowGroup(_message.Message):
     GAMMA_FIELD_NUMBER: _builtins.int
     ACCEPTED_COUNTS_FIELD_NUMBER: _builtins.int
     drafter: _builtins.str
-    """One of the engine's, not a mixture; empty for rows that must not be drafted for, because their
-    requests said so.  Those are a group of gamma 0 in every step, whatever the others run.
+    """One of the engine's, not a mixture; empty for rows whose requests must not be drafted for.
+    Those are a group of gamma 0 in every step, whatever the others run.
     """
     gamma: _builtins.int
     @_builtins.property
@@ -902,7 +902,7 @@ class StepFlags(_message.Message):
     first_use: _builtins.bool
     """First run of this shape since the engine started (graph warm-up, JIT)."""
     unsteered: _builtins.bool
-    """No valid lease: the shim went on with its last plan (grace) or its safe default."""
+    """No valid lease: the shim kept its last plan (grace) or its safe default."""
     switched: _builtins.bool
     """The step changed drafter, draft length or sleep state."""
     updating: _builtins.bool

@@ -254,7 +254,7 @@ class Plan(_message.Message):
     """One short line for people."""
     draft_version: _builtins.int
     """Version of the first drafter that shall serve; 0: as loaded.  An engine that cannot get at it
-    goes on with the one it has.
+    keeps the one it has.
     """
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanRow]:

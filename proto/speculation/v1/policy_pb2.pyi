@@ -226,15 +226,21 @@ class SetOverrideRequest(_message.Message):
     ETAG_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     REQUIRE_EFFECT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     ttl_seconds: _builtins.float
     for_ever: _builtins.bool
     """Must be true.  Neither given: the sidecar's default time."""
     etag: _builtins.str
-    """Of the content that this one replaces; empty: there is none."""
+    """Of the content that this one replaces; empty for a new override."""
     dry_run: _builtins.bool
     """Changes nothing; everything else is checked and answered as if it were set."""
     require_effect: _builtins.bool
     """Refuses an override that would have no effect on the engines of this sidecar."""
+    request_id: _builtins.str
+    """A UUID: the same request again with the same id has the answer of the first one, and changes
+    nothing (see "Request ids" in README.md beside this file).  Empty: every request is a new one.
+    A dry run is not remembered.
+    """
     @_builtins.property
     def override(self) -> Global___Override: ...
     def __init__(
@@ -246,10 +252,11 @@ class SetOverrideRequest(_message.Message):
         etag: _builtins.str = ...,
         dry_run: _builtins.bool = ...,
         require_effect: _builtins.bool = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["for_ever", b"for_ever", "lifetime", b"lifetime", "override", b"override", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "etag", b"etag", "for_ever", b"for_ever", "lifetime", b"lifetime", "override", b"override", "require_effect", b"require_effect", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "etag", b"etag", "for_ever", b"for_ever", "lifetime", b"lifetime", "override", b"override", "request_id", b"request_id", "require_effect", b"require_effect", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_lifetime: _TypeAlias = _typing.Literal["ttl_seconds", "for_ever"]  # noqa: Y015
     _WhichOneofArgType_lifetime: _TypeAlias = _typing.Literal["lifetime", b"lifetime"]  # noqa: Y015
@@ -457,11 +464,19 @@ class ClearOverrideRequest(_message.Message):
     ETAG_FIELD_NUMBER: _builtins.int
     AUTHOR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ALLOW_MISSING_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     override_id: _builtins.str
     etag: _builtins.str
     """Empty: whatever its content is now."""
     author: _builtins.str
     reason: _builtins.str
+    allow_missing: _builtins.bool
+    """If no such override is in force, answers `missing` instead of NOT_FOUND.  File-based policy is
+    not missing.
+    """
+    request_id: _builtins.str
+    """As in SetOverrideRequest."""
     def __init__(
         self,
         *,
@@ -469,10 +484,12 @@ class ClearOverrideRequest(_message.Message):
         etag: _builtins.str = ...,
         author: _builtins.str = ...,
         reason: _builtins.str = ...,
+        allow_missing: _builtins.bool = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "etag", b"etag", "override_id", b"override_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "author", b"author", "etag", b"etag", "override_id", b"override_id", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -483,31 +500,81 @@ class ClearOverrideResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EFFECTS_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    missing: _builtins.bool
+    """No such override was in force, and nothing was changed."""
     @_builtins.property
     def effects(self) -> _containers.RepeatedCompositeFieldContainer[Global___OverrideEffect]: ...
     def __init__(
         self,
         *,
         effects: _abc.Iterable[Global___OverrideEffect] | None = ...,
+        missing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["effects", b"effects"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effects", b"effects", "missing", b"missing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClearOverrideResponse: _TypeAlias = ClearOverrideResponse  # noqa: Y015
 
 @_typing.final
-class ListOverridesRequest(_message.Message):
+class GetOverrideRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    OVERRIDE_ID_FIELD_NUMBER: _builtins.int
+    override_id: _builtins.str
     def __init__(
         self,
+        *,
+        override_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["override_id", b"override_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetOverrideRequest: _TypeAlias = GetOverrideRequest  # noqa: Y015
+
+@_typing.final
+class GetOverrideResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def held(self) -> Global___HeldOverride: ...
+    def __init__(
+        self,
+        *,
+        held: Global___HeldOverride | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetOverrideResponse: _TypeAlias = GetOverrideResponse  # noqa: Y015
+
+@_typing.final
+class ListOverridesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    page_token: _builtins.str
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -520,6 +587,9 @@ class ListOverridesResponse(_message.Message):
     OVERRIDES_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
     @_builtins.property
     def overrides(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldOverride]: ...
     @_builtins.property
@@ -534,10 +604,11 @@ class ListOverridesResponse(_message.Message):
         overrides: _abc.Iterable[Global___HeldOverride] | None = ...,
         store: Global___StoreStatus | None = ...,
         policy: Global___PolicyStatus | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy", b"_policy", "policy", b"policy", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy", b"_policy", "overrides", b"overrides", "policy", b"policy", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy", b"_policy", "next_page_token", b"next_page_token", "overrides", b"overrides", "policy", b"policy", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy: _TypeAlias = _typing.Literal["policy"]  # noqa: Y015
     _WhichOneofArgType__policy: _TypeAlias = _typing.Literal["_policy", b"_policy"]  # noqa: Y015
@@ -673,22 +744,25 @@ class QueryAuditRequest(_message.Message):
     LIMIT_FIELD_NUMBER: _builtins.int
     OVERRIDE_ID_FIELD_NUMBER: _builtins.int
     BEFORE_SEQUENCE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     limit: _builtins.int
     """Most records to return; 0: 100.  At most 1000."""
     override_id: _builtins.str
     """Only of this override."""
     before_sequence: _builtins.str
-    """Only older than this record: for the next page."""
+    """Only older than this record."""
+    page_token: _builtins.str
     def __init__(
         self,
         *,
         limit: _builtins.int = ...,
         override_id: _builtins.str = ...,
         before_sequence: _builtins.str = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_sequence", b"before_sequence", "limit", b"limit", "override_id", b"override_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_sequence", b"before_sequence", "limit", b"limit", "override_id", b"override_id", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -699,16 +773,20 @@ class QueryAuditResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RECORDS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditRecord]: ...
     def __init__(
         self,
         *,
         records: _abc.Iterable[Global___AuditRecord] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["records", b"records"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "records", b"records"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

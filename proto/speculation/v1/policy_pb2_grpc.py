@@ -28,6 +28,11 @@ class PolicyServiceStub(object):
                 request_serializer=speculation_dot_v1_dot_policy__pb2.ClearOverrideRequest.SerializeToString,
                 response_deserializer=speculation_dot_v1_dot_policy__pb2.ClearOverrideResponse.FromString,
                 )
+        self.GetOverride = channel.unary_unary(
+                '/speculation.v1.PolicyService/GetOverride',
+                request_serializer=speculation_dot_v1_dot_policy__pb2.GetOverrideRequest.SerializeToString,
+                response_deserializer=speculation_dot_v1_dot_policy__pb2.GetOverrideResponse.FromString,
+                )
         self.ListOverrides = channel.unary_unary(
                 '/speculation.v1.PolicyService/ListOverrides',
                 request_serializer=speculation_dot_v1_dot_policy__pb2.ListOverridesRequest.SerializeToString,
@@ -56,11 +61,13 @@ class PolicyServiceServicer(object):
         """Creates an override, or replaces it when its etag is sent.  A repeated request (same id, same
         content, same lifetime) changes nothing and answers as the first one did; with another lifetime
         it moves the end.
-        INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
-        content, or has ended.  ABORTED: the etag is not that of the newest content.
+        INVALID_ARGUMENT: it cannot be (the message says why), or its `request_id` was another
+        request's.  ALREADY_EXISTS: the id holds other content, or has ended.
+        ABORTED: the etag is not that of the newest content.
         UNAVAILABLE: the store cannot take it; it is not in force.
-        With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
-        FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
+        NOT_FOUND: with `require_effect`, it is for an engine that this sidecar does not know.
+        FAILED_PRECONDITION: with `require_effect`, no engine of this sidecar is in its scope, can do
+        it, or changes by it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -68,13 +75,22 @@ class PolicyServiceServicer(object):
 
     def ClearOverride(self, request, context):
         """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above.
+        INVALID_ARGUMENT: the `request_id` was another request's, or the author or the reason is not
+        text of the needed length.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetOverride(self, request, context):
+        """One that is in force; file-based policy has ids, too.  NOT_FOUND: it has ended, or never was.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListOverrides(self, request, context):
-        """Those in force, by id; file-based policy is among them.
+        """Those in force, by id, in pages; file-based policy is among them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,6 +122,11 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.ClearOverride,
                     request_deserializer=speculation_dot_v1_dot_policy__pb2.ClearOverrideRequest.FromString,
                     response_serializer=speculation_dot_v1_dot_policy__pb2.ClearOverrideResponse.SerializeToString,
+            ),
+            'GetOverride': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetOverride,
+                    request_deserializer=speculation_dot_v1_dot_policy__pb2.GetOverrideRequest.FromString,
+                    response_serializer=speculation_dot_v1_dot_policy__pb2.GetOverrideResponse.SerializeToString,
             ),
             'ListOverrides': grpc.unary_unary_rpc_method_handler(
                     servicer.ListOverrides,
@@ -167,6 +188,23 @@ class PolicyService(object):
         return grpc.experimental.unary_unary(request, target, '/speculation.v1.PolicyService/ClearOverride',
             speculation_dot_v1_dot_policy__pb2.ClearOverrideRequest.SerializeToString,
             speculation_dot_v1_dot_policy__pb2.ClearOverrideResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GetOverride(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/speculation.v1.PolicyService/GetOverride',
+            speculation_dot_v1_dot_policy__pb2.GetOverrideRequest.SerializeToString,
+            speculation_dot_v1_dot_policy__pb2.GetOverrideResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -41,16 +41,23 @@ class PolicyServiceStub:
     """Creates an override, or replaces it when its etag is sent.  A repeated request (same id, same
     content, same lifetime) changes nothing and answers as the first one did; with another lifetime
     it moves the end.
-    INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
-    content, or has ended.  ABORTED: the etag is not that of the newest content.
+    INVALID_ARGUMENT: it cannot be (the message says why), or its `request_id` was another
+    request's.  ALREADY_EXISTS: the id holds other content, or has ended.
+    ABORTED: the etag is not that of the newest content.
     UNAVAILABLE: the store cannot take it; it is not in force.
-    With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
-    FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
+    NOT_FOUND: with `require_effect`, it is for an engine that this sidecar does not know.
+    FAILED_PRECONDITION: with `require_effect`, no engine of this sidecar is in its scope, can do
+    it, or changes by it.
     """
     ClearOverride: _grpc.UnaryUnaryMultiCallable[_policy_pb2.ClearOverrideRequest, _policy_pb2.ClearOverrideResponse]
-    """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above."""
+    """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above.
+    INVALID_ARGUMENT: the `request_id` was another request's, or the author or the reason is not
+    text of the needed length.
+    """
+    GetOverride: _grpc.UnaryUnaryMultiCallable[_policy_pb2.GetOverrideRequest, _policy_pb2.GetOverrideResponse]
+    """One that is in force; file-based policy has ids, too.  NOT_FOUND: it has ended, or never was."""
     ListOverrides: _grpc.UnaryUnaryMultiCallable[_policy_pb2.ListOverridesRequest, _policy_pb2.ListOverridesResponse]
-    """Those in force, by id; file-based policy is among them."""
+    """Those in force, by id, in pages; file-based policy is among them."""
     WatchOverrides: _grpc.UnaryStreamMultiCallable[_policy_pb2.WatchOverridesRequest, _policy_pb2.WatchOverridesResponse]
     """First everything in force, then every change, until the client goes."""
     QueryAudit: _grpc.UnaryUnaryMultiCallable[_policy_pb2.QueryAuditRequest, _policy_pb2.QueryAuditResponse]
@@ -69,16 +76,23 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     """Creates an override, or replaces it when its etag is sent.  A repeated request (same id, same
     content, same lifetime) changes nothing and answers as the first one did; with another lifetime
     it moves the end.
-    INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
-    content, or has ended.  ABORTED: the etag is not that of the newest content.
+    INVALID_ARGUMENT: it cannot be (the message says why), or its `request_id` was another
+    request's.  ALREADY_EXISTS: the id holds other content, or has ended.
+    ABORTED: the etag is not that of the newest content.
     UNAVAILABLE: the store cannot take it; it is not in force.
-    With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
-    FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
+    NOT_FOUND: with `require_effect`, it is for an engine that this sidecar does not know.
+    FAILED_PRECONDITION: with `require_effect`, no engine of this sidecar is in its scope, can do
+    it, or changes by it.
     """
     ClearOverride: _aio.UnaryUnaryMultiCallable[_policy_pb2.ClearOverrideRequest, _policy_pb2.ClearOverrideResponse]  # type: ignore[assignment]
-    """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above."""
+    """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above.
+    INVALID_ARGUMENT: the `request_id` was another request's, or the author or the reason is not
+    text of the needed length.
+    """
+    GetOverride: _aio.UnaryUnaryMultiCallable[_policy_pb2.GetOverrideRequest, _policy_pb2.GetOverrideResponse]  # type: ignore[assignment]
+    """One that is in force; file-based policy has ids, too.  NOT_FOUND: it has ended, or never was."""
     ListOverrides: _aio.UnaryUnaryMultiCallable[_policy_pb2.ListOverridesRequest, _policy_pb2.ListOverridesResponse]  # type: ignore[assignment]
-    """Those in force, by id; file-based policy is among them."""
+    """Those in force, by id, in pages; file-based policy is among them."""
     WatchOverrides: _aio.UnaryStreamMultiCallable[_policy_pb2.WatchOverridesRequest, _policy_pb2.WatchOverridesResponse]  # type: ignore[assignment]
     """First everything in force, then every change, until the client goes."""
     QueryAudit: _aio.UnaryUnaryMultiCallable[_policy_pb2.QueryAuditRequest, _policy_pb2.QueryAuditResponse]  # type: ignore[assignment]
@@ -100,11 +114,13 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         """Creates an override, or replaces it when its etag is sent.  A repeated request (same id, same
         content, same lifetime) changes nothing and answers as the first one did; with another lifetime
         it moves the end.
-        INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
-        content, or has ended.  ABORTED: the etag is not that of the newest content.
+        INVALID_ARGUMENT: it cannot be (the message says why), or its `request_id` was another
+        request's.  ALREADY_EXISTS: the id holds other content, or has ended.
+        ABORTED: the etag is not that of the newest content.
         UNAVAILABLE: the store cannot take it; it is not in force.
-        With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
-        FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
+        NOT_FOUND: with `require_effect`, it is for an engine that this sidecar does not know.
+        FAILED_PRECONDITION: with `require_effect`, no engine of this sidecar is in its scope, can do
+        it, or changes by it.
         """
 
     @_abc_1.abstractmethod
@@ -113,7 +129,18 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _policy_pb2.ClearOverrideRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.ClearOverrideResponse, _abc.Awaitable[_policy_pb2.ClearOverrideResponse]]:
-        """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above."""
+        """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above.
+        INVALID_ARGUMENT: the `request_id` was another request's, or the author or the reason is not
+        text of the needed length.
+        """
+
+    @_abc_1.abstractmethod
+    def GetOverride(
+        self,
+        request: _policy_pb2.GetOverrideRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_policy_pb2.GetOverrideResponse, _abc.Awaitable[_policy_pb2.GetOverrideResponse]]:
+        """One that is in force; file-based policy has ids, too.  NOT_FOUND: it has ended, or never was."""
 
     @_abc_1.abstractmethod
     def ListOverrides(
@@ -121,7 +148,7 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _policy_pb2.ListOverridesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.ListOverridesResponse, _abc.Awaitable[_policy_pb2.ListOverridesResponse]]:
-        """Those in force, by id; file-based policy is among them."""
+        """Those in force, by id, in pages; file-based policy is among them."""
 
     @_abc_1.abstractmethod
     def WatchOverrides(

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from speculation.v1 import engine_pb2 as _engine_pb2
+from speculation.v1 import errors_pb2 as _errors_pb2
 from speculation.v1 import plan_pb2 as _plan_pb2
 from speculation.v1 import policy_pb2 as _policy_pb2
 from speculation.v1 import training_pb2 as _training_pb2
@@ -143,20 +144,24 @@ class ReportRejection(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     code: _builtins.int
     """A google.rpc.Code: INVALID_ARGUMENT (3), FAILED_PRECONDITION (9), OUT_OF_RANGE (11)."""
     message: _builtins.str
+    reason: _errors_pb2.ErrorReason.ValueType
+    """What the code stands for."""
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         code: _builtins.int = ...,
         message: _builtins.str = ...,
+        reason: _errors_pb2.ErrorReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "reason", b"reason", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -395,7 +400,7 @@ class EngineOverview(_message.Message):
     regime: _builtins.str
     """"off", "collect" or "online:STRIDE"."""
     reason: _builtins.str
-    """The plan's, as logs say it ("exploit", "hold", "probe", ...), and one line for people."""
+    """The plan's, as logs say it ("exploit", "hold", "probe", …), and one line for people."""
     reason_detail: _builtins.str
     plan_age_seconds: _builtins.float
     seconds_since_report: _builtins.float
@@ -1124,7 +1129,7 @@ class ExplainResponse(_message.Message):
 
     @_builtins.property
     def bound(self) -> Global___TokenTimeBound:
-        """The bound on the time per output token at this batch size; absent where there is none."""
+        """The bound on the time per output token at this batch size; absent without one."""
 
     @_builtins.property
     def mixtures(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureExplanation]:
@@ -1545,16 +1550,22 @@ class PushProfileRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROFILE_JSON_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     profile_json: _builtins.str
     """The profile file's JSON text."""
+    request_id: _builtins.str
+    """A UUID: the same request again with the same id has the answer of the first one, and changes
+    nothing (see "Request ids" in README.md beside this file).  Empty: every request is a new one.
+    """
     def __init__(
         self,
         *,
         profile_json: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1587,12 +1598,19 @@ Global___PushProfileResponse: _TypeAlias = PushProfileResponse  # noqa: Y015
 class ListProfilesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    page_token: _builtins.str
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1603,16 +1621,20 @@ class ListProfilesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROFILES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
     @_builtins.property
     def profiles(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShelvedProfile]: ...
     def __init__(
         self,
         *,
         profiles: _abc.Iterable[Global___ShelvedProfile] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["profiles", b"profiles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "profiles", b"profiles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1772,16 +1794,22 @@ class InstallProfileRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROFILE_JSON_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     profile_json: _builtins.str
     """The profile file's JSON text."""
+    request_id: _builtins.str
+    """A UUID: the same request again with the same id has the answer of the first one, and changes
+    nothing (see "Request ids" in README.md beside this file).  Empty: every request is a new one.
+    """
     def __init__(
         self,
         *,
         profile_json: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -181,13 +181,16 @@ class InspectionServiceServicer(object):
     """
 
     def ListEngines(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The engines that have a session, with their plans and counters, in pages; and the sidecar.
+        INVALID_ARGUMENT: the page token is not one of this call.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """NOT_FOUND: no engine of that id has a session.
+        """The choice for one batch size of an engine, with the numbers that it was made from.
+        NOT_FOUND: no engine of that id has a session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -365,7 +368,7 @@ class ProfilingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def InstallProfile(self, request, context):
-        """Puts a profile into use for every engine with its fingerprint, without a restart.
+        """Puts a profile into use for all engines with its fingerprint, without a restart.
         INVALID_ARGUMENT: not a profile, or one whose time of measurement lies in the future.
         FAILED_PRECONDITION: no introduced engine matches it; the message names the field that differs.
         PERMISSION_DENIED: the caller may not install profiles, or not for one of these engines.
@@ -384,7 +387,7 @@ class ProfilingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListProfiles(self, request, context):
-        """What is on the shelf.
+        """What is on the shelf, the newest measurements first, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -113,8 +113,13 @@ class InspectionServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InspectionServiceAsyncStub: ...
     ListEngines: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListEnginesRequest, _service_pb2.ListEnginesResponse]
+    """The engines that have a session, with their plans and counters, in pages; and the sidecar.
+    INVALID_ARGUMENT: the page token is not one of this call.
+    """
     Explain: _grpc.UnaryUnaryMultiCallable[_service_pb2.ExplainRequest, _service_pb2.ExplainResponse]
-    """NOT_FOUND: no engine of that id has a session."""
+    """The choice for one batch size of an engine, with the numbers that it was made from.
+    NOT_FOUND: no engine of that id has a session.
+    """
     Overview: _grpc.UnaryUnaryMultiCallable[_service_pb2.OverviewRequest, _service_pb2.OverviewResponse]
     """Every engine in one line, looked at once a second at most, however many ask."""
     ListFleet: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListFleetRequest, _service_pb2.ListFleetResponse]
@@ -129,8 +134,13 @@ class InspectionServiceAsyncStub(InspectionServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListEngines: _aio.UnaryUnaryMultiCallable[_service_pb2.ListEnginesRequest, _service_pb2.ListEnginesResponse]  # type: ignore[assignment]
+    """The engines that have a session, with their plans and counters, in pages; and the sidecar.
+    INVALID_ARGUMENT: the page token is not one of this call.
+    """
     Explain: _aio.UnaryUnaryMultiCallable[_service_pb2.ExplainRequest, _service_pb2.ExplainResponse]  # type: ignore[assignment]
-    """NOT_FOUND: no engine of that id has a session."""
+    """The choice for one batch size of an engine, with the numbers that it was made from.
+    NOT_FOUND: no engine of that id has a session.
+    """
     Overview: _aio.UnaryUnaryMultiCallable[_service_pb2.OverviewRequest, _service_pb2.OverviewResponse]  # type: ignore[assignment]
     """Every engine in one line, looked at once a second at most, however many ask."""
     ListFleet: _aio.UnaryUnaryMultiCallable[_service_pb2.ListFleetRequest, _service_pb2.ListFleetResponse]  # type: ignore[assignment]
@@ -147,7 +157,10 @@ class InspectionServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _service_pb2.ListEnginesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_service_pb2.ListEnginesResponse, _abc.Awaitable[_service_pb2.ListEnginesResponse]]: ...
+    ) -> _typing.Union[_service_pb2.ListEnginesResponse, _abc.Awaitable[_service_pb2.ListEnginesResponse]]:
+        """The engines that have a session, with their plans and counters, in pages; and the sidecar.
+        INVALID_ARGUMENT: the page token is not one of this call.
+        """
 
     @_abc_1.abstractmethod
     def Explain(
@@ -155,7 +168,9 @@ class InspectionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _service_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.ExplainResponse, _abc.Awaitable[_service_pb2.ExplainResponse]]:
-        """NOT_FOUND: no engine of that id has a session."""
+        """The choice for one batch size of an engine, with the numbers that it was made from.
+        NOT_FOUND: no engine of that id has a session.
+        """
 
     @_abc_1.abstractmethod
     def Overview(
@@ -193,7 +208,7 @@ class ProfilingServiceStub:
     INVALID_ARGUMENT: the engine cannot run that drafter or draft length.
     """
     InstallProfile: _grpc.UnaryUnaryMultiCallable[_service_pb2.InstallProfileRequest, _service_pb2.InstallProfileResponse]
-    """Puts a profile into use for every engine with its fingerprint, without a restart.
+    """Puts a profile into use for all engines with its fingerprint, without a restart.
     INVALID_ARGUMENT: not a profile, or one whose time of measurement lies in the future.
     FAILED_PRECONDITION: no introduced engine matches it; the message names the field that differs.
     PERMISSION_DENIED: the caller may not install profiles, or not for one of these engines.
@@ -204,7 +219,7 @@ class ProfilingServiceStub:
     UNAVAILABLE: the store cannot take it.  PERMISSION_DENIED: the caller may not install profiles.
     """
     ListProfiles: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListProfilesRequest, _service_pb2.ListProfilesResponse]
-    """What is on the shelf."""
+    """What is on the shelf, the newest measurements first, in pages."""
     GetProfile: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetProfileRequest, _service_pb2.GetProfileResponse]
     """NOT_FOUND: no such profile, or none of this engine; the message names the field that differs."""
 
@@ -221,7 +236,7 @@ class ProfilingServiceAsyncStub(ProfilingServiceStub):
     INVALID_ARGUMENT: the engine cannot run that drafter or draft length.
     """
     InstallProfile: _aio.UnaryUnaryMultiCallable[_service_pb2.InstallProfileRequest, _service_pb2.InstallProfileResponse]  # type: ignore[assignment]
-    """Puts a profile into use for every engine with its fingerprint, without a restart.
+    """Puts a profile into use for all engines with its fingerprint, without a restart.
     INVALID_ARGUMENT: not a profile, or one whose time of measurement lies in the future.
     FAILED_PRECONDITION: no introduced engine matches it; the message names the field that differs.
     PERMISSION_DENIED: the caller may not install profiles, or not for one of these engines.
@@ -232,7 +247,7 @@ class ProfilingServiceAsyncStub(ProfilingServiceStub):
     UNAVAILABLE: the store cannot take it.  PERMISSION_DENIED: the caller may not install profiles.
     """
     ListProfiles: _aio.UnaryUnaryMultiCallable[_service_pb2.ListProfilesRequest, _service_pb2.ListProfilesResponse]  # type: ignore[assignment]
-    """What is on the shelf."""
+    """What is on the shelf, the newest measurements first, in pages."""
     GetProfile: _aio.UnaryUnaryMultiCallable[_service_pb2.GetProfileRequest, _service_pb2.GetProfileResponse]  # type: ignore[assignment]
     """NOT_FOUND: no such profile, or none of this engine; the message names the field that differs."""
 
@@ -258,7 +273,7 @@ class ProfilingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _service_pb2.InstallProfileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.InstallProfileResponse, _abc.Awaitable[_service_pb2.InstallProfileResponse]]:
-        """Puts a profile into use for every engine with its fingerprint, without a restart.
+        """Puts a profile into use for all engines with its fingerprint, without a restart.
         INVALID_ARGUMENT: not a profile, or one whose time of measurement lies in the future.
         FAILED_PRECONDITION: no introduced engine matches it; the message names the field that differs.
         PERMISSION_DENIED: the caller may not install profiles, or not for one of these engines.
@@ -281,7 +296,7 @@ class ProfilingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _service_pb2.ListProfilesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.ListProfilesResponse, _abc.Awaitable[_service_pb2.ListProfilesResponse]]:
-        """What is on the shelf."""
+        """What is on the shelf, the newest measurements first, in pages."""
 
     @_abc_1.abstractmethod
     def GetProfile(

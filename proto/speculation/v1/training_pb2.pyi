@@ -65,7 +65,7 @@ class TrainingRound(_message.Message):
     round: _builtins.int
     """As it was ordered."""
     version: _builtins.int
-    """Of the new weights; 0 where there are none."""
+    """Of the new weights; 0 without any."""
     alpha_train: _builtins.float
     """Acceptance rate (accepted drafts over drafts whose turn came) in service of the signals that
     were trained on, of the new version on those held out, and of the serving one on the same.
@@ -94,7 +94,7 @@ Global___TrainingRound: _TypeAlias = TrainingRound  # noqa: Y015
 
 @_typing.final
 class AttendResponse(_message.Message):
-    """One for every request."""
+    """One for each request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

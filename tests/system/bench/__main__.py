@@ -47,6 +47,7 @@ BENCHES = (
     Bench("pod", "--repeats 1 --seconds 3"),
     Bench("fleet", "--repeats 1 --sidecars 5 --changes 5"),
     Bench("fleet", "--repeats 1 --sidecars 1 --changes 5", "--sidecars 1"),
+    Bench("fleet", "--view --repeats 1 --sidecars 5 --seconds 2", "--view"),
     Bench("simulation", "--repeats 1"),
     Bench("safety", "--scenarios 20 --processes 1"),
     Bench("paced", "--repeats 1 --tokens 60"),

@@ -1,10 +1,12 @@
 """A fleet on this machine: many sidecar states in one process, one real redis-server.
 
     python -m tests.system.bench.fleet_bench --sidecars 200
+    python -m tests.system.bench.fleet_bench --view
 
 Every state is what a sidecar has without its gRPC server: store, book, registry, and the sessions
 of its engines.  Measured: how long an override takes from the operator's call to the plans of
 every engine, what Redis is asked per sidecar and second while nothing changes, memory per engine.
+With --view: what it costs that every sidecar can show the engines of all (`fleet_view`).
 """
 
 import argparse
@@ -19,47 +21,15 @@ from typing import Any
 import psutil
 import structlog
 
-from controller.core.clock import WallClock
-from controller.core.cost.profile import Profile
-from controller.core.engine.engine_controller import EngineController
-from controller.core.engine_spec import EngineSpec
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
-from controller.core.settings import PlannerSettings
-from controller.service.sessions.override_registry import OverrideRegistry
-from controller.service.sessions.profile_registry import ProfileRegistry
-from controller.service.sessions.registry import SessionRegistry
 from controller.store.interface import Actor
-from controller.store.redis_store import RedisStore
 from tests.support.redis_server import RedisServer
-from tests.support.virtual_engine import engine_spec
+from tests.system.bench import fleet_view
 from tests.system.bench.measurement import Measurement, percentiles, run
+from tests.system.bench.sidecar_states import State
 
 QUIET_SECONDS = 10.0
 ANN = Actor("ann", "bench", "bench")
-
-
-class State:
-    """One sidecar."""
-
-    def __init__(self, url: str, number: int, engines: int) -> None:
-        clock = WallClock()
-
-        def core(spec: EngineSpec, profile: Profile | None) -> EngineController:
-            return EngineController(spec, PlannerSettings(), profile, clock)
-
-        self.registry = SessionRegistry(core, ProfileRegistry(), clock)
-        self.override_registry = OverrideRegistry(RedisStore(url), self.registry)
-        for engine in range(engines):
-            spec = engine_spec()
-            self.registry.introduce(
-                EngineSpec(
-                    f"pod-{number}-{engine}", spec.fingerprint, spec.drafters, spec.max_batch_size
-                )
-            )
-
-    def obeys(self, override_id: str) -> bool:
-        """Every engine's plan names the override."""
-        return all(override_id in session.plan.overrides for session in self.registry)
 
 
 async def fan_out(states: list[State], changes: int) -> list[float]:
@@ -101,6 +71,11 @@ async def _bench(sidecars: int, engines: int, changes: int) -> tuple[list[float]
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     """The figures of several runs; memory of the first only, which grew this process."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    if options.view:
+        yield from fleet_view.measure(
+            options.sidecars, options.engines, options.seconds, options.repeats
+        )
+        return
     runs = [
         asyncio.run(_bench(options.sidecars, options.engines, options.changes))
         for _ in range(options.repeats)
@@ -125,6 +100,8 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=1, help="of each")
     parser.add_argument("--changes", type=int, default=50)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--view", action="store_true", help="the view of all engines instead")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each part of --view")
     run(parser, measure, "tests.system.bench.fleet_bench")
 
 

@@ -149,7 +149,7 @@ def test_a_drafter_that_fails_in_traffic_is_planned_no_more(
             running.play(plain)
             assert "dflash" not in {row.drafter for row in running.explain().plan.rows}
             assert running.ran().drafter == "eagle3"
-        words = controller("explain", "e", "--address", running.address).stdout
+        words = controller("explain", "e", "--numbers", "--address", running.address).stdout
         assert "drafter dflash lost since" in words
         assert "MemoryError: sabotaged" in words
         assert running.engine.process.poll() is None

@@ -1,14 +1,12 @@
-"""docs/lifecycle.md says what the code says: settings, what reloads, exit codes, services."""
+"""docs/lifecycle.md says what the code says: settings, what reloads, services."""
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from controller.service.status.readiness import SERVICES, STORE
 from controller.settings.settings import GROUPS, RELOADED, Settings
 from controller.settings.sources import variable
-from controller.util.exit_codes import Exit
 
 PAGE = (Path(__file__).parents[3] / "docs" / "lifecycle.md").read_text(encoding="utf-8")
 
@@ -41,11 +39,6 @@ def test_the_page_has_every_constant_with_its_default():
     for group, kind in GROUPS.items():
         for constant in dataclasses.fields(kind):
             assert f"`{group}.{constant.name}` {shown(constant.default)}" in PAGE
-
-
-def test_the_page_has_every_exit_code():
-    found = re.findall(r"^\| (\d+) \| `(\w+)` \|", PAGE, re.MULTILINE)
-    assert found == [(str(int(code)), code.name) for code in Exit]
 
 
 def test_the_page_names_every_service_of_the_health_checks():

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ from controller.core.settings import PlannerSettings
 from controller.settings.settings import CLIENT_VARIABLES, Settings, variables
 from controller.wire.override_text import PRECEDENCE
 from engine_shim.sglang.api.settings import PluginSettings
+from engine_shim.would_steer.__main__ import parser as would_steer_parser
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [
@@ -95,11 +97,26 @@ def test_others_are_not(line: str) -> None:
     assert not is_taken(line.split())
 
 
+def test_flags_of_an_engine_are_asked_about_as_the_command_takes_them() -> None:
+    found = commands("speculation-would-steer")
+    assert found
+    for _, words in found:
+        at = words.index("--") if "--" in words else len(words)
+        asked = would_steer_parser().parse_args(words[:at])
+        assert bool(asked.url) != bool(words[at + 1 :])
+
+
 def test_make_targets_are_there() -> None:
     targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {words[0] for _, words in commands("make") if words}
     assert named
     assert named <= targets
+
+
+def test_the_list_of_make_targets_fits_eighty_columns() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("make help ")
+    assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 def test_modules_that_are_run_are_there() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import tomllib
 import zipfile
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_each_wheel_declares_its_own_entry_point_and_both_have_one_version(
     assert "controller = controller.cli:main" in declared(wheel)
     assert "sglang.srt.plugins" not in declared(wheel)
     assert "[sglang.srt.plugins]" in declared(shim_wheel)
-    assert "console_scripts" not in declared(shim_wheel)
+    assert "[console_scripts]\nspeculation-would-steer = engine_shim." in declared(shim_wheel)
     assert wheel.name.split("-")[1] == shim_wheel.name.split("-")[1] == controller.__version__
 
 
@@ -122,7 +123,9 @@ def test_both_ends_of_the_sidecars_dependency_range_work(end: str, wheel: Path, 
     else:
         assert int(versions["protobuf"].split(".")[0]) >= 7
     assert not {"torch", "sglang", "matplotlib", "scipy", "pandas"} & installed(python).keys()
-    assert "--health-port" in run(tmp_path / "venv" / "bin" / "controller", "serve", "--help")
+    command = tmp_path / "venv" / "bin" / "controller"
+    assert "--health-port" in run(command, "serve", "--help")
+    run(python, ROOT / "tests" / "unit" / "packaging" / "sidecar_calls.py", command)
     print(end, versions)
 
 
@@ -136,6 +139,11 @@ def test_the_shims_link_works_at_both_ends_of_its_dependency_range(
     pip(python, "install", "--no-compile", shim_wheel, *(lowest if end == "lowest" else []))
     found = installed(python)
     assert not {"redis", "rich", "typer", "prometheus-client", "torch", "sglang"} & found.keys()
+    for engine, name in (("sglang", "SGLang"), ("vllm", "vLLM")):
+        asked = [str(tmp_path / "venv/bin/speculation-would-steer"), engine, "--", "MODEL"]
+        answer = subprocess.run(asked, capture_output=True, text=True, check=False, cwd="/")
+        assert (answer.returncode, answer.stdout) == (2, "")
+        assert f"{name} is not installed in this environment" in answer.stderr
     with FakeSidecar(f"unix:{tmp_path}/sidecar.sock") as sidecar:
         sidecar.first_plan = lambda: plan(1, 2)
         said = run(python, engine_program.__file__, sidecar.target, said="1000\n1000\n")

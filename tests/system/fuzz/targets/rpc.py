@@ -32,6 +32,7 @@ from tests.system.fuzz.target import Feed, Target
 
 SECRET = "of engine-0"
 SESSION = "0" * 32
+REQUEST_ID = "11111111-2222-4333-8444-555555555555"
 # A sidecar's answer takes no such time; a watch that was let go on is ended then.
 _ANSWER_SECONDS = 15.0
 _WATCH_SECONDS = 0.02
@@ -123,7 +124,7 @@ class _Served:
         )
 
     def override(self) -> None:
-        """So that there is one to clear."""
+        """So that there is one to get or to clear."""
         override = _override(gamma=1)
         override.override_id = "pin-0"
         with contextlib.suppress(grpc.RpcError):  # its id is taken for a while once it was cleared
@@ -168,7 +169,7 @@ def _opened(method: MethodDescriptor) -> Callable[[Path], Any]:
 
             def feed(data: bytes) -> None:
                 session = served.introduce()
-                if method.name == "ClearOverride":
+                if method.name in {"ClearOverride", "GetOverride"}:
                     served.override()
                 data = data.replace(SESSION.encode(), session.encode())
                 channel = served.operators if by_operator else served.channel
@@ -274,7 +275,11 @@ def _right() -> dict[str, list[list[Message]]]:
             ]
         ],
         "InstallProfile": [[service_pb2.InstallProfileRequest(profile_json=profile)]],
-        "PushProfile": [[service_pb2.PushProfileRequest(profile_json=profile)]],
+        "PushProfile": [
+            [service_pb2.PushProfileRequest(profile_json=profile)],
+            [service_pb2.PushProfileRequest(profile_json=profile, request_id=REQUEST_ID)],
+        ],
+        "ListProfiles": [[service_pb2.ListProfilesRequest(page_size=1, page_token="2020-01-01 0")]],
         "GetProfile": [
             [service_pb2.GetProfileRequest(engine_id="engine-0")],
             [service_pb2.GetProfileRequest(profile_id="0123456789abcdef")],
@@ -301,8 +306,22 @@ def _right() -> dict[str, list[list[Message]]]:
                     override_id="pin-0", etag="1-2", author="ann", reason="fixed"
                 )
             ],
+            [
+                policy_pb2.ClearOverrideRequest(
+                    override_id="pin-0",
+                    author="ann",
+                    reason="fixed",
+                    allow_missing=True,
+                    request_id=REQUEST_ID,
+                )
+            ],
         ],
-        "QueryAudit": [[policy_pb2.QueryAuditRequest(limit=10, before_sequence="7")]],
+        "GetOverride": [[policy_pb2.GetOverrideRequest(override_id="pin-0")]],
+        "ListOverrides": [[policy_pb2.ListOverridesRequest(page_size=1, page_token="pin-0")]],
+        "QueryAudit": [
+            [policy_pb2.QueryAuditRequest(limit=10, before_sequence="7")],
+            [policy_pb2.QueryAuditRequest(limit=1, page_token="7")],
+        ],
         "Attend": [
             [attend(engine_id="engine-0", stored_signals=3), attend(stored_signals=9)],
             [attend(engine_id="engine-0", stored_signals=9, ended=ended)],

@@ -63,7 +63,7 @@ LINES: list[tuple[str, Exit]] = [
     ("override clear a --reason why", Exit.DONE),
     ("override log", Exit.DONE),
     ("profile list", Exit.DONE),
-    ("profile show 0123456789abcdef", Exit.FAILED),
+    ("profile show 0123456789abcdef", Exit.NOT_FOUND),
     ("profile --wait-seconds 0 --engine-url http://127.0.0.1:1", Exit.NO_ENGINE),
     ("doctor --engine-url http://127.0.0.1:1", Exit.FAILED),
     ("convert none.json none.csv", Exit.USAGE),

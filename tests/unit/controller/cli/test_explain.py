@@ -1,15 +1,21 @@
+import json
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from typer.testing import CliRunner
 
 import controller as package
-from controller.cli.explain import _counted, probing_text, resembles_text
+from controller.cli import app
+from controller.cli.explain_numbers import probing_text, resembles_text
+from controller.cli.explain_words import line_text, paragraph_text
+from controller.cli.plan_words import counted
 from controller.util.exit_codes import Exit
-from speculation.v1 import service_pb2, service_pb2_grpc
+from speculation.v1 import plan_pb2, policy_pb2, service_pb2, service_pb2_grpc
 from tests.support.service_harness import (
     PATIENCE_SECONDS,
     engine_message,
@@ -45,6 +51,11 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess
         yield running
 
 
+def run(*arguments: str) -> Any:
+    """A command in this process."""
+    return CliRunner().invoke(app, arguments)
+
+
 def test_engines_are_listed(sidecar: SidecarProcess):
     result = controller("engines", "--address", sidecar.address)
     assert result.returncode == 0, result.stderr
@@ -65,14 +76,15 @@ def test_words_of_engines_and_operators_are_no_markup(tmp_path: Path):
                 service_pb2.IntroduceRequest(engine=engine), timeout=PATIENCE_SECONDS
             )
         pin = ("override", "set", "--fleet", "--gamma", "0", "--id", "odd", "--reason", words)
-        result = controller(*pin, "--allow-no-effect", "--address", running.address)
-        assert result.returncode == 0, result.stderr
+        result = run(*pin, "--allow-no-effect", "--address", running.address)
+        assert result.exit_code == 0, result.output
         shown = (
-            ("engines",), ("explain", "odd"), ("override", "list"), ("override", "log"),
+            ("engines",), ("explain", "odd"), ("explain", "odd", "--short"),
+            ("explain", "odd", "--numbers"), ("override", "list"), ("override", "log"),
         )  # fmt: skip
         for command in shown:
-            result = controller(*command, "--address", running.address)
-            assert result.returncode == 0, result.stderr
+            result = run(*command, "--address", running.address)
+            assert result.exit_code == 0, result.output
             assert words in result.stdout, command
 
 
@@ -82,20 +94,84 @@ def test_the_address_comes_from_the_environment_too(sidecar: SidecarProcess):
     assert "measured" in result.stdout
 
 
-def test_an_explanation_shows_every_choice_and_marks_the_one_that_runs(sidecar: SidecarProcess):
-    result = controller("explain", "measured", "--batch-size", "8", "--address", sidecar.address)
+def test_all_numbers_have_every_choice_and_mark_the_one_that_runs(sidecar: SidecarProcess):
+    result = controller(
+        "explain", "measured", "--numbers", "--batch-size", "8", "--address", sidecar.address
+    )
     assert result.returncode == 0, result.stderr
     assert "measured at B = 8" in result.stdout
     assert result.stdout.count("->") == 1
     assert f"profile {make_profile('profiled').profile_id}" in result.stdout
     assert "behind the best" in result.stdout
     assert "probing has cost" in result.stdout
-    table = result.stdout[: result.stdout.index("└")].splitlines()
-    header = next(line for line in table if "tokens/s" in line)
-    column = [title.strip() for title in header.strip("┃").split("┃")].index("tokens/s")
-    rates = [float(line.strip("│").split("│")[column]) for line in table if "│" in line]
-    assert len(rates) == 4
+    lines = result.stdout.splitlines()
+    header = next(at for at, line in enumerate(lines) if "tokens/s" in line)
+    end = lines[header].index("tokens/s") + len("tokens/s")
+    rates = [float(line[:end].split()[-1]) for line in lines[header + 1 : header + 5]]
     assert rates == sorted(rates, reverse=True)
+    assert lines[header + 5] == "acceptance"
+    assert not any("\u2500" <= letter <= "\u257f" for letter in result.stdout)
+
+
+def test_the_paragraph_tells_in_sentences_what_runs_and_why(sidecar: SidecarProcess):
+    result = controller("explain", "measured", "--batch-size", "8", "--address", sidecar.address)
+    assert result.returncode == 0, result.stderr
+    told, *troubles, hint = result.stdout.splitlines()
+    assert all("NOT_SERVING" in line for line in troubles)
+    assert told.startswith("With 8 sequences in its batch, measured drafts ")
+    assert "times those of plain decoding." in told
+    assert f"Step times come from profile {make_profile('profiled').profile_id}" in told
+    assert "The second best choice, " in told
+    assert hint == "All numbers: controller explain measured --numbers"
+
+
+def test_one_line_names_engine_batch_size_choice_and_value(sidecar: SidecarProcess):
+    words = ("explain", "measured", "--batch-size", "8", "--address", sidecar.address)
+    short, document = (run(*words, *form) for form in (("--short",), ("-o", "json")))
+    arms = json.loads(document.stdout)["arms"]
+    [chosen] = [arm for arm in arms if arm.get("chosen")]
+    assert short.stdout.count("\n") == 1
+    assert short.stdout.startswith(
+        f"measured at B = 8: {chosen['drafter']} with {chosen['gamma']} draft tokens, "
+        f"{chosen['tokens_per_second']:.0f} tokens/s expected, "
+    )
+    both = run(*words, "--short", "--numbers")
+    assert both.exit_code == Exit.USAGE
+    assert "contradict" in both.output
+
+
+def test_without_speculation_the_words_compare_with_the_best_draft_length():
+    answer = service_pb2.ExplainResponse(engine_id="e", batch_size=64)
+    answer.plan.rows.add(max_batch_size=64, drafter="mtp", reason=plan_pb2.REASON_EXPLOIT)
+    answer.arms.add(drafter="mtp", gamma=0, tokens_per_second=100, step_seconds=0.01, chosen=True)
+    answer.arms.add(drafter="mtp", gamma=3, tokens_per_second=80)
+    answer.arms.add(drafter="mtp", gamma=5, tokens_per_second=400, forbidden=True)
+    answer.store.ok = True
+    assert line_text(answer) == (
+        "e at B = 64: no speculation (mtp off), 100 tokens/s expected, 1.25 times those of the "
+        "best draft length; this is the best choice by the current estimates"
+    )
+    assert "e decodes without speculation: this is the best" in paragraph_text(answer)
+
+
+def test_the_paragraph_names_overrides_bounds_and_troubles():
+    answer = service_pb2.ExplainResponse(engine_id="e", batch_size=1)
+    answer.plan.rows.add(max_batch_size=64, drafter="mtp", gamma=1)
+    answer.arms.add(drafter="mtp", gamma=1, tokens_per_second=100, step_seconds=0.01, chosen=True)
+    answer.positions.add(drafter="mtp", position=1, exposures=7)
+    for name in ("counts", "elsewhere"):
+        override = policy_pb2.Override(override_id=name, author="ada", reason="INC-1")
+        override.rule.gamma_max = 1
+        answer.overrides.add(override=override)
+    answer.limits.overrides.append("counts")
+    answer.bound.seconds, answer.bound.expected_seconds = 0.02, 0.03
+    answer.store.detail = "no space"
+    told = paragraph_text(answer)
+    assert "Override counts limits the choice (fleet: gamma <= 1; ada: INC-1)." in told
+    assert "Overrides that do not count at this batch size: 1." in told
+    assert "The bound of 20 ms per output token is not kept: 30.00 ms are expected." in told
+    assert "weakly known, from 7 recent observations" in told
+    assert "the store of overrides is in trouble: no space" in told
 
 
 def test_probes_that_gained_time_have_not_lost_any():
@@ -121,7 +197,9 @@ def test_past_traffic_is_named_by_the_time_of_day():
 
 
 def test_an_explanation_from_the_prior_says_so(sidecar: SidecarProcess):
-    result = controller("explain", "prior", "--address", sidecar.address)
+    told = run("explain", "prior", "--address", sidecar.address)
+    assert "No profile matches this engine" in told.stdout
+    result = controller("explain", "prior", "--numbers", "--address", sidecar.address)
     assert result.returncode == 0, result.stderr
     assert "costs: generic prior (no profile matches)" in result.stdout
     assert "profile-missing" in result.stdout
@@ -146,4 +224,4 @@ def test_the_version_is_printed():
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0 shifts"), (1, "1 shift"), (2, "2 shifts")])
 def test_one_is_counted_in_the_singular(number: int, text: str):
-    assert _counted(number, "shift", "shifts") == text
+    assert counted(number, "shift", "shifts") == text

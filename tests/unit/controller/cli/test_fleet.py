@@ -9,7 +9,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from controller.cli.fleet import FLEET, foot
+from controller.cli.fleet import FLEET, foot, show_fleet
 from controller.cli.output import Output, fitting_table, show
 from controller.util.exit_codes import Exit
 from speculation.v1.service_pb2 import FleetEngine, FleetTotals, ListFleetResponse
@@ -138,6 +138,15 @@ def test_wide_shows_all_and_counts_overrides_that_are_not_named(
     assert "night-pin-of-the-fleet, and 3 more" in row
     assert "x1.30  " in row
     assert "+2849" in row
+
+
+def test_words_of_the_store_cannot_command_a_terminal(capsys: pytest.CaptureFixture[str]):
+    answer = ListFleetResponse(engines=[engine(drafter="\x1b[2J")], trouble="\x1b]0;x\x07")
+    for output in (Output.TABLE, Output.NAME, Output.JSON, Output.YAML):
+        show_fleet(answer, output)
+    shown = capsys.readouterr().out
+    assert not {"\x1b", "\x07"} & set(shown)
+    assert "only the engines of this sidecar are shown" in shown
 
 
 def test_what_is_missing_is_said_below_the_table():

@@ -20,3 +20,9 @@ def test_the_command_line_is_imported_without_its_heavy_parts():
     print(f"\nimport controller.cli: {found['seconds']:.3f} s")
     heavy = {"grpc", "numpy", "pydantic", "structlog", "prometheus_client", "google.protobuf"}
     assert not heavy & set(found["modules"])
+
+
+def test_following_pages_imports_no_grpc_before_a_command_has_set_it_up():
+    program = "import sys, controller.client.paging; sys.exit('grpc' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=False)
+    assert done.returncode == 0

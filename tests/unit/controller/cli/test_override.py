@@ -3,6 +3,7 @@
 import json
 import re
 import secrets
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from controller.cli import app
+from controller.cli.output import API_VERSION
 from controller.util.exit_codes import Exit
 from controller.wire.override_text import PRECEDENCE
 from speculation.v1 import service_pb2, service_pb2_grpc
@@ -63,7 +65,7 @@ def test_policy_is_listed_with_its_file_and_a_bad_file_is_reported(tmp_path: Pat
                 service_pb2.IntroduceRequest(engine=engine_message("pod")), timeout=PATIENCE_SECONDS
             )
         explained = " ".join(
-            controller("explain", "pod", "--address", running.address).stdout.split()
+            controller("explain", "pod", "--numbers", "--address", running.address).stdout.split()
         )
         assert f"gamma <= 2; policy file {policy}: memory" in explained
         policy.write_text("policies: 1\n")
@@ -71,7 +73,9 @@ def test_policy_is_listed_with_its_file_and_a_bad_file_is_reported(tmp_path: Pat
         assert "what it said before stays in force" in said
         doctor = controller("doctor", "--address", running.address, "--engine-url", "")
         assert f"fail policy: {policy}, line 1: policies: a list is needed" in doctor.stdout
-        assert command(running, "clear", "policy:bound", "--reason", "r").returncode == Exit.FAILED
+        assert (
+            command(running, "clear", "policy:bound", "--reason", "r").returncode == Exit.NOT_FOUND
+        )
     # It keeps a copy; where nothing is kept, such a file is refused.
     done = subprocess.run(
         [*CONTROLLER, "serve", "--address", f"unix:{tmp_path}/other.sock", "--metrics-port", "0"],
@@ -106,7 +110,9 @@ def test_online_updates_where_the_engine_can_and_where_it_cannot(sidecar: Sideca
     assert done.returncode == 0, done.stderr
 
     def why(engine: str) -> str:
-        return " ".join(controller("explain", engine, "--address", sidecar.address).stdout.split())
+        return " ".join(
+            controller("explain", engine, "--numbers", "--address", sidecar.address).stdout.split()
+        )
 
     assert "the drafter's online updates: online:5" in why("able")
     assert "cannot do" not in why("able")
@@ -137,12 +143,15 @@ def test_a_pin_at_three_in_the_morning(sidecar: SidecarProcess):
     listed = command(sidecar, "list").stdout
     for word in ("pin", "engine night", "gamma = 1", "ann", "drafter is ill", PRECEDENCE):
         assert word in listed
-    why = controller("explain", "night", "--address", sidecar.address).stdout
+    why = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
     assert "override pin: engine night: gamma = 1; ann: drafter is ill" in why
     assert PRECEDENCE in why
     assert "override;" in why
     assert "forbidden" in why
-    assert "override" not in controller("explain", "day", "--address", sidecar.address).stdout
+    assert (
+        "override"
+        not in controller("explain", "day", "--numbers", "--address", sidecar.address).stdout
+    )
 
     other = command(sidecar, "set", "--engine", "night", "--off", "--id", "pin", "--reason", "x")
     assert other.returncode == 1
@@ -219,7 +228,7 @@ def test_effects_and_shadows_are_told_in_words(sidecar: SidecarProcess):
     assert done.returncode == 0, done.stderr
     assert "engine night: no effect: shadowed by n" in done.stdout
     assert "engine day changes when it next asks" in done.stdout
-    why = controller("explain", "night", "--address", sidecar.address).stdout
+    why = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
     assert "override f (shadowed by n): fleet: gamma = 1" in why
     longer = command(sidecar, *fleet, "--ttl", "5h")
     assert longer.returncode == 0, longer.stderr
@@ -233,7 +242,7 @@ def test_a_bound_is_told_with_what_it_does_and_does_not_reach(sidecar: SidecarPr
     loose = command(sidecar, *bound, "500", "--id", "loose")
     assert loose.returncode == 0, loose.stderr
     assert "engine night runs as now, but what it may choose from changes" in loose.stdout
-    why = controller("explain", "night", "--address", sidecar.address).stdout
+    why = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
     assert "ms a token" in why
     assert (
         "bound of 500 ms a token (override loose): kept, and without it the choice would be" in why
@@ -241,14 +250,14 @@ def test_a_bound_is_told_with_what_it_does_and_does_not_reach(sidecar: SidecarPr
     tight = command(sidecar, *bound, "0.01", "--id", "tight")
     assert tight.returncode == 0, tight.stderr
     assert "no choice that is left keeps the bound on the time per output token" in tight.stdout
-    why = controller("explain", "night", "--address", sidecar.address).stdout
+    why = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
     assert "bound of 0.01 ms a token (override tight): not kept, " in why
     assert "no choice keeps it here; no choice keeps it even in the smallest batches" in why
     assert "! above the bound" in why
     assert "override loose (shadowed by tight): engine night: at most 500 ms a token" in why
     for name in ("loose", "tight"):
         assert command(sidecar, "clear", name, "--reason", "x").returncode == 0
-    why = controller("explain", "night", "--address", sidecar.address).stdout
+    why = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
     assert "ms a token" not in why
 
 
@@ -261,7 +270,11 @@ def test_a_bound_is_told_with_what_it_does_and_does_not_reach(sidecar: SidecarPr
         (["--engine", "day", "--drafter", "x"], Exit.NO_EFFECT, "it has no drafter x; it has mtp"),
         (["--engine", "day", "--gamma", "6"], Exit.NO_EFFECT, "it has no draft length 6"),
         (["--engine", "day", "--at-most", "3"], Exit.NO_EFFECT, "it would change nothing"),
-        (["--engine", "day", "--off", "--id", "x", "--etag", "9-a"], Exit.FAILED, "is not there"),
+        (
+            ["--engine", "day", "--off", "--id", "x", "--etag", "9-a"],
+            Exit.NOT_FOUND,
+            "is not there",
+        ),
     ],
 )
 def test_what_has_no_effect_is_not_set_unless_that_is_allowed(
@@ -274,10 +287,10 @@ def test_what_has_no_effect_is_not_set_unless_that_is_allowed(
     refused = run(*asked)
     assert refused.exit_code == code
     assert text in refused.output
-    if code is not Exit.FAILED:
+    if code is not Exit.NOT_FOUND:
         assert "--allow-no-effect" in refused.output
         assert run(*asked, "--id", name, "--allow-no-effect").exit_code == 0
-    if not dry_run and code is not Exit.FAILED:
+    if not dry_run and code is not Exit.NOT_FOUND:
         assert run("clear", name, "--reason", "test").exit_code == 0
     assert "no override is in force" in run("list").output
 
@@ -297,6 +310,39 @@ def test_one_batch_size_is_no_range(sidecar: SidecarProcess):
     assert off.returncode == 0, off.stderr
     assert "1-1" not in off.stdout
     assert command(sidecar, "clear", "one-size", "--reason", "done").returncode == 0
+
+
+@pytest.mark.parametrize("form", ["json", "yaml", "name"])
+def test_a_watch_streams_documents_and_names(sidecar: SidecarProcess, form: str):
+    here, name = ["--address", sidecar.address], f"seen-as-{form}"
+    set_ = ["override", "set", "--fleet", "--off", "--id", name, "--reason", "test"]
+    assert CliRunner().invoke(app, [*set_, "--allow-no-effect", *here]).exit_code == 0
+    words = [*CONTROLLER, "override", "watch", "-o", form, *here]
+    with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            shown: list[str] = []
+            while name not in "".join(shown):
+                shown.append(process.stdout.readline())
+            if form == "json":
+                document = json.loads(shown[-1])
+                assert (document["api_version"], document["kind"]) == (API_VERSION, "OverrideNews")
+                assert document["change"] == "present"
+                assert document["held"]["override"]["override_id"] == name
+            elif form == "yaml":
+                assert shown[:3] == [
+                    "---\n",
+                    f"api_version: {API_VERSION}\n",
+                    "kind: OverrideNews\n",
+                ]
+            else:
+                assert shown[-1] == f"{name}\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE_SECONDS) == Exit.DONE
+        finally:
+            process.kill()
+            clear = ["override", "clear", name, "--reason", "test", *here]
+            assert CliRunner().invoke(app, clear).exit_code == 0
 
 
 def test_watching_shows_changes_as_they_come(sidecar: SidecarProcess):
@@ -344,7 +390,7 @@ def test_over_tcp_with_tls_and_a_token(tmp_path: Path):
         assert "\ntls " in listed.stdout
         token.write_text("guessed")
         refused = controller("override", "list", *address, environment=caller)
-        assert refused.returncode == 1
+        assert refused.returncode == Exit.DENIED
         assert "the access list knows" in refused.stderr
         log = controller("override", "log", "--address", running.address).stdout
         assert "ipv4:127.0.0.1" in log

@@ -89,8 +89,8 @@ def test_a_difference_is_shown_and_named(tmp_path: Path):
     [
         (["push", "nowhere.json"], 2, "No such file"),
         (["show", "nowhere.json"], 2, "No such file"),
-        (["show", "0123456789abcdef"], 1, "is in the store"),
-        (["pull", "0123456789abcdef"], 1, "is in the store"),
+        (["show", "0123456789abcdef"], 13, "is in the store"),
+        (["pull", "0123456789abcdef"], 13, "is in the store"),
         (["pull"], 2, "name a profile"),
         (["pull", "x", "--engine", "y"], 2, "name a profile"),
         (["pull", "--engine", "nobody"], 6, "no engine 'nobody'"),

@@ -141,7 +141,7 @@ class Reader(HTMLParser):
 @pytest.fixture(scope="module")
 def page(recorded: Recorded, tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("page") / "ticket.html"
-    done = controller("report", str(recorded.directory), "--engine", "odd", "-o", str(path))
+    done = controller("report", str(recorded.directory), "--engine", "odd", "--output", str(path))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{path}: 200 steps, ")
     return path.read_text(encoding="utf-8")
@@ -184,10 +184,23 @@ def test_no_secret_is_on_record(recorded: Recorded, page: str):
             assert recorded.token.encode() not in block.SerializeToString()
 
 
+def test_the_older_option_for_the_page_is_taken_with_a_word_about_the_new_one(
+    recorded: Recorded, tmp_path: Path
+):
+    words = ["report", str(recorded.directory), "--engine", "odd", "-o", str(tmp_path / "x.html")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "x.html").exists()
+    assert "write --output FILE" in done.stderr
+    for more in (("-o", "json"), ("-o", "x.json", "--output", str(tmp_path / "y.html"))):
+        refused = CliRunner().invoke(app, [*words[:4], *more])
+        assert refused.exit_code == 2, refused.output
+
+
 def test_a_page_that_cannot_be_written_ends_with_2(recorded: Recorded, tmp_path: Path):
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "x.html"
-    words = ["report", str(recorded.directory), "--engine", "odd", "-o", str(path)]
+    words = ["report", str(recorded.directory), "--engine", "odd", "--output", str(path)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2
     assert "cannot be written" in done.stderr

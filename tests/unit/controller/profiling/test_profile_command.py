@@ -52,9 +52,13 @@ async def test_it_measures_prints_the_table_and_is_reused_the_next_time(tmp_path
         assert "--batch-sizes 1,2" in profile.command
 
         steps = len(engine.ran)
-        code, out, err = await ended(await start(tmp_path, url=engine.url))
+        code, out, err = await ended(await start(tmp_path, "-o", "json", url=engine.url))
         assert code == 0, err
-        assert "reused" in last_line(out)
+        document = json.loads(out)
+        assert (document["kind"], document["profile_id"]) == ("Profile", profile.profile_id)
+        assert document["reused"]
+        assert document["engine_ids"] == ["clockwork"]
+        assert Profile.from_json(json.dumps(document["profile"])) == profile
         assert "is used as it is" in err
         assert len(engine.ran) == steps
 

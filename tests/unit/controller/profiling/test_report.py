@@ -2,7 +2,6 @@ import dataclasses
 import io
 
 import pytest
-from rich.console import Console
 
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
@@ -10,7 +9,7 @@ from controller.core.engine_spec import DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
 from controller.profiling.profile_file import default_path, uncovered
 from controller.profiling.progress import BarReporter, LineReporter
-from controller.profiling.report import ProfileTable, hardware_note
+from controller.profiling.report import hardware_note, measured_text, profile_tables
 
 PROFILE = Profile(
     Fingerprint("target"),
@@ -27,15 +26,22 @@ PROFILE = Profile(
 
 
 def text_of(profile):
-    out = io.StringIO()
-    Console(file=out, width=100).print(ProfileTable(profile))
-    return out.getvalue()
+    tables = list(profile_tables(profile))
+    cells = [
+        " ".join(
+            cell for row in table.rows for cell in (*row, table.columns[-1].title, table.title)
+        )
+        for table in tables
+    ]
+    return "\n".join(
+        [*(c.title for t in tables for c in t.columns), *cells, measured_text(profile)]
+    )
 
 
 def test_the_table_shows_milliseconds_and_ratios_to_gamma_zero():
     text = text_of(PROFILE)
     assert "B = 1" in text
-    assert "15.00  1.50x" in text
+    assert "15.00 1.50x" in text
     # No gamma = 0 there, so no ratio; and no cell where none was measured.
     assert "20.50 " in text
     assert "-" in text
@@ -43,6 +49,12 @@ def test_the_table_shows_milliseconds_and_ratios_to_gamma_zero():
     assert "2.000 us" in text
     assert "20 to 40" in text
     assert "a machine" in text
+
+
+def test_columns_that_are_left_out_first_lie_between_others():
+    cells = tuple(ProfileCell("mtp", 0, 2**at, 0.01, 0.0, 1) for at in range(8))
+    [table] = profile_tables(dataclasses.replace(PROFILE, cells=cells))
+    assert [column.priority for column in table.columns] == [0, 0, 3, 2, 3, 1, 3, 2, 0]
 
 
 def test_each_drafter_has_its_own_table():

@@ -74,6 +74,28 @@ async def test_reflection_lists_the_services_and_their_methods(tmp_path: Path):
     assert methods == ["Introduce", "Steer", "Decide"]
 
 
+@pytest.mark.parametrize("version", ["grpc-v1", "grpc-v1alpha"])
+async def test_a_client_of_another_language_finds_every_method_by_reflection(
+    tmp_path: Path, version: str
+):
+    buf = Path(sys.executable).with_name("buf")
+    async with serving(tmp_path):
+        arguments = (
+            "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--reflect-protocol", version,
+            "--unix-socket", f"{tmp_path}/controller.sock", "--list-methods", "http://localhost",
+        )  # fmt: skip
+        process = await asyncio.create_subprocess_exec(
+            buf, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        found, trouble = await soon(process.communicate())
+    assert process.returncode == 0, trouble
+    methods = set(found.decode().split())
+    assert "speculation.v1.PolicyService/GetOverride" in methods
+    assert "grpc.health.v1.Health/Check" in methods
+    for package in ("grpc.reflection.v1", "grpc.reflection.v1alpha"):
+        assert f"{package}.ServerReflection/ServerReflectionInfo" in methods
+
+
 async def test_reflection_can_be_left_out(tmp_path: Path):
     def ask() -> None:
         with grpc.insecure_channel(f"unix:{tmp_path}/controller.sock") as channel:

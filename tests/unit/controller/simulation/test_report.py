@@ -1,15 +1,15 @@
 """What is shown is what was found: nothing lost, nothing executable, nothing to fetch."""
 
 import dataclasses
-import io
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
+from controller.cli.output import print_table, print_words
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.latency import Spread
 from controller.simulation.report import bars, from_json, render_html, render_text, to_json
@@ -122,20 +122,33 @@ def test_the_page_fetches_nothing(page):
 
 
 def test_an_empty_report_is_shown_as_such():
-    assert "no scenario" in text_of(report(), 80)
+    assert list(render_text(report())) == ["no scenario was run"]
     assert "<h1>" in render_html(report())
 
 
-def text_of(there, width):
-    console = Console(width=width, record=True, file=io.StringIO())
-    console.print(render_text(there))
-    return console.export_text()
+@pytest.fixture
+def text_of(capsys, monkeypatch):
+    """What a terminal of a width shows."""
+
+    def shown(there, width):
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+        for part in render_text(there):
+            if isinstance(part, str):
+                print_words(part)
+            else:
+                print_table(part)
+        return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+
+    return shown
 
 
-@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
 @pytest.mark.parametrize("count", [1, 30])
-def test_tables_fit_any_terminal(width, count):
-    shown = text_of(report(*[scenario(f"traffic/{i}") for i in range(count)]), width)
+def test_tables_fit_any_terminal(width, count, text_of):
+    there = report(*[scenario(f"traffic/{i}") for i in range(count)])
+    shown = text_of(there, width)
     assert max(map(len, shown.splitlines())) <= width
 
 
@@ -177,7 +190,7 @@ def test_without_the_controller_there_are_no_bars():
 LATENCY = Latency(Spread(0.0101, 0.0102, 0.0303), Spread(0.0044, 0.0045, 0.0066), Spread(1, 2, 3.5))
 
 
-def test_latencies_and_sustained_loads_are_shown_where_there_are_any():
+def test_latencies_and_sustained_loads_are_shown_where_there_are_any(text_of):
     loads = (SustainedLoad("tide", 3.25, 400.0), SustainedLoad("controller", 4.75, 600.0))
     open_loop = dataclasses.replace(
         scenario("arrivals", policy(latency=LATENCY)), open_loop=True, sustained=loads

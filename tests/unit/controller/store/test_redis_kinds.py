@@ -49,6 +49,15 @@ async def written(store: RedisStore, name: str) -> Entry:
                 await asyncio.sleep(0.2)
 
 
+async def keeps_summaries(one: RedisStore, two: RedisStore) -> None:
+    # Others may write what is no UTF-8.
+    await one.summaries.put("ab", b"\xff")
+    found = await two.summaries.read()
+    assert [(item.source, item.body) for item in found.found] == [("ab", b"\xff")]
+    await two.summaries.remove("ab")
+    assert not (await one.summaries.read()).found
+
+
 async def test_a_cluster_keeps_its_promises(cluster: RedisServer):
     url = f"redis+cluster://127.0.0.1:{cluster.port}"
     one, two = RedisStore(url, reconcile_seconds=0.2), RedisStore(url, reconcile_seconds=0.2)
@@ -64,6 +73,7 @@ async def test_a_cluster_keeps_its_promises(cluster: RedisServer):
         await two.clear("a", entry.revision, ANN)
         assert await live(one) == {}
         assert [r.action for r in await one.audit(5)] == ["clear", "set"]
+        await keeps_summaries(one, two)
     finally:
         await one.close()
         await two.close()
@@ -101,6 +111,7 @@ async def test_after_a_fail_over_everything_is_there_and_can_be_changed(
     await store.open(lambda: None)
     try:
         await written(store, "before")
+        await keeps_summaries(store, store)
         primary.kill()
         assert set(await live(store)) == {"before"}
         await written(store, "after")

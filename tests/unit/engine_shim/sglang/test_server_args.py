@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from engine_shim.sglang.api.settings import PluginSettings, load_settings
-from engine_shim.sglang.server_args import SteeredConfiguration
+from engine_shim.sglang.server_args import SteeredConfiguration, wish_checks
+from engine_shim.steering.checks import require
 from engine_shim.steering.errors import PluginError, UnsupportedEngineError
 
 
@@ -30,7 +31,7 @@ def config(**changes: Any) -> Any:
 
 
 def refuse(asked: Any) -> None:
-    SteeredConfiguration(load_settings())._refuse_conflicts(asked)
+    require(wish_checks(asked, load_settings()))
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN", "eagle3", "DFLASH"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine_shim.training.dflash import DFlashStudent, position_weights
 from engine_shim.training.online import (
     NotFiniteError,
     OnlineSettings,
@@ -64,6 +66,20 @@ def test_the_loss_is_the_weighted_divergence_of_the_canvas(
         parts.append((theirs.exp() * (theirs - functional.log_softmax(mine[0, 0], dim=-1))).sum())
     expected = (parts[0] + 0.5 * parts[1] + 0.25 * parts[2]).detach() / 1.75
     assert learn(student, found, discount=0.5) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_positions_weigh_what_they_weigh_in_the_drafters_own_recipe(
+    target: Qwen3Target, student: DraftStudent
+) -> None:
+    if isinstance(student, DFlashStudent):
+        weights = position_weights(student.shape.block)
+        discount = float(weights[1] / weights[0])
+    else:
+        discount = 0.8
+    found = make_round(target, 20, seed=1, top=ALL)
+    own = learn(deepcopy(student), found)
+    assert own == pytest.approx(learn(deepcopy(student), found, discount=discount), rel=1e-5)
+    assert own != pytest.approx(learn(deepcopy(student), found, discount=0.5), rel=1e-4)
 
 
 @torch.no_grad()

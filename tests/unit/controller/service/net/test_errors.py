@@ -22,14 +22,16 @@ EXPECTED = {
     errors.InvalidMeasurementError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NoMatchingEngineError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.InvalidQuestionError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.RequestIdReusedError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.SidecarFailedError: grpc.StatusCode.INTERNAL,
     errors.SlowClientError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.ProfileNotSavedError: grpc.StatusCode.INTERNAL,
     errors.ShuttingDownError: grpc.StatusCode.UNAVAILABLE,
     InvalidOverrideError: grpc.StatusCode.INVALID_ARGUMENT,
-    core.InvalidBeliefError: grpc.StatusCode.INVALID_ARGUMENT,
     core.ProfileMergeError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NoProfileError: grpc.StatusCode.NOT_FOUND,
     errors.NoOverrideError: grpc.StatusCode.NOT_FOUND,
+    errors.PolicyNotClearedError: grpc.StatusCode.NOT_FOUND,
     errors.NoEffectError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TooManyOverridesError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.OverrideExistsError: grpc.StatusCode.ALREADY_EXISTS,
@@ -49,8 +51,14 @@ EXPECTED = {
 }
 
 
-# Of a start, and of a recording that is decided again: no client is ever told.
-UNTOLD = {errors.StartRefusedError, errors.AddressTakenError, core.InvalidStateError}
+# Of a start, of a recording that is decided again, and of estimates in the store, which are only
+# logged: no client is ever told.
+UNTOLD = {
+    errors.StartRefusedError,
+    errors.AddressTakenError,
+    core.InvalidStateError,
+    core.InvalidBeliefError,
+}
 
 
 @pytest.mark.parametrize(("kind", "status"), EXPECTED.items())
@@ -74,7 +82,7 @@ def test_no_error_of_core_or_service_is_forgotten():
 
 
 def test_an_error_that_nobody_listed_is_not_passed_off_as_another():
-    assert errors.status_of(core.SpeculationError("?")) is grpc.StatusCode.UNKNOWN
+    assert errors.status_of(core.SpeculationError("?")) is grpc.StatusCode.INTERNAL
 
 
 def test_a_message_is_cut_where_it_gets_long():

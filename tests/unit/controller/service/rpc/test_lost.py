@@ -5,7 +5,8 @@ from typing import Any
 import grpc
 import pytest
 
-from controller.cli.explain import _print_explanation
+from controller.cli.explain_numbers import print_numbers
+from controller.cli.explain_words import paragraph_text
 from controller.cli.output import Output
 from controller.cli.top import _SIDECAR, _print
 from controller.doctor.sidecar import ask, check_engines
@@ -101,10 +102,11 @@ async def test_everything_that_people_look_at_names_it_with_its_reason(tmp_path)
 async def test_the_commands_print_it(tmp_path, capsys):
     async with serving(tmp_path) as running:
         await introduced(running, DFLASH)
-        _print_explanation(await running.explain())
-        explained = capsys.readouterr().out
-        assert "drafter dflash lost since 2020-09-1" in explained
-        assert "MemoryError: no room" in explained
+        answer = await running.explain()
+        print_numbers(answer, wide=False)
+        for explained in (capsys.readouterr().out, paragraph_text(answer)):
+            assert "drafter dflash lost since 2020-09-1" in explained
+            assert "MemoryError: no room" in explained
         overview = await soon(running.inspection.Overview(service_pb2.OverviewRequest()))
         _print(_SIDECAR, overview, Output.TABLE)
         assert "engine-0: drafter dflash lost since 2020-09-1" in capsys.readouterr().out

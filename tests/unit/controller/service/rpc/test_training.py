@@ -139,8 +139,9 @@ async def test_a_fall_collects_a_round_deploys_and_explain_tells(tmp_path: Path)
         await client.send(report_message(100, draft_version=1))
         await until(lambda: measured_of(session)["speculation_draft_version",] == 1)
         shown = await asyncio.to_thread(
-            controller, "explain", "engine-0", "--address", f"unix:{tmp_path}/controller.sock"
-        )
+            controller, "explain", "engine-0", "--numbers",
+            "--address", f"unix:{tmp_path}/controller.sock",
+        )  # fmt: skip
         assert "the drafter's training: collecting" in shown.stdout
         assert "its version: 1, on trial after 0" in shown.stdout
         assert "round 1, version 1 deployed: accepted 0.200 in service" in shown.stdout

@@ -9,7 +9,7 @@ from urllib.request import urlopen
 import grpc
 import pytest
 
-from controller.client.paging import every_engine_aio
+from controller.client.paging import every_page_aio
 from controller.service.net.errors import NoSessionError
 from controller.service.sessions.counters import COUNT_MAX
 from controller.service.status import paging
@@ -64,7 +64,7 @@ async def test_pages_add_up_to_all_engines_in_order(tmp_path: Path, method: str)
         third = await page(second.next_page_token)
         assert [name_of(row) for row in third.engines] == NAMES[6:]
         assert not third.next_page_token
-        merged = await every_engine_aio(page)
+        merged = await every_page_aio(page)
         assert [name_of(row) for row in merged.engines] == NAMES
 
 
@@ -116,7 +116,7 @@ async def test_introductions_that_fill_a_message_are_listed_on_several_pages(tmp
         first = await page("")
         assert first.ByteSize() < GRPC_DEFAULT_BYTES
         assert first.next_page_token
-        merged = await every_engine_aio(page)
+        merged = await every_page_aio(page)
         assert len(merged.engines) == 80
 
 

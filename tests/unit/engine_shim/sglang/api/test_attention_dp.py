@@ -21,7 +21,7 @@ def reason(monkeypatch: pytest.MonkeyPatch, **configured: Any) -> str | None:
     } | configured
     monkeypatch.setattr(overrides, "resolved_view", lambda _: SimpleNamespace(**view))
     args: Any = SimpleNamespace()
-    return attention_dp.unsupported_reason(args, PluginSettings(), has_block=False)
+    return attention_dp.check(args, PluginSettings(), has_block=False).obstacle or None
 
 
 def test_it_is_steered(monkeypatch: pytest.MonkeyPatch) -> None:

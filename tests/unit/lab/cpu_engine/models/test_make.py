@@ -10,6 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+import lab.cpu_engine.models
 from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.checkpoint import (
     load_dflash,
@@ -19,7 +20,6 @@ from engine_shim.training.checkpoint import (
     load_target,
 )
 from engine_shim.training.qwen3 import Qwen2Target
-import lab.cpu_engine.models
 from lab.cpu_engine.models import corpus, edits
 from lab.cpu_engine.models.edits import KINDS, load_edits
 from lab.cpu_engine.models.make import make, make_edits

@@ -1,0 +1,111 @@
+"""Completes ids in a shell: asks the sidecar, for a moment only, and stays silent on any failure.
+
+A person waits for the answer with a finger on the tab key, so a sidecar that is away, slow or
+closed to the caller means that nothing is offered.
+"""
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any
+
+import typer
+
+from controller.cli.connection import DEFAULT_ADDRESS
+
+_ANSWER_SECONDS_MAX = 0.3
+
+
+def engine_ids(context: typer.Context, incomplete: str) -> list[str]:
+    """Offers the ids of the engines that the sidecar steers."""
+    from speculation.v1 import service_pb2, service_pb2_grpc
+
+    def ask(channel: Any, **options: Any) -> Iterable[str]:
+        answer = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
+            service_pb2.ListEnginesRequest(), **options
+        )
+        return (status.engine.engine_id for status in answer.engines)
+
+    return _offered(context, incomplete, ask)
+
+
+def override_ids(context: typer.Context, incomplete: str) -> list[str]:
+    """Offers the ids of the overrides in force; those of a policy file cannot be cleared."""
+    from speculation.v1 import policy_pb2, policy_pb2_grpc
+
+    def ask(channel: Any, **options: Any) -> Iterable[str]:
+        answer = policy_pb2_grpc.PolicyServiceStub(channel).ListOverrides(
+            policy_pb2.ListOverridesRequest(), **options
+        )
+        return (held.override.override_id for held in answer.overrides if not held.origin)
+
+    return _offered(context, incomplete, ask)
+
+
+def profile_ids(context: typer.Context, incomplete: str) -> list[str]:
+    """Offers the ids of the profiles in the sidecar's store."""
+    from speculation.v1 import service_pb2, service_pb2_grpc
+
+    def ask(channel: Any, **options: Any) -> Iterable[str]:
+        answer = service_pb2_grpc.ProfilingServiceStub(channel).ListProfiles(
+            service_pb2.ListProfilesRequest(), **options
+        )
+        return (item.profile_id for item in answer.profiles)
+
+    return _offered(context, incomplete, ask)
+
+
+def _offered(
+    context: typer.Context, incomplete: str, ask: Callable[..., Iterable[str]]
+) -> list[str]:
+    # Whatever goes wrong, there is nothing to offer, and nobody to tell.
+    with contextlib.suppress(Exception):
+        return [
+            one for one in _asked(context, ask) if one.startswith(incomplete) and one.isprintable()
+        ]
+    return []
+
+
+def _asked(context: typer.Context, ask: Callable[..., Iterable[str]]) -> list[str]:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from controller.client.credentials import Credentials
+    from controller.util.socket_paths import sidecar_address
+
+    given = (
+        context.params.get("address")
+        or context.params.get("sidecar")
+        or os.environ.get("CONTROLLER_ADDRESS")
+    )
+    address = sidecar_address(str(given or DEFAULT_ADDRESS))
+    credentials = Credentials.for_address(address)
+    with credentials.channel(address) as channel:
+        return list(ask(channel, timeout=_ANSWER_SECONDS_MAX, metadata=credentials.metadata()))
+
+
+@contextlib.contextmanager
+def for_bash(variables: MutableMapping[str, str]) -> Iterator[None]:
+    """Undoes, for a block that completes, that bash splits words at colons.
+
+    Ids such as pod-7:30000 and addresses have colons.  Bash hands over pod-7, : and 3 as words, and
+    replaces what is behind the last colon.  variables: of the environment, in which bash gives
+    COMP_WORDS and COMP_CWORD; changed.
+    """
+    words, position = variables.get("COMP_WORDS", ""), variables.get("COMP_CWORD", "")
+    if variables.get("_CONTROLLER_COMPLETE") != "complete_bash" or not position.isdecimal():
+        yield
+        return
+    separator = "\n" if "\n" in words else " "
+    until = separator.join(words.split(separator)[: int(position) + 1])
+    joined = re.sub(rf"{separator}?:{separator}?", ":", until)
+    variables["COMP_WORDS"] = joined
+    variables["COMP_CWORD"] = str(joined.count(separator))
+    kept = joined.rpartition(separator)[2].rpartition(":")[:2]
+    offered = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(offered):
+            yield
+    finally:
+        for word in offered.getvalue().splitlines():
+            print(word.removeprefix("".join(kept)))

@@ -1,0 +1,57 @@
+"""Serves reflection in its two versions, whose messages are the same but for their package.
+
+grpcio-reflection has v1alpha only; clients ask for v1 first, and some no longer for anything else.
+"""
+
+from collections.abc import Sequence
+
+import grpc
+import grpc.aio
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+_ALPHA, _V1 = "grpc.reflection.v1alpha", "grpc.reflection.v1"
+SERVICE = f"{_V1}.ServerReflection"
+_FILE = "grpc/reflection/v1/reflection.proto"
+
+
+def add(server: grpc.aio.Server, services: Sequence[str]) -> None:
+    """Adds reflection of these services, and of itself, to a server."""
+    _describe()
+    names = (*services, reflection.SERVICE_NAME, SERVICE)
+    servicer = reflection.aio.ReflectionServicer(names)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    reflection.enable_server_reflection(names, server)
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler(SERVICE, {"ServerReflectionInfo": handler})]
+    )
+
+
+def _describe() -> None:
+    """Puts the description of v1 among those that reflection answers from."""
+    pool = descriptor_pool.Default()
+    try:
+        pool.FindFileByName(_FILE)
+    except KeyError:
+        found = FileDescriptorProto()
+        reflection_pb2.DESCRIPTOR.CopyToProto(found)
+        found.name, found.package = _FILE, _V1
+        # Of v1alpha: it is deprecated.
+        found.ClearField("options")
+        for field in (field for message in found.message_type for field in message.field):
+            if field.type_name:
+                field.type_name = _renamed(field.type_name)
+        for service in found.service:
+            for method in service.method:
+                method.input_type = _renamed(method.input_type)
+                method.output_type = _renamed(method.output_type)
+        pool.AddSerializedFile(found.SerializeToString())
+
+
+def _renamed(name: str) -> str:
+    return name.replace(f".{_ALPHA}.", f".{_V1}.", 1)

@@ -1,0 +1,66 @@
+"""Pages of the audit of overrides: from where, how many, and what fits into a message."""
+
+import asyncio
+import re
+from collections.abc import Sequence
+
+from controller.service.net.errors import InvalidQuestionError
+from controller.service.rpc.store_messages import audit_to_proto
+from controller.service.status.paging import BYTES_MAX
+from controller.store.interface import AuditRecord
+from speculation.v1 import policy_pb2
+
+_DEFAULT, _MAX = 100, 1000
+# Records between two yields to the event loop.
+_SLICE = 10
+# Of a database, or of Redis, which puts a dash into it.
+_SEQUENCE = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
+
+
+def limit_of(request: policy_pb2.QueryAuditRequest) -> int:
+    """Returns the most records of a page.  Raises InvalidQuestionError."""
+    limit = request.limit or _DEFAULT
+    if limit > _MAX:
+        raise InvalidQuestionError(
+            f"limit {limit}: at most {_MAX}, ask in pages", field_path="limit"
+        )
+    return limit
+
+
+def position_of(request: policy_pb2.QueryAuditRequest) -> str:
+    """Returns the sequence that all records are to be older than; empty for none.
+
+    Raises InvalidQuestionError.
+    """
+    token, before = request.page_token, request.before_sequence
+    if token and before and token != before:
+        raise InvalidQuestionError(
+            "page_token and before_sequence contradict each other: leave one of them out",
+            field_path="page_token",
+        )
+    for name, text in (("page_token", token), ("before_sequence", before)):
+        if text and not _SEQUENCE.fullmatch(text):
+            raise InvalidQuestionError(
+                f"{name} {text[:40]!r} is not a sequence number", field_path=name
+            )
+    return token or before
+
+
+async def page_of(records: Sequence[AuditRecord], limit: int) -> policy_pb2.QueryAuditResponse:
+    """Fills a page with the first records, as many as are asked for and fit into a message.
+
+    Other work on the event loop goes on between slices.
+    """
+    response = policy_pb2.QueryAuditResponse()
+    left = BYTES_MAX
+    for number, record in enumerate(records[:limit]):
+        row = audit_to_proto(record)
+        left -= row.ByteSize()
+        if left < 0 and number:
+            break
+        response.records.append(row)
+        if number % _SLICE == _SLICE - 1:
+            await asyncio.sleep(0)
+    if len(response.records) < len(records):
+        response.next_page_token = response.records[-1].sequence
+    return response

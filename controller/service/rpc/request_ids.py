@@ -1,0 +1,129 @@
+"""Answers a repeated request as the first one was answered, and does nothing twice (AIP-155).
+
+What is remembered is bounded in time, number and bytes, and belongs to this process: a restarted
+sidecar, or another one of the fleet, takes an id for a new one.
+"""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+from google.protobuf.message import Message
+
+from controller.service.net.callers import calling
+from controller.service.net.errors import InvalidQuestionError, RequestIdReusedError
+from controller.util import cancellation
+
+KEPT_SECONDS: Final = 600.0
+KEPT_ANSWERS: Final = 1000
+KEPT_BYTES: Final = 8 * 1024 * 1024
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+class _Request(Protocol):
+    """A request that has an id."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    def SerializeToString(self, *, deterministic: bool = ...) -> bytes: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """Holds what is remembered of a request.
+
+    digest: of its content.  until: monotonic seconds.  bytes: of its answer, once there is one.
+    """
+
+    digest: bytes
+    task: "asyncio.Task[Any]"
+    until: float
+    bytes: int = 0
+
+
+class RequestIds:
+    """Remembers the requests of all callers; each caller has ids of its own."""
+
+    def __init__(self) -> None:
+        # The oldest first.
+        self._entries: dict[tuple[str, str], _Entry] = {}
+
+    async def once(
+        self, request: _Request, work: Callable[[], Coroutine[Any, Any, Answer]]
+    ) -> Answer:
+        """Returns the result of `work`, or the answer to an earlier request with the same id.
+
+        Work that has an id ends even if its client goes, so that the client can ask again.  Work
+        that fails is forgotten, so that it can be tried again.
+
+        Raises InvalidQuestionError, RequestIdReusedError, and what `work` raises.
+        """
+        if not request.request_id:
+            return await work()
+        require_uuid(request.request_id)
+        self._forget()
+        key = (calling().name, request.request_id)
+        digest = _digest(request)
+        entry = self._entries.get(key)
+        if entry is None:
+            task = asyncio.create_task(work())
+            entry = _Entry(digest, task, time.monotonic() + KEPT_SECONDS)
+            self._entries[key] = entry
+            task.add_done_callback(lambda done: self._ended(key, done))
+        elif entry.digest != digest:
+            raise RequestIdReusedError(
+                f"the request id {request.request_id} belongs to another request: every request "
+                "needs an id of its own, and only its repetition has the same",
+                field_path="request_id",
+            )
+        answer: Answer = await asyncio.shield(entry.task)
+        return answer
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        await cancellation.end(entry.task for entry in self._entries.values())
+
+    def _ended(self, key: tuple[str, str], task: "asyncio.Task[Any]") -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._entries.pop(key, None)
+            return
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.bytes = task.result().ByteSize()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forgets the oldest answers until the rest is within the bounds."""
+        now = time.monotonic()
+        kept = sum(entry.bytes for entry in self._entries.values())
+        for key, entry in list(self._entries.items()):
+            fits = len(self._entries) <= KEPT_ANSWERS and kept <= KEPT_BYTES
+            if fits and now < entry.until:
+                return
+            if entry.task.done():
+                del self._entries[key]
+                kept -= entry.bytes
+
+
+def require_uuid(request_id: str) -> None:
+    """Raises InvalidQuestionError for an id that is not a UUID in its usual form."""
+    try:
+        good = str(uuid.UUID(request_id)) == request_id.lower()
+    except ValueError:
+        good = False
+    if not good:
+        raise InvalidQuestionError(
+            f"request_id {request_id[:40]!r}: a UUID is needed, and a new one for every request",
+            field_path="request_id",
+        )
+
+
+def _digest(request: _Request) -> bytes:
+    kind = type(request).__name__.encode()
+    return hashlib.sha256(kind + b"\0" + request.SerializeToString(deterministic=True)).digest()

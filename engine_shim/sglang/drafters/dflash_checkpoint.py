@@ -1,0 +1,80 @@
+"""Reads the configuration of a DFlash checkpoint, without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+
+
+def draft_config(server_args: Any, model_path: str, revision: str | None) -> ModelConfig:
+    """Reads the configuration of a drafter's checkpoint."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(
+        server_args, model_path=model_path, model_revision=revision, is_draft_model=True
+    )
+
+
+def block_size(config: ModelConfig) -> int:
+    """Returns the tokens of a block, the newest one of the request included."""
+    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
+    draft = parse_dflash_draft_config(draft_hf_config=config.hf_config)
+    return int(draft.resolve_block_size(default=16))
+
+
+def lengths_of_block(gammas: Iterable[int], size: int) -> tuple[int, ...]:
+    """Returns the draft lengths that a block of this size can fill."""
+    return tuple(gamma for gamma in gammas if gamma < size)
+
+
+def mismatch(block: ModelConfig, target: ModelConfig) -> str:
+    """Explains why a checkpoint is no DFlash drafter of a target; "" if it is."""
+    names = block.hf_config.architectures or []
+    if not any("DFlash" in name for name in names):
+        return f"{block.model_path} is no DFlash checkpoint: its architectures are {names}"
+    if block.hidden_size != target.hidden_size:
+        return (
+            f"{block.model_path} is of hidden size {block.hidden_size}, the target of "
+            f"{target.hidden_size}: it is no drafter for it"
+        )
+    return ""
+
+
+def no_room(size: int, widest: int) -> str:
+    """Explains why blocks of this size find no room; "" if they do.
+
+    widest: tokens of one sequence in a step.  The block is written behind the context, where room
+    is kept for the widest step.
+    """
+    if widest >= size:
+        return ""
+    return (
+        f"the DFlash drafter drafts blocks of {size}, for which the engine keeps no room: let "
+        f"SPECULATION_GAMMAS reach {size - 1}"
+    )
+
+
+def other_width(asked: int | None, size: int) -> str:
+    """Explains why blocks of the size that a user asked for cannot be drafted; "" if they can."""
+    if asked in {None, size}:
+        return ""
+    return (
+        f"--speculative-num-draft-tokens {asked}: the checkpoint drafts blocks of {size}, and "
+        "shorter ones accept less; leave it out"
+    )
+
+
+def trained_mask(model_path: str) -> str:
+    """Explains why a checkpoint with a trained mask embedding is refused; "" without one."""
+    path = Path(model_path) / "mask_embedding.pt"
+    if not path.exists():
+        return ""
+    return (
+        f"{path}: a trained mask embedding replaces a row of the target's, which would change the "
+        "target: use a checkpoint without one beside another drafter"
+    )

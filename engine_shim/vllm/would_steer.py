@@ -1,0 +1,148 @@
+"""Says of a command line of vLLM whether it would be steered, by the checks of a real start.
+
+vLLM's own parser makes its configuration with the plugin's hooks in place, as in its API server, so
+what is refused here is what a start refuses.  Only configurations are read, no weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from typing import Any, Final
+
+from engine_shim.steering.checks import Check, checked
+from engine_shim.steering.errors import PluginError
+from engine_shim.steering.verdict import (
+    Drafter,
+    InputError,
+    Memory,
+    Verdict,
+    variables_of,
+)
+from engine_shim.vllm import vllm_api
+from engine_shim.vllm.configuration import SteeredConfiguration, checks, is_served
+from engine_shim.vllm.settings import VllmSettings
+
+PLUGIN: Final = "speculation_controller"
+# How people begin the command; the flags follow.
+_LAUNCHERS: Final = (
+    ("vllm", "serve"),
+    ("python", "-m", "vllm.entrypoints.openai.api_server"),
+    ("python3", "-m", "vllm.entrypoints.openai.api_server"),
+    ("serve",),
+)
+_MEMORY: Final = (
+    "Not predicted for vLLM. The plugin keeps nothing on the device itself, but vLLM captures "
+    "graphs for each draft length. Its log says how much memory they took ('Graph capturing "
+    "finished'): compare an engine with the plugin and one without."
+)
+
+
+class _Observed(SteeredConfiguration):
+    """Keeps the engine's configuration as it was before anything was refused."""
+
+    config: Any = None
+
+    def prepare(self, config: Any) -> None:
+        """Does what the plugin does, and remembers of what."""
+        if self.config is None and is_served(config):
+            self.config = config
+        super().prepare(config)
+
+
+def verdict(flags: Sequence[str]) -> Verdict:
+    """Returns the answer for vLLM's flags.  Raises InputError or PluginError.
+
+    Hooks the plugin's configuration into this process.
+    """
+    version = vllm_api.vllm_version()
+    if not version:
+        raise InputError(
+            "vLLM is not installed in this environment: run this in the engine's image or "
+            "environment, where the shim belongs, too"
+        )
+    settings = VllmSettings.load_or_refuse()
+    first = settings.version_check("vLLM", version, vllm_api.TESTED, vllm_api.SAME_SIGNATURES)
+    if first.obstacle:
+        return Verdict("vLLM", version, (first,))
+    observed = _Observed(settings)
+    refusal = ""
+    try:
+        observed.hook()
+        _make(list(flags))
+    except PluginError as error:
+        refusal = str(error)
+    except ImportError as error:
+        raise InputError(f"vLLM {version} cannot be imported here: {error}") from error
+    except (ValueError, OSError, AssertionError, RuntimeError, NotImplementedError) as error:
+        raise InputError(f"vLLM refuses these flags itself: {error}") from error
+    found = [first, _plugin_check()]
+    if observed.config is not None:
+        found += checks(observed.config, settings)
+    if refusal and refusal not in {check.refusal for check in found}:
+        found.append(Check("the start", "refused", refusal))
+    return _answered(version, settings, tuple(found), observed.config)
+
+
+def _answered(
+    version: str, settings: VllmSettings, found: tuple[Check, ...], config: Any
+) -> Verdict:
+    if any(check.obstacle for check in found):
+        return Verdict("vLLM", version, found)
+    speculative = config.speculative_config
+    gammas = settings.gammas_within(speculative.num_speculative_tokens)
+    model = speculative.draft_model_config
+    facts = {
+        "tensor parallelism": str(config.parallel_config.tensor_parallel_size),
+        "async scheduling": "on" if config.scheduler_config.async_scheduling else "off",
+        "largest batch": str(config.scheduler_config.max_num_seqs),
+        "device": str(config.device_config.device_type),
+    }
+    name = str(speculative.method)
+    drafter = Drafter(name, gammas, "" if model is None or name == "ngram" else str(model.model))
+    memory = Memory({"predicted": False}, (_MEMORY,))
+    variables = variables_of(settings, gammas)
+    return Verdict("vLLM", version, found, facts, (drafter,), memory, variables)
+
+
+def _make(flags: list[str]) -> None:
+    """Makes the configuration that a server with these flags would have."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    for launcher in _LAUNCHERS:
+        if tuple(flags[: len(launcher)]) == launcher:
+            flags = flags[len(launcher) :]
+            break
+    parser = vllm_api.server_parser()(FlexibleArgumentParser(prog="vllm serve"))
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            asked = parser.parse_args(flags)
+    except SystemExit as error:
+        last = said.getvalue().strip().splitlines()[-1:]
+        raise InputError(f"vLLM: {last[0] if last else 'no flags'}") from error
+    if getattr(asked, "model_tag", None):
+        asked.model = asked.model_tag
+    AsyncEngineArgs.from_cli_args(asked).create_engine_config()
+
+
+def _plugin_check() -> Check:
+    from vllm.plugins import DEFAULT_PLUGINS_GROUP
+
+    allowed = os.environ.get("VLLM_PLUGINS")
+    is_named = allowed is None or PLUGIN in {name.strip() for name in allowed.split(",")}
+    is_there = any(one.name == PLUGIN for one in entry_points(group=DEFAULT_PLUGINS_GROUP))
+    return checked(
+        "plugin",
+        "found" if is_there and is_named else "not loaded",
+        {
+            "vLLM does not find it: install speculation-controller-shim in this environment": (
+                not is_there
+            ),
+            f"VLLM_PLUGINS={allowed} leaves it out: add {PLUGIN}": not is_named,
+        },
+    )

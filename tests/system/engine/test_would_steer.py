@@ -1,0 +1,178 @@
+"""`speculation-would-steer` beside the real SGLang: what it says is what a start comes to."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine import (
+    DFLASH,
+    DRAFT,
+    EAGLE3,
+    LONE,
+    ROOT,
+    TARGET,
+    environment,
+    forked,
+    serving,
+)
+from tests.support.eventually import eventually
+from tests.support.scripted_sidecar import scripted_sidecar
+from tests.system.engine.test_engine_refusals import last_words
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+
+COMMAND = "engine_shim.would_steer"
+PATIENCE_SECONDS = 240.0
+MODEL = ("--model-path", str(TARGET), "--context-length", "2048")
+GAMMAS = (0, 1, 3, 7)
+
+
+def ran(folder: Path, *words: str, module: str = COMMAND, **settings: str) -> tuple[int, str]:
+    """Exit code and all output.  settings: SPECULATION_*."""
+    variables = {f"SPECULATION_{name.upper()}": value for name, value in settings.items()}
+    process = forked(module, words, folder, {"COLUMNS": "80"} | variables, folder / "output")
+    return process.wait(PATIENCE_SECONDS), (folder / "output").read_text()
+
+
+def document(output: str) -> dict[str, Any]:
+    """The answer, without what a forked interpreter says behind it on standard error."""
+    found, _ = json.JSONDecoder().raw_decode(output[output.index("{") :])
+    assert isinstance(found, dict)
+    return found
+
+
+def answer(folder: Path, flags: Sequence[str], **settings: str) -> dict[str, Any]:
+    code, output = ran(folder, "sglang", "-o", "json", "--", *MODEL, *flags, **settings)
+    found = document(output)
+    assert code == (0 if found["would_be_steered"] else 1)
+    return found
+
+
+def obstacles(found: dict[str, Any]) -> dict[str, str]:
+    return {one["topic"]: one["obstacle"] for one in found["checks"] if one["obstacle"]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        # Refused before SGLang resolves anything, by what it has resolved, and by its checkpoint.
+        ((*EAGLE3, "--speculative-eagle-topk", "4"), {}),
+        ((*EAGLE3, "--lora-paths", "name=path"), {}),
+        (EAGLE3, {"dflash_model_path": str(DRAFT)}),
+        ((*LONE, "--speculative-num-draft-tokens", "4"), {}),
+        (LONE, {"gammas": "0,1,3"}),
+    ],
+)
+def test_what_it_says_is_what_a_start_is_refused_with(
+    tmp_path: Path, flags: tuple[str, ...], settings: dict[str, str]
+) -> None:
+    found = obstacles(answer(tmp_path, flags, **settings))
+    (obstacle,) = found.values()
+    assert obstacle in last_words(tmp_path, flags, **settings)
+
+
+def test_it_names_every_obstacle_at_once(tmp_path: Path) -> None:
+    many = ("--pp-size", "2", "--dp-size", "2", "--speculative-eagle-topk", "4")
+    found = answer(tmp_path, (*EAGLE3, *many, "--speculative-num-steps", "4"))
+    assert obstacles(found).keys() == {
+        "topk", "draft lengths", "pipeline parallelism", "data parallelism",
+    }  # fmt: skip
+    assert found["memory"] is None
+    settled = obstacles(answer(tmp_path, (*LONE, "--pp-size", "2"), gammas="0,1,3"))
+    assert settled.keys() == {"pipeline parallelism", "DFlash checkpoint"}
+
+
+def test_a_running_engine_introduces_what_it_has_said(tmp_path: Path) -> None:
+    settings = {"dflash_model_path": str(DFLASH), "lookup": "1", "gammas": "0,1,3,7"}
+    variables = {f"SPECULATION_{name.upper()}": value for name, value in settings.items()}
+    with (
+        scripted_sidecar(tmp_path) as sidecar,
+        serving(tmp_path, EAGLE3, {**sidecar.variables, **variables}) as engine,
+    ):
+        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        spec = sidecar.server.introductions[0]
+        url = f"http://127.0.0.1:{engine.port}"
+        code, output = ran(tmp_path, "sglang", "--url", url, "-o", "json", **settings)
+        log = engine.log.read_text()
+    assert code == 0, output
+    found = document(output)
+    assert [(one["name"], tuple(one["gammas"])) for one in found["drafters"]] == [
+        (drafter.name, tuple(drafter.gammas)) for drafter in spec.drafters
+    ]
+    assert f"{found['memory']['total_mib']:.0f} MiB are left for the draft lengths" in log
+    # Two layers of two heads of 32 numbers, keys and values, in float32; all its files.
+    second = found["memory"]["second_drafter"]
+    assert second["cache_bytes_per_token"] == 2 * 2 * 2 * 32 * 4
+    size = (DFLASH / "model.safetensors").stat().st_size / 2**20
+    assert second["weights_mib"] == pytest.approx(size)
+    assert found["variables"] == {
+        "SPECULATION_SIDECAR": "unix:/run/speculation/controller.sock",
+        "SPECULATION_GAMMAS": "0,1,3,7",
+        "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
+        "SPECULATION_LOOKUP": "1",
+    }
+
+
+def test_people_read_it_in_eighty_columns(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "worth-it.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^speculation-would-steer (.+)$", page, re.MULTILINE)
+    models = {"MODEL": str(TARGET), "DRAFT": str(DRAFT)}
+    words = [models.get(word, word) for word in shlex.split(line)]
+    words += ["--device", "cuda"]
+    code, output = ran(tmp_path, *words, module="lab.cpu_engine.would_steer")
+    assert code == 0, output
+    lines = output.partition("\nnanobind")[0].splitlines()
+    assert lines[0] == "SGLang 0.5.23: this engine would be steered."
+    assert "  eagle3  draft lengths 0,1,2,3,5,7" in lines
+    assert "  SPECULATION_GAMMAS=0,1,2,3,5,7" in lines
+    assert any(line.startswith("  --mem-fraction-static") for line in lines)
+    # Paths are never broken.
+    assert all(len(line) <= 80 for line in lines if str(TARGET.parent) not in line), output
+
+
+def test_a_machine_without_a_device_stands_for_one_with_a_gpu(tmp_path: Path) -> None:
+    # In an interpreter of its own, because SGLang decides about the processor as it is imported.
+    found = subprocess.run(
+        [sys.executable, "-m", COMMAND, "sglang", "-o", "json", "--", *MODEL, *EAGLE3],
+        env=environment(tmp_path, {}) | {"SGLANG_USE_CPU_ENGINE": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    # Nothing that SGLang says stands between the braces, or beside them.
+    facts = json.loads(found.stdout)["facts"]
+    assert facts["device"] == "cuda, assumed because none was found here"
+    assert facts["overlap schedule"] == "on"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("sglang", "--", *MODEL, "--no-such"), "SGLang: sglang serve: error: unrecognized arg"),
+        (("sglang", "--", "--model-path", "/no/such"), "SGLang refuses these flags itself: "),
+        (("sglang", "--url", "http://127.0.0.1:1"), "/server_info does not answer as SGLang does"),
+        (("sglang", "--url", "file:///etc/passwd"), "is no http:// or https:// address"),
+        (("sglang",), "the engine's flags are needed after --"),
+        (("vllm", "--url", "http://127.0.0.1:1"), "the engine's flags are needed after --"),
+        (("vllm", "--", "serve", "MODEL"), "vLLM is not installed in this environment"),
+    ],
+)
+def test_bad_input_ends_with_its_reason(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
+    code, output = ran(tmp_path, *words)
+    assert code == 2
+    assert says in output
+    assert "Traceback" not in output
+
+
+def test_a_setting_that_cannot_be_read_is_bad_input(tmp_path: Path) -> None:
+    code, output = ran(tmp_path, "sglang", "--", *MODEL, *EAGLE3, gammas="x")
+    assert code == 2
+    assert "would-steer: SPECULATION_GAMMAS='x'" in output

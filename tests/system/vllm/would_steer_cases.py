@@ -1,0 +1,45 @@
+"""Runs `speculation-would-steer` in forks of one process that has imported vLLM, in .venv-vllm.
+
+Arguments: a file with a JSON object of command lines by name, and a file for their codes and
+output.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from engine_shim.would_steer.__main__ import run
+
+
+def ran(words: list[str]) -> tuple[int, str]:
+    """Exit code and standard output of a command line."""
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()
+        if child == 0:
+            code = 99
+            try:
+                os.dup2(output.fileno(), 1)
+                code = run(words)
+                sys.stdout.flush()
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        output.seek(0)
+        return os.waitstatus_to_exitcode(status), output.read()
+
+
+def main() -> None:
+    asked, answers = map(Path, sys.argv[1:])
+    from vllm.engine import arg_utils
+    from vllm.entrypoints.launchers import cli_args
+
+    assert arg_utils
+    assert cli_args
+    found = {name: ran(words) for name, words in json.loads(asked.read_text()).items()}
+    answers.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Runs the examples of docs/client.md in their order against a real sidecar and a real link."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.linked_engine import linked_engine
+from tests.support.sidecar_process import sidecar_process
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "client.md"
+
+
+def test_every_example_prints_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = PAGE.read_text(encoding="utf-8")
+    blocks = re.findall(r"```pycon\n(.*?)```", text, re.DOTALL)
+    assert text.count("```") == 2 * len(blocks) > 0
+    test = doctest.DocTestParser().get_doctest("".join(blocks), {}, PAGE.name, str(PAGE), 0)
+    assert len(test.examples) > len(blocks)
+    complaints: list[str] = []
+    with (
+        sidecar_process(tmp_path, environment={"CONTROLLER_READY_WITH": "guess"}) as sidecar,
+        linked_engine(sidecar.address, "pod-7:30000") as engine,
+    ):
+        engine.run(60)
+        monkeypatch.setenv("CONTROLLER_ADDRESS", sidecar.address)
+        doctest.DocTestRunner().run(test, out=complaints.append)
+    assert not complaints, "".join(complaints)

@@ -1,0 +1,42 @@
+"""A plugin that SGLang does not load is an obstacle of its own."""
+
+import pytest
+
+from engine_shim.sglang import would_steer
+from engine_shim.sglang.api import hook_check, versions
+from engine_shim.steering.verdict import InputError
+
+
+@pytest.mark.parametrize(
+    ("allowed", "targets", "obstacle"),
+    [
+        ("", ("a hook",), ""),
+        ("", (), "SGLang does not find it: install speculation-controller-shim"),
+        ("other", (), "SGLANG_PLUGINS=other leaves it out: add speculation_controller"),
+    ],
+)
+def test_the_plugin_has_to_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, allowed: str, targets: tuple[str, ...], obstacle: str
+) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", allowed)
+    monkeypatch.setattr(hook_check, "registered_targets", lambda: targets)
+    found = would_steer._plugin_check().obstacle
+    assert found.startswith(obstacle)
+    assert bool(found) == bool(obstacle)
+
+
+def test_without_sglang_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "sglang_version", lambda: "")
+    with pytest.raises(InputError, match="SGLang is not installed in this environment"):
+        would_steer.verdict(["--model-path", "m"])
+
+
+def test_another_version_is_the_only_thing_that_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPECULATION_SIDECAR", "unix:/nowhere")
+    monkeypatch.setattr(versions, "sglang_version", lambda: "0.6.0")
+    found = would_steer.verdict(["--model-path", "m"])
+    assert not found.is_steered
+    (check,) = found.checks
+    assert "SGLang 0.6.0 is installed, the plugin is tested with 0.5.21" in check.obstacle
