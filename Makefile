@@ -9,7 +9,12 @@ ARGS ?=
 .PHONY: help setup setup-vllm check format docs test bench faults soak fuzz golden demo demo-vllm lab gpu-check models proto lock licences sbom audit upstream clean
 
 help: ## What there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { \
+	  line = sprintf("make %-10s", $$1); count = split($$2, words, " "); \
+	  for (i = 1; i <= count; i++) { \
+	    if (length(line) + length(words[i]) + 1 > 80) { print line; line = sprintf("%15s", "") } \
+	    line = line " " words[i] } \
+	  print line }' $(MAKEFILE_LIST)
 
 setup: ## Virtual environment .venv with CPU torch, SGLang and the project
 	@scripts/setup.sh

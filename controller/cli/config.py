@@ -102,8 +102,8 @@ _SETTINGS: Listing[dict[str, Any]] = Listing(
     (
         Column("setting", lambda row: str(row["key"])),
         Column("value", _shown),
-        Column("from", _origin, priority=1),
-        Column("reloads", lambda row: "SIGHUP" if row["reloads"] else "restart", priority=2),
+        Column("from", _origin),
+        Column("reloads", lambda row: "SIGHUP" if row["reloads"] else "restart", priority=1),
     ),
     lambda row: row,
 )

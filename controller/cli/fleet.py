@@ -52,7 +52,7 @@ def fleet_of(channel: "grpc.Channel", words: str) -> "service_pb2.ListFleetRespo
 def show_fleet(answer: "service_pb2.ListFleetResponse", output: Output) -> None:
     """Prints the engines; for people and in documents also the totals, and what is missing."""
     if output in {Output.JSON, Output.YAML}:
-        print_document(FLEET.kind, _document(answer), output)
+        print_document(FLEET.kind, document(answer), output)
         return
     show(FLEET, answer.engines, output, "no engine is known")
     if output is not Output.NAME:
@@ -94,7 +94,8 @@ def foot(answer: "service_pb2.ListFleetResponse") -> list[str]:
     return lines
 
 
-def _document(answer: "service_pb2.ListFleetResponse") -> dict[str, Any]:
+def document(answer: "service_pb2.ListFleetResponse") -> dict[str, Any]:
+    """Returns the engines, the totals and what is missing as plain values."""
     values = _values(answer)
     del values["next_page_token"]
     return {"items": values.pop("engines"), **values}
@@ -102,10 +103,16 @@ def _document(answer: "service_pb2.ListFleetResponse") -> dict[str, Any]:
 
 def _values(message: "Message") -> dict[str, Any]:
     """Returns plain values, zeros too: a program counts engines whose gamma is 0."""
+    import inspect
+
     from google.protobuf import json_format
 
+    # The first name since protobuf 5.26, the second one before.
+    names = ("always_print_fields_with_no_presence", "including_default_value_fields")
+    known = inspect.signature(json_format.MessageToDict).parameters
+    zeros: dict[str, Any] = {next(name for name in names if name in known): True}
     found: dict[str, Any] = json_format.MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        message, preserving_proto_field_name=True, **zeros
     )
     return found
 

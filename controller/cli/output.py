@@ -6,6 +6,7 @@ shown is cut.  Into a pipe or a file all columns go, aligned by spaces, one line
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -27,6 +28,8 @@ API_VERSION = "speculation.v1"
 # What a table's frame takes, and what it takes besides for each column.
 _FRAME, _COLUMN = 1, 3
 _GAP = "  "
+# A column of text that is folded keeps at least so much.
+_NARROW = 10
 
 Item = TypeVar("Item")
 
@@ -248,9 +251,14 @@ def fitting_table(
         column.title: [printable(_cell(listing, column, i)) for i in items] for column in columns
     }
 
-    def width() -> int:
-        widest = (max(map(cell_len, (c.title, *cells[c.title]))) for c in columns)
-        return _FRAME + sum(each + _COLUMN for each in widest)
+    widest = {c.title: max(map(cell_len, (c.title, *cells[c.title]))) for c in columns}
+
+    def width(most: int = sys.maxsize) -> int:
+        """Returns what the columns take if none but the first is wider than this."""
+        return _FRAME + sum(
+            _COLUMN + (min(most, widest[c.title]) if number else widest[c.title])
+            for number, c in enumerate(columns)
+        )
 
     left_out: list[str] = []
     while not wide and width() > console.width and any(c.priority for c in columns):
@@ -258,9 +266,15 @@ def fitting_table(
         columns.remove(gone)
         left_out.append(gone.title)
     table = Table(style=style)
-    for column in columns:
-        # What does not fit even so goes on in the next line.
-        table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
+    # What does not fit even so goes on in the next line; names, in the first column, do so last.
+    whole = width() > console.width >= width(most=_NARROW)
+    for number, column in enumerate(columns):
+        table.add_column(
+            column.title,
+            justify="right" if column.right else "left",
+            overflow="fold",
+            width=widest[column.title] if whole and not number else None,
+        )
     for number, item in enumerate(items):
         if why := listing.unavailable(item):
             table.add_row(Text(printable(listing.name(item))), Text(printable(why), "red"))

@@ -14,6 +14,7 @@ from controller.cli.fleet import (
     LINKS,
     FilterOption,
     FleetOption,
+    document,
     fleet_of,
     foot,
     head,
@@ -21,6 +22,7 @@ from controller.cli.fleet import (
     show_fleet,
 )
 from controller.cli.output import (
+    DOCUMENTS,
     Column,
     Listing,
     Output,
@@ -29,6 +31,7 @@ from controller.cli.output import (
     plain_values,
     printable,
     show,
+    show_news,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +53,8 @@ class _View(Generic[Answer]):
     """Describes what is watched.
 
     ask: raises grpc.RpcError.  head, foot: lines above and below the table; foot_style: of the
-    latter.  print: one look.
+    latter.  print: one look.  document: the same as
+    plain values.
     """
 
     ask: "Callable[[grpc.Channel], Answer]"
@@ -58,6 +62,7 @@ class _View(Generic[Answer]):
     head: Callable[[Answer], str]
     foot: Callable[[Answer], list[str]]
     print: Callable[[Answer, Output], None]
+    document: Callable[[Answer], dict[str, Any]]
     foot_style: str = ""
 
 
@@ -74,9 +79,10 @@ def top(
     """Shows the engines as they are steered, until Ctrl-C.
 
     Into a pipe or a file it writes one plain table a look.  A sidecar that goes away is waited for.
-    Other forms than a table need --once.
+    -o json then prints one line a look, and -o yaml a stream of documents; wide and name need
+    --once.
     """
-    if not once and output is not Output.TABLE:
+    if not once and output in {Output.WIDE, Output.NAME}:
         raise typer.BadParameter(f"-o {output} shows one look: add --once")
     require_fleet(fleet=fleet, words=words)
     if fleet:
@@ -86,7 +92,7 @@ def top(
 
 
 def _fleet_view(words: str) -> "_View[service_pb2.ListFleetResponse]":
-    return _View(lambda channel: fleet_of(channel, words), FLEET, head, foot, show_fleet)
+    return _View(lambda channel: fleet_of(channel, words), FLEET, head, foot, show_fleet, document)
 
 
 def _show(
@@ -98,7 +104,21 @@ def _show(
         _print(view, answer, output)
         return
     with contextlib.suppress(KeyboardInterrupt), connected(address):
-        _watch(view, address, interval, answer)
+        if output in DOCUMENTS:
+            _stream(view, _looks(view, address, interval, answer), output)
+        else:
+            _watch(view, address, interval, answer)
+
+
+def _stream(view: _View[Answer], looks: Iterator[tuple[Answer, str]], output: Output) -> None:
+    """Prints a document for every look that was answered."""
+    known = ""
+    for found, trouble in looks:
+        if not trouble:
+            show_news(view.listing.kind, view.document(found), output, "")
+        elif trouble != known:
+            typer.echo(f"controller top: {trouble}", err=True)
+        known = trouble
 
 
 def _watch(view: _View[Answer], address: str, interval: float, answer: Answer) -> None:
@@ -191,6 +211,10 @@ def _print_engines(answer: "service_pb2.OverviewResponse", output: Output) -> No
             print(printable(line))
 
 
+def _document(answer: "service_pb2.OverviewResponse") -> dict[str, Any]:
+    return {"items": [plain_values(line) for line in answer.engines]}
+
+
 def _head(answer: "service_pb2.OverviewResponse") -> str:
     clock = time.strftime("%H:%M:%S")
     return f"controller {answer.version}  {clock}  engines: {len(answer.engines)}"
@@ -236,7 +260,7 @@ ENGINES: "Listing[service_pb2.EngineOverview]" = Listing(
 
 
 _SIDECAR: "_View[service_pb2.OverviewResponse]" = _View(
-    _overview, ENGINES, _head, _losses, _print_engines, foot_style="red"
+    _overview, ENGINES, _head, _losses, _print_engines, _document, foot_style="red"
 )
 
 

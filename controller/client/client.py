@@ -25,7 +25,7 @@ from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2
 
 DEFAULT_ADDRESS: Final = "unix:/run/speculation/controller.sock"
 _REPEATED: Final = {
-    "speculation.v1.InspectionService": ("ListEngines", "Overview", "Explain"),
+    "speculation.v1.InspectionService": ("ListEngines", "Overview", "Explain", "ListFleet"),
     "speculation.v1.PolicyService": (
         "SetOverride", "ClearOverride", "GetOverride", "ListOverrides", "QueryAudit",
     ),
@@ -137,6 +137,21 @@ class Client:
         )
         return list(answer.engines)
 
+    def fleet(self, words: str = "") -> list[service_pb2.FleetEngine]:
+        """Returns the engines of all sidecars that share the store.
+
+        words: what engines have to match, as in `pod-7 link=alone` (docs/fleet.md); by default all.
+
+        Raises InvalidRequestError for words that are no filter.
+        """
+        answer = every_page(
+            lambda token: self._call(
+                self._inspection.ListFleet,
+                service_pb2.ListFleetRequest(filter=words, page_token=token),
+            )
+        )
+        return list(answer.engines)
+
     def explain(self, engine_id: str, batch_size: int = 0) -> service_pb2.ExplainResponse:
         """Explains the choice at a batch size; 0: that of the last report.
 
@@ -186,9 +201,11 @@ class Client:
             for held in self.overrides():
                 if held.override.override_id == override_id:
                     return held
-            raise NotFoundError(
+            missing = NotFoundError(
                 f"no override {override_id!r} is in force", resource=override_id
-            ) from None
+            )
+            missing.status, missing.resource_type = grpc.StatusCode.NOT_FOUND, "override"
+            raise missing from None
 
     def overrides(self) -> list[policy_pb2.HeldOverride]:
         """Returns the overrides in force, file-based policy among them, by id."""

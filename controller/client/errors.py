@@ -120,7 +120,7 @@ def error_of(address: str, failed: grpc.RpcError) -> CallError:
         for violation in (parts["BadRequest"].field_violations if "BadRequest" in parts else ())
     )
     error = kind(
-        _text(address, failed, reason),
+        _text(address, failed),
         field_path=violations[0].field if violations else "",
         resource=resource.resource_name if resource is not None else "",
         facts=info.metadata if info is not None else None,
@@ -130,20 +130,25 @@ def error_of(address: str, failed: grpc.RpcError) -> CallError:
     return error
 
 
-def _text(address: str, failed: grpc.RpcError, reason: str) -> str:
+def _text(address: str, failed: grpc.RpcError) -> str:
     details: str = failed.details() or failed.code().name
-    if reason or failed.code() is not grpc.StatusCode.UNAVAILABLE:
+    # Every sidecar names its errors, also one from before the details.
+    if failed.code() is not grpc.StatusCode.UNAVAILABLE or "speculation-error" in _metadata(failed):
         return details
     if denied := why_denied(address):
         return f"{address}: {denied}"
     return f"no sidecar answers at {address}: {why_silent(address, details)}"
 
 
+def _metadata(failed: grpc.RpcError) -> dict[str, Any]:
+    found: Any = failed.trailing_metadata() or ()
+    return dict(found)
+
+
 def _details(failed: grpc.RpcError) -> dict[str, Any]:
     """Returns the details of a status by the names of their messages; unknown ones are left out."""
     found: dict[str, Any] = {}
-    metadata: Any = failed.trailing_metadata() or ()
-    data = next((value for name, value in metadata if name == "grpc-status-details-bin"), b"")
+    data = _metadata(failed).get("grpc-status-details-bin", b"")
     try:
         for packed in status_pb2.Status.FromString(data).details:
             kind = getattr(error_details_pb2, packed.TypeName().rpartition(".")[2], None)

@@ -33,7 +33,7 @@ export function makeChart(box, data, { height, series, shown, ...options }) {
   }, data, box);
   chart.root.setAttribute("aria-hidden", "true");
   const legend = put("ul", { class: "legend" }, ...series.filter((it) => it.label).map((it) =>
-    put("li", {}, put("span", { class: `swatch ${it.kind}` }), put("span", {}, it.label), ...(it.format ? [put("b", {})] : []))));
+    put("li", {}, put("span", { class: `swatch ${it.kind}` }), put("span", {}, it.label), " ", ...(it.format ? [put("b", {})] : []))));
   box.after(legend);
   const fit = new ResizeObserver(() => {
     if (box.clientWidth && box.clientWidth !== chart.width) chart.setSize({ width: box.clientWidth, height });

@@ -1,11 +1,11 @@
 // The engines of this sidecar, one in a line, of which one is chosen.
 import { find, number, put, say } from "./dom.js";
-import { choiceText, linkOf } from "./words.js";
+import { linkOf, runsNow } from "./words.js";
 
 const COLUMNS = [
   ["engine", (line) => line.engine_id],
   ["state", null],
-  ["runs now", (line) => choiceText(line.gamma, line.drafter)],
+  ["runs now", runsNow],
   ["batch", (line) => number(line.batch_size || null)],
   ["tokens/step", (line) => number(line.accept_length, 2)],
   ["tokens/s", (line) => number(line.tokens_per_second)],

@@ -1,6 +1,6 @@
 // The engines of all sidecars that share a Redis, with a filter and totals.
 import { counted, duration, find, number, put, say } from "./dom.js";
-import { choiceText, linkOf } from "./words.js";
+import { linkOf, runsNow } from "./words.js";
 
 const EVERY_MS = 5000;
 const TYPING_MS = 300;
@@ -14,7 +14,7 @@ const COLUMNS = [
   ["engine", (it) => it.engine_id],
   ["sidecar", (it) => it.sidecar, "free"],
   ["state", null],
-  ["runs now", (it) => (it.unavailable ? it.unavailable : choiceText(it.gamma, it.drafter)), "free"],
+  ["runs now", runsNow, "free"],
   ["batch", (it) => number(it.batch_size || null), "number"],
   ["tokens/step", (it) => number(it.accept_length, 2), "number"],
   ["tokens/s", (it) => number(it.generated_per_second), "number"],
@@ -105,7 +105,7 @@ function showRows(engines) {
     const pill = cells[STATE].firstChild;
     say(pill, word);
     pill.className = `pill ${kind}`;
-    pill.title = meaning;
+    pill.title = it.unavailable || meaning;
     showName(cells[0], it);
   });
 }

@@ -13,7 +13,8 @@ export function showNow(line, detail, points, state) {
   find("link-meaning").className = kind;
   say(find("doing"), line.unavailable ? "Cannot be shown" : doing(line.gamma, line.drafter));
   say(find("since"), line.unavailable ? "" : sinceText(points));
-  say(find("why"), REASONS[line.reason] || line.reason);
+  const limited = line.overrides.length && line.reason !== "override" ? " Overrides limit the choice." : "";
+  say(find("why"), (REASONS[line.reason] || line.reason) + limited);
   say(find("why-detail"), `${line.reason}: ${line.reason_detail}`);
   showHeld(line, state.overrides);
   if (!detail) return;

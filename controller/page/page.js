@@ -30,7 +30,7 @@ async function look() {
     const engines = state.engines.map((line) => line.engine_id);
     if (!engines.includes(shown.engine)) choose(engines.includes(wanted()) ? wanted() : engines[0] || "");
     shown.state = state;
-    if (shown.engine) await lookAt(shown.engine);
+    if (shown.engine && !lineOf(shown.engine).unavailable) await lookAt(shown.engine);
     shown.answeredAt = new Date();
     show();
     fresh();
@@ -40,6 +40,8 @@ async function look() {
   }
   setTimeout(next, PAUSE_MS);
 }
+
+const lineOf = (engine) => shown.state.engines.find((line) => line.engine_id === engine);
 
 function next() {
   if (!document.hidden) look();
@@ -108,7 +110,7 @@ function show() {
 }
 
 function showEngine() {
-  const line = shown.state.engines.find((it) => it.engine_id === shown.engine);
+  const line = lineOf(shown.engine);
   find("engine").hidden = !line;
   if (!line) return;
   const { detail, points } = shown;

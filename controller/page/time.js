@@ -164,6 +164,8 @@ function readBy(step, chart) {
   // Two rows are one second.
   const index = seen[at < 0 ? seen.length - 1 : Math.min(Math.max(at + 2 * step, 0), seen.length - 1)];
   for (const it of here.charts) it.chart.setCursor({ left: it.chart.valToPos(here.times[index], "x"), top: 20 });
+  const values = here.charts.flatMap((it) => [...it.legend.children].map((item) => item.textContent));
+  say(find("time-aloud"), `${clock(here.times[index])}: ${values.join(", ")}`);
 }
 
 function pressed(event, number) {

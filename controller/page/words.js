@@ -44,6 +44,9 @@ export function doing(gamma, drafter) {
 
 export const choiceText = (gamma, drafter) => (gamma === 0 ? "no speculation" : `γ ${gamma} with ${drafter}`);
 
+// What an engine runs, in a few words.  line: of this sidecar or of the fleet.
+export const runsNow = (line) => (line.unavailable ? "cannot be shown" : choiceText(line.gamma, line.drafter));
+
 // "eagle3 5", as the plan's log has it: the name may hold spaces.
 export function armText(arm) {
   const at = arm.lastIndexOf(" ");

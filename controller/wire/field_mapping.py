@@ -1,5 +1,6 @@
 """Copies the fields that a dataclass of the core and a protobuf message have under one name."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,5 +30,10 @@ def value_of(kind: type[_Value], message: Message, /, **others: Any) -> _Value:
     for field in message.DESCRIPTOR.fields:
         if field.name in names and not (field.has_presence and not message.HasField(field.name)):
             item = getattr(message, field.name)
-            found[field.name] = tuple(item) if field.is_repeated else item
+            found[field.name] = tuple(item) if _is_list(item) else item
     return kind(**found, **others)
+
+
+def _is_list(item: object) -> bool:
+    """Tells a repeated field by its value: older protobuf has no name for the kind of a field."""
+    return isinstance(item, Sequence) and not isinstance(item, str | bytes)

@@ -210,5 +210,9 @@ def resolution_checks(args: ServerArgs, settings: PluginSettings) -> tuple[Check
     return (
         sglang_api.own_check(args),
         checked("draft length at the start", start, limited),
-        checked("draft lengths that change", "allowed", off),
+        checked(
+            "draft lengths that change",
+            "allowed" if config.speculative_adaptive else "switched off",
+            off,
+        ),
     )

@@ -62,7 +62,7 @@ class Verdict:
     def document(self) -> dict[str, Any]:
         """Returns everything in plain values."""
         return {
-            "api_version": "v1",
+            "api_version": "speculation.v1",
             "kind": "WouldSteer",
             "would_be_steered": self.is_steered,
             "engine": self.engine,

@@ -23,12 +23,14 @@ STEERED, NOT_STEERED, BAD_INPUT = 0, 1, 2
 
 _EPILOG: Final = """\
 examples:
-  speculation-would-steer sglang -- --model-path MODEL --speculative-algorithm EAGLE3 ...
+  speculation-would-steer sglang -- --model-path MODEL \\
+    --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFT
   speculation-would-steer sglang --url http://127.0.0.1:30000
   speculation-would-steer vllm -- serve MODEL --speculative-config '{...}'
 
 SPECULATION_* variables of the environment count as they would for the engine.
-exit codes: 0 it would be steered, 1 it would not, 2 bad input or no such package here
+exit codes: 0 it would be steered, 1 it would not, 2 bad input, or the package
+of the engine is not installed here
 """
 
 
@@ -78,8 +80,8 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of what stands before the engine's flags."""
     found = argparse.ArgumentParser(
         prog="speculation-would-steer",
-        description="Says whether an engine with these flags would be steered, what that takes, "
-        "and what to change if not.  Loads no weights and needs no GPU.",
+        description="Says whether an engine with these flags would be steered, what that\n"
+        "takes, and what to change if not.  Loads no weights and needs no GPU.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

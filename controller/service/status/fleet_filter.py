@@ -30,7 +30,8 @@ def selected(engines: Sequence[FleetEngine], text: str) -> list[FleetEngine]:
     """The engines that match.  Raises InvalidQuestionError."""
     if len(text) > FILTER_MAX:
         raise InvalidQuestionError(
-            f"the filter has {len(text)} characters, and {FILTER_MAX} are allowed"
+            f"the filter has {len(text)} characters, and {FILTER_MAX} are allowed",
+            field_path="filter",
         )
     words = [_matcher(word) for word in text.split()]
     return [engine for engine in engines if all(matches(engine) for matches in words)]
@@ -45,6 +46,7 @@ def _matcher(word: str) -> Callable[[FleetEngine], bool]:
         )
     if name not in _FIELDS:
         raise InvalidQuestionError(
-            f"the filter names the field {name[:40]!r}: there are {', '.join(_FIELDS)}"
+            f"the filter names the field {name[:40]!r}: there are {', '.join(_FIELDS)}",
+            field_path="filter",
         )
     return lambda engine: value in _FIELDS[name](engine)

@@ -175,7 +175,9 @@ def own_check(args: ServerArgs) -> Check:
     from sglang.srt.speculative.adaptive_spec_params import adaptive_unsupported_reason
 
     reason: str | None = adaptive_unsupported_reason(args)
-    return Check("SGLang's own conditions", "met" if reason is None else "", reason or "", _LEAD)
+    return Check(
+        "SGLang's own conditions", "met" if reason is None else "not met", reason or "", _LEAD
+    )
 
 
 def _flag(topic: str, found: object, obstacle: str, is_so: object) -> Check:

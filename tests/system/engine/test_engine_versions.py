@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine_shim.sglang.api.versions import TESTED, sglang_version
-from tests.support.engine import DFLASH, EAGLE3, LONE, serving
+from tests.support.engine import DFLASH, EAGLE3, LONE, TARGET, forked, serving
 from tests.support.eventually import eventually
 from tests.support.installed_wheel import unpacked
 from tests.support.prompts_in_flight import play_any_order
@@ -24,7 +24,35 @@ OWN = [*((gamma, False, 0) for gamma in GAMMAS), (0, True, 0)]
 SECOND = [(gamma, False, 1) for gamma in GAMMAS[1:]]
 
 
-@pytest.mark.parametrize("version", [v for v in TESTED if v != sglang_version()])
+OTHERS = [v for v in TESTED if v != sglang_version()]
+
+
+@pytest.mark.parametrize("version", OTHERS)
+def test_it_says_beforehand_whether_an_engine_would_be_steered(
+    version: str, tmp_path: Path
+) -> None:
+    def ran(*flags: str) -> tuple[int, str]:
+        words = ["sglang", "--", "--model-path", str(TARGET), *EAGLE3, *flags]
+        variables = {
+            "PYTHONPATH": str(unpacked(version)),
+            "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
+        }
+        log = tmp_path / "output"
+        process = forked("engine_shim.would_steer", words, tmp_path, variables, log)
+        return process.wait(120), log.read_text()
+
+    code, output = ran()
+    assert (code, output.splitlines()[0]) == (
+        0,
+        f"SGLang {version}: this engine would be steered.",
+    )
+    assert "  dflash  draft lengths 1,2,3,5,7\n" in output
+    code, output = ran("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+    assert code == 1
+    assert "-> SGLang 0.5.23 is needed" in output
+
+
+@pytest.mark.parametrize("version", OTHERS)
 @pytest.mark.parametrize(
     ("arguments", "second", "arms"),
     [(EAGLE3, str(DFLASH), [*OWN, *SECOND]), (LONE, "", OWN)],

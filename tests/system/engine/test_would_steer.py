@@ -34,10 +34,10 @@ MODEL = ("--model-path", str(TARGET), "--context-length", "2048")
 GAMMAS = (0, 1, 3, 7)
 
 
-def ran(folder: Path, *words: str, **settings: str) -> tuple[int, str]:
+def ran(folder: Path, *words: str, module: str = COMMAND, **settings: str) -> tuple[int, str]:
     """Exit code and all output.  settings: SPECULATION_*."""
     variables = {f"SPECULATION_{name.upper()}": value for name, value in settings.items()}
-    process = forked(COMMAND, words, folder, {"COLUMNS": "80"} | variables, folder / "output")
+    process = forked(module, words, folder, {"COLUMNS": "80"} | variables, folder / "output")
     return process.wait(PATIENCE_SECONDS), (folder / "output").read_text()
 
 
@@ -125,7 +125,8 @@ def test_people_read_it_in_eighty_columns(tmp_path: Path) -> None:
     (line,) = re.findall(r"^speculation-would-steer (.+)$", page, re.MULTILINE)
     models = {"MODEL": str(TARGET), "DRAFT": str(DRAFT)}
     words = [models.get(word, word) for word in shlex.split(line)]
-    code, output = ran(tmp_path, *words, "--device", "cuda")
+    words += ["--device", "cuda"]
+    code, output = ran(tmp_path, *words, module="lab.cpu_engine.would_steer")
     assert code == 0, output
     lines = output.partition("\nnanobind")[0].splitlines()
     assert lines[0] == "SGLang 0.5.23: this engine would be steered."

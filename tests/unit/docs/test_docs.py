@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,6 +111,12 @@ def test_make_targets_are_there() -> None:
     named = {words[0] for _, words in commands("make") if words}
     assert named
     assert named <= targets
+
+
+def test_the_list_of_make_targets_fits_eighty_columns() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("make help ")
+    assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 def test_modules_that_are_run_are_there() -> None:

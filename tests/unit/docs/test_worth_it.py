@@ -76,5 +76,5 @@ def test_the_third_command_runs_with_a_profile_and_arrivals(tmp_path: Path) -> N
     arrivals = "".join(f"{0.2 * index:.1f},200,60\n" for index in range(40))
     (tmp_path / "requests.csv").write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{arrivals}")
     said = run(simulations()[1], tmp_path)
-    for policy in ("controller", "off", "static-1", "static-3", "static-5", "static-7"):
-        assert f" {policy} " in said
+    first_words = {line.split()[0] for line in said.splitlines() if line.strip()}
+    assert {"controller", "off", "static-1", "static-3", "static-5", "static-7"} <= first_words

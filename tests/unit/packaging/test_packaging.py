@@ -123,7 +123,9 @@ def test_both_ends_of_the_sidecars_dependency_range_work(end: str, wheel: Path, 
     else:
         assert int(versions["protobuf"].split(".")[0]) >= 7
     assert not {"torch", "sglang", "matplotlib", "scipy", "pandas"} & installed(python).keys()
-    assert "--health-port" in run(tmp_path / "venv" / "bin" / "controller", "serve", "--help")
+    command = tmp_path / "venv" / "bin" / "controller"
+    assert "--health-port" in run(command, "serve", "--help")
+    run(python, ROOT / "tests" / "unit" / "packaging" / "sidecar_calls.py", command)
     print(end, versions)
 
 

@@ -2,8 +2,10 @@
 
 import io
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,15 @@ import yaml
 from rich.console import Console
 
 from controller.cli.explain import _ENGINES
-from controller.cli.output import Column, Listing, Output, fitting_table, show
+from controller.cli.output import (
+    Column,
+    Listing,
+    Output,
+    fitting_table,
+    print_document,
+    print_words,
+    show,
+)
 from controller.cli.override_lists import _OVERRIDES
 from controller.cli.top import ENGINES
 from speculation.v1.policy_pb2 import HeldOverride, Override
@@ -37,6 +47,13 @@ PODS: Listing[Pod] = Listing(
     ),
     lambda pod: {"name": pod.name, "gain": pod.gain},
     lambda pod: pod.missing,
+)
+# No column may be left out.
+NOTES: Listing[Pod] = Listing(
+    "PodList",
+    lambda pod: pod.name,
+    (Column("pod", lambda pod: pod.name), Column("note", lambda pod: pod.note)),
+    lambda pod: pod.name,
 )
 LONG = "a-pod-with-a-name-as-kubernetes-makes-them-7f9c4d-x2x9q"
 
@@ -88,6 +105,30 @@ def test_documents_name_their_version_and_kind(capsys) -> None:
     assert yaml.safe_load(capsys.readouterr().out) == expected
     show(PODS, [], Output.JSON)
     assert json.loads(capsys.readouterr().out)["items"] == []
+
+
+@pytest.mark.parametrize("output", [Output.JSON, Output.YAML])
+def test_values_that_no_language_has_are_written_as_ones_that_it_has(
+    output: Output, capsys
+) -> None:
+    values = {"a": math.nan, "b": (1, math.inf), "c": Path("/x"), "d": {7: Output.NAME}, "e": None}
+    print_document("Odd", values, output)
+    found = yaml.safe_load(capsys.readouterr().out)
+    del found["api_version"], found["kind"]
+    assert found == {"a": None, "b": [1, None], "c": "/x", "d": {"7": "name"}, "e": None}
+
+
+def test_text_of_others_keeps_its_lines_and_commands_nothing(capsys) -> None:
+    print_words("one\x1b[2J\ntwo")
+    assert capsys.readouterr().out == "one\N{REPLACEMENT CHARACTER}[2J\ntwo\n"
+
+
+def test_a_name_is_whole_where_only_other_cells_need_two_lines() -> None:
+    found = on_terminal(PODS, [Pod(LONG, missing="")], 58)
+    assert LONG not in found
+    found = on_terminal(NOTES, [Pod(LONG, note="word " * 9)], 75)
+    assert LONG in found
+    assert max(map(len, found.splitlines())) <= 75
 
 
 def test_names_are_one_a_line(capsys) -> None:

@@ -1,6 +1,7 @@
 """`controller top` in a terminal, against a real sidecar that steers a real agent."""
 
 import asyncio
+import json
 import os
 import pty
 import re
@@ -17,6 +18,7 @@ import grpc.aio
 import pytest
 
 from controller.cli.connection import is_away
+from controller.cli.output import API_VERSION
 from controller.cli.top import _text
 from controller.util.exit_codes import Exit
 from speculation.v1 import service_pb2, service_pb2_grpc
@@ -186,6 +188,30 @@ async def test_a_sidecar_that_stops_in_the_middle_of_a_call_is_away(
         error = await asyncio.to_thread(call.exception)
     assert isinstance(error, grpc.RpcError)
     assert is_away(error), error
+
+
+@pytest.mark.parametrize("more", [(), ("--fleet",)])
+def test_a_stream_has_a_document_a_line_and_waits_for_the_sidecar(
+    tmp_path: Path, more: tuple[str, ...]
+):
+    with sidecar_process(tmp_path) as sidecar, linked_engine(sidecar.address, "pod-7"):
+        words = ["top", "--interval", "0.1", "-o", "json", *more, "--address", sidecar.address]
+        with subprocess.Popen(
+            [*CONTROLLER, *words],
+            env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            assert process.stderr is not None
+            for _ in range(2):
+                document = json.loads(process.stdout.readline())
+                assert document["api_version"] == API_VERSION
+                assert document["kind"] == ("FleetEngineList" if more else "EngineOverviewList")
+                assert [item["engine_id"] for item in document["items"]] == ["pod-7"]
+            sidecar.stop()
+            assert "waiting for it" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+        assert (process.returncode, errors) == (Exit.DONE, "")
 
 
 def test_without_a_sidecar_it_says_so(tmp_path: Path):

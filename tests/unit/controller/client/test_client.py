@@ -47,8 +47,10 @@ async def test_engines_are_listed_and_explained(tmp_path: Path):
         listed, lines, why, sidecar = await by_client(
             tmp_path, lambda c: (c.engines(), c.overview(), c.explain("a", 3), c.sidecar())
         )
+        (of_fleet,) = await by_client(tmp_path, lambda c: c.fleet("engine=b"))
     assert [status.engine.engine_id for status in listed] == ["a", "b"]
     assert [line.engine_id for line in lines] == ["a", "b"]
+    assert of_fleet.engine_id == "b"
     assert (why.engine_id, why.batch_size) == ("a", 3)
     assert {service.service for service in sidecar.services} >= {"speculation.v1.PolicyService"}
 
@@ -184,6 +186,7 @@ class Scripted:
         self.requests.append(request)
         self.may_answer.wait(60)
         if self.codes:
+            context.set_trailing_metadata((("speculation-error", "SomeError"),))
             context.abort(self.codes.pop(0), "as the script says")
 
     def SetOverride(self, request: Any, context: Any) -> Any:
@@ -249,7 +252,7 @@ def test_where_the_sidecar_is_away_for_a_moment_the_same_request_is_sent_again(t
         client.set_override(pin())
         assert server.requests[3].request_id != server.requests[0].request_id
         server.codes = [Code.UNAVAILABLE] * 10
-        with pytest.raises(errors.UnavailableError):
+        with pytest.raises(errors.UnavailableError, match=r"^as the script says$"):
             client.explain("e")
         assert len(server.requests) == 4 + 5
 
@@ -285,8 +288,9 @@ def test_a_sidecar_that_does_not_answer_is_given_up_at_the_deadline(tmp_path: Pa
 def test_an_older_sidecar_is_asked_in_the_way_it_knows(tmp_path: Path):
     with scripted(tmp_path, Code.NOT_FOUND, Code.NOT_FOUND) as (_, client):
         assert client.get_override("old").etag == "1-1"
-        with pytest.raises(errors.NotFoundError):
+        with pytest.raises(errors.NotFoundError) as missing:
             client.get_override("new")
+        assert (missing.value.status, missing.value.resource) == (Code.NOT_FOUND, "new")
         assert client.clear_override("new", "done", allow_missing=True).missing
         with pytest.raises(errors.NotFoundError):
             client.clear_override("new", "done")

@@ -1,11 +1,13 @@
 """How the page looks and is used at three widths, light and dark, in a real browser."""
 
 import time
+from collections.abc import Iterator
 
 import pytest
 
+from tests.support.sidecar_process import controller
 from tests.unit.controller.page.chromium import Page
-from tests.unit.controller.page.conftest import Scene
+from tests.unit.controller.page.conftest import HOSTILE, Scene
 
 WIDTHS = (390, 768, 1440)
 RANGE = "document.getElementById('time-range').textContent"
@@ -14,13 +16,22 @@ GAMMA = "document.querySelector('#time-draft + .legend b').textContent"
 
 
 @pytest.fixture(scope="module")
-def busy(scene: Scene) -> Scene:
+def busy(scene: Scene) -> Iterator[Scene]:
     """The scene with a history: a pause, two batch sizes, and an override that shapes the plan."""
+    address = ("--address", scene.sidecar.address)
     scene.run_until("document.querySelectorAll('#trail li').length > 0", 4)
     scene.run_until(f"{GAMMA} > 0", 4)
-    time.sleep(4)
+    bound = ("--engine", "pod-7", "--id", "bound", "--at-most", "2", "--reason", HOSTILE)
+    set_ = controller("override", "set", *bound, *address)
+    assert set_.returncode == 0, set_.stderr
+    time.sleep(3)
     scene.run_until(f"{GAMMA} > 0", 23)
-    return scene
+    scene.run_until("held.textContent.includes('gamma <= 2')", 23)
+    scene.run_until("why.textContent.endsWith('Overrides limit the choice.')", 23)
+    yield scene
+    clear = controller("override", "clear", "bound", "--reason", "enough", *address)
+    assert clear.returncode == 0, clear.stderr
+    scene.run_until("held.textContent === 'No override shapes this plan.'", 23)
 
 
 def shown_at(scene: Scene, width: int, theme: str) -> Page:
@@ -126,6 +137,9 @@ def test_the_keyboard_reads_the_past_and_a_gap_has_no_value(busy: Scene):
     for _ in range(60):
         page.press("ArrowLeft")
         seen.append((page.value(AT), page.value(GAMMA)))
+    aloud = page.value("document.getElementById('time-aloud').textContent")
+    assert aloud.startswith(seen[-1][0].removeprefix("values at "))
+    assert f"draft length γ, eagle3 {seen[-1][1]}, tokens per step τ " in aloud
     times = [at for at, _ in seen]
     assert all(at.startswith("values at ") for at in times)
     assert len(set(times)) > 5

@@ -41,6 +41,12 @@ def test_every_reason_has_plain_words(scene: Scene):
     assert {reason.value for reason in Reason} <= set(words)
 
 
+def test_an_engine_that_cannot_be_shown_is_not_said_to_run_without_speculation(scene: Scene):
+    line = "{ unavailable: 'explain failed', gamma: 0, drafter: '' }"
+    said = scene.page.value(f"import('/words.js').then(it => it.runsNow({line}))")
+    assert said == "cannot be shown"
+
+
 def test_it_draws_history_costs_survival_and_reasons(scene: Scene):
     page = scene.page
     for chart, curves in (("time-draft", 2), ("time-load", 3), ("survival", 1)):

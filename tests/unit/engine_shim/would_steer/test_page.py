@@ -6,6 +6,7 @@ from engine_shim.sglang.api.settings import PluginSettings
 from engine_shim.steering.checks import Check, checked, require
 from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.steering.verdict import Drafter, Memory, Verdict, variables_of
+from engine_shim.would_steer.__main__ import parser
 from engine_shim.would_steer.page import page
 
 LONG = "the draft length can be steered for chains only, not for trees; set this option to 1"
@@ -25,6 +26,11 @@ STEERED = Verdict(
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     for verdict in (REFUSED, STEERED):
         assert max(map(len, page(verdict, width).splitlines())) <= width
+
+
+def test_the_help_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, parser().format_help().splitlines())) <= 80
 
 
 def test_an_obstacle_stands_below_what_was_looked_at_and_nothing_else_is_promised() -> None:
@@ -51,7 +57,7 @@ def test_a_path_is_never_broken_and_commands_no_terminal() -> None:
 
 def test_a_program_reads_the_same() -> None:
     found = STEERED.document()
-    assert (found["api_version"], found["kind"]) == ("v1", "WouldSteer")
+    assert (found["api_version"], found["kind"]) == ("speculation.v1", "WouldSteer")
     assert found["would_be_steered"] is True
     assert found["memory"] == {"total_mib": 12.5}
     assert found["drafters"][1] == {"name": "ngram", "gammas": (1, 3), "model": ""}

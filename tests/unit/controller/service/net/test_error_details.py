@@ -10,14 +10,21 @@ import grpc.aio
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
 
-from controller.core.errors import SpeculationError, within
+from controller.core.errors import InvalidStateError, SpeculationError, within
 from controller.core.planning.overrides import InvalidOverrideError
 from controller.service.net.error_details import status_message
 from controller.service.net.errors import FAILED, KINDS, NoOverrideError, kind_of
 from controller.service.rpc.inspection import InspectionServicer
 from speculation.v1 import errors_pb2, policy_pb2, service_pb2, training_pb2
 from tests.support.error_details import failed
-from tests.support.service_harness import Running, SteerClient, report_message, serving, soon
+from tests.support.service_harness import (
+    Running,
+    SteerClient,
+    engine_message,
+    report_message,
+    serving,
+    soon,
+)
 
 Code = grpc.StatusCode
 METHODS: list[MethodDescriptor] = [
@@ -67,6 +74,9 @@ def refused(method: MethodDescriptor) -> tuple[Any, str, str, tuple[str, str] | 
         ),
         "Overview": (
             service_pb2.OverviewRequest(page_token=LONG), "INVALID_REQUEST", "page_token", None,
+        ),
+        "ListFleet": (
+            service_pb2.ListFleetRequest(filter="nothing=1"), "INVALID_REQUEST", "filter", None,
         ),
         "Explain": (
             service_pb2.ExplainRequest(engine_id="nobody"), "ENGINE_NOT_FOUND", "", unknown,
@@ -191,6 +201,14 @@ async def test_a_refused_report_has_its_field_in_decide_and_its_reason_in_steer(
     assert rejections[0].reason == errors_pb2.ERROR_REASON_INVALID_REPORT
 
 
+async def test_a_field_in_a_list_has_its_place(running: Running):
+    engine = engine_message()
+    engine.drafters.add(name="other", kind=engine.drafters[0].kind, gammas=[3, 1])
+    request = service_pb2.IntroduceRequest(engine=engine)
+    found = await failed(running.speculation.Introduce(request))
+    assert (found.reason, found.field) == ("INVALID_ENGINE", "engine.drafters[1].gammas")
+
+
 async def test_a_conflict_has_the_etag_that_is_needed_to_go_on(running: Running):
     override = policy_pb2.Override(
         override_id="a", scope=policy_pb2.Scope(fleet=True),
@@ -219,6 +237,9 @@ async def test_a_failure_of_the_sidecar_tells_nothing_of_its_inside(
     assert (found.status, found.reason) == (Code.INTERNAL, "INTERNAL")
     assert "secret" not in found.message
     assert "ValueError" not in found.message
+    # Nor of an error of ours that is not meant for clients.
+    status = status_message(InvalidStateError("/secret/path"))
+    assert status.message == found.message
 
 
 async def test_details_of_the_longest_error_arrive_whole(running: Running):
