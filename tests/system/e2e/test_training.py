@@ -5,8 +5,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from threading import Event
 
 import grpc
 import pytest
@@ -77,6 +80,25 @@ class Watched:
         self.lengths.append(4 * TOKENS / steps)
         return [answer.tokens for answer in answers]
 
+    @contextmanager
+    def waves(self, domain: str, seed: int) -> Iterator[None]:
+        """One wave after the other, for as long as the context lasts."""
+        end = Event()
+
+        def send() -> None:
+            for number in count(seed):
+                if end.is_set():
+                    return
+                self.wave(domain, number)
+
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(send)
+            try:
+                yield
+            finally:
+                end.set()
+            sending.result()
+
     def status(self) -> dict[str, object]:
         found: dict[str, object] = self._engine.internal_state()["speculation_controller"]
         return found
@@ -113,13 +135,16 @@ def test_a_shift_is_learnt_beside_the_engine(tmp_path: Path) -> None:
                 assert (watched.training.phase, watched.training.rounds) == ("watching", 0)
                 assert not list(signals.glob("*.safetensors"))
                 before = watched.wave("json", 1000)
-                while watched.training.phase != "training":
-                    watched.wave("json", seed)
-                    seed += 1
-                    assert seed < MOST_WAVES, watched.training
-                # In the midst of it.
-                first.send_signal(signal.SIGKILL)
-                first.wait(120)
+                # A round may be shorter than a wave.
+                with watched.waves("json", seed):
+                    eventually(
+                        lambda: watched.training.phase == "training",
+                        within=300,
+                        what="the trainer trains",
+                    )
+                    # In the midst of it.
+                    first.send_signal(signal.SIGKILL)
+                    first.wait(120)
             eventually(lambda: watched.training.phase == "no trainer", what="its end is noticed")
             (signals / "00000000000000000000-0-0.safetensors").write_bytes(b"\0" * 100)
             with trainer(tmp_path, sidecar.address, signals):

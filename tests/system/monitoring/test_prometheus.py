@@ -18,6 +18,7 @@ from engine_shim.link import packets
 from lab.harness.ports import free_port
 from tests.support.eventually import eventually
 from tests.support.prometheus_server import PATIENCE_SECONDS, PrometheusServer, prometheus, tool
+from tests.support.redis_server import RedisServer
 from tests.support.sidecar_process import SidecarProcess, controller, sidecar_process
 from tests.system.monitoring.selectors import (
     Selector,
@@ -80,8 +81,11 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     policy = folder / "policy.yaml"
     policy.write_text("policies:\n  - {name: a, fleet: true, reason: test, at_most: 6}\n")
     with (
+        RedisServer(folder / "redis") as redis,
         sidecar_process(
-            folder, "--metrics-port", str(port), environment={"CONTROLLER_POLICY": str(policy)}
+            folder,
+            *("--metrics-port", str(port)),
+            environment={"CONTROLLER_POLICY": str(policy), "CONTROLLER_REDIS_URL": redis.url},
         ) as sidecar,
         prometheus(folder, port) as server,
         steered_engine(sidecar.address) as engine,
