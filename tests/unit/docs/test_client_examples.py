@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from controller.client import Client
+from tests.support.eventually import eventually
 from tests.support.linked_engine import linked_engine
 from tests.support.sidecar_process import sidecar_process
 
@@ -21,9 +23,15 @@ def test_every_example_prints_what_the_page_says(tmp_path: Path, monkeypatch: py
     complaints: list[str] = []
     with (
         sidecar_process(tmp_path, environment={"CONTROLLER_READY_WITH": "guess"}) as sidecar,
-        linked_engine(sidecar.address, "pod-7:30000") as engine,
+        linked_engine(sidecar.address, "pod-7:30000", agent_nice=0) as engine,
     ):
-        engine.run(60)
         monkeypatch.setenv("CONTROLLER_ADDRESS", sidecar.address)
+        client = Client()
+
+        def is_steered() -> bool:
+            engine.run(60)
+            return client.overview()[0].link == "steered"
+
+        eventually(is_steered, what="the page's engine reports, and is steered")
         doctest.DocTestRunner().run(test, out=complaints.append)
     assert not complaints, "".join(complaints)

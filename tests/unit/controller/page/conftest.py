@@ -59,7 +59,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         sidecar = processes.enter_context(
             sidecar_process(directory, "--page-port", str(port), "--ready-with", "guess")
         )
-        engine = stack.enter_context(linked_engine(sidecar.address, "pod-7"))
+        engine = stack.enter_context(linked_engine(sidecar.address, "pod-7", agent_nice=0))
         introduce(sidecar.address, LONG, HOSTILE, HOSTILE)
         page = stack.enter_context(chromium(tmp_path_factory.mktemp("browser")))
         page.resize(1280, 1000)
