@@ -1,4 +1,4 @@
-"""One sidecar, one agent and one browser for all tests of the page."""
+"""One browser for all tests of the page; each module has a sidecar and an agent."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -52,8 +52,19 @@ class Scene:
 
 
 @pytest.fixture(scope="package")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """pod-7 is steered by the real link; LONG has names that no page should believe."""
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """A tab that each module uses in its turn."""
+    with chromium(tmp_path_factory.mktemp("browser")) as page:
+        page.first(LOOKS.read_text())
+        yield page
+
+
+@pytest.fixture(scope="module")
+def scene(browser: Page, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """pod-7 is steered by the real link; LONG has names that no page should believe.
+
+    Each module has its own, because some tests stop the sidecar.
+    """
     directory, port = tmp_path_factory.mktemp("page"), free_port()
     with ExitStack() as stack, ExitStack() as processes:
         sidecar = processes.enter_context(
@@ -61,11 +72,14 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         )
         engine = stack.enter_context(linked_engine(sidecar.address, "pod-7", agent_nice=0))
         introduce(sidecar.address, LONG, HOSTILE, HOSTILE)
-        page = stack.enter_context(chromium(tmp_path_factory.mktemp("browser")))
+        page = browser
+        page.prefer(prefers_color_scheme="light", prefers_reduced_motion="no-preference")
         page.resize(1280, 1000)
-        page.first(LOOKS.read_text())
         scene = Scene(page, sidecar, engine, directory, port, processes)
         page.open(scene.origin)
+        page.until(f"location.href.startsWith('{scene.origin}')")
+        page.requests.clear()
+        page.problems.clear()
         yield scene
 
 

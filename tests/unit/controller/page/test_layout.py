@@ -12,7 +12,7 @@ from tests.unit.controller.page.conftest import HOSTILE, Scene
 WIDTHS = (390, 768, 1440)
 RANGE = "document.getElementById('time-range').textContent"
 AT = "document.getElementById('time-at').textContent"
-GAMMA = "document.querySelector('#time-draft + .legend b').textContent"
+GAMMA = "document.querySelector('#time-draft + .legend b')?.textContent"
 
 
 @pytest.fixture(scope="module")
