@@ -1,11 +1,19 @@
 """Shows the engines of all sidecars that share a store: `top --fleet` and `engines --fleet`."""
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controller.cli.output import Column, Listing, Output, print_document, printable, show
+from controller.cli.output import (
+    Column,
+    Listing,
+    Output,
+    optional_text,
+    print_document,
+    printable,
+    show,
+)
 
 if TYPE_CHECKING:
     import grpc
@@ -30,7 +38,7 @@ FilterOption = Annotated[
 
 
 def require_fleet(*, fleet: bool, words: str) -> None:
-    """Raises a usage error for a filter of what is not the fleet."""
+    """Raises a usage error where --filter is given without --fleet."""
     if words and not fleet:
         raise typer.BadParameter("--filter needs --fleet")
 
@@ -50,7 +58,7 @@ def fleet_of(channel: "grpc.Channel", words: str) -> "service_pb2.ListFleetRespo
 
 
 def show_fleet(answer: "service_pb2.ListFleetResponse", output: Output) -> None:
-    """Prints the engines; for people and in documents also the totals, and what is missing."""
+    """Prints the engines. Tables and documents also have the totals, and say what is missing."""
     if output in {Output.JSON, Output.YAML}:
         print_document(FLEET.kind, document(answer), output)
         return
@@ -117,14 +125,6 @@ def _values(message: "Message") -> dict[str, Any]:
     return found
 
 
-def _optional(
-    line: "service_pb2.FleetEngine",
-    name: Literal["accept_length", "tokens_per_second", "gain", "tokens_gained_per_second"],
-    form: str,
-) -> str:
-    return form.format(getattr(line, name)) if line.HasField(name) else "-"
-
-
 def _overrides(line: "service_pb2.FleetEngine") -> str:
     more = [f"and {line.more_overrides} more"] if line.more_overrides else []
     return ", ".join([*line.overrides, *more]) or "-"
@@ -139,15 +139,15 @@ FLEET: "Listing[service_pb2.FleetEngine]" = Listing(
         Column("γ", lambda line: str(line.gamma), right=True, style=lambda _: "bold cyan"),
         Column("drafter", lambda line: line.drafter, priority=2),
         Column(
-            "τ", lambda line: _optional(line, "accept_length", "{:.2f}"), right=True, priority=3
+            "τ", lambda line: optional_text(line, "accept_length", "{:.2f}"), right=True, priority=3
         ),
         Column(
-            "tokens/s", lambda line: _optional(line, "tokens_per_second", "{:.0f}"), right=True,
+            "tokens/s", lambda line: optional_text(line, "tokens_per_second", "{:.0f}"), right=True,
             priority=5,
         ),
-        Column("gain", lambda line: _optional(line, "gain", "x{:.2f}"), right=True, priority=2),
+        Column("gain", lambda line: optional_text(line, "gain", "x{:.2f}"), right=True, priority=2),
         Column(
-            "gained/s", lambda line: _optional(line, "tokens_gained_per_second", "{:+.0f}"),
+            "gained/s", lambda line: optional_text(line, "tokens_gained_per_second", "{:+.0f}"),
             right=True, priority=6,
         ),
         Column("reason", lambda line: line.reason, priority=7),

@@ -165,6 +165,11 @@ def plain_values(message: "Message") -> dict[str, Any]:
     return found
 
 
+def optional_text(message: "Message", name: str, form: str) -> str:
+    """Formats an optional field, such as by "{:.2f}"; "-" where the message does not have it."""
+    return form.format(getattr(message, name)) if message.HasField(name) else "-"
+
+
 def printable(words: str) -> str:
     """Returns words of others without what could command a terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)

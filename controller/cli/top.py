@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import typer
 
@@ -28,6 +28,7 @@ from controller.cli.output import (
     Output,
     OutputOption,
     fitting_table,
+    optional_text,
     plain_values,
     printable,
     show,
@@ -224,14 +225,6 @@ def _losses(answer: "service_pb2.OverviewResponse") -> list[str]:
     return [f"{line.engine_id}: {loss}" for line in answer.engines for loss in line.lost]
 
 
-def _optional(
-    line: "service_pb2.EngineOverview",
-    name: Literal["accept_length", "tokens_per_second", "gain"],
-    form: str,
-) -> str:
-    return form.format(getattr(line, name)) if line.HasField(name) else "-"
-
-
 ENGINES: "Listing[service_pb2.EngineOverview]" = Listing(
     "EngineOverviewList",
     lambda line: line.engine_id,
@@ -241,13 +234,13 @@ ENGINES: "Listing[service_pb2.EngineOverview]" = Listing(
         Column("γ", lambda line: str(line.gamma), right=True, style=lambda _: "bold cyan"),
         Column("drafter", lambda line: line.drafter, priority=1),
         Column(
-            "τ", lambda line: _optional(line, "accept_length", "{:.2f}"), right=True, priority=2
+            "τ", lambda line: optional_text(line, "accept_length", "{:.2f}"), right=True, priority=2
         ),
         Column(
-            "tokens/s", lambda line: _optional(line, "tokens_per_second", "{:.0f}"), right=True,
+            "tokens/s", lambda line: optional_text(line, "tokens_per_second", "{:.0f}"), right=True,
             priority=3,
         ),
-        Column("gain", lambda line: _optional(line, "gain", "x{:.2f}"), right=True, priority=2),
+        Column("gain", lambda line: optional_text(line, "gain", "x{:.2f}"), right=True, priority=2),
         Column("regime", lambda line: line.regime, priority=6),
         Column("reason", lambda line: line.reason, priority=4),
         Column("plan age", lambda line: f"{line.plan_age_seconds:.0f} s", right=True, priority=7),

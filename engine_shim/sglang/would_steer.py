@@ -174,7 +174,7 @@ def _resolution(engine: _Engine, *, is_resolved: bool) -> list[Check]:
         engine.args.resolve_once()
     except PluginError as error:
         refusal = str(error)
-    except (ValueError, OSError, AssertionError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, OSError, AssertionError, RuntimeError) as error:
         raise InputError(f"SGLang refuses these flags itself: {error}") from error
     found = list(flag_checks(engine.args, engine.settings, has_block=engine.has_block))
     if is_resolved:

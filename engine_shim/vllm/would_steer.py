@@ -77,7 +77,7 @@ def verdict(flags: Sequence[str]) -> Verdict:
         refusal = str(error)
     except ImportError as error:
         raise InputError(f"vLLM {version} cannot be imported here: {error}") from error
-    except (ValueError, OSError, AssertionError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, OSError, AssertionError, RuntimeError) as error:
         raise InputError(f"vLLM refuses these flags itself: {error}") from error
     found = [first, _plugin_check()]
     if observed.config is not None:
