@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_shim.link.losses import reason_of
+from engine_shim.link.orders import Orders
 from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
 from engine_shim.sglang.drafters.row_counts import Role
 from engine_shim.sglang.eager_passes import NO_PASSES
@@ -41,6 +42,7 @@ from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink
+    from engine_shim.link.orders import Order
     from engine_shim.link.plan_follower import StepChoice
     from engine_shim.link.ranks import Ranks, RankUpdate
     from engine_shim.sglang.adaptive_policy import SteeredPolicy
@@ -67,7 +69,7 @@ _log = logging.getLogger(__name__)
 class EngineHooks:
     """Joins the steps of one engine to its link; made once the engine's workers are built.
 
-    ranks: what this rank has adopted.  several: other ranks must not differ from this one.
+    ranks, orders: what this rank has adopted.  several: other ranks must not differ from this one.
     attention_dp: they have batches of their own (see api/attention_dp.py).
     link, tap: of rank 0 only.  block: the engine's DFlash drafter, `dual`'s or the only one.
     rows: the prompt lookup, which may draft single rows.  wishes: what requests ask for.
@@ -79,6 +81,7 @@ class EngineHooks:
     losses: Losses
     graph_states: GraphStates
     eager: EagerPasses
+    orders: Orders = field(default_factory=Orders)
     several: bool = False
     attention_dp: bool = False
     link: EngineLink | None = None
@@ -95,7 +98,7 @@ class EngineHooks:
     # time.
     _launching: Launch | None = field(default=None, init=False)
     # What this iteration of the scheduler is to broadcast, with data-parallel attention.
-    _outgoing: list[RankUpdate] = field(default_factory=list, init=False)
+    _outgoing: list[RankUpdate | Order] = field(default_factory=list, init=False)
 
     def register(self) -> None:
         """Registers all hooks with SGLang."""
@@ -116,7 +119,7 @@ class EngineHooks:
 
     def own_requests(self, aborts: list[Any], _: Any) -> list[Any]:
         """After `Scheduler._poll_timeout_aborts`, on rank 0: the sidecar's part of a broadcast."""
-        updates = self.ranks.outgoing()
+        updates: list[RankUpdate | Order] = [*self.ranks.outgoing(), *self.orders.outgoing()]
         if not self.attention_dp:
             return [*aborts, *updates]
         self._outgoing = updates
@@ -129,7 +132,7 @@ class EngineHooks:
 
     def after_request_kinds(self, _: None, scheduler: Any) -> None:
         """Runs after `Scheduler.init_request_dispatcher`."""
-        ranks.add_handler(scheduler, self.ranks.adopt)
+        ranks.add_handler(scheduler, self.ranks.adopt, self.orders.adopt)
 
     def around_forward(
         self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
@@ -139,7 +142,9 @@ class EngineHooks:
         What an engine has not, or a step does not need, is not called: on a busy engine's thread
         most of a call's price is that nothing of it is in a cache.
         """
-        if not self.several:
+        if self.several:
+            self.orders.carry_out()
+        else:
             self.ranks.take_in()
         if not batch.forward_mode.is_decode() or batch.is_extend_in_batch:
             return self._without_decoding(original, worker, batch, *args, **kwargs)

@@ -78,8 +78,12 @@ def updates_for(worker: Any, device: str, ranks: int, settings: PluginSettings) 
     reason = untested_device(device)
     if reason:
         raise UnsupportedEngineError(reason)
+    if ranks > 1:
+        raise UnsupportedEngineError(
+            f"{_REFUSED}: {ranks} ranks share the drafter's weights: one is needed"
+        )
     try:
-        drafter = live_drafter(worker, ranks)
+        drafter = live_drafter(worker)
     except UnsupportedDrafterError as error:
         raise UnsupportedEngineError(f"{_REFUSED}: {error}") from error
     return OnlineUpdates(drafter, settings, settings.gammas[-1])

@@ -34,7 +34,7 @@ class Driver:
             monkeypatch.setenv(f"SPECULATION_ONLINE_{name}", value)
         target = make_target()
         self.model = LlamaForCausalLMEagle3(make_student(target))
-        drafter = live_drafter(worker_of(self.model), 1)
+        drafter = live_drafter(worker_of(self.model))
         self._rounds = [
             make_round(target, GAMMA + 1, seed, top=SHAPE.vocabulary) for seed in range(20)
         ]
