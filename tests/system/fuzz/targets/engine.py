@@ -223,7 +223,7 @@ def _version_opened(name: str) -> Callable[[Path], AbstractContextManager[Feed]]
 
 def _messages() -> Sequence[bytes]:
     return [
-        Message(MessageKind.LEARN, requests=3, positions=12, gamma=4).encode(),
+        Message(MessageKind.LEARN, requests=3, gamma=4).encode(),
         Message(MessageKind.LEARNT, loss=0.5, seconds=0.02).encode(),
         Message(MessageKind.REFUSED, text="the loss is no number").encode(),
     ]
