@@ -1,4 +1,4 @@
-"""What rank 0 has decided about a drafter's weights, carried out by all ranks before the same step.
+"""Has all ranks carry out before the same step what rank 0 has decided about a drafter's weights.
 
   rank 0     propose      a version is read, the trainer has answered, acceptance fell, ...
   engine                  broadcasts it, in one list with the requests that came in
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class OrderKind(IntEnum):
-    """What all ranks are to do."""
+    """Names what all ranks have to do."""
 
     # A trainer's versions.
     READ = 1
@@ -32,7 +32,7 @@ class OrderKind(IntEnum):
 
 
 class Order(NamedTuple):
-    """One order.  number: counts up.  value: a version, say."""
+    """Holds an order.  number: counts up.  value: a version, say."""
 
     number: int
     kind: OrderKind
@@ -40,7 +40,7 @@ class Order(NamedTuple):
 
 
 class Orders:
-    """This rank's part.  several: there are other ranks."""
+    """Keeps this rank's orders.  several: there are other ranks."""
 
     def __init__(self, *, several: bool = False) -> None:
         self._several = several

@@ -1,4 +1,4 @@
-"""Which part of a model's parameter each tensor-parallel rank holds, by the layer that SGLang uses.
+"""Describes which part of a model's parameters each tensor-parallel rank holds, by its layers.
 
 As its weight loaders slice a checkpoint: rows of the column-parallel layers (each part of a fused
 one by itself), columns of the row-parallel ones, rows of embeddings and heads.
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """How a parameter is shared.
+    """Describes how a parameter is shared.
 
     dim: that is divided.  pieces: one behind the other, () where every rank holds the whole.
     """
@@ -90,8 +90,8 @@ class Shard:
 def shard_of(module: Any, name: str, ranks: int) -> Shard:
     """Returns how the parameter `name` of this layer is shared among so many ranks.
 
-    SGLang's layers are told by the names of their classes, since importing them takes a machine
-    that can run them.  Raises UnsupportedDrafterError.
+    It knows SGLang's layers by the names of their classes, since importing them takes a machine that
+    can run them.  Raises UnsupportedDrafterError.
     """
     kinds = {kind.__name__ for kind in type(module).__mro__}
     if "VocabParallelEmbedding" in kinds:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    """What this rank holds of a drafter's parameters.
+    """Keeps what this rank holds of a drafter's parameters.
 
     live: written to in place; held: the same with SGLang's padding.  shards: how they lie on the
     ranks, {} of one rank.  All by name.

@@ -53,7 +53,7 @@ class LiveDrafter:
 
     @property
     def shares(self) -> RankShares:
-        """What this rank holds of the parameters, and writes to."""
+        """Returns what this rank holds of the parameters, and writes to."""
         return self.ranked or RankShares(self.parameters)
 
 
