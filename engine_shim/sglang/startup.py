@@ -27,10 +27,11 @@ from engine_shim.sglang.engine_description import (
     DFLASH_NAME,
     add_lookup,
     introduce,
+    learner_of,
     set_batch_limits,
 )
 from engine_shim.sglang.graph_states import GraphStates
-from engine_shim.sglang.hooks import EngineHooks
+from engine_shim.sglang.hooks import SECOND, EngineHooks
 from engine_shim.sglang.request_classes import RequestClasses, read_key
 from engine_shim.sglang.request_wishes import RequestWishes
 from engine_shim.sglang.runtime_switch import RuntimeSwitch
@@ -41,6 +42,7 @@ from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
     from engine_shim.sglang.api.settings import PluginSettings
+    from engine_shim.sglang.drafters.dflash import DFlashDrafter
     from engine_shim.sglang.drafters.dual import DualDrafter
     from engine_shim.sglang.learning.deployment import Deployment
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
@@ -57,6 +59,7 @@ AGREED_SETTINGS: Final = (
     "sleep_positions",
     "dflash_model_path",
     "dflash_revision",
+    "learner",
     "lookup",
 )
 
@@ -130,8 +133,10 @@ class EngineStartup:
         sleep = None
         if sleepless is None:
             sleep = IdleDrafter(worker, settings.sleep_positions, dual)
-        online = self._online_updates(worker, scheduler)
-        collector, deployment = self._collection(worker, scheduler, found)
+        learner = learner_of(scheduler, settings.learner, has_second=dual is not None)
+        second = block if learner == SECOND else None
+        online = self._online_updates(worker, scheduler, second, found)
+        collector, deployment = self._collection(worker, scheduler, second, found)
         spec = introduce(
             scheduler,
             settings,
@@ -141,6 +146,7 @@ class EngineStartup:
             can_collect=collector is not None,
             can_take_versions=deployment is not None,
             second=dual,
+            learner=learner,
             lost=found.all,
         )
         rows = None
@@ -201,24 +207,36 @@ class EngineStartup:
             online=online,
             collector=collector,
             deployment=deployment,
+            learner=learner,
         )
 
-    def _online_updates(self, worker: Any, scheduler: Any) -> OnlineUpdates | None:
+    def _online_updates(
+        self, worker: Any, scheduler: Any, second: DFlashDrafter | None, losses: Losses
+    ) -> OnlineUpdates | None:
+        """Makes the updates, if they are on.
+
+        second: the drafter that learns, if that is not the engine's own.  losses: take the reason
+        where that one does not draft.
+        """
         if not self._settings.online_updates:
+            return None
+        if second is not None and second.over:
+            losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, second.over)
             return None
         from engine_shim.sglang.learning.online_updates import updates_for
 
         device = scheduler.tp_worker.model_runner.device
-        online = updates_for(worker, device, sglang_api.config_leaf("tp_size"), self._settings)
+        shared = sglang_api.config_leaf("tp_size")
+        online = updates_for(worker, device, shared, self._settings, second)
         atexit.register(online.close)
         return online
 
     def _collection(
-        self, worker: Any, scheduler: Any, losses: Losses
+        self, worker: Any, scheduler: Any, second: DFlashDrafter | None, losses: Losses
     ) -> tuple[SignalCollector | None, Deployment | None]:
         """Makes both, or neither: signals are of use only for a drafter that takes versions.
 
-        losses: take the reason where the drafter has no student.
+        second: as for `_online_updates`.  losses: take the reason where the drafter has no student.
         """
         if not self._settings.signals_folder or not ranks.is_first():
             return None, None
@@ -230,7 +248,7 @@ class EngineStartup:
 
         runner, folder = scheduler.tp_worker.model_runner, self._settings.signals_folder
         try:
-            drafter = live_drafter(worker, sglang_api.config_leaf("tp_size"))
+            drafter = live_drafter(worker, sglang_api.config_leaf("tp_size"), second)
             deployment = Deployment(Path(folder), drafter)
             collector = collector_for(runner, self._settings)
         except UnsupportedDrafterError as error:

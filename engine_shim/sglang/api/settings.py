@@ -102,6 +102,11 @@ class PluginSettings(ShimSettings):
         default=48, description="Positions of each request that are kept for it."
     )
 
+    learner: str = Field(
+        default="",
+        description="Name of the drafter that learns, by online updates or from a trainer: "
+        "`dflash` for the second one beside the engine's own. Empty: the engine's own.",
+    )
     signals_folder: str = Field(
         default="",
         description="Where training signals are written when the plan asks for it (`controller "

@@ -20,6 +20,7 @@ from engine_shim.training.configs import (
 from engine_shim.training.students import student_of
 
 if TYPE_CHECKING:
+    from engine_shim.sglang.drafters.dflash import DFlashDrafter
     from engine_shim.training.students import DraftShape
 
 DFLASH: Final = "DFlashDraftModel"
@@ -48,21 +49,24 @@ class LiveDrafter:
     refresh: Callable[[], None] | None = None
 
 
-def live_drafter(worker: Any, ranks: int) -> LiveDrafter:
+def live_drafter(worker: Any, ranks: int, second: DFlashDrafter | None = None) -> LiveDrafter:
     """Describes the drafter of this `EAGLEWorkerV2` for its student.
 
-    This alone decides what an engine can learn, collect and take versions of.  Raises
-    UnsupportedDrafterError with the reason where a student would not be this drafter.
+    second: the one beside the engine's own, if that is the learner.  This alone decides what an
+    engine can learn, collect and take versions of.  Raises UnsupportedDrafterError with the reason
+    where a student would not be this drafter.
     """
     draft = worker.draft_worker
-    model = draft.draft_runner.model
+    model = (draft.draft_runner if second is None else second.runner).model
     kind = type(model).__name__
+    if second is not None and second.over:
+        raise UnsupportedDrafterError(f"it no longer drafts: {second.over}")
     if kind not in LEARN:
         raise UnsupportedDrafterError(f"it is a {kind}, not one of {', '.join(LEARN)}")
     if ranks > 1:
         raise UnsupportedDrafterError(f"{ranks} ranks share the drafter's weights: one is needed")
     if kind == DFLASH:
-        found = _dflash(model, draft)
+        found = _dflash(model, draft.target_worker, draft.block if second is None else second)
     else:
         found = _eagle3(model) if kind == EAGLE3 else _mtp(model)
     _require_same(found)
@@ -101,9 +105,9 @@ def _mtp(model: Any) -> LiveDrafter:
     return LiveDrafter(shape, parameters, _cut(shape, embedding, head), shape.decoder.hidden)
 
 
-def _dflash(model: Any, draft: Any) -> LiveDrafter:
-    """Describes a DFlash drafter.  draft: the `DFlashOnlyWorker` around it."""
-    target, block = draft.target_worker.model_runner.model, draft.block
+def _dflash(model: Any, target_worker: Any, block: DFlashDrafter) -> LiveDrafter:
+    """Describes a DFlash drafter."""
+    target = target_worker.model_runner.model
     groups: int = model.num_context_features
     shape = dflash_shape(model.config.to_dict(), groups, block.block_size, block.mask_token)
     embedding = target.get_input_embeddings().weight.detach()

@@ -125,8 +125,9 @@ class Windows:
         with torch.inference_mode(False), torch.no_grad():
             self._newest = []
             rows = zip(found.request_ids, starts, canvases, accepted, strict=True)
-            for row in rows:
-                self._extend(*row)
+            for index, row in enumerate(rows):
+                if index not in found.undrafted:
+                    self._extend(*row)
         for rid in list(self._windows)[: max(0, len(self._windows) - _MOST)]:
             del self._windows[rid]
         return bool(self._newest)
