@@ -18,11 +18,10 @@ COLLECT = Regime(RegimeMode.COLLECT)
 TRAINING = TrainingSettings(initial=2, unit_drafts=4, threshold=3)
 
 
-def make(*, learner: str = "", lacks: str = "") -> tuple[EngineController, VirtualClock]:
-    """lacks: a capability that the engine has not."""
-    able = Capabilities(
-        can_collect=True, can_take_versions=True, can_update_online=True, learner=learner
-    )
+ABLE = Capabilities(can_collect=True, can_take_versions=True, can_update_online=True)
+
+
+def make(able: Capabilities = ABLE) -> tuple[EngineController, VirtualClock]:
     spec = EngineSpec(
         "e",
         Fingerprint("target"),
@@ -31,7 +30,7 @@ def make(*, learner: str = "", lacks: str = "") -> tuple[EngineController, Virtu
             DrafterSpec("dflash", DrafterKind.DFLASH, (1, 3)),
         ),
         8,
-        replace(able, **{lacks: False}) if lacks else able,
+        able,
     )
     clock = VirtualClock()
     return EngineController(spec, PlannerSettings(), None, clock, TRAINING), clock
@@ -40,8 +39,8 @@ def make(*, learner: str = "", lacks: str = "") -> tuple[EngineController, Virtu
 class Driven:
     """A core whose steps accept all or nothing."""
 
-    def __init__(self, *, learner: str = "", lacks: str = "") -> None:
-        self.core, self.clock = make(learner=learner, lacks=lacks)
+    def __init__(self, able: Capabilities = ABLE) -> None:
+        self.core, self.clock = make(able)
         self._step = 0
 
     def steps(
@@ -138,9 +137,11 @@ def test_an_override_stands_above_the_trainer(regime: Regime):
     assert driven.regime == regime
 
 
-@pytest.mark.parametrize("lacks", ["can_collect", "can_take_versions"])
-def test_an_engine_that_cannot_has_no_training(lacks: str):
-    driven = Driven(lacks=lacks)
+@pytest.mark.parametrize(
+    "able", [replace(ABLE, can_collect=False), replace(ABLE, can_take_versions=False)]
+)
+def test_an_engine_that_cannot_has_no_training(able: Capabilities):
+    driven = Driven(able)
     assert driven.core.updates.training is None
     assert driven.core.explain().training is None
     driven.steps(0, 5)
@@ -151,7 +152,7 @@ def test_an_engine_that_cannot_has_no_training(lacks: str):
 def test_only_the_learners_fall_collects(learner: str):
     other = "eagle3" if learner == "dflash" else "dflash"
     mine = "dflash" if learner == "dflash" else "eagle3"
-    driven = Driven(learner=learner)
+    driven = Driven(replace(ABLE, learner=learner))
     training = driven.core.updates.training
     assert training is not None
     training.attended = True
@@ -164,7 +165,7 @@ def test_only_the_learners_fall_collects(learner: str):
 
 
 def test_a_version_is_seen_to_serve_while_another_drafter_drafts():
-    driven = Driven(learner="dflash")
+    driven = Driven(replace(ABLE, learner="dflash"))
     training = driven.core.updates.training
     assert training is not None
     driven.steps(3, 10, version=2)
