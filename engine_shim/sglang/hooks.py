@@ -73,6 +73,7 @@ class EngineHooks:
     attention_dp: they have batches of their own (see api/attention_dp.py).
     link, tap: of rank 0 only.  block: the engine's DFlash drafter, `dual`'s or the only one.
     rows: the prompt lookup, which may draft single rows.  wishes: what requests ask for.
+    learner: place of the drafter that learns.
     What an engine does not have is None, and what has failed is set to None.
     """
 
@@ -94,6 +95,7 @@ class EngineHooks:
     online: OnlineUpdates | None = None
     collector: SignalCollector | None = None
     deployment: Deployment | None = None
+    learner: int = OWN
     # The step between its launch and the end of its draft-extend; the scheduler launches one at a
     # time.
     _launching: Launch | None = field(default=None, init=False)
@@ -321,6 +323,18 @@ class EngineHooks:
             self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, DFLASH_NAME)
             if self.rows is not None and (mixture := self.rows.mixture_of(DFLASH_NAME)):
                 self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, mixture)
+            if self.dual is None or self.learner == SECOND:
+                self._stop_learning(block.over)
+
+    def _stop_learning(self, why: str) -> None:
+        """Ends updates, signals and versions of a drafter that no longer drafts."""
+        self._update(lambda online: online.close(why))
+        if self.collector is not None and not self.collector.over:
+            self.collector.give_up(why)
+            self.losses.lose(engine_pb2.CAPABILITY_COLLECT, why)
+        if self.deployment is not None:
+            self.deployment.stop(why)
+            self.losses.lose(engine_pb2.CAPABILITY_TAKE_VERSIONS, why)
 
     def _lose_lookup(self, rows: RowDrafting) -> None:
         for name in rows.names:
@@ -379,16 +393,14 @@ class EngineHooks:
         )
 
     def _learn(self, batch: Any, result: Any, launch: Launch | None) -> None:
-        """Has those who learn from it see what a step has verified; the engine's own drafter does.
-
-        A second one reads other hidden states, and drafts for itself.
-        """
-        second = self.dual
+        """Has the learner see what a step has verified, with the hidden states that it reads."""
         features = result.logits_output.hidden_states
-        if second is not None:
-            features, _ = second.split(features)
-        own = launch is None or self._role_of(launch) == OWN_ALONE or launch.choice.gamma == 0
-        found = Verification(batch, result, features, own)
+        if self.dual is not None:
+            features = self.dual.split(features)[self.learner]
+        alone = Role(self.learner, is_mixed=False)
+        by_learner = launch is None or launch.choice.gamma == 0 or self._role_of(launch) == alone
+        undrafted = () if launch is None else launch.undrafted
+        found = Verification(batch, result, features, by_learner, undrafted)
         self._update(lambda online: online.after_verify(found, self.ranks.stride()))
         self._collect(found)
 
