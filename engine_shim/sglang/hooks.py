@@ -359,18 +359,25 @@ class EngineHooks:
     def _update_status(self) -> UpdateStatus:
         """Returns the update status of the step that begins, once the plan's version serves."""
         update_status = NO_UPDATE if self.online is None else self.online.update_status()
-        deployment = self.deployment
+        deployment, online = self.deployment, self.online
         if deployment is None:
-            return update_status
+            learnt = 0 if online is not None and online.has_learnt else None
+            return update_status if learnt is None else update_status._replace(learnt_from=learnt)
         try:
             other = deployment.before_step(self.ranks.draft_version())
+            if online is not None:
+                if other:
+                    online.others_serve()
+                deployment.keep_learnt(online, collecting=self.ranks.collects())
         except Exception as error:  # noqa: BLE001 - out of memory, say: what serves goes on
             other = False
             deployment.stop(reason_of(error))
             _log.exception("no more versions of the drafter are put into service")
             self.losses.lose(engine_pb2.CAPABILITY_TAKE_VERSIONS, reason_of(error))
         return update_status._replace(
-            reset=update_status.reset or other, version=deployment.counters.version
+            reset=update_status.reset or other,
+            version=deployment.counters.version,
+            learnt_from=deployment.counters.learnt_from,
         )
 
     def _learn(self, batch: Any, result: Any, launch: Launch | None) -> None:

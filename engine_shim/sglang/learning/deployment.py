@@ -16,6 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
+from engine_shim.sglang.learning.learnt_versions import LearntVersions
 from engine_shim.sglang.learning.weights import DrafterWeights
 from engine_shim.training.versions import FOLDER as VERSIONS_FOLDER
 from engine_shim.training.versions import VersionError, Versions
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engine_shim.sglang.learning.online_updates import OnlineUpdates
     from engine_shim.sglang.learning.student import LiveDrafter
 
 _RETRY_SECONDS: Final = 10.0
@@ -37,11 +39,13 @@ class DeploymentCounters:
     """Counts the deployments.
 
     version: that serves, 0 as loaded.  deployed: changes so far.  state: what it does.
+    learnt_from: as in proto StepReport.
     """
 
     version: int = 0
     deployed: int = 0
     state: str = "ready"
+    learnt_from: int | None = None
 
 
 class Deployment:
@@ -53,6 +57,9 @@ class Deployment:
         self._versions = Versions(signals_folder / VERSIONS_FOLDER)
         self._versions.adopt_base(drafter.shape, drafter.parameters, drafter.borrowed)
         self._weights = DrafterWeights(drafter.parameters, drafter.refresh)
+        self._learnt = LearntVersions(self._versions)
+        # The version in whose place a plan may still name the one that was learnt from it.
+        self._replaced: int | None = None
         self._reading: _Reading | None = None
         self._retry_at = 0.0
         self._stopped = False
@@ -66,7 +73,9 @@ class Deployment:
             self._reading = None
             return False
         if wanted == self.counters.version:
-            self._reading, self.counters.state = None, "ready"
+            self._reading, self.counters.state, self._replaced = None, "ready", None
+            return False
+        if wanted == self._replaced:
             return False
         if not wanted:
             self._weights.serve_first()
@@ -77,6 +86,23 @@ class Deployment:
                 self._reading = _Reading(self._versions, wanted, self._weights.parameters)
             return False
         return reading.is_done and self._use(reading)
+
+    def keep_learnt(self, online: OnlineUpdates, *, collecting: bool) -> None:
+        """Runs after `before_step`: says what online updates have made of the version that serves.
+
+        collecting: and stores it as a version of its own, which serves from then on.
+        """
+        counters = self.counters
+        if collecting and not self._stopped:
+            stored = self._learnt.before_step(online, counters.version)
+            if stored is not None:
+                _log.info("version %d is what online updates made of %d", stored, counters.version)
+                if self._replaced is None:
+                    self._replaced = counters.version
+                counters.version = stored
+            elif self._learnt.failing:
+                counters.state = f"what was learnt cannot be stored: {self._learnt.failing}"
+        counters.learnt_from = counters.version if online.has_learnt else self._replaced
 
     def _use(self, reading: _Reading) -> bool:
         wanted, self._reading = reading.version, None
@@ -100,7 +126,7 @@ class Deployment:
 
     def _changed(self, version: int) -> bool:
         _log.info("version %d of the drafter serves, after %d", version, self.counters.version)
-        self.counters.version = version
+        self.counters.version, self._replaced = version, None
         self.counters.deployed += 1
         self.counters.state = "ready"
         return True

@@ -14,13 +14,14 @@ class UpdateStatus(NamedTuple):
 
     updating: one was being computed beside it, or landed before it.  reset: before it the drafter
     went back to earlier weights, or was given others.  seconds: of the one that landed, or 0.
-    version: of the drafter that serves, 0 as loaded.
+    version: of the drafter that serves, 0 as loaded.  learnt_from: as in proto StepReport.
     """
 
     updating: bool = False
     reset: bool = False
     seconds: float = 0.0
     version: int = 0
+    learnt_from: int | None = None
 
 
 # Of a step without any.
