@@ -30,7 +30,12 @@ from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
 from engine_shim.sglang.drafters.row_counts import Role
 from engine_shim.sglang.eager_passes import NO_PASSES
 from engine_shim.sglang.engine_description import DFLASH_NAME
-from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
+from engine_shim.sglang.learning.verified_step import (
+    NO_UPDATE,
+    UpdateStatus,
+    Verification,
+    prompt_pass,
+)
 from engine_shim.sglang.step_reports import (
     Launch,
     StepTap,
@@ -41,6 +46,8 @@ from engine_shim.steering.status import link_status
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
+    import torch
+
     from engine_shim.link.engine_link import EngineLink
     from engine_shim.link.orders import Order
     from engine_shim.link.plan_follower import StepChoice
@@ -202,9 +209,12 @@ class EngineHooks:
         if (rows := self.rows) is not None:
             rows.attempt(lambda: rows.before_prefill(batch))
         self._update(lambda online: online.before_prefill([r.rid for r in batch.reqs]))
+        # The drafter's part of the prefill replaces them.
+        tokens = None if self.collector is None else batch.input_ids
         result = original(worker, batch, *args, **kwargs)
         if self.block is not None:
             self._report_lost_block(self.block)
+        self._collect(lambda collector: self._keep_prompts(collector, batch, tokens, result))
         return result
 
     def around_draft(
@@ -378,18 +388,25 @@ class EngineHooks:
     def _update_status(self) -> UpdateStatus:
         """Returns the update status of the step that begins, once the plan's version serves."""
         update_status = NO_UPDATE if self.online is None else self.online.update_status()
-        deployment = self.deployment
+        deployment, online = self.deployment, self.online
         if deployment is None:
-            return update_status
+            learnt = 0 if online is not None and online.has_learnt else None
+            return update_status if learnt is None else update_status._replace(learnt_from=learnt)
         try:
             other = deployment.before_step(self.ranks.draft_version())
+            if online is not None:
+                if other:
+                    online.others_serve()
+                deployment.keep_learnt(online, collecting=self.ranks.collects())
         except Exception as error:  # noqa: BLE001 - out of memory, say: what serves goes on
             other = False
             deployment.stop(reason_of(error))
             _log.exception("no more versions of the drafter are put into service")
             self.losses.lose(engine_pb2.CAPABILITY_TAKE_VERSIONS, reason_of(error))
         return update_status._replace(
-            reset=update_status.reset or other, version=deployment.counters.version
+            reset=update_status.reset or other,
+            version=deployment.counters.version,
+            learnt_from=deployment.counters.learnt_from,
         )
 
     def _learn(self, batch: Any, result: Any, launch: Launch | None) -> None:
@@ -402,14 +419,29 @@ class EngineHooks:
         undrafted = () if launch is None else launch.undrafted
         found = Verification(batch, result, features, by_learner, undrafted)
         self._update(lambda online: online.after_verify(found, self.ranks.stride()))
-        self._collect(found)
+        self._collect(
+            lambda collector: collector.after_verify(found, collecting=self.ranks.collects())
+        )
 
-    def _collect(self, found: Verification) -> None:
+    def _keep_prompts(
+        self, collector: SignalCollector, batch: Any, tokens: torch.Tensor | None, result: Any
+    ) -> None:
+        """Has the collector see what a prefill has read."""
+        features = result.logits_output.hidden_states if self.ranks.collects() else None
+        if features is None or tokens is None:
+            return
+        if self.dual is not None:
+            features, _ = self.dual.split(features)
+        found = prompt_pass(batch, tokens, features)
+        if found is not None:
+            collector.after_prefill(found)
+
+    def _collect(self, part: Callable[[SignalCollector], None]) -> None:
         """Keeps training signals, until an error."""
         if self.collector is None:
             return
         try:
-            self.collector.after_verify(found, collecting=self.ranks.collects())
+            part(self.collector)
         except Exception as error:  # noqa: BLE001 - out of memory, say
             _log.exception("training signals are kept no more")
             self.collector.give_up(reason_of(error))

@@ -30,6 +30,10 @@ from engine_shim.training.exchange import Channel, Layout, Message, MessageKind,
 from engine_shim.training.rings import RingShape
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
     from engine_shim.sglang.api.settings import PluginSettings
     from engine_shim.sglang.drafters.dflash import DFlashDrafter
     from engine_shim.sglang.learning.student import LiveDrafter
@@ -179,6 +183,32 @@ class OnlineUpdates:
     def over(self) -> str:
         """Explains why nothing is learnt any longer; "" while something is."""
         return self.counters.state if self._channel is None else ""
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether updates have changed the weights that serve."""
+        return self._weights.changed
+
+    @property
+    def may_be_stored(self) -> bool:
+        """Whether the weights were changed, no update is under way, and none is unjudged."""
+        return self.has_learnt and not (self._learning or self._rollback_guard.unjudged)
+
+    def learnt_weights(self) -> dict[str, torch.Tensor]:
+        """Returns a copy of the weights that serve."""
+        return self._weights.copy()
+
+    def were_stored(self, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Takes weights that are stored as a version for those to begin from.
+
+        Returns False, and changes nothing, where they no longer serve.
+        """
+        return self._weights.begin_from(weights)
+
+    def others_serve(self) -> None:
+        """Runs once a trainer's version has replaced what was learnt."""
+        if self._channel is not None:
+            self._were_replaced()
 
     def before_prefill(self, request_ids: list[str]) -> None:
         """Runs as a prefill begins, before the drafter reads it."""

@@ -694,6 +694,7 @@ class StepReport(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     PROPOSALS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    LEARNT_FROM_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Engine-side counter of decode steps, strictly increasing within a session."""
     batch_size: _builtins.int
@@ -717,6 +718,12 @@ class StepReport(_message.Message):
     """Version of the drafter that served the step; 0: as loaded."""
     prefill_tokens: _builtins.int
     """Prompt tokens that the step read beside its decoding."""
+    learnt_from: _builtins.int
+    """The version from which online updates have made the weights that served the step; absent where
+    none has changed them.  Equal to `draft_version`: they are stored nowhere, and the next update
+    changes them again.  Another one: they are stored as `draft_version`, and no plan has named it
+    yet; a sidecar whose plans name `learnt_from` takes `draft_version` in its place.
+    """
     @_builtins.property
     def accepted_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """accepted_counts[k] = sequences that accepted exactly k draft tokens (bonus token excluded);
@@ -771,12 +778,15 @@ class StepReport(_message.Message):
         groups: _abc.Iterable[Global___RowGroup] | None = ...,
         proposals: _abc.Iterable[Global___ProposalCounts] | None = ...,
         prefill_tokens: _builtins.int = ...,
+        learnt_from: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["flags", b"flags"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_learnt_from", b"_learnt_from", "flags", b"flags", "learnt_from", b"learnt_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "classes", b"classes", "confidences", b"confidences", "draft_version", b"draft_version", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "groups", b"groups", "kv_tokens", b"kv_tokens", "plan_epoch", b"plan_epoch", "prefill_tokens", b"prefill_tokens", "probe_id", b"probe_id", "proposals", b"proposals", "step", b"step", "step_seconds", b"step_seconds", "update_seconds", b"update_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learnt_from", b"_learnt_from", "accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "classes", b"classes", "confidences", b"confidences", "draft_version", b"draft_version", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "groups", b"groups", "kv_tokens", b"kv_tokens", "learnt_from", b"learnt_from", "plan_epoch", b"plan_epoch", "prefill_tokens", b"prefill_tokens", "probe_id", b"probe_id", "proposals", b"proposals", "step", b"step", "step_seconds", b"step_seconds", "update_seconds", b"update_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__learnt_from: _TypeAlias = _typing.Literal["learnt_from"]  # noqa: Y015
+    _WhichOneofArgType__learnt_from: _TypeAlias = _typing.Literal["_learnt_from", b"_learnt_from"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__learnt_from) -> _WhichOneofReturnType__learnt_from | None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
 

@@ -65,6 +65,7 @@ class Online:
         self.calls: list[str] = []
         self.over = ""
         self.found: Verification | None = None
+        self.has_learnt = False
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -377,7 +378,7 @@ def test_a_failure_to_collect_ends_the_collecting_and_nothing_else(
 
 def test_versions_that_cannot_be_served_any_more_are_reported() -> None:
     class Deployment:
-        counters = SimpleNamespace(version=3)
+        counters = SimpleNamespace(version=3, learnt_from=None)
 
         def before_step(self, wanted: int) -> bool:
             raise RuntimeError("out of memory")
