@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from lab.cpu_engine.engine_command import eagle3_flags, engine_command
+from lab.cpu_engine.engine_command import MODELS, eagle3_flags, engine_command
 from lab.cpu_engine.forking import popen
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.harness.engines import (
@@ -132,10 +132,11 @@ def running(
     engine: Mapping[str, str] | None = None,
     sidecar: Mapping[str, str] | None = None,
     batch_max: int = _BATCH_MAX,
+    models: Path = MODELS,
 ) -> Iterator[Lab]:
     """Starts a sidecar and an engine, and ends them with the context.  Raises HarnessError.
 
-    name: for logs.  engine, sidecar: their environment variables.
+    name: for logs.  engine, sidecar: their environment variables.  models: the set of the target.
     """
     scratch = setting.scratch / name
     scratch.mkdir()
@@ -154,7 +155,7 @@ def running(
         wait_serving(child, client)
 
         def command(port: int) -> list[str]:
-            return engine_command(port, batch_max, eagle3_flags(draft, _START_GAMMA))
+            return engine_command(port, batch_max, eagle3_flags(draft, _START_GAMMA), models)
 
         launched = launch_engine(name, command, variables, place, popen)
         stack.enter_context(launched.child)
