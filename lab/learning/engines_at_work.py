@@ -132,10 +132,12 @@ def running(
     engine: Mapping[str, str] | None = None,
     sidecar: Mapping[str, str] | None = None,
     batch_max: int = _BATCH_MAX,
+    flags: Sequence[str] = (),
 ) -> Iterator[Lab]:
     """Starts a sidecar and an engine, and ends them with the context.  Raises HarnessError.
 
-    name: for logs.  engine, sidecar: their environment variables.
+    name: for logs.  draft: folder of an EAGLE3 drafter.  engine, sidecar: their environment
+    variables.  flags: of the engine, instead of those for that drafter.
     """
     scratch = setting.scratch / name
     scratch.mkdir()
@@ -154,7 +156,7 @@ def running(
         wait_serving(child, client)
 
         def command(port: int) -> list[str]:
-            return engine_command(port, batch_max, eagle3_flags(draft, _START_GAMMA))
+            return engine_command(port, batch_max, flags or eagle3_flags(draft, _START_GAMMA))
 
         launched = launch_engine(name, command, variables, place, popen)
         stack.enter_context(launched.child)

@@ -1,0 +1,141 @@
+"""Measures what Test-Time Speculation (arXiv:2605.09329) says, in counted tokens and updates.
+
+Every engine runs in lockstep with its trainer (lab.cpu_engine.lockstep), so that an update of every
+S-th round lands before the next step: what is accepted does not depend on the machine.  Prices are
+the trainer's seconds over those of a step without an update, in the same engine.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from lab.cpu_engine.engine_command import SHALLOW, eagle3_flags
+from lab.cpu_engine.lockstep import LOCKSTEP_VARIABLE
+from lab.harness.spread import Spread
+from lab.learning.engines_at_work import Lab, LabSetting, running
+from lab.learning.headline import Curve, Headline, Paper, Verdict
+from speculation.v1 import engine_pb2
+
+_STRIDE: Final = 5
+_GAMMA: Final = 3
+# Contexts beyond this one are long.
+LONG: Final = 800
+# Drafts that an engine has to see before it learns, and some.
+_BASELINE_DRAFTS: Final = 220
+_WINDOWS: Final = (48, 256, 512, 1536)
+_EVERYTHING: Final = _WINDOWS[-1]
+_OPTIMISER_STEPS: Final = (1, 2, 4)
+# Differences below it are noise: that of a ratio over answers of a thousand tokens.
+_NOISE: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """A drafter of the shallow target, and domains that it has something to learn on."""
+
+    name: str
+    folder: Path
+    domains: tuple[str, ...]
+
+    @property
+    def flags(self) -> list[str]:
+        """The engine's."""
+        target = ["--model-path", str(SHALLOW / "target")]
+        if self.name == "EAGLE3":
+            return target + eagle3_flags(self.folder, _GAMMA)
+        return [
+            *target, "--speculative-algorithm", "DFLASH",
+            "--speculative-draft-model-path", str(self.folder),
+        ]  # fmt: skip
+
+
+DRAFTERS: Final = (
+    Drafter("EAGLE3", SHALLOW / "draft-code", ("csv", "prose")),
+    Drafter("DFlash", SHALLOW / "dflash", ("code", "prose")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A verification of one request.
+
+    context: tokens before it.  gained: tokens, bonus included.  seconds: of the step.  update: of
+    the update that landed before it, 0 where none did.
+    """
+
+    context: int
+    gained: int
+    seconds: float
+    update: float
+
+
+Answer = tuple[Step, ...]
+
+
+def steps_of(reports: Sequence[engine_pb2.StepReport]) -> Answer:
+    """Returns the steps of a request that ran alone."""
+    return tuple(
+        Step(
+            report.kv_tokens,
+            1 + next(k for k, count in enumerate(report.accepted_counts) if count),
+            report.step_seconds,
+            report.update_seconds,
+        )
+        for report in reports
+        if report.gamma == _GAMMA and report.batch_size == 1
+    )
+
+
+def acceptance(answer: Answer, first: int, last: int) -> float:
+    """Computes tokens a verification in contexts from `first` to before `last`; 0 without any."""
+    gained = [step.gained for step in answer if first <= step.context < last]
+    return sum(gained) / len(gained) if gained else 0.0
+
+
+def price(answers: Sequence[Answer]) -> float:
+    """Computes the trainer's median seconds of an update over the median seconds of a step."""
+    updates = [step.update for answer in answers for step in answer if step.update]
+    plain = [
+        step.seconds
+        for answer in answers
+        for before, step in zip(answer, answer[1:], strict=False)
+        if not step.update and not before.update
+    ]
+    return median(updates) / median(plain) if updates and plain else 0.0
+
+
+@contextmanager
+def learning(
+    setting: LabSetting, drafter: Drafter, name: str, variables: Mapping[str, str]
+) -> Iterator[Lab]:
+    """Starts an engine whose requests begin with the loaded drafter, ready to learn."""
+    engine = {
+        "SPECULATION_ONLINE_UPDATES": "1",
+        "SPECULATION_ONLINE_SCOPE": "request",
+        LOCKSTEP_VARIABLE: "1",
+        **variables,
+    }
+    with running(
+        setting, name, drafter.folder, (0, _GAMMA), engine, batch_max=1, flags=drafter.flags
+    ) as lab:
+        with lab.regime("off"), lab.pinned(_GAMMA) as pin:
+            while len(steps_of(pin.reports)) < _BASELINE_DRAFTS:
+                lab.generate("json", 1, 300, 7)
+        yield lab
+
+
+def answers_of(
+    lab: Lab, regime: str, domain: str, tokens: int, seeds: int
+) -> tuple[list[Answer], list[tuple[int, ...]]]:
+    """Generates one answer for every seed; returns their steps and their tokens."""
+    found, said = [], []
+    with lab.regime(regime), lab.pinned(_GAMMA) as pin:
+        for seed in range(seeds):
+            seen = len(pin.reports)
+            played = lab.generate(domain, 1, tokens, 300 + seed)
+            found.append(steps_of(pin.reports[seen:]))
+            said += played.tokens
+    return found, said
