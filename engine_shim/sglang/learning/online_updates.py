@@ -273,7 +273,8 @@ class OnlineUpdates:
         self._since = 0
         self.counters.rounds += 1
         self._learning = True
-        self._send(Message(MessageKind.LEARN, requests=requests, gamma=depth))
+        positions = self._windows.longest
+        self._send(Message(MessageKind.LEARN, requests=requests, positions=positions, gamma=depth))
 
     def _take(self, message: Message) -> None:
         self._idle = True

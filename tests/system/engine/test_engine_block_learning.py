@@ -21,6 +21,7 @@ from engine_shim.training.versions import FOLDER, Made, Versions
 from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.learning_engine import between_steps, status, wave
+from tests.support.long_contexts import EVERYTHING, agreement, recorder
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVES
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.support.waits import WAITS
@@ -49,9 +50,14 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         damaged.fc.weight.normal_(std=0.05, generator=generator)
-    folder = tmp_path_factory.mktemp("draft")
-    save_dflash(damaged, folder)
-    return folder
+    made = tmp_path_factory.mktemp("draft")
+    save_dflash(damaged, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    return recorder(tmp_path_factory.mktemp("canvases"))
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +65,14 @@ def engine(
     plain_waves: list[list[list[int]]],
     draft: Path,
     folder: Path,
+    recording: tuple[Path, dict[str, str]],
     waits: Path,
     sidecar: ScriptedSidecar,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineProcess]:
     variables = {
         **sidecar.variables,
+        **recording[1],
         "CPU_ENGINE_SYNCHRONISATIONS": str(waits),
         "SPECULATION_GAMMAS": "0,1,3,7",
         "SPECULATION_ONLINE_UPDATES": "1",
@@ -74,6 +82,19 @@ def engine(
     with serving(tmp_path_factory.mktemp("learning"), arguments, variables) as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
         yield running
+
+
+def test_in_long_contexts_a_student_of_the_whole_context_is_the_drafter(
+    engine: EngineProcess,
+    draft: Path,
+    recording: tuple[Path, dict[str, str]],
+    sidecar: ScriptedSidecar,
+) -> None:
+    student = load_dflash(draft, EMBEDDING)
+    found = agreement(engine, sidecar, recording[0], student, (48, 256, 512))
+    print(f"DFlash, first drafts that agree by window: {found}")
+    assert found[EVERYTHING] > 0.97
+    assert found[48] < found[EVERYTHING]
 
 
 def test_what_it_reads_is_collected_and_a_version_made_of_it_serves(
