@@ -31,6 +31,7 @@ check: setup ## The static part: format, lint, types, contract, drift of what is
 	@echo "check: stubs" && $(PYTHON_IN) scripts/proto.py --check
 	@echo "check: metrics reference" && $(PYTHON_IN) scripts/metrics_reference.py --check
 	@echo "check: API reference" && $(PYTHON_IN) scripts/api_reference.py --check
+	@echo "check: results in docs/learning.md" && $(PYTHON_IN) scripts/learning_results.py --check
 	@echo "check: alert rules for Kubernetes" && $(PYTHON_IN) scripts/prometheus_rule.py --check
 	@echo "check: shared files of the Helm chart" && $(PYTHON_IN) scripts/helm_files.py --check
 	@echo "check: prose" && $(PYTHON_IN) scripts/prose.py

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -14,7 +15,10 @@ from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
 from lab.learning import bars, learning, report, sd2, shift
 from lab.learning.engines_at_work import LabSetting
+from lab.learning.headline import KEPT, Headline, keep
 
+# Each shows one claim of a paper.
+HEADLINES: dict[str, Callable[[LabSetting], Headline]] = {}
 PARTS: dict[str, Callable[[LabSetting], dict[str, Any]]] = {
     "length": learning.length,
     "strides": learning.strides,
@@ -31,7 +35,8 @@ def lab(
     parts: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Of {', '.join(PARTS)}, which are all if none is named; and {', '.join(LONG)}."
+            help=f"Of {', '.join((*HEADLINES, *PARTS))}, which are all if none is named; and "
+            f"{', '.join(LONG)}."
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small numbers: does it run?")] = False,
@@ -39,11 +44,16 @@ def lab(
     output: Annotated[Path, typer.Option(help="Where result, report and logs go.")] = Path(
         "build/lab"
     ),
+    kept: Annotated[
+        bool, typer.Option("--keep", help="Keep the results of claims in docs/results as well.")
+    ] = False,
 ) -> None:
     """Shows what the papers say of drafters that learn, on the real SGLang and small models."""
     end_on_sigterm()
-    known = PARTS | LONG
-    chosen = parts or list(PARTS)
+    known = HEADLINES | PARTS | LONG
+    chosen = parts or [*HEADLINES, *PARTS]
+    if quick and kept:
+        raise typer.BadParameter("--quick shows that it runs; such results are not kept")
     if unknown := sorted(set(chosen) - set(known)):
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
     terminal, started = Terminal(), time.monotonic()
@@ -53,10 +63,18 @@ def lab(
         for name in chosen:
             try:
                 with terminal.working(name):
-                    document[name] = known[name](setting)
+                    began = time.monotonic()
+                    found = known[name](setting)
             except HarnessError as error:
                 terminal.say(f"\nThe lab failed in {name}: {error}")
                 raise typer.Exit(EXIT_FAILED) from error
+            if isinstance(found, Headline):
+                found.show(terminal)
+                if kept:
+                    keep(name, found, setting.seeds, time.monotonic() - began, KEPT)
+                document[name] = asdict(found)
+            else:
+                document[name] = found
             document["seconds"] = round(time.monotonic() - started, 1)
             # After every part: what was found is kept whatever comes next.
             write_result(document, output)

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 
 from controller.report.figures import new_figure, svg
 from controller.report.page import page as html_page
+from controller.report.page import table
 
 # How to draw a part, and paragraphs about it.
 Part: TypeAlias = tuple[Callable[[Axes], None], list[str]]
@@ -30,7 +31,29 @@ def page(result: Mapping[str, Any]) -> str:
             draw(figure.subplots())
             text = "".join(f"<p>{escape(one)}</p>" for one in words)
             body.append(f"<h2>{escape(title)}</h2>{svg(figure, title)}{text}")
+    body += [_claim(part) for part in result.values() if isinstance(part, dict) and "claim" in part]
     return html_page("Lab", "".join(body))
+
+
+def _claim(found: Mapping[str, Any]) -> str:
+    """Makes the section of a `Headline`."""
+    title = f"{found['paper']}: {found['title']}"
+    words = [f"Claim: {found['claim']}", f"Here: {found['setup']}"]
+    words.append(f"It {found['verdict']}. {found['because']}")
+    picture = ""
+    if found["curves"]:
+        figure = new_figure(8, 3.6)
+        axes = figure.subplots()
+        for curve in found["curves"]:
+            across, up = zip(*curve["points"], strict=True)
+            axes.plot(across, up, marker="o", label=curve["label"])
+        axes.set_xlabel(found["axes"][0])
+        axes.set_ylabel(found["axes"][1])
+        axes.legend()
+        picture = svg(figure, title)
+    shown = table(found["columns"], found["rows"], label=title)
+    text = "".join(f"<p>{escape(one)}</p>" for one in words)
+    return f"<h2>{escape(title)}</h2>{picture}{shown}{text}"
 
 
 def _length(found: Mapping[str, Any]) -> Part:

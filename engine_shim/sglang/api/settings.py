@@ -99,7 +99,15 @@ class PluginSettings(ShimSettings):
         default=16, description="Positions of each request that a round drafts from, the newest."
     )
     online_window: int = Field(
-        default=48, description="Positions of each request that are kept for it."
+        default=48,
+        description="Positions of each request, the newest, that a round's drafts attend to; those "
+        "of at most 16 requests are kept.",
+    )
+    online_megabytes: int = Field(
+        default=1024,
+        ge=1,
+        description="What these positions may take of the host's memory; a window that needs more "
+        "is refused at the start.",
     )
 
     signals_folder: str = Field(

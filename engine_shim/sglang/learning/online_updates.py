@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from engine_shim.sglang.learning.rollback_guard import GuardVerdict, RollbackGuard
@@ -26,6 +26,7 @@ from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.training import trainer
 from engine_shim.training.configs import UnsupportedDrafterError
 from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors
+from engine_shim.training.rings import RingShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,6 +90,34 @@ def updates_for(worker: Any, device: str, ranks: int, settings: PluginSettings) 
     return OnlineUpdates(drafter, settings, settings.gammas[-1])
 
 
+def rings_for(drafter: LiveDrafter, settings: PluginSettings, largest_gamma: int) -> RingShape:
+    """Returns the sizes of the rings.
+
+    Raises UnsupportedEngineError if they would take more than the setting allows, before anything
+    is allocated.
+    """
+    shape = RingShape(
+        MOST_REQUESTS,
+        settings.online.window + largest_gamma + 1,
+        drafter.feature_width,
+        min(settings.online.top, drafter.shape.decoder.vocabulary),
+        str(drafter.borrowed.embedding.dtype).removeprefix("torch."),
+    )
+    # The engine's own and those that it shares with the trainer.
+    position = 2 * replace(shape, positions=1).bytes
+    allowed = settings.online_megabytes << 20
+    if position * shape.positions > allowed:
+        most = max(0, allowed // position - largest_gamma - 1)
+        raise UnsupportedEngineError(
+            f"SPECULATION_ONLINE_WINDOW={settings.online.window} takes "
+            f"{position * shape.positions / (1 << 20):.0f} MiB of the host's memory "
+            f"({MOST_REQUESTS} requests at {position // MOST_REQUESTS} bytes a position) and "
+            f"SPECULATION_ONLINE_MEGABYTES is {settings.online_megabytes}: raise that, or keep "
+            f"{most} positions or fewer"
+        )
+    return shape
+
+
 class OnlineUpdates:
     """Updates the drafter of one engine."""
 
@@ -102,7 +131,8 @@ class OnlineUpdates:
             if part is not None
         }
         self._weights = DrafterWeights(parameters, drafter.refresh)
-        self._windows = Windows(online.window, online.top)
+        rings = rings_for(drafter, settings, largest_gamma)
+        self._windows = Windows(rings, online.window)
         self._rollback_guard = RollbackGuard()
         self._since = 0
         self._undrafted = 0
@@ -115,9 +145,8 @@ class OnlineUpdates:
         self._requests: list[str] = []
         # Their drafter's cache was filled by weights that are not served any more.
         self._tainted: set[str] = set()
-        size = MOST_REQUESTS, online.window + largest_gamma + 1
         layouts = {
-            **self._windows.layouts(size, drafter.feature_width, drafter.shape.decoder.vocabulary),
+            **rings.layouts(),
             **{
                 name: Layout(tuple(part.shape), "float32" if part.is_floating_point() else "int64")
                 for name, part in borrowed.items()
@@ -193,7 +222,8 @@ class OnlineUpdates:
         """Returns the status of the step that begins, after `before_step`."""
         seconds, reset = self._landed_seconds, self._reset
         self._landed_seconds, self._reset = 0.0, False
-        return UpdateStatus(self._learning or seconds > 0, reset, seconds)
+        learnt_from = 0 if self.has_learnt else None
+        return UpdateStatus(self._learning or seconds > 0, reset, seconds, 0, learnt_from)
 
     def after_verify(self, found: Verification, stride: int) -> None:
         """Runs before a step's draft-extend.  stride: rounds between two updates, 0 for none."""
@@ -222,14 +252,14 @@ class OnlineUpdates:
         return self._idle and (self._rollback_guard.may_learn or idle) and alone
 
     def _hand_over(self, gamma: int) -> None:
-        requests, positions = self._windows.write(self._memory.tensors, MOST_REQUESTS, gamma)
+        requests = self._windows.write(self._memory.tensors, gamma)
         if not requests:
             return
         self._since = 0
         self.counters.rounds += 1
         self._learning = True
         depth = gamma or self._depth
-        self._send(Message(MessageKind.LEARN, requests=requests, positions=positions, gamma=depth))
+        self._send(Message(MessageKind.LEARN, requests=requests, gamma=depth))
 
     def _take(self, message: Message) -> None:
         self._idle = True

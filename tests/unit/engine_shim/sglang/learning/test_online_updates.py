@@ -12,6 +12,7 @@ from engine_shim.sglang.api.settings import load_settings
 from engine_shim.sglang.learning.online_updates import (
     OnlineCounters,
     OnlineUpdates,
+    rings_for,
     updates_for,
 )
 from engine_shim.sglang.learning.student import live_drafter
@@ -241,3 +242,24 @@ def test_an_engine_whose_drafter_cannot_learn_is_refused(
     said = f"SPECULATION_ONLINE_UPDATES is set, but the drafter cannot learn: {reason}"
     with pytest.raises(UnsupportedEngineError, match=said):
         updates_for(worker, device, ranks, load_settings())
+
+
+def test_a_window_that_takes_more_memory_than_is_allowed_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPECULATION_SIDECAR", "unix:/nowhere")
+    monkeypatch.setenv("SPECULATION_ONLINE_WINDOW", "1000000000")
+    monkeypatch.setenv("SPECULATION_ONLINE_MEGABYTES", "2")
+    drafter = live_drafter(worker_of(LlamaForCausalLMEagle3(make_student(make_target()))), 1)
+    with pytest.raises(UnsupportedEngineError, match="SPECULATION_ONLINE_MEGABYTES is 2") as error:
+        OnlineUpdates(drafter, load_settings(), GAMMA)
+    # The largest that fits is named, and one more does not fit.
+    most = int(str(error.value).rpartition("keep ")[2].split()[0])
+    for window, fits in ((most, True), (most + 1, False)):
+        monkeypatch.setenv("SPECULATION_ONLINE_WINDOW", str(window))
+        if fits:
+            taken = 2 * rings_for(drafter, load_settings(), GAMMA).bytes
+            assert taken <= 2 << 20
+        else:
+            with pytest.raises(UnsupportedEngineError):
+                rings_for(drafter, load_settings(), GAMMA)

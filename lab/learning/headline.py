@@ -1,0 +1,106 @@
+"""A claim of a paper, and what small models show of it: a table, a verdict, its reason."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import TypeAdapter
+
+from lab.harness.machine import run_facts
+from lab.harness.terminal import Terminal
+
+KEPT: Final = Path(__file__).resolve().parents[2] / "docs/results"
+
+
+class Paper(StrEnum):
+    """The papers whose claims are looked at, in the order of docs/learning.md."""
+
+    TTS = "Test-Time Speculation"
+    TIDE = "TIDE"
+    SD2 = "SD²"
+    SPECFORGE = "SpecForge"
+
+
+class Verdict(StrEnum):
+    """Whether what was found here is what the paper says."""
+
+    REPRODUCES = "reproduces"
+    PARTLY = "reproduces in part"
+    NOT = "does not reproduce"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A line of the picture: (x, y) pairs."""
+
+    label: str
+    points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """The result of one command.
+
+    claim: what the paper says, with its section or table.  setup: what was run here.  columns,
+    rows: the table, cells with their spread over repeats.  because: why the verdict is what it is,
+    in whole sentences.  facts: the numbers behind the table, as JSON has them.  curves, axes: of
+    the picture, if there is one.  Raises ValueError where a row does not fit the columns.
+    """
+
+    paper: Paper
+    title: str
+    claim: str
+    setup: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    verdict: Verdict
+    because: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    curves: tuple[Curve, ...] = ()
+    axes: tuple[str, str] = ("", "")
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"a row of {len(row)} cells in a table of {len(self.columns)}")
+
+    def show(self, terminal: Terminal) -> None:
+        """Prints all but the facts."""
+        terminal.table(f"{self.paper}: {self.title}", list(self.columns), [*map(list, self.rows)])
+        terminal.say(f"Claim: {self.claim}")
+        terminal.say(f"Here: {self.setup}")
+        terminal.say(f"It {self.verdict}. {self.because}")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A result in a file, with how it was made.
+
+    command: that makes it again.  seconds: that the run took.  run: machine and versions, as in
+    every result file.
+    """
+
+    headline: Headline
+    command: str
+    seconds: float
+    run: dict[str, Any]
+
+
+_KEPT: Final = TypeAdapter(Kept)
+
+
+def keep(name: str, headline: Headline, seeds: int, seconds: float, folder: Path) -> None:
+    """Writes the result of `python -m lab.learning NAME` to `NAME.json` of a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run = {fact: value for fact, value in run_facts().items() if fact != "command"}
+    command = f"python -m lab.learning {name} --seeds {seeds}"
+    kept = Kept(headline, command, round(seconds, 1), run)
+    text = _KEPT.dump_json(kept, indent=1).decode()
+    (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def kept_results(folder: Path) -> dict[str, Kept]:
+    """Reads the results of a folder, by name.  Raises ValueError for a file that has no result."""
+    paths = sorted(folder.glob("*.json"))
+    return {path.stem: _KEPT.validate_json(path.read_text(encoding="utf-8")) for path in paths}

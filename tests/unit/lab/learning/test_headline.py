@@ -1,0 +1,97 @@
+"""A claim's result: as a table, in a file, and in the document that is written from the files."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lab.learning import report
+from lab.learning.headline import Curve, Headline, Paper, Verdict, keep, kept_results
+
+ROOT = Path(__file__).resolve().parents[4]
+HEADLINE = Headline(
+    Paper.TTS,
+    "Gain by length",
+    "Longer answers gain more (Table 1).",
+    "Two lengths | one drafter.",
+    ("tokens", "gain"),
+    (("100", "1.02 (1.01 to 1.03)"), ("1000", "1.40 (1.35 to 1.42)")),
+    Verdict.PARTLY,
+    "The gain grows, and the shortest answers lose nothing.",
+    {"gain": [1.02, 1.4]},
+    (Curve("gain", ((100.0, 1.02), (1000.0, 1.4))),),
+    ("tokens", "gain"),
+)
+PAGE = """# Title
+
+<!-- Written by scripts/learning_results.py from docs/results. -->
+what was there before
+<!-- The end of what scripts/learning_results.py writes. -->
+last line
+"""
+
+
+def run(page: Path, results: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/learning_results.py", "--file", str(page)]
+    command += ["--results", str(results), *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+    )  # fmt: skip
+
+
+def test_a_row_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="a row of 1 cells in a table of 2"):
+        Headline(Paper.TTS, "", "", "", ("a", "b"), (("1",),), Verdict.NOT, "")
+
+
+def test_a_kept_result_is_read_again_and_says_its_command(tmp_path: Path) -> None:
+    keep("tts-length", HEADLINE, 3, 12.34, tmp_path)
+    kept = kept_results(tmp_path)["tts-length"]
+    assert kept.headline == HEADLINE
+    assert kept.command == "python -m lab.learning tts-length --seeds 3"
+    assert kept.seconds == 12.3
+
+
+def test_the_page_is_written_from_the_results_and_compared(tmp_path: Path) -> None:
+    page, results = tmp_path / "learning.md", tmp_path / "results"
+    page.write_text(PAGE)
+    keep("tts-length", HEADLINE, 3, 12.34, results)
+    assert run(page, results, "--check").returncode == 1
+    assert not run(page, results).returncode
+    text = page.read_text()
+    assert text.startswith("# Title\n")
+    assert text.endswith("last line\n")
+    assert "what was there before" not in text
+    assert "| 1000 | 1.40 (1.35 to 1.42) |" in text
+    assert "**It reproduces in part.** The gain grows" in text
+    assert "`python -m lab.learning tts-length --seeds 3`" in text
+    assert not run(page, results, "--check").returncode
+
+
+def test_a_page_without_a_place_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "learning.md"
+    page.write_text("# Title\n")
+    done = run(page, tmp_path)
+    assert done.returncode == 1
+    assert "are needed" in done.stderr
+    assert page.read_text() == "# Title\n"
+
+
+def test_the_report_has_table_and_picture() -> None:
+    document = {
+        "tts-length": {
+            "paper": "Test-Time Speculation", "title": "Gain", "claim": "c", "setup": "s",
+            "columns": HEADLINE.columns, "rows": HEADLINE.rows, "verdict": "reproduces",
+            "because": "b", "axes": ("x", "y"),
+            "curves": [{"label": "gain", "points": [(1.0, 1.0), (2.0, 2.0)]}],
+        },
+        "machine": {"processor": "a processor", "cores": 2},
+        "seconds": 1.0,
+        "command": ["python"],
+    }  # fmt: skip
+    text = report.page(document)
+    assert text.count("<svg") == 1
+    assert "1.40 (1.35 to 1.42)" in text
+    assert "It reproduces. b" in text
