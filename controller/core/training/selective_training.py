@@ -181,11 +181,12 @@ class _Unit:
     drafts: int = 0
 
     def add(self, report: StepReport) -> None:
-        counts, gamma = report.accepted_counts, report.gamma
-        accepted = sum(k * count for k, count in enumerate(counts))
+        exact, censored = report.drafted
+        accepted = sum(k * count for part in (exact, censored) for k, count in enumerate(part))
         self.accepted += accepted
-        self.tried += accepted + report.batch_size - counts[gamma]
-        self.drafts += report.batch_size
+        # Who accepted all that was drafted has rejected nothing.
+        self.tried += accepted + sum(exact[:-1])
+        self.drafts += sum(exact) + sum(censored)
 
 
 @recorded("selective_training", "state attended stored served learnt _unit _skip")
@@ -227,15 +228,13 @@ class SelectiveTraining:
 
     def observe(self, report: StepReport) -> None:
         """Takes a step."""
-        if report.drafter != self.drafter:
-            return
         if report.draft_version != self.served:
             self.served = report.draft_version
             self._unit, self._skip = _Unit(), _PASSED_OVER
         self.learnt = report.learnt_from == report.draft_version
         if not self.learnt and report.learnt_from == self.state.version:
             self._adopt(report.draft_version)
-        if not report.gamma:
+        if report.drafter != self.drafter or not report.gamma:
             return
         self._unit.add(report)
         if self._unit.drafts >= self.settings.unit_drafts:

@@ -125,7 +125,7 @@ class TrainingStateFiles:
                 await self.keep(session)
 
     def _path(self, spec: EngineSpec) -> Path:
-        target, drafter = spec.fingerprint, spec.drafters[0]
+        target, drafter = spec.fingerprint, spec.learner
         parts = (
             spec.engine_id, target.target_model, target.target_revision, drafter.model,
             drafter.revision,

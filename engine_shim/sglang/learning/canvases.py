@@ -15,6 +15,8 @@ from torch import Tensor
 from engine_shim.sglang.learning.likeliest import likeliest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine_shim.sglang.learning.verified_step import PromptPass, Verification
 
 # What is kept of a row is of the types that a signal has.
@@ -29,7 +31,8 @@ PROMPT: Final = 256
 class Canvas:
     """Holds what a step has verified, of B requests with gamma + 1 rows each, one behind the other.
 
-    drafted: the learning drafter's own drafts of each request.  accepted: int [B], tokens that each
+    drafted: the learning drafter's own drafts of each request.  undrafted: the requests, by their
+    place, that must not be drafted for.  accepted: int [B], tokens that each
     request gained, bonus included.  starts: int [B], each request's position of its first row.
     tokens: int64 [rows].  features: bfloat16 [rows, width].  top_tokens: int32 [rows, top], the
     target's likeliest successors, and top_logs: float32 [rows, top], their log-probabilities.
@@ -45,6 +48,7 @@ class Canvas:
     top_tokens: Tensor
     top_logs: Tensor
     final: Tensor | None = None
+    undrafted: Sequence[int] = ()
 
     @property
     def rows(self) -> int:
@@ -79,6 +83,7 @@ def canvas_of(found: Verification, top: int, final: Tensor | None) -> Canvas:
             top_tokens,
             top_logs,
             None if final is None else final.to(_STATES, copy=True),
+            found.undrafted,
         )
 
 

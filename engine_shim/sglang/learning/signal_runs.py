@@ -120,11 +120,12 @@ class SignalRuns:
             found = zip(
                 canvas.request_ids, canvas.starts.tolist(), canvas.accepted.tolist(), strict=True
             )
-            for rid, start, accepted in found:
-                self._run(rid, start).add(first, accepted, canvas.drafted)
+            for index, (rid, start, accepted) in enumerate(found):
+                if index not in canvas.undrafted:
+                    self._run(rid, start).add(first, accepted, canvas.drafted)
+                    if self._runs[rid].length >= SEGMENT:
+                        self._over.append(self._runs.pop(rid))
                 first += canvas.rows
-                if self._runs[rid].length >= SEGMENT:
-                    self._over.append(self._runs.pop(rid))
             for rid in self._runs.keys() - set(canvas.request_ids):
                 self._over.append(self._runs.pop(rid))
             # The others have left after their first token, or been aborted.

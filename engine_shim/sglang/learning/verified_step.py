@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -38,13 +38,15 @@ class Verification:
 
     batch, result: as SGLang hands them to `_draft_extend_for_decode`.  features: [B * (gamma + 1),
     width], the target's hidden states that the learning drafter reads.  by_learner: it drafted
-    this step itself, if anything was drafted.
+    this step itself, if anything was drafted.  undrafted: rows that must not be drafted for: their
+    canvases hold fillers, so that they teach nothing and show nothing of a drafter.
     """
 
     batch: Any
     result: Any
     features: torch.Tensor
     by_learner: bool = True
+    undrafted: Sequence[int] = ()
 
     @property
     def request_ids(self) -> list[str]:

@@ -286,12 +286,13 @@ class Capabilities(_message.Message):
     CATCH_UP_STEPS_FIELD_NUMBER: _builtins.int
     CAN_TAKE_VERSIONS_FIELD_NUMBER: _builtins.int
     DRAFT_LAG_FIELD_NUMBER: _builtins.int
+    LEARNER_FIELD_NUMBER: _builtins.int
     can_sleep: _builtins.bool
     """A row may say `drafter_asleep`: at gamma = 0 the engine can skip all draft-side work."""
     can_switch_drafter: _builtins.bool
     """The engine can change its drafter from step to step."""
     can_update_online: _builtins.bool
-    """The engine can run online drafter updates, of its first drafter."""
+    """The engine can run online updates of the drafter that learns."""
     can_collect: _builtins.bool
     """The engine can capture training signals."""
     overlap_steps: _builtins.int
@@ -305,10 +306,15 @@ class Capabilities(_message.Message):
     may sleep on.  0: it reads nothing before it wakes.
     """
     can_take_versions: _builtins.bool
-    """The engine can be given versions of its first drafter (Plan.draft_version)."""
+    """The engine can be given versions of the drafter that learns (Plan.draft_version)."""
     draft_lag: _builtins.int
     """0: a step verifies what was drafted within it.  1: the engine drafts at the end of a step and
     verifies in the next one, so that a plan's choice is verified one step later.
+    """
+    learner: _builtins.str
+    """Name of the drafter that learns: it is updated online, training signals are collected for it,
+    and versions are of it.  Empty: the first one.  A sidecar that does not know this field credits
+    all of that to the first drafter.
     """
     def __init__(
         self,
@@ -322,10 +328,11 @@ class Capabilities(_message.Message):
         catch_up_steps: _builtins.int = ...,
         can_take_versions: _builtins.bool = ...,
         draft_lag: _builtins.int = ...,
+        learner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_collect", b"can_collect", "can_sleep", b"can_sleep", "can_switch_drafter", b"can_switch_drafter", "can_take_versions", b"can_take_versions", "can_update_online", b"can_update_online", "catch_up_steps", b"catch_up_steps", "draft_lag", b"draft_lag", "drafters_follow", b"drafters_follow", "overlap_steps", b"overlap_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_collect", b"can_collect", "can_sleep", b"can_sleep", "can_switch_drafter", b"can_switch_drafter", "can_take_versions", b"can_take_versions", "can_update_online", b"can_update_online", "catch_up_steps", b"catch_up_steps", "draft_lag", b"draft_lag", "drafters_follow", b"drafters_follow", "learner", b"learner", "overlap_steps", b"overlap_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,6 +1,7 @@
 """Which positions become which signals, against a plain account of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,6 +123,16 @@ def test_of_whole_drafts_none_was_refused() -> None:
     runs.read(canvases([{"one": step} for step in going_on(20, GAMMA + 1)]))
     (signal,) = runs.end()
     assert (signal.accepted, signal.tried) == (20 * GAMMA, 20 * GAMMA)
+
+
+def test_a_request_that_must_not_be_drafted_for_is_passed_over() -> None:
+    rounds = [{"one": a, "two": b} for a, b in zip(going_on(40, 2), going_on(40, 1), strict=True)]
+    given = [replace(canvas, undrafted=(1,)) for canvas in canvases(rounds)]
+    runs = SignalRuns()
+    runs.read(given)
+    (signal,) = runs.end()
+    check(signal, "one", given)
+    assert (signal.accepted, signal.tried) == (40, 80)
 
 
 def prompts(
