@@ -46,8 +46,6 @@ from engine_shim.steering.status import link_status
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
-    import torch
-
     from engine_shim.link.engine_link import EngineLink
     from engine_shim.link.orders import Order
     from engine_shim.link.plan_follower import StepChoice
@@ -214,7 +212,9 @@ class EngineHooks:
         result = original(worker, batch, *args, **kwargs)
         if self.block is not None:
             self._report_lost_block(self.block)
-        self._collect(lambda collector: self._keep_prompts(collector, batch, tokens, result))
+        if tokens is not None and self.ranks.collects():
+            split = None if self.dual is None else self.dual.split
+            self._collect(lambda c: c.after_prefill(prompt_pass(batch, tokens, result, split)))
         return result
 
     def around_draft(
@@ -374,16 +374,14 @@ class EngineHooks:
     def _update_status(self) -> UpdateStatus:
         """Returns the update status of the step that begins, once the plan's version serves."""
         update_status = NO_UPDATE if self.online is None else self.online.update_status()
-        deployment, online = self.deployment, self.online
+        deployment = self.deployment
         if deployment is None:
-            learnt = 0 if online is not None and online.has_learnt else None
-            return update_status if learnt is None else update_status._replace(learnt_from=learnt)
+            return update_status
         try:
             other = deployment.before_step(self.ranks.draft_version())
-            if online is not None:
-                if other:
-                    online.others_serve()
-                deployment.keep_learnt(online, collecting=self.ranks.collects())
+            if self.online is not None:
+                collecting = self.ranks.collects()
+                deployment.keep_learnt(self.online, collecting=collecting, others_serve=other)
         except Exception as error:  # noqa: BLE001 - out of memory, say: what serves goes on
             other = False
             deployment.stop(reason_of(error))
@@ -408,19 +406,6 @@ class EngineHooks:
         self._collect(
             lambda collector: collector.after_verify(found, collecting=self.ranks.collects())
         )
-
-    def _keep_prompts(
-        self, collector: SignalCollector, batch: Any, tokens: torch.Tensor | None, result: Any
-    ) -> None:
-        """Has the collector see what a prefill has read."""
-        features = result.logits_output.hidden_states if self.ranks.collects() else None
-        if features is None or tokens is None:
-            return
-        if self.dual is not None:
-            features, _ = self.dual.split(features)
-        found = prompt_pass(batch, tokens, features)
-        if found is not None:
-            collector.after_prefill(found)
 
     def _collect(self, part: Callable[[SignalCollector], None]) -> None:
         """Keeps training signals, until an error."""

@@ -237,7 +237,8 @@ class OnlineUpdates:
         """Returns the status of the step that begins, after `before_step`."""
         seconds, reset = self._landed_seconds, self._reset
         self._landed_seconds, self._reset = 0.0, False
-        return UpdateStatus(self._learning or seconds > 0, reset, seconds)
+        learnt_from = 0 if self.has_learnt else None
+        return UpdateStatus(self._learning or seconds > 0, reset, seconds, 0, learnt_from)
 
     def after_verify(self, found: Verification, stride: int) -> None:
         """Runs before a step's draft-extend.  stride: rounds between two updates, 0 for none."""
