@@ -153,7 +153,7 @@ class Versions:
         return found
 
     def publish(self, parameters: Mapping[str, Tensor], made: Made) -> int:
-        """Stores new parameters under the next free number, which is returned."""
+        """Stores new parameters under the next free number, which is returned.  Raises OSError."""
         version = max([0, *self.numbers()]) + 1
         facts = {
             "base": self.base_digest(),
@@ -205,6 +205,8 @@ class Versions:
             # An engine often runs as another user.
             aside.chmod(0o644)
             aside.rename(path)
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from error
         finally:
             aside.unlink(missing_ok=True)
 

@@ -123,7 +123,7 @@ def test_what_is_collected_is_exported_and_a_drafter_that_is_imported_serves(
     check_student(student, signals)
 
     out = tmp_path / "out"
-    assert export_signals(folder, versions, 0, str(TARGET), out) >= 10
+    assert export_signals(folder, versions, 0, TARGET, out) >= 10
     exported, served = (load_file(at / "model.safetensors") for at in (out / "draft", draft))
     assert exported.keys() == served.keys()
     for name, part in served.items():
