@@ -43,6 +43,8 @@ from engine_shim.training.versions import Made, VersionError, Versions, check_pa
 _FOLDER_ROWS: Final = 2000
 # Shorter ones teach a chain of drafts nothing.
 _LEAST: Final = 8
+# Target layers that its EAGLE3 drafters read.
+_FEATURES: Final = 3
 # Samples of a step on one GPU, and GPUs.  SpecForge drops what does not fill a step.
 _BATCH: Final = 4
 _PROCESSES: Final = 4
@@ -165,6 +167,9 @@ def _trainable(student: DraftStudent) -> Eagle3Student | DFlashStudent:
             "the drafter's head is the target's, and SpecForge trains one": not shape.own_head,
             "the drafter has a norm before fc (norm_before_fc), and SpecForge's have none": (
                 shape.norm_before_fc
+            ),
+            f"the drafter reads {shape.features} target layers, and SpecForge's read three": (
+                shape.features != _FEATURES
             ),
             # Its t2d is a mask, which keeps the order of the target's ids.
             "the drafter's d2t is not in the order of the target's ids, and SpecForge's are": (

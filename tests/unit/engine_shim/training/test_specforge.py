@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -172,6 +173,7 @@ def test_a_drafter_whose_config_names_no_layers_reads_those_of_the_engine(
     [
         ({"own_head": False}, None, "the drafter's head is the target's"),
         ({"norm_before_fc": True}, None, "norm before fc"),
+        ({"feature_layers": (0, 2)}, None, "reads 2 target layers, and SpecForge's read three"),
         ({}, torch.arange(39, -1, -1), "not in the order of the target's ids"),
     ],
 )
@@ -179,12 +181,12 @@ def test_a_drafter_that_specforge_does_not_train_is_not_exported(
     folder: Path,
     tmp_path: Path,
     student: Eagle3Student,
-    changes: dict[str, bool],
+    changes: dict[str, Any],
     tokens: torch.Tensor | None,
     reason: str,
     target: Path,
 ):
-    other = Eagle3Student(replace(student.shape, **changes), student.embedding, tokens=tokens)  # type: ignore[arg-type]
+    other = Eagle3Student(replace(student.shape, **changes), student.embedding, tokens=tokens)
     versions = base_of(other, tmp_path / "other")
     with pytest.raises(ExportError, match=reason):
         export_signals(folder, versions, 0, target, tmp_path / "out")

@@ -5,7 +5,7 @@ masks, positions, vocabularies and weights of positions mean the same to both.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,10 @@ def signals() -> list[Signal]:
 def students() -> dict[str, DraftStudent]:
     torch.manual_seed(4)
     embedding = make_target().model.embed_tokens.weight.detach()
-    whole = Eagle3Student(Eagle3Shape(SHAPE.with_layers(1), LAYERS), embedding)
-    blocks = DFlashShape(SHAPE.with_layers(2), LAYERS, 6, SHAPE.vocabulary - 1)
+    # Nothing that a reader of the config could have by default.
+    decoder = replace(SHAPE, rope_base=500.0, norm_epsilon=1e-3)
+    whole = Eagle3Student(Eagle3Shape(decoder.with_layers(1), LAYERS, fc_norm=True), embedding)
+    blocks = DFlashShape(decoder.with_layers(2), LAYERS, 6, SHAPE.vocabulary - 1)
     found: dict[str, DraftStudent] = {
         "whole": whole,
         "part": with_draft_vocabulary(whole, PART),
