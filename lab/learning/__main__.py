@@ -18,13 +18,12 @@ from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import KEPT, Headline, keep
 
 # Each shows one claim of a paper.
-HEADLINES: dict[str, Callable[[LabSetting], Headline]] = {}
+HEADLINES: dict[str, Callable[[LabSetting], Headline]] = {**sd2.HEADLINES}
 PARTS: dict[str, Callable[[LabSetting], dict[str, Any]]] = {
     "length": learning.length,
     "strides": learning.strides,
     "regime": learning.regime,
     "shift": shift.shift,
-    "sd2": sd2.sd2,
 }
 # Only if it is named: it takes as long as all the others.
 LONG: dict[str, Callable[[LabSetting], dict[str, Any]]] = {"bars": bars.bars}
