@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from engine_shim.sglang.drafters.dual import DualDrafter
     from engine_shim.sglang.learning.deployment import Deployment
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
+    from engine_shim.sglang.learning.online_weights import OnlineWeights
     from engine_shim.sglang.learning.signal_collector import SignalCollector
 
-# Settings by which every rank builds its drafters, chooses its steps or reads versions.  The others
-# concern rank 0 alone (the link, signals), are refused where there are several ranks (online
-# updates), or only decide whether a rank starts (SPECULATION_REQUIRE_DRAFTERS), without which no
-# rank serves.
+# Settings by which every rank builds its drafters, chooses its steps, reads versions or takes part
+# in online updates.  The others concern rank 0 alone (the link, signals, the trainer), or only
+# decide whether a rank starts (SPECULATION_REQUIRE_DRAFTERS), without which no rank serves.
 AGREED_SETTINGS: Final = (
     "gammas",
     "graph_limits",
@@ -61,6 +61,8 @@ AGREED_SETTINGS: Final = (
     "dflash_model_path",
     "dflash_revision",
     "lookup",
+    "online_updates",
+    "online_scope",
     "signals_folder",
 )
 
@@ -138,7 +140,7 @@ class EngineStartup:
         sleep = None
         if sleepless is None:
             sleep = IdleDrafter(worker, settings.sleep_positions, dual)
-        online = self._online_updates(worker, scheduler)
+        online, follower = self._online_updates(worker, scheduler)
         collector, deployment = self._collection(worker, scheduler, found)
         spec = introduce(
             scheduler,
@@ -207,19 +209,25 @@ class EngineStartup:
                 without_prefills=sglang_api.config_leaf("disaggregation_mode") == "decode",
             ),
             online=online,
+            follower=follower,
             collector=collector,
             deployment=deployment,
         )
 
-    def _online_updates(self, worker: Any, scheduler: Any) -> OnlineUpdates | None:
+    def _online_updates(
+        self, worker: Any, scheduler: Any
+    ) -> tuple[OnlineUpdates | None, OnlineWeights | None]:
+        """Makes rank 0's updates, or what another rank has of them."""
         if not self._settings.online_updates:
-            return None
-        from engine_shim.sglang.learning.online_updates import updates_for
+            return None, None
+        from engine_shim.sglang.learning.online_updates import OnlineUpdates, updates_for
 
         device = scheduler.tp_worker.model_runner.device
-        online = updates_for(worker, device, sglang_api.config_leaf("tp_size"), self._settings)
+        online = updates_for(worker, device, ranks.peers(), self._settings, self._orders)
+        if not isinstance(online, OnlineUpdates):
+            return None, online
         atexit.register(online.close)
-        return online
+        return online, None
 
     def _collection(
         self, worker: Any, scheduler: Any, losses: Losses

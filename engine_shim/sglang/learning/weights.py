@@ -36,7 +36,7 @@ class DrafterWeights:
     ) -> None:
         self.parameters = dict(parameters)
         self._refresh = refresh
-        self._adopt()
+        self.adopt()
 
     def copy(self) -> dict[str, torch.Tensor]:
         """Returns what is served now."""
@@ -90,10 +90,11 @@ class DrafterWeights:
         """Whether somebody else has written since (a weight update): then those are the first."""
         if torch.equal(self._sample(), self._served):
             return False
-        self._adopt()
+        self.adopt()
         return True
 
-    def _adopt(self) -> None:
+    def adopt(self) -> None:
+        """Takes what is served for the first weights."""
         self.first = self.good = self.copy()
         self.changed = False
         self._served = self._sample()
