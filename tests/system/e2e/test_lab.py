@@ -20,13 +20,18 @@ def lab(folder: Path, *parts: str) -> dict[str, object]:
 
 
 def test_strides_and_sd2_are_measured_and_shown(tmp_path: Path):
-    found = lab(tmp_path, "strides", "sd2")
-    strides, sd2 = found["strides"], found["sd2"]
-    assert isinstance(strides, dict)
+    found = lab(tmp_path, "tts-strides", "sd2")
+    headline, sd2 = found["tts-strides"], found["sd2"]
+    assert isinstance(headline, dict)
     assert isinstance(sd2, dict)
-    assert set(strides["by"]) == {"off", "online:5"}
-    for row in strides["by"].values():
-        assert row["same tokens as without updates"]
+    facts = headline["facts"]
+    assert facts["same tokens"]
+    strides = facts["by price"]["1"]
+    assert set(strides) == {"off", "5", "1"}
+    assert strides["off"]["updates"] == 0
+    # An update takes longer than a step: the engine is never without one, and makes less of them.
+    assert strides["1"]["updates"] > strides["5"]["updates"] > 0
+    for row in strides.values():
         assert row["tokens/s"]["median"] > 0
     for name in ("distilled", "sd2"):
         assert sd2[name]["same tokens as gamma 0"]
