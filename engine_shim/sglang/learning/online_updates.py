@@ -25,11 +25,17 @@ from engine_shim.sglang.learning.windows import Windows
 from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.training import trainer
 from engine_shim.training.configs import UnsupportedDrafterError
+from engine_shim.training.dflash import DFlashShape
 from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors
 from engine_shim.training.rings import RingShape
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
     from engine_shim.sglang.api.settings import PluginSettings
+    from engine_shim.sglang.drafters.dflash import DFlashDrafter
     from engine_shim.sglang.learning.student import LiveDrafter
     from engine_shim.sglang.learning.verified_step import Verification
 
@@ -71,16 +77,27 @@ def untested_device(device: str) -> str:
     return "" if device == "cpu" else f"{_REFUSED}: on {device} this is untested, the CPU only"
 
 
-def updates_for(worker: Any, device: str, ranks: int, settings: PluginSettings) -> OnlineUpdates:
+def updates_for(
+    worker: Any,
+    device: str,
+    ranks: int,
+    settings: PluginSettings,
+    second: DFlashDrafter | None = None,
+) -> OnlineUpdates:
     """Makes the updates of this `EAGLEWorkerV2`.
 
-    device, ranks: that it runs on, and that share it.  Raises UnsupportedEngineError.
+    device, ranks: that it runs on, and that share it.  second: the drafter beside the engine's own,
+    if that is the learner.  Raises UnsupportedEngineError.
     """
     reason = untested_device(device)
     if reason:
         raise UnsupportedEngineError(reason)
+    if ranks > 1:
+        raise UnsupportedEngineError(
+            f"{_REFUSED}: {ranks} ranks share the drafter's weights: one is needed"
+        )
     try:
-        drafter = live_drafter(worker, ranks)
+        drafter = live_drafter(worker, second=second)
     except UnsupportedDrafterError as error:
         raise UnsupportedEngineError(f"{_REFUSED}: {error}") from error
     return OnlineUpdates(drafter, settings, settings.gammas[-1])
@@ -137,7 +154,10 @@ class OnlineUpdates:
         self._learning = False
         self._reset = False
         self._landed_seconds = 0.0
+        # Drafts that a round is learnt for, where the learner has not drafted it: its last ones.
         self._depth = min(_UNDRAFTED, largest_gamma)
+        if isinstance(drafter.shape, DFlashShape):
+            self._depth = min(self._depth, drafter.shape.block - 1)
         self._requests: list[str] = []
         # Their drafter's cache was filled by weights that are not served any more.
         self._tainted: set[str] = set()
@@ -163,6 +183,32 @@ class OnlineUpdates:
     def over(self) -> str:
         """Explains why nothing is learnt any longer; "" while something is."""
         return self.counters.state if self._channel is None else ""
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether updates have changed the weights that serve."""
+        return self._weights.changed
+
+    @property
+    def may_be_stored(self) -> bool:
+        """Whether the weights were changed, no update is under way, and none is unjudged."""
+        return self.has_learnt and not (self._learning or self._rollback_guard.unjudged)
+
+    def learnt_weights(self) -> dict[str, torch.Tensor]:
+        """Returns a copy of the weights that serve."""
+        return self._weights.copy()
+
+    def were_stored(self, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Takes weights that are stored as a version for those to begin from.
+
+        Returns False, and changes nothing, where they no longer serve.
+        """
+        return self._weights.begin_from(weights)
+
+    def others_serve(self) -> None:
+        """Runs once a trainer's version has replaced what was learnt."""
+        if self._channel is not None:
+            self._were_replaced()
 
     def before_prefill(self, request_ids: list[str]) -> None:
         """Runs as a prefill begins, before the drafter reads it."""
@@ -205,14 +251,14 @@ class OnlineUpdates:
         accepted: list[int] = found.result.accept_lens.tolist() if drafted or stride else []
         if drafted:
             self._depth = gamma
-            self._observe(found.request_ids, accepted)
+            self._observe(found, accepted)
         if not stride:
             self._windows.clear()
             return
         ready = self._windows.add(found, found.batch.seq_lens.tolist(), accepted)
         self._since += 1
         if ready and self._since >= stride and self._may_learn(len(found.request_ids)):
-            self._hand_over(gamma)
+            self._hand_over(gamma, self._depth)
 
     def _may_learn(self, batch_size: int) -> bool:
         alone = batch_size == 1 or not self._per_request
@@ -220,14 +266,13 @@ class OnlineUpdates:
         idle = self._undrafted >= _UNUSED_STEPS and self._rollback_guard.knows_nothing
         return self._idle and (self._rollback_guard.may_learn or idle) and alone
 
-    def _hand_over(self, gamma: int) -> None:
+    def _hand_over(self, gamma: int, depth: int) -> None:
         requests = self._windows.write(self._memory.tensors, gamma)
         if not requests:
             return
         self._since = 0
         self.counters.rounds += 1
         self._learning = True
-        depth = gamma or self._depth
         self._send(Message(MessageKind.LEARN, requests=requests, gamma=depth))
 
     def _take(self, message: Message) -> None:
@@ -252,9 +297,13 @@ class OnlineUpdates:
             self.counters.refused += 1
             _log.warning("an update of the drafter failed: %s", message.text)
 
-    def _observe(self, request_ids: list[str], accepted: list[int]) -> None:
-        rows = zip(request_ids, accepted, strict=True)
-        counted = [length > 1 for rid, length in rows if rid not in self._tainted]
+    def _observe(self, found: Verification, accepted: list[int]) -> None:
+        rows = enumerate(zip(found.request_ids, accepted, strict=True))
+        counted = [
+            length > 1
+            for row, (rid, length) in rows
+            if rid not in self._tainted and row not in found.undrafted
+        ]
         verdict = self._rollback_guard.add(sum(counted), len(counted))
         if verdict is GuardVerdict.NONE or self._were_replaced():
             return
@@ -271,7 +320,7 @@ class OnlineUpdates:
         self._weights.serve_good()
         self._reset = True
         self._rollback_guard.restart()
-        self._tainted = set(request_ids)
+        self._tainted = set(found.request_ids)
         self._tell_weights()
 
     def _were_replaced(self) -> bool:

@@ -149,11 +149,12 @@ def _signal() -> Sequence[bytes]:
     found = signals.Signal(
         tokens=torch.arange(6),
         features=torch.randn(6, 12).to(torch.bfloat16),
-        top_tokens=torch.arange(24, dtype=torch.int32).view(6, 4),
-        top_logs=-torch.rand(6, 4),
+        top_tokens=torch.arange(16, dtype=torch.int32).view(4, 4),
+        top_logs=-torch.rand(4, 4),
         start=40,
         accepted=3,
         tried=5,
+        context=2,
     )
     return [found.encoded()]
 

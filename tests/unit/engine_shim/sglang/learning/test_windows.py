@@ -24,7 +24,11 @@ class Engine:
         self.lengths: dict[str, int] = {}
 
     def step(
-        self, windows: Windows, gamma: int, accepted: dict[str, int]
+        self,
+        windows: Windows,
+        gamma: int,
+        accepted: dict[str, int],
+        undrafted: tuple[int, ...] = (),
     ) -> tuple[bool, torch.Tensor]:
         """accepted: tokens that each running request gains.  Returns the logits as well."""
         width = gamma + 1
@@ -42,7 +46,8 @@ class Engine:
             logits_output=SimpleNamespace(next_token_logits=logits),
             accept_lens=torch.tensor(list(accepted.values())),
         )
-        ready = windows.add(Verification(batch, result, features), starts, list(accepted.values()))
+        verified = Verification(batch, result, features, undrafted=undrafted)
+        ready = windows.add(verified, starts, list(accepted.values()))
         for rid, count in accepted.items():
             self.lengths[rid] += count
         return ready, logits
@@ -272,3 +277,16 @@ def moved_by(length: int) -> tuple[list[int], list[int]]:
 
 def test_the_work_of_a_step_and_of_a_round_does_not_grow_with_the_window() -> None:
     assert moved_by(12) == moved_by(1200)
+
+
+def test_a_request_that_must_not_be_drafted_for_is_no_part_of_a_round(
+    windows: Windows, copy: Copy
+) -> None:
+    engine = Engine()
+    for _ in range(LEAST):
+        assert not engine.step(windows, 3, {"7": 2}, undrafted=(0,))[0]
+    for _ in range(LEAST):
+        engine.step(windows, 3, {"7": 2, "8": 2}, undrafted=(0,))
+    found = copy.round(windows, 3)
+    assert found is not None
+    assert found.tokens[:, -1].div(1000, rounding_mode="floor").tolist() == [8]
