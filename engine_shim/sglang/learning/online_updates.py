@@ -251,7 +251,7 @@ class OnlineUpdates:
         accepted: list[int] = found.result.accept_lens.tolist() if drafted or stride else []
         if drafted:
             self._depth = gamma
-            self._observe(found, accepted)
+            self._observe(found, accepted, rests=not stride)
         if not stride:
             self._windows.clear()
             return
@@ -297,14 +297,14 @@ class OnlineUpdates:
             self.counters.refused += 1
             _log.warning("an update of the drafter failed: %s", message.text)
 
-    def _observe(self, found: Verification, accepted: list[int]) -> None:
+    def _observe(self, found: Verification, accepted: list[int], *, rests: bool) -> None:
         rows = enumerate(zip(found.request_ids, accepted, strict=True))
         counted = [
             length > 1
             for row, (rid, length) in rows
             if rid not in self._tainted and row not in found.undrafted
         ]
-        verdict = self._rollback_guard.add(sum(counted), len(counted))
+        verdict = self._rollback_guard.add(sum(counted), len(counted), rests=rests)
         if verdict is GuardVerdict.NONE or self._were_replaced():
             return
         if verdict is GuardVerdict.GOOD:
