@@ -26,10 +26,10 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import Orders
+from engine_shim.sglang import lost_parts
 from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
 from engine_shim.sglang.drafters.row_counts import Role
 from engine_shim.sglang.eager_passes import NO_PASSES
-from engine_shim.sglang.engine_description import DFLASH_NAME
 from engine_shim.sglang.learning.verified_step import (
     NO_UPDATE,
     UpdateStatus,
@@ -46,8 +46,6 @@ from engine_shim.steering.status import link_status
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
-    import torch
-
     from engine_shim.link.engine_link import EngineLink
     from engine_shim.link.orders import Order
     from engine_shim.link.plan_follower import StepChoice
@@ -189,7 +187,7 @@ class EngineHooks:
         if self.block is not None:
             self._report_lost_block(self.block)
         if rows is not None and rows.over:
-            self._lose_lookup(rows)
+            lost_parts.lose_lookup(self.losses, rows)
         result.speculation_launch = launch
         return result
 
@@ -214,7 +212,9 @@ class EngineHooks:
         result = original(worker, batch, *args, **kwargs)
         if self.block is not None:
             self._report_lost_block(self.block)
-        self._collect(lambda collector: self._keep_prompts(collector, batch, tokens, result))
+        if tokens is not None and self.ranks.collects():
+            split = None if self.dual is None else self.dual.split
+            self._collect(lambda c: c.after_prefill(prompt_pass(batch, tokens, result, split)))
         return result
 
     def around_draft(
@@ -329,26 +329,12 @@ class EngineHooks:
         }
 
     def _report_lost_block(self, block: DFlashDrafter) -> None:
-        if block.over:
-            self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, DFLASH_NAME)
-            if self.rows is not None and (mixture := self.rows.mixture_of(DFLASH_NAME)):
-                self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, mixture)
-            if self.dual is None or self.learner == SECOND:
-                self._stop_learning(block.over)
-
-    def _stop_learning(self, why: str) -> None:
-        """Ends updates, signals and versions of a drafter that no longer drafts."""
-        self._update(lambda online: online.close(why))
-        if self.collector is not None and not self.collector.over:
-            self.collector.give_up(why)
-            self.losses.lose(engine_pb2.CAPABILITY_COLLECT, why)
-        if self.deployment is not None:
-            self.deployment.stop(why)
-            self.losses.lose(engine_pb2.CAPABILITY_TAKE_VERSIONS, why)
-
-    def _lose_lookup(self, rows: RowDrafting) -> None:
-        for name in rows.names:
-            self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, rows.over, name)
+        if not block.over:
+            return
+        lost_parts.lose_block(self.losses, block, self.rows)
+        if self.dual is None or self.learner == SECOND:
+            self._update(lambda online: online.close(block.over))
+            lost_parts.stop_training(self.losses, block.over, self.collector, self.deployment)
 
     def _catch_up(self, sleep: IdleDrafter, batch: Any, asleep: bool, unread: int) -> bool:
         """True when the drafter may sleep through the step that begins."""
@@ -388,16 +374,14 @@ class EngineHooks:
     def _update_status(self) -> UpdateStatus:
         """Returns the update status of the step that begins, once the plan's version serves."""
         update_status = NO_UPDATE if self.online is None else self.online.update_status()
-        deployment, online = self.deployment, self.online
+        deployment = self.deployment
         if deployment is None:
-            learnt = 0 if online is not None and online.has_learnt else None
-            return update_status if learnt is None else update_status._replace(learnt_from=learnt)
+            return update_status
         try:
             other = deployment.before_step(self.ranks.draft_version())
-            if online is not None:
-                if other:
-                    online.others_serve()
-                deployment.keep_learnt(online, collecting=self.ranks.collects())
+            if self.online is not None:
+                collecting = self.ranks.collects()
+                deployment.keep_learnt(self.online, collecting=collecting, others_serve=other)
         except Exception as error:  # noqa: BLE001 - out of memory, say: what serves goes on
             other = False
             deployment.stop(reason_of(error))
@@ -422,19 +406,6 @@ class EngineHooks:
         self._collect(
             lambda collector: collector.after_verify(found, collecting=self.ranks.collects())
         )
-
-    def _keep_prompts(
-        self, collector: SignalCollector, batch: Any, tokens: torch.Tensor | None, result: Any
-    ) -> None:
-        """Has the collector see what a prefill has read."""
-        features = result.logits_output.hidden_states if self.ranks.collects() else None
-        if features is None or tokens is None:
-            return
-        if self.dual is not None:
-            features, _ = self.dual.split(features)
-        found = prompt_pass(batch, tokens, features)
-        if found is not None:
-            collector.after_prefill(found)
 
     def _collect(self, part: Callable[[SignalCollector], None]) -> None:
         """Keeps training signals, until an error."""

@@ -13,19 +13,21 @@ from lab.harness.errors import HarnessError
 from lab.harness.machine import run_facts, write_result
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
-from lab.learning import learning, report, sd2, shift, strides
+from lab.learning import report, sd2, shift, strides, tts
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import KEPT, Headline, keep
 
 # Each shows one claim of a paper.
 HEADLINES: dict[str, Callable[[LabSetting], Headline]] = {
+    "tts-length": tts.length,
+    "tts-steps": tts.steps,
+    "tts-window": tts.window,
     "tts-strides": strides.tts_strides,
     "tts-choice": strides.tts_choice,
+    **sd2.HEADLINES,
 }
 PARTS: dict[str, Callable[[LabSetting], dict[str, Any]]] = {
-    "length": learning.length,
     "shift": shift.shift,
-    "sd2": sd2.sd2,
 }
 EXIT_FAILED = 1
 

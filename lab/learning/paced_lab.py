@@ -103,7 +103,8 @@ def paced(
     )
     variables = {VARIABLE: pace.as_json(), "SPECULATION_ONLINE_UPDATES": "1", **(engine or {})}
     planner = {**dilated_planner(_DILATION), **(sidecar or {})}
+    own = SHALLOW / draft
     with running(
-        setting, name, SHALLOW / draft, gammas, variables, planner, batch_max, SHALLOW
+        setting, name, own, gammas, variables, planner, batch_max=batch_max, models=SHALLOW
     ) as lab:
         yield PacedLab(lab, log)

@@ -219,7 +219,7 @@ def tts_choice(setting: LabSetting) -> Headline:
         jobs = [(seed, choice) for seed in range(setting.seeds) for choice in (*_FIXED, OWN)]
         if setting.quick:
             jobs = [(0, "off"), (0, OWN)]
-        # The first engine measures what steps cost; the others are told.
+        # The first engine measures what steps cost; the others receive it.
         played = [_played(setting, name, *jobs[0])]
         with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
             started = [pool.submit(_played, setting, name, *job) for job in jobs[1:]]

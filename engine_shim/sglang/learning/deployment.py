@@ -100,12 +100,17 @@ class Deployment:
         has_changed, self._has_changed = self._has_changed, False
         return has_changed
 
-    def keep_learnt(self, online: OnlineUpdates, *, collecting: bool) -> None:
+    def keep_learnt(
+        self, online: OnlineUpdates, *, collecting: bool, others_serve: bool = False
+    ) -> None:
         """Runs after `before_step`: says what online updates have made of the version that serves.
 
-        collecting: and stores it as a version of its own, which serves from then on.
+        collecting: and stores it as a version of its own, which serves from then on.  others_serve:
+        what `before_step` returned.
         """
         counters = self.counters
+        if others_serve:
+            online.others_serve()
         if collecting and not self._stopped:
             stored = self._learnt.before_step(online, counters.version)
             if stored is not None:

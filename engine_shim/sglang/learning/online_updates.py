@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     import torch
 
     from engine_shim.sglang.api.settings import PluginSettings
-    from engine_shim.sglang.drafters.dflash import DFlashDrafter
     from engine_shim.sglang.learning.student import LiveDrafter
     from engine_shim.sglang.learning.verified_step import Verification
 
@@ -82,12 +81,12 @@ def updates_for(
     device: str,
     ranks: int,
     settings: PluginSettings,
-    second: DFlashDrafter | None = None,
+    second: Any = None,
 ) -> OnlineUpdates:
     """Makes the updates of this `EAGLEWorkerV2`.
 
-    device, ranks: that it runs on, and that share it.  second: the drafter beside the engine's own,
-    if that is the learner.  Raises UnsupportedEngineError.
+    device, ranks: that it runs on, and that share it.  second: the `DFlashDrafter` beside the
+    engine's own, if that learns.  Raises UnsupportedEngineError.
     """
     reason = untested_device(device)
     if reason:
@@ -238,7 +237,8 @@ class OnlineUpdates:
         """Returns the status of the step that begins, after `before_step`."""
         seconds, reset = self._landed_seconds, self._reset
         self._landed_seconds, self._reset = 0.0, False
-        return UpdateStatus(self._learning or seconds > 0, reset, seconds)
+        learnt_from = 0 if self.has_learnt else None
+        return UpdateStatus(self._learning or seconds > 0, reset, seconds, 0, learnt_from)
 
     def after_verify(self, found: Verification, stride: int) -> None:
         """Runs before a step's draft-extend.  stride: rounds between two updates, 0 for none."""
@@ -273,7 +273,8 @@ class OnlineUpdates:
         self._since = 0
         self.counters.rounds += 1
         self._learning = True
-        self._send(Message(MessageKind.LEARN, requests=requests, gamma=depth))
+        positions = self._windows.longest
+        self._send(Message(MessageKind.LEARN, requests=requests, positions=positions, gamma=depth))
 
     def _take(self, message: Message) -> None:
         self._idle = True

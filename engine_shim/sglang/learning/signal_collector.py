@@ -89,9 +89,9 @@ class SignalCollector:
         self._thread = threading.Thread(target=self._run, name="speculation-canvases", daemon=True)
         self._thread.start()
 
-    def after_prefill(self, found: PromptPass) -> None:
-        """Runs after a prefill while signals are collected."""
-        if self.over:
+    def after_prefill(self, found: PromptPass | None) -> None:
+        """Runs after a prefill while signals are collected.  found: None leaves it out."""
+        if self.over or found is None:
             return
         final = None if self._final is None else self._final.of(len(found.tokens))
         size = prompt_bytes(found, final)

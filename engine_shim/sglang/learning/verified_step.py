@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -91,11 +91,22 @@ class PromptPass:
     features: torch.Tensor
 
 
-def prompt_pass(batch: Any, tokens: torch.Tensor, features: torch.Tensor) -> PromptPass | None:
+def prompt_pass(
+    batch: Any,
+    tokens: torch.Tensor,
+    result: Any,
+    split: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None,
+) -> PromptPass | None:
     """Makes it of a `ScheduleBatch` that was prefilled; None where a prompt is not tokens alone.
 
-    tokens: its `input_ids` from before the drafter's part, which replaces them.
+    tokens: its `input_ids` from before the drafter's part, which replaces them.  split: gives the
+    learning drafter's hidden states first, where the target hands out others as well.
     """
+    features: torch.Tensor | None = result.logits_output.hidden_states
+    if features is None:
+        return None
+    if split is not None:
+        features, _ = split(features)
     if any(request.multimodal_inputs is not None for request in batch.reqs):
         return None
     lengths = list(batch.extend_lens)

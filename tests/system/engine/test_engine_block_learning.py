@@ -14,15 +14,17 @@ import psutil
 import pytest
 import torch
 
-from engine_shim.training.adapt import AdaptSettings, fine_tuned
 from engine_shim.training.checkpoint import load_dflash, load_target, save_dflash
 from engine_shim.training.signals import Signal, SignalStore
-from engine_shim.training.versions import FOLDER, Made, Versions
+from engine_shim.training.specforge import export_signals, import_draft
+from engine_shim.training.versions import FOLDER, Versions
 from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.learning_engine import between_steps, status, wave
+from tests.support.long_contexts import EVERYTHING, agreement, recorder
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVES
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
+from tests.support.specforge_runs import PASSES, Run, trained
 from tests.support.waits import WAITS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -49,9 +51,14 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         damaged.fc.weight.normal_(std=0.05, generator=generator)
-    folder = tmp_path_factory.mktemp("draft")
-    save_dflash(damaged, folder)
-    return folder
+    made = tmp_path_factory.mktemp("draft")
+    save_dflash(damaged, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    return recorder(tmp_path_factory.mktemp("canvases"))
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +66,14 @@ def engine(
     plain_waves: list[list[list[int]]],
     draft: Path,
     folder: Path,
+    recording: tuple[Path, dict[str, str]],
     waits: Path,
     sidecar: ScriptedSidecar,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineProcess]:
     variables = {
         **sidecar.variables,
+        **recording[1],
         "CPU_ENGINE_SYNCHRONISATIONS": str(waits),
         "SPECULATION_GAMMAS": "0,1,3,7",
         "SPECULATION_ONLINE_UPDATES": "1",
@@ -76,11 +85,25 @@ def engine(
         yield running
 
 
-def test_what_it_reads_is_collected_and_a_version_made_of_it_serves(
+def test_in_long_contexts_a_student_of_the_whole_context_is_the_drafter(
+    engine: EngineProcess,
+    draft: Path,
+    recording: tuple[Path, dict[str, str]],
+    sidecar: ScriptedSidecar,
+) -> None:
+    student = load_dflash(draft, EMBEDDING)
+    found = agreement(engine, sidecar, recording[0], student, (48, 256, 512))
+    print(f"DFlash, first drafts that agree by window: {found}")
+    assert found[EVERYTHING] > 0.97
+    assert found[48] < found[EVERYTHING]
+
+
+def test_what_it_reads_is_collected_trains_in_specforge_and_the_version_serves(
     engine: EngineProcess,
     folder: Path,
     sidecar: ScriptedSidecar,
     plain_waves: list[list[list[int]]],
+    tmp_path: Path,
 ) -> None:
     capabilities = sidecar.server.introductions[0].capabilities
     assert capabilities.can_collect
@@ -96,10 +119,12 @@ def test_what_it_reads_is_collected_and_a_version_made_of_it_serves(
     assert len(signals) >= 10
     check_features(signals)
     versions = Versions(folder / FOLDER)
-    made = fine_tuned(
-        versions.student(0), signals, AdaptSettings(passes=6, batch=4, learning_rate=2e-3)
-    )
-    number = versions.publish(dict(made.named_parameters()), Made(0, 0.0, 1.0, 0.0, 12, 1.0))
+    out = tmp_path / "out"
+    assert export_signals(folder, versions, 0, TARGET, out) >= 10
+    run = Run(out, "hf", ("training.num_anchors=64", *PASSES))
+    (logged,) = trained(run, kernel=False)
+    print(f"SpecForge's loss {logged[0]['loss']:.2f}, then {logged[-1]['loss']:.2f}")
+    number = import_draft(run.made, versions)
     sidecar.draft_version = number
     sidecar.run(lambda _: (GAMMA, False))
     between_steps(engine, "draft", "version", number)

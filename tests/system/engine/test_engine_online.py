@@ -9,9 +9,20 @@ from typing import Any
 import psutil
 import pytest
 
+from engine_shim.training.checkpoint import load_draft, load_target
 from engine_shim.training.versions import FOLDER, Versions
-from tests.support.engine import CODE_ONLY, EAGLE3, ONLINE, EngineProcess, Generated, serving
+from lab.cpu_engine.engine_command import SHALLOW
+from tests.support.engine import (
+    CODE_ONLY,
+    EAGLE3,
+    ONLINE,
+    TARGET,
+    EngineProcess,
+    Generated,
+    serving,
+)
 from tests.support.eventually import eventually
+from tests.support.long_contexts import EVERYTHING, agreement, recorder
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
 
@@ -57,16 +68,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    return recorder(tmp_path_factory.mktemp("canvases"))
+
+
+@pytest.fixture(scope="module")
 def engine(
     plain_waves: list[list[list[int]]],
+    recording: tuple[Path, dict[str, str]],
     sidecar: ScriptedSidecar,
     folder: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineProcess]:
-    variables = ONLINE | sidecar.variables | {"SPECULATION_SIGNALS_FOLDER": str(folder)}
+    variables = ONLINE | sidecar.variables | recording[1]
+    variables["SPECULATION_SIGNALS_FOLDER"] = str(folder)
     with serving(tmp_path_factory.mktemp("online"), CODE_ONLY, variables) as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
         yield running
+
+
+def test_in_long_contexts_a_student_of_the_whole_context_is_the_drafter(
+    engine: EngineProcess, sidecar: ScriptedSidecar, recording: tuple[Path, dict[str, str]]
+) -> None:
+    """Before anything is learnt."""
+    student = load_draft(SHALLOW / "draft-code", load_target(TARGET).model.embed_tokens.weight)
+    found = agreement(engine, sidecar, recording[0], student, (48, 256, 512))
+    print(f"EAGLE3, first drafts that agree by window: {found}")
+    assert found[EVERYTHING] > 0.97
+    # A window sees less, and drafts otherwise now and then: this is what the test can tell apart.
+    assert found[48] < found[EVERYTHING]
 
 
 def test_it_learns_what_it_serves_and_never_changes_a_token(
