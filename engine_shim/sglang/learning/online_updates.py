@@ -36,7 +36,6 @@ from engine_shim.training.exchange import Channel, Layout, Message, MessageKind,
 from engine_shim.training.rings import RingShape
 
 if TYPE_CHECKING:
-
     import torch
 
     from engine_shim.sglang.api.ranks import Peers
@@ -293,7 +292,7 @@ class OnlineUpdates:
         accepted: list[int] = found.result.accept_lens.tolist() if drafted or stride else []
         if drafted:
             self._depth = gamma
-            self._observe(found, accepted)
+            self._observe(found, accepted, rests=not stride)
         if not stride:
             self._windows.clear()
             return
@@ -334,7 +333,7 @@ class OnlineUpdates:
             self.counters.refused += 1
             _log.warning("an update of the drafter failed: %s", message.text)
 
-    def _observe(self, found: Verification, accepted: list[int]) -> None:
+    def _observe(self, found: Verification, accepted: list[int], *, rests: bool) -> None:
         if self._orders.are_open:
             # Other weights may serve the next step, or a verdict is yet to be carried out.
             return
@@ -344,7 +343,7 @@ class OnlineUpdates:
             for row, (rid, length) in rows
             if rid not in self._tainted and row not in found.undrafted
         ]
-        verdict = self._rollback_guard.add(sum(counted), len(counted))
+        verdict = self._rollback_guard.add(sum(counted), len(counted), rests=rests)
         self._judged = found.request_ids
         if verdict is GuardVerdict.GOOD:
             self._orders.propose(OrderKind.KEEP)
