@@ -157,7 +157,7 @@ class EngineHttp:
             ) from error
         try:
             return answer.status, json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return answer.status, text.decode(errors="replace")
 
 

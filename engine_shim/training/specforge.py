@@ -64,7 +64,8 @@ def dflash_sample(signal: Signal) -> dict[str, torch.Tensor]:
 def _sample(signal: Signal) -> dict[str, torch.Tensor]:
     return {
         "input_ids": signal.tokens.to(torch.int64),
-        "loss_mask": torch.ones(len(signal.tokens), dtype=torch.int64),
+        # A prompt's positions are context only.
+        "loss_mask": (torch.arange(len(signal.tokens)) >= signal.context).to(torch.int64),
     }
 
 

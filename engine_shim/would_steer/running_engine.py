@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -27,9 +28,18 @@ def flags_of(url: str) -> list[str]:
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}/server_info", headers=headers)  # noqa: S310 - checked above
         with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:  # noqa: S310 - same
-            found = json.loads(answer.read(_LARGEST_ANSWER))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{url}/server_info does not answer as SGLang does: {error}") from error
+            content: bytes = answer.read(_LARGEST_ANSWER)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise _stranger(url, error) from error
+    return flags_in(content, url)
+
+
+def flags_in(content: bytes, url: str) -> list[str]:
+    """Reads the answer to /server_info.  url: named in errors.  Raises InputError."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise _stranger(url, error) from error
     command = found.get("launch_command") if isinstance(found, dict) else None
     if not isinstance(command, str) or not command.strip():
         raise InputError(
@@ -41,3 +51,7 @@ def flags_of(url: str) -> list[str]:
             f"apart again: {_INSTEAD}"
         )
     return command.split()
+
+
+def _stranger(url: str, error: Exception) -> InputError:
+    return InputError(f"{url}/server_info does not answer as SGLang does: {error}")

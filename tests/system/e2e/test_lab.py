@@ -19,13 +19,20 @@ def lab(folder: Path, *parts: str) -> dict[str, object]:
     return found
 
 
-def test_strides_are_measured_and_shown(tmp_path: Path):
-    strides = lab(tmp_path, "strides")["strides"]
+def test_parts_and_a_claim_are_measured_and_shown(tmp_path: Path):
+    found = lab(tmp_path, "strides", "tts-length")
+    strides, claim = found["strides"], found["tts-length"]
     assert isinstance(strides, dict)
     assert set(strides["by"]) == {"off", "online:5"}
     for row in strides["by"].values():
         assert row["same tokens as without updates"]
         assert row["tokens/s"]["median"] > 0
+    assert isinstance(claim, dict)
+    assert [len(row) for row in claim["rows"]] == [len(claim["columns"])] * 4
+    facts = claim["facts"]["EAGLE3"]
+    assert facts["same tokens"]
+    # In lockstep an update of every fifth round lands, whatever the machine is busy with.
+    assert facts["updates"][0] >= (facts["rounds"][0] - 8) // 5 - 1
 
 
 def test_a_claim_is_counted_and_shown(tmp_path: Path):

@@ -1,5 +1,6 @@
 """What the engine's side reads: packets, plans, its settings, signals, versions, its trainer."""
 
+import json
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +25,11 @@ from engine_shim.link.settings import LinkSettings
 from engine_shim.link.wire import Translator, session_tag
 from engine_shim.sglang.api.settings import load_settings
 from engine_shim.steering.errors import PluginError
+from engine_shim.steering.verdict import InputError
 from engine_shim.training import signals
 from engine_shim.training.exchange import Channel, Message, MessageKind
 from engine_shim.training.versions import Made, VersionError, Versions
+from engine_shim.would_steer.running_engine import flags_in
 from speculation.v1 import plan_pb2
 from speculation.v1.service_pb2 import IntroduceRequest
 from tests.support.fake_sidecar import GAMMAS, engine_spec
@@ -146,11 +149,12 @@ def _signal() -> Sequence[bytes]:
     found = signals.Signal(
         tokens=torch.arange(6),
         features=torch.randn(6, 12).to(torch.bfloat16),
-        top_tokens=torch.arange(24, dtype=torch.int32).view(6, 4),
-        top_logs=-torch.rand(6, 4),
+        top_tokens=torch.arange(16, dtype=torch.int32).view(4, 4),
+        top_logs=-torch.rand(4, 4),
         start=40,
         accepted=3,
         tried=5,
+        context=2,
     )
     return [found.encoded()]
 
@@ -223,7 +227,7 @@ def _version_opened(name: str) -> Callable[[Path], AbstractContextManager[Feed]]
 
 def _messages() -> Sequence[bytes]:
     return [
-        Message(MessageKind.LEARN, requests=3, positions=12, gamma=4).encode(),
+        Message(MessageKind.LEARN, requests=3, gamma=4).encode(),
         Message(MessageKind.LEARNT, loss=0.5, seconds=0.02).encode(),
         Message(MessageKind.REFUSED, text="the loss is no number").encode(),
     ]
@@ -245,6 +249,19 @@ def _channel_opened(folder: Path) -> Iterator[Feed]:
         assert data == b"" or found is not None
 
     yield feed
+
+
+def _server_info() -> Sequence[bytes]:
+    command = "python -m sglang.launch_server --model-path model --port 30000"
+    told = {"launch_command": command, "version": "0.5.23", "internal_states": [{"a": [1.5]}]}
+    return [json.dumps(told).encode()]
+
+
+def _read_server_info(data: bytes) -> None:
+    """What is understood is a list of flags without quotes."""
+    flags = flags_in(data, "http://engine:30000")
+    assert flags
+    assert not any(mark in flag for flag in flags for mark in "{}\"'")
 
 
 TARGETS = (
@@ -278,4 +295,7 @@ TARGETS = (
         (VersionError,),
     ),
     Target("training.exchange", _messages, bytes_of, _channel_opened, (EOFError,)),
+    Target(
+        "would-steer.server_info", _server_info, json_of, reader(_read_server_info), (InputError,)
+    ),
 )

@@ -58,6 +58,7 @@ def test_the_command_line_is_read_and_the_key_is_sent(
     [
         (b"<html>", "does not answer as SGLang does"),
         (b"\xff\xfe", "does not answer as SGLang does"),
+        (100_000 * b"[", "does not answer as SGLang does"),
         (b"[1]", "has no launch_command"),
         (b'{"version": "0.5.21"}', "has no launch_command"),
         (b'{"launch_command": 7}', "has no launch_command"),
