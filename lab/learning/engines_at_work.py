@@ -21,7 +21,6 @@ from lab.harness.engines import (
 )
 from lab.harness.errors import HarnessError
 from lab.harness.load_generator import acceptance_length
-from lab.harness.processes import Child
 from lab.harness.sidecar import Pin, SidecarHandle
 from lab.harness.stream import StreamPhase, StreamRequest
 from lab.harness.terminal import Terminal
@@ -166,16 +165,6 @@ def running(  # noqa: PLR0913 - the parts differ in all of these
         stack.enter_context(launched.child)
         launched.wait_ready(_READY_SECONDS, sidecar=client)
         yield Lab(launched, client, place)
-
-
-def trainer(setting: LabSetting, name: str, signals: Path) -> Child:
-    """Starts `python -m engine_shim.training attend` beside the engine of that name."""
-    address = Workplace(setting.output, setting.scratch / name).address
-    command = [
-        sys.executable, "-m", "engine_shim.training", "attend",
-        "--sidecar", address, "--signals", str(signals),
-    ]  # fmt: skip
-    return Child("the trainer", command, setting.output / "logs" / f"{name}-trainer.log")
 
 
 def by_context(

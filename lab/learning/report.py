@@ -141,39 +141,6 @@ def _regime(found: Mapping[str, Any]) -> Part:
     return draw, [words]
 
 
-def _shift(found: Mapping[str, Any]) -> Part:
-    def draw(axes: Axes) -> None:
-        for number, run in enumerate(found["runs"]):
-            batches = run["batches"]
-            line = axes.plot(
-                [row["acceptance length"] for row in batches], marker="o", label=f"run {number + 1}"
-            )[0]
-            shifted = next(i for i, row in enumerate(batches) if row["domain"] != "code")
-            axes.axvline(shifted - 0.5, linestyle=":", color=line.get_color())
-            for at, row in enumerate(batches):
-                if at and row["version served"] != batches[at - 1]["version served"]:
-                    axes.annotate(
-                        f"v{row['version served']}", (at, row["acceptance length"]),
-                        textcoords="offset points", xytext=(0, 6), ha="center",
-                    )  # fmt: skip
-        axes.set_ylabel("tokens a verification")
-        axes.set_xlabel("batch of four requests; dotted: code becomes csv")
-        axes.legend()
-
-    words = []
-    for number, run in enumerate(found["runs"], start=1):
-        csv = [row for row in run["batches"] if row["domain"] == "csv"]
-        before, after = csv[0]["acceptance length"], csv[-1]["acceptance length"]
-        outcomes = ", ".join(entry["outcome"] for entry in run["rounds"]) or "none"
-        words.append(
-            f"Run {number}: {run['signals kept while traffic was stable']} signals kept while "
-            f"traffic was stable; on csv {before:.2f} to {after:.2f} tokens a verification; "
-            f"rounds: {outcomes}; {csv[-1]['tokens/s']:.0f} tokens/s at the end, gamma = 0 "
-            f"{run['gamma 0 tokens/s']:.0f}. {_shows(after > 1.1 * before, 'The adaptation')}"
-        )
-    return draw, words
-
-
 def _sd2(found: Mapping[str, Any]) -> Part:
     # As they should come out, the least first; the quick lab leaves the first one out.
     names = [name for name in ("pretrained", "distilled", "sd2") if name in found]
@@ -235,7 +202,6 @@ _PARTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Part]]] = {
     "length": ("TTS: acceptance along a long answer", _length),
     "strides": ("TTS: how often to update", _strides),
     "regime": ("The sidecar's own choice of a stride", _regime),
-    "shift": ("TIDE: training beside the engine when traffic shifts", _shift),
     "sd2": ("SD²: steering a pretrained drafter", _sd2),
     "bars": ("The sidecar's choice against fixed strides", _choices),
 }
