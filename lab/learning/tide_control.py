@@ -1,4 +1,4 @@
-"""What TIDE (arXiv 2602.05145) says of when speculation pays: Eq. 5, and control by it.
+"""Looks at what TIDE (arXiv 2602.05145) says of when speculation pays: Eq. 5, and control by it.
 
 The simulated engine prices every step by a published table, and counts what is accepted; so the
 figures are the same on any machine.  What the domains accept was counted on the real engine.
@@ -106,7 +106,7 @@ def judged_eq5(errors: Mapping[str, float]) -> tuple[Verdict, str]:
     said = (
         f"Eq. 5 is at most {tables:.1%} off on the paper's own tables, where it only has to stand "
         f"for batches that are not always full and steps that vary. On the fit, where drafting "
-        f"becomes dearer with the batch and every token of context has a price, it is {fitted:.1%} "
+        f"becomes more expensive with the batch and every token of context has a price, it is {fitted:.1%} "
         "off at most."
     )
     if tables <= _CLOSE and fitted <= _FAR:

@@ -27,7 +27,7 @@ _PAUSE_SECONDS: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DomainServed:
-    """What the engine served of a domain, at gamma = 3.
+    """Holds what the engine served of a domain, at gamma = 3.
 
     train, held: its signals.  counts: sequences that accepted exactly k drafts in a step.
     """
