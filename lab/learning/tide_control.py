@@ -105,9 +105,9 @@ def judged_eq5(errors: Mapping[str, float]) -> tuple[Verdict, str]:
     fitted = errors[_FITTED]
     said = (
         f"Eq. 5 is at most {tables:.1%} off on the paper's own tables, where it only has to stand "
-        f"for batches that are not always full and steps that vary. On the fit, where drafting "
-        f"becomes more expensive with the batch and every token of context has a price, it is {fitted:.1%} "
-        "off at most."
+        "for batches that are not always full and steps that vary. On the fit, where drafting "
+        "becomes more expensive with the batch and every token of context has a price, it is "
+        f"{fitted:.1%} off at most."
     )
     if tables <= _CLOSE and fitted <= _FAR:
         return Verdict.REPRODUCES, said
