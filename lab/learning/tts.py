@@ -80,7 +80,8 @@ def length(setting: LabSetting) -> Headline:
         first, *_, last = (one["median"] for one in facts[name]["gain"])
         grown = "grows" if so else "does not grow"
         said.append(
-            f"With {name} the gain {grown}: {first:.2f} in the first quarter, {last:.2f} in the last."
+            f"With {name} the gain {grown}: {first:.2f} in the first quarter, {last:.2f} in the "
+            "last."
         )
     return Headline(
         Paper.TTS,
