@@ -49,6 +49,26 @@ def test_a_claim_is_counted_and_shown(tmp_path: Path):
         assert all(0 <= cell["median"] <= 8 for cell in row.values())
 
 
+def test_tides_claims_are_looked_at_on_one_engines_signals(tmp_path: Path):
+    parts = ("tide-domains", "tide-matrix", "tide-time")
+    done = run_lab("lab.learning", *parts, "--quick", "--output", str(tmp_path))
+    assert not done.returncode, done.stdout
+    found = json.loads((tmp_path / "result.json").read_text())
+    lengths = found["tide-matrix"]["facts"]["acceptance length"]
+    assert set(lengths) == {"json", "csv"}
+    for row in lengths.values():
+        assert set(row) == {"as loaded", "json", "csv"}
+        assert all(1 <= length["median"] <= 4 for length in row.values())
+    once, again = (
+        found["tide-time"]["facts"][f"prefill {often}"]["median"]
+        for often in ("once", "in each epoch")
+    )
+    assert 1 < once < again
+    served = found["tide-domains"]["facts"]["served"]
+    assert all(sum(domain["accepted"][0]) > 50 for domain in served.values())
+    assert len(found["tide-domains"]["rows"]) == 3
+
+
 def test_an_unknown_part_is_refused():
     done = run_lab("lab.learning", "nonsense")
     assert done.returncode == 2
