@@ -171,7 +171,7 @@ class RegimePlanner:
                 wanted = at
             else:
                 beside = [i for i in (best - 1, best + 1) if 0 < i < len(STRIDES)]
-                if not self._response.is_reset_repeatedly:
+                if at and self._response.updates and not self._response.is_reset_repeatedly:
                     beside.append(0)
                 most = max(beside if best else [_FIRST_TRIAL], key=lambda i: float(hopeful[i]))
                 wanted = most if hopeful[most] > hope else best
