@@ -26,10 +26,10 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import Orders
+from engine_shim.sglang import lost_parts
 from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
 from engine_shim.sglang.drafters.row_counts import Role
 from engine_shim.sglang.eager_passes import NO_PASSES
-from engine_shim.sglang.engine_description import DFLASH_NAME
 from engine_shim.sglang.learning.verified_step import (
     NO_UPDATE,
     UpdateStatus,
@@ -187,7 +187,7 @@ class EngineHooks:
         if self.block is not None:
             self._report_lost_block(self.block)
         if rows is not None and rows.over:
-            self._lose_lookup(rows)
+            lost_parts.lose_lookup(self.losses, rows)
         result.speculation_launch = launch
         return result
 
@@ -329,26 +329,12 @@ class EngineHooks:
         }
 
     def _report_lost_block(self, block: DFlashDrafter) -> None:
-        if block.over:
-            self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, DFLASH_NAME)
-            if self.rows is not None and (mixture := self.rows.mixture_of(DFLASH_NAME)):
-                self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, mixture)
-            if self.dual is None or self.learner == SECOND:
-                self._stop_learning(block.over)
-
-    def _stop_learning(self, why: str) -> None:
-        """Ends updates, signals and versions of a drafter that no longer drafts."""
-        self._update(lambda online: online.close(why))
-        if self.collector is not None and not self.collector.over:
-            self.collector.give_up(why)
-            self.losses.lose(engine_pb2.CAPABILITY_COLLECT, why)
-        if self.deployment is not None:
-            self.deployment.stop(why)
-            self.losses.lose(engine_pb2.CAPABILITY_TAKE_VERSIONS, why)
-
-    def _lose_lookup(self, rows: RowDrafting) -> None:
-        for name in rows.names:
-            self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, rows.over, name)
+        if not block.over:
+            return
+        lost_parts.lose_block(self.losses, block, self.rows)
+        if self.dual is None or self.learner == SECOND:
+            self._update(lambda online: online.close(block.over))
+            lost_parts.stop_training(self.losses, block.over, self.collector, self.deployment)
 
     def _catch_up(self, sleep: IdleDrafter, batch: Any, asleep: bool, unread: int) -> bool:
         """True when the drafter may sleep through the step that begins."""

@@ -11,7 +11,7 @@ from select import select
 from typing import Final
 
 LOCKSTEP_VARIABLE: Final = "LAB_LOCKSTEP"
-# A trainer that takes longer has failed; the engine goes on as it does without.
+# A trainer that takes longer has failed, and the engine serves without it.
 _MOST_SECONDS: Final = 120.0
 
 

@@ -167,18 +167,6 @@ def running(  # noqa: PLR0913 - the parts differ in all of these
         yield Lab(launched, client, place)
 
 
-def by_context(
-    reports: Sequence[engine_pb2.StepReport], gamma: int, width: int
-) -> dict[int, float]:
-    """Computes a single sequence's acceptance length by its context length, in bins of `width`."""
-    found: dict[int, list[int]] = {}
-    for report in reports:
-        if report.gamma == gamma and report.batch_size == 1:
-            accepted = next(k for k, count in enumerate(report.accepted_counts) if count)
-            found.setdefault(report.kv_tokens // width * width, []).append(accepted + 1)
-    return {at: sum(lengths) / len(lengths) for at, lengths in sorted(found.items())}
-
-
 def step_seconds(reports: Sequence[engine_pb2.StepReport], gamma: int, batch_size: int) -> float:
     """Computes the median seconds of plain steps of that shape; 0 without any."""
     seconds = [

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     import torch
 
     from engine_shim.sglang.api.settings import PluginSettings
-    from engine_shim.sglang.drafters.dflash import DFlashDrafter
     from engine_shim.sglang.learning.student import LiveDrafter
     from engine_shim.sglang.learning.verified_step import Verification
 
@@ -82,12 +81,12 @@ def updates_for(
     device: str,
     ranks: int,
     settings: PluginSettings,
-    second: DFlashDrafter | None = None,
+    second: Any = None,
 ) -> OnlineUpdates:
     """Makes the updates of this `EAGLEWorkerV2`.
 
-    device, ranks: that it runs on, and that share it.  second: the drafter beside the engine's own,
-    if that is the learner.  Raises UnsupportedEngineError.
+    device, ranks: that it runs on, and that share it.  second: the `DFlashDrafter` beside the
+    engine's own, if that learns.  Raises UnsupportedEngineError.
     """
     reason = untested_device(device)
     if reason:

@@ -22,7 +22,6 @@ from engine_shim.training.configs import (
 from engine_shim.training.students import student_of
 
 if TYPE_CHECKING:
-    from engine_shim.sglang.drafters.dflash import DFlashDrafter
     from engine_shim.training.students import DraftShape
 
 DFLASH: Final = "DFlashDraftModel"
@@ -58,13 +57,11 @@ class LiveDrafter:
         return self.ranked or RankShares(self.parameters)
 
 
-def live_drafter(
-    worker: Any, ranks: Peers = ALONE, second: DFlashDrafter | None = None
-) -> LiveDrafter:
+def live_drafter(worker: Any, ranks: Peers = ALONE, second: Any = None) -> LiveDrafter:
     """Describes the drafter of this `EAGLEWorkerV2` for its student.
 
     ranks: that share it; all of them call this as they start, and it is a collective.  second: the
-    one beside the engine's own, if that is the learner.  This alone decides what an engine can
+    `DFlashDrafter` beside the engine's own, if that learns.  This alone decides what an engine can
     learn, collect and take versions of.  Raises UnsupportedDrafterError with the reason where a
     student would not be this drafter.
     """
@@ -117,8 +114,8 @@ def _mtp(model: Any, whole: Gathering) -> LiveDrafter:
     return LiveDrafter(shape, parameters, _cut(shape, embedding, head), shape.decoder.hidden)
 
 
-def _dflash(model: Any, target_worker: Any, block: DFlashDrafter, whole: Gathering) -> LiveDrafter:
-    """Describes a DFlash drafter."""
+def _dflash(model: Any, target_worker: Any, block: Any, whole: Gathering) -> LiveDrafter:
+    """Describes a DFlash drafter.  block: its `DFlashDrafter`."""
     target = target_worker.model_runner.model
     groups: int = model.num_context_features
     shape = dflash_shape(model.config.to_dict(), groups, block.block_size, block.mask_token)

@@ -1,6 +1,7 @@
 """What is kept of the last verified positions of each request."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_shim.sglang.learning.verified_step import Verification
 from engine_shim.sglang.learning.windows import LEAST, Windows
+from engine_shim.training.exchange import SharedTensors
 from engine_shim.training.online import Round
 from engine_shim.training.rings import RingShape, read_round
 
@@ -229,6 +231,19 @@ def test_steps_of_other_draft_lengths_extend_the_window_too(windows: Windows, co
     found = copy.round(windows, 1)
     assert found is not None
     assert torch.equal(found.positions[0], torch.arange(100, 112))
+
+
+def test_hidden_states_are_kept_in_their_own_type_and_taught_in_float32() -> None:
+    shape = replace(shape_of(LENGTH), dtype="bfloat16")
+    windows, engine = Windows(shape, LENGTH), Engine()
+    shared = SharedTensors(shape.layouts())
+    for _ in range(LEAST + 1):
+        engine.step(windows, 3, {"7": 1})
+    found = read_round(shared.tensors, windows.write(shared.tensors, 3))
+    assert shared.tensors["features"].dtype is torch.bfloat16
+    assert found.features.dtype is torch.float32
+    positions = found.positions[0].bfloat16().float()
+    assert torch.equal(found.features[0], positions[:, None].expand(-1, WIDTH))
 
 
 def test_a_canvas_without_room_is_an_error_and_not_a_wrong_round(windows: Windows) -> None:
