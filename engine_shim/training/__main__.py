@@ -32,6 +32,7 @@ _HELP = {
     "learning_rate": "learning rate of AdamW",
     "held_out": "every so many-th signal evaluates and is not trained on",
     "seed": "seed of the order of the signals",
+    "teach_prompts": "positions of prompts teach as well, by the token that follows each of them",
 }
 _DONE, _CANNOT, _TAKEN = 0, 2, 3
 
@@ -50,8 +51,12 @@ def _parser() -> argparse.ArgumentParser:
         attend.add_argument(f"--{name}", default=environment(variable, ""))
     for field in fields(AdaptSettings):
         default = getattr(_DEFAULTS, field.name)
+        option = f"--{field.name.replace('_', '-')}"
+        if isinstance(default, bool):
+            attend.add_argument(option, action="store_true", help=_HELP[field.name])
+            continue
         attend.add_argument(
-            f"--{field.name.replace('_', '-')}",
+            option,
             type=type(default),
             default=default,
             help=f"{_HELP[field.name]} (default {default})",
