@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+import engine_shim
 from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.errors import LinkStartError
+from engine_shim.link.orders import Orders
 from engine_shim.link.ranks import Ranks
 from engine_shim.link.secret import secret_of
 from engine_shim.sglang import eager_passes, target_scope
@@ -27,10 +29,11 @@ from engine_shim.sglang.engine_description import (
     DFLASH_NAME,
     add_lookup,
     introduce,
+    learner_of,
     set_batch_limits,
 )
 from engine_shim.sglang.graph_states import GraphStates
-from engine_shim.sglang.hooks import EngineHooks
+from engine_shim.sglang.hooks import SECOND, EngineHooks
 from engine_shim.sglang.request_classes import RequestClasses, read_key
 from engine_shim.sglang.request_wishes import RequestWishes
 from engine_shim.sglang.runtime_switch import RuntimeSwitch
@@ -41,14 +44,16 @@ from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
     from engine_shim.sglang.api.settings import PluginSettings
+    from engine_shim.sglang.drafters.dflash import DFlashDrafter
     from engine_shim.sglang.drafters.dual import DualDrafter
     from engine_shim.sglang.learning.deployment import Deployment
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
     from engine_shim.sglang.learning.signal_collector import SignalCollector
 
-# Settings by which every rank builds its drafters or chooses its steps.  The others concern rank 0
-# alone (the link and the signals), are refused where there are several ranks (online updates), or
-# only decide whether a rank starts (SPECULATION_REQUIRE_DRAFTERS), without which no rank serves.
+# Settings by which every rank builds its drafters, chooses its steps or reads versions.  The others
+# concern rank 0 alone (the link, signals), are refused where there are several ranks (online
+# updates), or only decide whether a rank starts (SPECULATION_REQUIRE_DRAFTERS), without which no
+# rank serves.
 AGREED_SETTINGS: Final = (
     "gammas",
     "graph_limits",
@@ -57,7 +62,9 @@ AGREED_SETTINGS: Final = (
     "sleep_positions",
     "dflash_model_path",
     "dflash_revision",
+    "learner",
     "lookup",
+    "signals_folder",
 )
 
 _log = logging.getLogger(__name__)
@@ -71,6 +78,7 @@ class EngineStartup:
         self._switch = RuntimeSwitch()
         self._graph_states = GraphStates(settings.graph_limits)
         self._class_key = read_key(settings.class_key_file)
+        self._orders = Orders()
 
     def around_init_model_worker(self, original: Callable[..., None], scheduler: Any) -> None:
         """Hooks the worker before it exists, and its steps when it is ready to serve."""
@@ -114,6 +122,9 @@ class EngineStartup:
     def _start(self, scheduler: Any, dual: DualDrafter | None) -> EngineHooks:
         """Checks what was built, introduces the engine, starts the link.  Raises PluginError."""
         worker, settings = scheduler.draft_worker, self._settings
+        # Before anything that all ranks have to do together.
+        self._orders = Orders(several=ranks.are_several())
+        ranks.require_agreement(facts_to_agree_on(settings, engine_shim.__version__))
         policy = _policy_of(worker)
         gammas = tuple(policy.candidate_steps)
         self._switch.prepare(worker, gammas)
@@ -130,8 +141,10 @@ class EngineStartup:
         sleep = None
         if sleepless is None:
             sleep = IdleDrafter(worker, settings.sleep_positions, dual)
-        online = self._online_updates(worker, scheduler)
-        collector, deployment = self._collection(worker, scheduler, found)
+        learner = learner_of(scheduler, settings.learner, has_second=dual is not None)
+        second = block if learner == SECOND else None
+        online = self._online_updates(worker, scheduler, second, found)
+        collector, deployment = self._collection(worker, scheduler, second, found)
         spec = introduce(
             scheduler,
             settings,
@@ -141,6 +154,7 @@ class EngineStartup:
             can_collect=collector is not None,
             can_take_versions=deployment is not None,
             second=dual,
+            learner=learner,
             lost=found.all,
         )
         rows = None
@@ -153,7 +167,6 @@ class EngineStartup:
         link = None
         try:
             steering = steering_of(spec, settings, policy.startup_gamma)
-            ranks.require_agreement(facts_to_agree_on(settings, spec.fingerprint.shim_version))
             if ranks.is_first():
                 secret = secret_of(settings.signals_folder)
                 link = EngineLink.start(spec, settings, policy.startup_gamma, secret)
@@ -180,6 +193,7 @@ class EngineStartup:
             losses=Losses(link, found.all),
             graph_states=self._graph_states,
             eager=eager,
+            orders=self._orders,
             several=ranks.are_several(),
             attention_dp=attention_dp.is_on(),
             link=link,
@@ -201,26 +215,39 @@ class EngineStartup:
             online=online,
             collector=collector,
             deployment=deployment,
+            learner=learner,
         )
 
-    def _online_updates(self, worker: Any, scheduler: Any) -> OnlineUpdates | None:
+    def _online_updates(
+        self, worker: Any, scheduler: Any, second: DFlashDrafter | None, losses: Losses
+    ) -> OnlineUpdates | None:
+        """Makes the updates, if they are on.
+
+        second: the drafter that learns, if that is not the engine's own.  losses: take the reason
+        where that one does not draft.
+        """
         if not self._settings.online_updates:
+            return None
+        if second is not None and second.over:
+            losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, second.over)
             return None
         from engine_shim.sglang.learning.online_updates import updates_for
 
         device = scheduler.tp_worker.model_runner.device
-        online = updates_for(worker, device, sglang_api.config_leaf("tp_size"), self._settings)
+        shared = sglang_api.config_leaf("tp_size")
+        online = updates_for(worker, device, shared, self._settings, second)
         atexit.register(online.close)
         return online
 
     def _collection(
-        self, worker: Any, scheduler: Any, losses: Losses
+        self, worker: Any, scheduler: Any, second: DFlashDrafter | None, losses: Losses
     ) -> tuple[SignalCollector | None, Deployment | None]:
         """Makes both, or neither: signals are of use only for a drafter that takes versions.
 
-        losses: take the reason where the drafter has no student.
+        second: as for `_online_updates`.  losses: take the reason where the drafter has no student.
+        Rank 0 has both; the others only do as its deployment orders.
         """
-        if not self._settings.signals_folder or not ranks.is_first():
+        if not self._settings.signals_folder:
             return None, None
         from engine_shim.sglang.learning.deployment import Deployment
         from engine_shim.sglang.learning.signal_collector import collector_for
@@ -230,8 +257,10 @@ class EngineStartup:
 
         runner, folder = scheduler.tp_worker.model_runner, self._settings.signals_folder
         try:
-            drafter = live_drafter(worker, sglang_api.config_leaf("tp_size"))
-            deployment = Deployment(Path(folder), drafter)
+            drafter = live_drafter(worker, ranks.peers(), second)
+            deployment = Deployment(Path(folder), drafter, self._orders)
+            if not ranks.is_first():
+                return None, None
             collector = collector_for(runner, self._settings)
         except UnsupportedDrafterError as error:
             for capability in (

@@ -82,8 +82,8 @@ class MessageKind(IntEnum):
 class Message(NamedTuple):
     """A message of one packet.
 
-    LEARN carries requests, positions and gamma of the round, LEARNT loss and seconds, REFUSED the
-    text.
+    LEARN carries requests and gamma of the round and the positions of its longest window, LEARNT
+    loss and seconds, REFUSED the text.
     """
 
     kind: MessageKind

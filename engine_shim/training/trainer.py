@@ -19,7 +19,8 @@ from torch import Tensor
 
 from engine_shim.training.blocks import Borrowed
 from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors
-from engine_shim.training.online import NotFiniteError, OnlineSettings, OnlineStudent, Round
+from engine_shim.training.online import NotFiniteError, OnlineSettings, OnlineStudent
+from engine_shim.training.rings import read_round
 from engine_shim.training.students import DraftShape, decoded, encoded, student_of
 
 # Below the engine's priority, which shares the processor.
@@ -63,14 +64,11 @@ class Trainer:
         if message.kind is MessageKind.TAKE_WEIGHTS:
             self.take_weights()
             return Message(MessageKind.READY)
-        found = Round(
-            *(
-                self._tensors[name][: message.requests, -message.positions :].clone()
-                for name in Round._fields
-            )
-        )
+        found = read_round(self._tensors, message.requests)
+        # Behind the first position that a draft can begin from there may be fewer.
+        depth = min(message.gamma, found.tokens.shape[1] - 2)
         try:
-            update = self._online.learn(found, message.gamma)
+            update = self._online.learn(found, depth)
         except NotFiniteError as error:
             return Message(MessageKind.REFUSED, text=str(error))
         state = self._online.student.state_dict()

@@ -56,37 +56,6 @@ def _claim(found: Mapping[str, Any]) -> str:
     return f"<h2>{escape(title)}</h2>{picture}{shown}{text}"
 
 
-def _length(found: Mapping[str, Any]) -> Part:
-    def draw(axes: Axes) -> None:
-        for regime in ("off", "online:5"):
-            curve = found[regime]["acceptance length by context"]
-            at = [int(context) for context in curve]
-            axes.plot(at, [bin_["median"] for bin_ in curve.values()], marker="o", label=regime)
-            axes.fill_between(
-                at,
-                [bin_["low"] for bin_ in curve.values()],
-                [bin_["high"] for bin_ in curve.values()],
-                alpha=0.2,
-            )
-        axes.set_xlabel("context, tokens")
-        axes.set_ylabel("tokens a verification")
-        axes.legend()
-
-    off = list(found["off"]["acceptance length by context"].values())
-    on = list(found["online:5"]["acceptance length by context"].values())
-    decay = off[-1]["median"] / off[0]["median"]
-    held = on[-1]["median"] / off[-1]["median"]
-    words = (
-        f"Left alone, acceptance at the end of the answer is {decay:.2f} of that at its beginning; "
-        f"with an update every 5 rounds it ends at {held:.2f} of what it is left alone. "
-        f"{_shows(decay < 0.95, 'The decay')} {_shows(held > 1.03, 'That updates hold it up')} "
-        f"gamma = 0 decodes {found['gamma 0 tokens/s']} tokens/s, gamma = {found['gamma']} "
-        f"{found['off']['tokens/s']['median']:.0f} left alone and "
-        f"{found['online:5']['tokens/s']['median']:.0f} with updates."
-    )
-    return draw, [words]
-
-
 def _strides(found: Mapping[str, Any]) -> Part:
     rows = found["by"]
     names = list(rows)
@@ -232,7 +201,6 @@ def _choices(found: Mapping[str, Any]) -> Part:
 
 
 _PARTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Part]]] = {
-    "length": ("TTS: acceptance along a long answer", _length),
     "strides": ("TTS: how often to update", _strides),
     "regime": ("The sidecar's own choice of a stride", _regime),
     "shift": ("TIDE: training beside the engine when traffic shifts", _shift),

@@ -99,9 +99,22 @@ class PluginSettings(ShimSettings):
         default=16, description="Positions of each request that a round drafts from, the newest."
     )
     online_window: int = Field(
-        default=48, description="Positions of each request that are kept for it."
+        default=48,
+        description="Positions of each request, the newest, that a round's drafts attend to; those "
+        "of at most 16 requests are kept.",
+    )
+    online_megabytes: int = Field(
+        default=1024,
+        ge=1,
+        description="What these positions may take of the host's memory; a window that needs more "
+        "is refused at the start.",
     )
 
+    learner: str = Field(
+        default="",
+        description="Name of the drafter that learns, by online updates or from a trainer: "
+        "`dflash` for the second one beside the engine's own. Empty: the engine's own.",
+    )
     signals_folder: str = Field(
         default="",
         description="Where training signals are written when the plan asks for it (`controller "

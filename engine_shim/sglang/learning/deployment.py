@@ -1,10 +1,14 @@
 """Versions of the drafter that a trainer has made, put into service between two steps.
 
-    before_step     the version that the plan names is read on a thread; once it is there, its
+    before_step     has the version that the plan names read on a thread; once it is there, its
                     values are copied into the serving drafter, in place
 
 No request is stopped or flushed, and nothing waits for the disk.  A version that cannot be used is
 reported, and the current one keeps serving; it is tried again later, since files may come late.
+
+Where ranks share the drafter, rank 0 decides, and all ranks do the same before the same step (see
+link/orders.py): each reads the version and keeps its share.  Once rank 0 has read it, they tell
+each other, and switch together if all of them can.  If one cannot, none does.
 """
 
 from __future__ import annotations
@@ -16,18 +20,23 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
+from engine_shim.link.losses import reason_of
+from engine_shim.link.orders import OrderKind, Orders
+from engine_shim.sglang.learning.learnt_versions import LearntVersions
 from engine_shim.sglang.learning.weights import DrafterWeights
 from engine_shim.training.versions import FOLDER as VERSIONS_FOLDER
 from engine_shim.training.versions import VersionError, Versions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
+    from engine_shim.sglang.learning.online_updates import OnlineUpdates
+    from engine_shim.sglang.learning.rank_shares import RankShares
     from engine_shim.sglang.learning.student import LiveDrafter
 
 _RETRY_SECONDS: Final = 10.0
+# Between two questions whether the other ranks have read a version, too.
+_ASK_SECONDS: Final = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -37,86 +46,195 @@ class DeploymentCounters:
     """Counts the deployments.
 
     version: that serves, 0 as loaded.  deployed: changes so far.  state: what it does.
+    learnt_from: as in proto StepReport.
     """
 
     version: int = 0
     deployed: int = 0
     state: str = "ready"
+    learnt_from: int | None = None
 
 
 class Deployment:
-    """Deploys a trainer's versions in one engine.  signals_folder: which the trainer reads."""
+    """Deploys a trainer's versions in one engine; every rank has one.
 
-    def __init__(self, signals_folder: Path, drafter: LiveDrafter) -> None:
-        """Leaves the drafter in the folder.  Raises OSError, VersionError."""
+    signals_folder: which the trainer reads.  orders: of this rank.
+    """
+
+    def __init__(
+        self, signals_folder: Path, drafter: LiveDrafter, orders: Orders | None = None
+    ) -> None:
+        """Leaves the drafter in the folder, on rank 0.  Raises OSError, VersionError."""
         self.counters = DeploymentCounters()
+        self._shares = drafter.shares
+        self._ranks = self._shares.peers
         self._versions = Versions(signals_folder / VERSIONS_FOLDER)
-        self._versions.adopt_base(drafter.shape, drafter.parameters, drafter.borrowed)
-        self._weights = DrafterWeights(drafter.parameters, drafter.refresh)
+        if self._ranks.rank == 0:
+            self._versions.adopt_base(drafter.shape, drafter.parameters, drafter.borrowed)
+        self._like = {name: part.to("meta") for name, part in drafter.parameters.items()}
+        self._weights = DrafterWeights(self._shares.live, drafter.refresh)
+        self._learnt = LearntVersions(self._versions)
+        # The version in whose place a plan may still name the one that was learnt from it.
+        self._replaced: int | None = None
         self._reading: _Reading | None = None
-        self._retry_at = 0.0
-        self._stopped = False
+        self._retry_at = self._ask_at = 0.0
+        self._stopped = self._has_changed = False
+        self._error: Exception | None = None
+        self._orders = orders or Orders()
+        self._orders.register(OrderKind.READ, self._read)
+        self._orders.register(OrderKind.SERVE, self._serve)
 
     def before_step(self, wanted: int | None) -> bool:
-        """Runs as a decode step begins; True when other weights serve it than the one before.
+        """Runs on rank 0 as a decode step begins.
 
-        wanted: the plan's version, None without a plan.
+        wanted: the plan's version, None without a plan.  Returns whether other weights serve the
+        step than the one before.  Raises what has kept a rank from writing them.
         """
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
         if self._stopped or wanted is None:
             self._reading = None
-            return False
-        if wanted == self.counters.version:
-            self._reading, self.counters.state = None, "ready"
-            return False
-        if not wanted:
-            self._weights.serve_first()
-            return self._changed(0)
-        reading = self._reading
-        if reading is None or reading.version != wanted:
-            if monotonic() >= self._retry_at or self._failed_another(wanted):
-                self._reading = _Reading(self._versions, wanted, self._weights.parameters)
-            return False
-        return reading.is_done and self._use(reading)
+        elif not self._orders.are_open:
+            self._pursue(wanted)
+        has_changed, self._has_changed = self._has_changed, False
+        return has_changed
 
-    def _use(self, reading: _Reading) -> bool:
-        wanted, self._reading = reading.version, None
-        if reading.found is None:
-            self._retry_at = monotonic() + _RETRY_SECONDS
-            state = f"version {wanted} cannot be used: {reading.why}"
-            if state != self.counters.state:
-                _log.error("%s", state)
-            self.counters.state = state
-            return False
-        self._weights.serve(reading.found)
-        return self._changed(wanted)
+    def keep_learnt(
+        self, online: OnlineUpdates, *, collecting: bool, others_serve: bool = False
+    ) -> None:
+        """Runs after `before_step`: says what online updates have made of the version that serves.
+
+        collecting: and stores it as a version of its own, which serves from then on.  others_serve:
+        what `before_step` returned.
+        """
+        counters = self.counters
+        if others_serve:
+            online.others_serve()
+        if collecting and not self._stopped:
+            stored = self._learnt.before_step(online, counters.version)
+            if stored is not None:
+                _log.info("version %d is what online updates made of %d", stored, counters.version)
+                if self._replaced is None:
+                    self._replaced = counters.version
+                counters.version = stored
+            elif self._learnt.failing:
+                counters.state = f"what was learnt cannot be stored: {self._learnt.failing}"
+        counters.learnt_from = counters.version if online.has_learnt else self._replaced
 
     def stop(self, why: str) -> None:
         """Ends the deployments; the present weights keep serving, and are reported."""
         self._stopped = True
         self.counters.state = why
 
+    def _pursue(self, wanted: int) -> None:
+        reading = self._reading
+        if wanted == self.counters.version:
+            self._reading, self.counters.state, self._replaced = None, "ready", None
+        elif wanted == self._replaced:
+            # The plan is older than the version that was learnt from this one.
+            return
+        elif not wanted:
+            self._orders.propose(OrderKind.SERVE, 0)
+        elif reading is None or reading.version != wanted:
+            if monotonic() >= self._retry_at or self._failed_another(wanted):
+                self._orders.propose(OrderKind.READ, wanted)
+        elif reading.is_done and monotonic() >= self._ask_at:
+            self._orders.propose(OrderKind.SERVE, wanted)
+
+    def _read(self, version: int) -> None:
+        """Begins to read a version, on every rank."""
+        self._reading = _Reading(self._versions, version, self._like, self._shares)
+
+    def _serve(self, version: int) -> None:
+        """Serves a version if all ranks have read it; every rank calls this in the same step."""
+        reading, self._reading = self._reading, None
+        if version:
+            answers = self._ranks.told(self._answer(reading, version))
+            if why := self._of_ranks(answers):
+                self._cannot_be_used(version, why)
+                return
+            if reading is None or None in answers:
+                self._reading, self._ask_at = reading, monotonic() + _ASK_SECONDS
+                return
+        error = self._written(None if reading is None else reading.found)
+        failures = self._ranks.told("" if error is None else reason_of(error))
+        if why := self._of_ranks(failures):
+            self._error = error or RuntimeError(why)
+            if self._ranks.several:
+                # Some have written it, and no rank may be left with another version.
+                self._written(None)
+                self.counters.version = 0
+            return
+        self._changed(version)
+
+    def _answer(self, reading: _Reading | None, version: int) -> str | None:
+        """Returns "" if this rank can serve the version, None if it reads yet, or else why not."""
+        if self._stopped:
+            return self.counters.state
+        if reading is None or reading.version != version:
+            return "it was not asked to read it"
+        return reading.why if reading.is_done else None
+
+    def _of_ranks(self, answers: list[str | None] | list[str]) -> str:
+        """Joins the reasons, with the rank of each where there are several."""
+        found = [(rank, why) for rank, why in enumerate(answers) if why]
+        if not self._ranks.several:
+            return found[0][1] if found else ""
+        return "; ".join(f"rank {rank}: {why}" for rank, why in found)
+
+    def _cannot_be_used(self, version: int, why: str) -> None:
+        self._retry_at = monotonic() + _RETRY_SECONDS
+        state = f"version {version} cannot be used: {why}"
+        if state != self.counters.state and self._ranks.rank == 0:
+            _log.error("%s", state)
+        self.counters.state = state
+
+    def _written(self, weights: dict[str, torch.Tensor] | None) -> Exception | None:
+        """Writes this rank's weights, None for the first ones; returns what went wrong."""
+        try:
+            if weights is None:
+                self._weights.serve_first()
+            else:
+                self._weights.serve(weights)
+        except Exception as error:  # noqa: BLE001 - out of memory, say
+            return error
+        return None
+
     def _failed_another(self, wanted: int) -> bool:
         return not self.counters.state.startswith(f"version {wanted} ")
 
-    def _changed(self, version: int) -> bool:
-        _log.info("version %d of the drafter serves, after %d", version, self.counters.version)
-        self.counters.version = version
+    def _changed(self, version: int) -> None:
+        if self._ranks.rank == 0:
+            before = self.counters.version
+            _log.info("version %d of the drafter serves, after %d", version, before)
+        self.counters.version, self._replaced = version, None
         self.counters.deployed += 1
         self.counters.state = "ready"
-        return True
+        self._has_changed = True
 
 
 class _Reading:
-    """A version on its way from the disk.  found: its parameters, None for why."""
+    """A version on its way from the disk.  found: this rank's share, None for why."""
 
-    def __init__(self, versions: Versions, version: int, like: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        versions: Versions,
+        version: int,
+        like: dict[str, torch.Tensor],
+        shares: RankShares,
+    ) -> None:
         self.version = version
         self.found: dict[str, torch.Tensor] | None = None
         self.why = ""
         self._versions = versions
         self._like = like
+        self._shares = shares
         self._thread = threading.Thread(target=self._read, name="speculation-draft", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self.why = reason_of(error)
 
     @property
     def is_done(self) -> bool:
@@ -125,10 +243,8 @@ class _Reading:
 
     def _read(self) -> None:
         try:
-            found = {
-                name: part.to(self._like[name].device)
-                for name, part in self._versions.load(self.version, self._like).items()
-            }
+            own = self._shares.of(self._versions.load(self.version, self._like))
+            found = {name: part.to(self._shares.live[name].device) for name, part in own.items()}
         except (VersionError, OSError) as error:
             self.why = str(error)
         except Exception as error:  # noqa: BLE001 - no memory for it, say

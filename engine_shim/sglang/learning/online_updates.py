@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from engine_shim.sglang.learning.rollback_guard import GuardVerdict, RollbackGuard
@@ -25,9 +25,15 @@ from engine_shim.sglang.learning.windows import Windows
 from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.training import trainer
 from engine_shim.training.configs import UnsupportedDrafterError
+from engine_shim.training.dflash import DFlashShape
 from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors
+from engine_shim.training.rings import RingShape
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
     from engine_shim.sglang.api.settings import PluginSettings
     from engine_shim.sglang.learning.student import LiveDrafter
     from engine_shim.sglang.learning.verified_step import Verification
@@ -70,19 +76,58 @@ def untested_device(device: str) -> str:
     return "" if device == "cpu" else f"{_REFUSED}: on {device} this is untested, the CPU only"
 
 
-def updates_for(worker: Any, device: str, ranks: int, settings: PluginSettings) -> OnlineUpdates:
+def updates_for(
+    worker: Any,
+    device: str,
+    ranks: int,
+    settings: PluginSettings,
+    second: Any = None,
+) -> OnlineUpdates:
     """Makes the updates of this `EAGLEWorkerV2`.
 
-    device, ranks: that it runs on, and that share it.  Raises UnsupportedEngineError.
+    device, ranks: that it runs on, and that share it.  second: the `DFlashDrafter` beside the
+    engine's own, if that learns.  Raises UnsupportedEngineError.
     """
     reason = untested_device(device)
     if reason:
         raise UnsupportedEngineError(reason)
+    if ranks > 1:
+        raise UnsupportedEngineError(
+            f"{_REFUSED}: {ranks} ranks share the drafter's weights: one is needed"
+        )
     try:
-        drafter = live_drafter(worker, ranks)
+        drafter = live_drafter(worker, second=second)
     except UnsupportedDrafterError as error:
         raise UnsupportedEngineError(f"{_REFUSED}: {error}") from error
     return OnlineUpdates(drafter, settings, settings.gammas[-1])
+
+
+def rings_for(drafter: LiveDrafter, settings: PluginSettings, largest_gamma: int) -> RingShape:
+    """Returns the sizes of the rings.
+
+    Raises UnsupportedEngineError if they would take more than the setting allows, before anything
+    is allocated.
+    """
+    shape = RingShape(
+        MOST_REQUESTS,
+        settings.online.window + largest_gamma + 1,
+        drafter.feature_width,
+        min(settings.online.top, drafter.shape.decoder.vocabulary),
+        str(drafter.borrowed.embedding.dtype).removeprefix("torch."),
+    )
+    # The engine's own and those that it shares with the trainer.
+    position = 2 * replace(shape, positions=1).bytes
+    allowed = settings.online_megabytes << 20
+    if position * shape.positions > allowed:
+        most = max(0, allowed // position - largest_gamma - 1)
+        raise UnsupportedEngineError(
+            f"SPECULATION_ONLINE_WINDOW={settings.online.window} takes "
+            f"{position * shape.positions / (1 << 20):.0f} MiB of the host's memory "
+            f"({MOST_REQUESTS} requests at {position // MOST_REQUESTS} bytes a position) and "
+            f"SPECULATION_ONLINE_MEGABYTES is {settings.online_megabytes}: raise that, or keep "
+            f"{most} positions or fewer"
+        )
+    return shape
 
 
 class OnlineUpdates:
@@ -98,7 +143,8 @@ class OnlineUpdates:
             if part is not None
         }
         self._weights = DrafterWeights(parameters, drafter.refresh)
-        self._windows = Windows(online.window, online.top)
+        rings = rings_for(drafter, settings, largest_gamma)
+        self._windows = Windows(rings, online.window)
         self._rollback_guard = RollbackGuard()
         self._since = 0
         self._undrafted = 0
@@ -107,13 +153,15 @@ class OnlineUpdates:
         self._learning = False
         self._reset = False
         self._landed_seconds = 0.0
+        # Drafts that a round is learnt for, where the learner has not drafted it: its last ones.
         self._depth = min(_UNDRAFTED, largest_gamma)
+        if isinstance(drafter.shape, DFlashShape):
+            self._depth = min(self._depth, drafter.shape.block - 1)
         self._requests: list[str] = []
         # Their drafter's cache was filled by weights that are not served any more.
         self._tainted: set[str] = set()
-        size = MOST_REQUESTS, online.window + largest_gamma + 1
         layouts = {
-            **self._windows.layouts(size, drafter.feature_width, drafter.shape.decoder.vocabulary),
+            **rings.layouts(),
             **{
                 name: Layout(tuple(part.shape), "float32" if part.is_floating_point() else "int64")
                 for name, part in borrowed.items()
@@ -134,6 +182,32 @@ class OnlineUpdates:
     def over(self) -> str:
         """Explains why nothing is learnt any longer; "" while something is."""
         return self.counters.state if self._channel is None else ""
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether updates have changed the weights that serve."""
+        return self._weights.changed
+
+    @property
+    def may_be_stored(self) -> bool:
+        """Whether the weights were changed, no update is under way, and none is unjudged."""
+        return self.has_learnt and not (self._learning or self._rollback_guard.unjudged)
+
+    def learnt_weights(self) -> dict[str, torch.Tensor]:
+        """Returns a copy of the weights that serve."""
+        return self._weights.copy()
+
+    def were_stored(self, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Takes weights that are stored as a version for those to begin from.
+
+        Returns False, and changes nothing, where they no longer serve.
+        """
+        return self._weights.begin_from(weights)
+
+    def others_serve(self) -> None:
+        """Runs once a trainer's version has replaced what was learnt."""
+        if self._channel is not None:
+            self._were_replaced()
 
     def before_prefill(self, request_ids: list[str]) -> None:
         """Runs as a prefill begins, before the drafter reads it."""
@@ -163,7 +237,8 @@ class OnlineUpdates:
         """Returns the status of the step that begins, after `before_step`."""
         seconds, reset = self._landed_seconds, self._reset
         self._landed_seconds, self._reset = 0.0, False
-        return UpdateStatus(self._learning or seconds > 0, reset, seconds)
+        learnt_from = 0 if self.has_learnt else None
+        return UpdateStatus(self._learning or seconds > 0, reset, seconds, 0, learnt_from)
 
     def after_verify(self, found: Verification, stride: int) -> None:
         """Runs before a step's draft-extend.  stride: rounds between two updates, 0 for none."""
@@ -176,14 +251,14 @@ class OnlineUpdates:
         accepted: list[int] = found.result.accept_lens.tolist() if drafted or stride else []
         if drafted:
             self._depth = gamma
-            self._observe(found.request_ids, accepted)
+            self._observe(found, accepted)
         if not stride:
             self._windows.clear()
             return
         ready = self._windows.add(found, found.batch.seq_lens.tolist(), accepted)
         self._since += 1
         if ready and self._since >= stride and self._may_learn(len(found.request_ids)):
-            self._hand_over(gamma)
+            self._hand_over(gamma, self._depth)
 
     def _may_learn(self, batch_size: int) -> bool:
         alone = batch_size == 1 or not self._per_request
@@ -191,14 +266,14 @@ class OnlineUpdates:
         idle = self._undrafted >= _UNUSED_STEPS and self._rollback_guard.knows_nothing
         return self._idle and (self._rollback_guard.may_learn or idle) and alone
 
-    def _hand_over(self, gamma: int) -> None:
-        requests, positions = self._windows.write(self._memory.tensors, MOST_REQUESTS, gamma)
+    def _hand_over(self, gamma: int, depth: int) -> None:
+        requests = self._windows.write(self._memory.tensors, gamma)
         if not requests:
             return
         self._since = 0
         self.counters.rounds += 1
         self._learning = True
-        depth = gamma or self._depth
+        positions = self._windows.longest
         self._send(Message(MessageKind.LEARN, requests=requests, positions=positions, gamma=depth))
 
     def _take(self, message: Message) -> None:
@@ -223,9 +298,13 @@ class OnlineUpdates:
             self.counters.refused += 1
             _log.warning("an update of the drafter failed: %s", message.text)
 
-    def _observe(self, request_ids: list[str], accepted: list[int]) -> None:
-        rows = zip(request_ids, accepted, strict=True)
-        counted = [length > 1 for rid, length in rows if rid not in self._tainted]
+    def _observe(self, found: Verification, accepted: list[int]) -> None:
+        rows = enumerate(zip(found.request_ids, accepted, strict=True))
+        counted = [
+            length > 1
+            for row, (rid, length) in rows
+            if rid not in self._tainted and row not in found.undrafted
+        ]
         verdict = self._rollback_guard.add(sum(counted), len(counted))
         if verdict is GuardVerdict.NONE or self._were_replaced():
             return
@@ -242,7 +321,7 @@ class OnlineUpdates:
         self._weights.serve_good()
         self._reset = True
         self._rollback_guard.restart()
-        self._tainted = set(request_ids)
+        self._tainted = set(found.request_ids)
         self._tell_weights()
 
     def _were_replaced(self) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from engine_shim.sglang.api.ranks import ALONE, Peers
+from engine_shim.sglang.learning.rank_shares import Gathering, RankShares
 from engine_shim.training.blocks import Borrowed
 from engine_shim.training.configs import (
     EAGLE3,
@@ -35,10 +37,11 @@ _PLAIN: Final = (torch.float32, torch.bfloat16, torch.float16)
 class LiveDrafter:
     """Describes the serving drafter.
 
-    parameters: the live ones, by name.  borrowed: the target's in it, of which the live
-    drafter has a reference, and its draft vocabulary: never trained, never written to.
-    feature_width: numbers of the target's hidden states that it reads at a position.  refresh: to
-    be called once parameters were written, for what the engine has made of them.
+    parameters: by name, the live ones, or where ranks share them copies of the whole ones, on rank
+    0 alone.  borrowed: the target's in it, of which the live drafter has a reference, and its draft
+    vocabulary: never trained, never written to.  feature_width: numbers of the target's hidden
+    states that it reads at a position.  refresh: to be called once parameters were written, for
+    what the engine has made of them.  ranked: what this rank holds, where ranks share them.
     """
 
     shape: DraftShape
@@ -46,30 +49,40 @@ class LiveDrafter:
     borrowed: Borrowed
     feature_width: int
     refresh: Callable[[], None] | None = None
+    ranked: RankShares | None = None
+
+    @property
+    def shares(self) -> RankShares:
+        """Returns what this rank holds of the parameters, and writes to."""
+        return self.ranked or RankShares(self.parameters)
 
 
-def live_drafter(worker: Any, ranks: int) -> LiveDrafter:
+def live_drafter(worker: Any, ranks: Peers = ALONE, second: Any = None) -> LiveDrafter:
     """Describes the drafter of this `EAGLEWorkerV2` for its student.
 
-    This alone decides what an engine can learn, collect and take versions of.  Raises
-    UnsupportedDrafterError with the reason where a student would not be this drafter.
+    ranks: that share it; all of them call this as they start, and it is a collective.  second: the
+    `DFlashDrafter` beside the engine's own, if that learns.  This alone decides what an engine can
+    learn, collect and take versions of.  Raises UnsupportedDrafterError with the reason where a
+    student would not be this drafter.
     """
     draft = worker.draft_worker
-    model = draft.draft_runner.model
+    model = (draft.draft_runner if second is None else second.runner).model
     kind = type(model).__name__
+    if second is not None and second.over:
+        raise UnsupportedDrafterError(f"it no longer drafts: {second.over}")
     if kind not in LEARN:
         raise UnsupportedDrafterError(f"it is a {kind}, not one of {', '.join(LEARN)}")
-    if ranks > 1:
-        raise UnsupportedDrafterError(f"{ranks} ranks share the drafter's weights: one is needed")
+    whole = Gathering(ranks)
     if kind == DFLASH:
-        found = _dflash(model, draft)
+        block = draft.block if second is None else second
+        found = _dflash(model, draft.target_worker, block, whole)
     else:
-        found = _eagle3(model) if kind == EAGLE3 else _mtp(model)
+        found = _eagle3(model, whole) if kind == EAGLE3 else _mtp(model, whole)
     _require_same(found)
-    return found
+    return replace(found, ranked=whole.shares(found.parameters))
 
 
-def _eagle3(model: Any) -> LiveDrafter:
+def _eagle3(model: Any, whole: Gathering) -> LiveDrafter:
     config = model.config.to_dict()
     if model.load_lm_head_from_target:
         # SGLang has filled in the target's.
@@ -81,7 +94,7 @@ def _eagle3(model: Any) -> LiveDrafter:
             f"it sees the last {window} positions only (--speculative-draft-window-size)"
         )
     shape = eagle3_shape(config)
-    parameters = dict(model.named_parameters())
+    parameters = whole.parameters(model)
     embedding, head = parameters.pop(_EMBEDDING).detach(), None
     if not shape.own_head:
         head = _unless_same(parameters.pop(_HEAD, None), embedding)
@@ -93,24 +106,24 @@ def _eagle3(model: Any) -> LiveDrafter:
     return LiveDrafter(shape, parameters, _cut(shape, embedding, head, tokens), width)
 
 
-def _mtp(model: Any) -> LiveDrafter:
+def _mtp(model: Any, whole: Gathering) -> LiveDrafter:
     shape = mtp_shape(model.config.to_dict())
-    parameters = dict(model.named_parameters())
+    parameters = whole.parameters(model)
     embedding = parameters.pop(_EMBEDDING).detach()
     head = _unless_same(parameters.pop(_HEAD, None), embedding)
     return LiveDrafter(shape, parameters, _cut(shape, embedding, head), shape.decoder.hidden)
 
 
-def _dflash(model: Any, draft: Any) -> LiveDrafter:
-    """Describes a DFlash drafter.  draft: the `DFlashOnlyWorker` around it."""
-    target, block = draft.target_worker.model_runner.model, draft.block
+def _dflash(model: Any, target_worker: Any, block: Any, whole: Gathering) -> LiveDrafter:
+    """Describes a DFlash drafter.  block: its `DFlashDrafter`."""
+    target = target_worker.model_runner.model
     groups: int = model.num_context_features
     shape = dflash_shape(model.config.to_dict(), groups, block.block_size, block.mask_token)
-    embedding = target.get_input_embeddings().weight.detach()
-    head = _unless_same(target.lm_head.weight, embedding)
+    embedding = whole.weight(target.get_input_embeddings()).detach()
+    head = _unless_same(whole.weight(target.lm_head), embedding)
     width = groups * shape.decoder.hidden
     borrowed = _cut(shape, embedding, head)
-    return LiveDrafter(shape, dict(model.named_parameters()), borrowed, width, block.refresh)
+    return LiveDrafter(shape, whole.parameters(model), borrowed, width, block.refresh)
 
 
 def _unless_same(head: torch.Tensor | None, embedding: torch.Tensor) -> torch.Tensor | None:

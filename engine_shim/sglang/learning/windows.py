@@ -6,109 +6,66 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
-from torch import Tensor
 
 from engine_shim.sglang.learning.likeliest import likeliest
-from engine_shim.training.exchange import Layout
-from engine_shim.training.online import Round
+from engine_shim.training.rings import SPANS, RingRows, RingShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import Tensor
 
     from engine_shim.sglang.learning.verified_step import Verification
 
 # A shorter one teaches little, and drafting from it is nothing like drafting in the engine.
 LEAST: Final = 8
-# Windows of requests that have left are forgotten once there are so many.
-_MOST: Final = 256
-
-
-@dataclass(slots=True)
-class Rows:
-    """tokens int64 [n], features [n, width], top_tokens and top_logs [n, top]."""
-
-    tokens: Tensor
-    features: Tensor
-    top_tokens: Tensor
-    top_logs: Tensor
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def cut(self, first: int, last: int) -> Rows:
-        """Returns the rows from `first` to before `last`."""
-        at = slice(first, last)
-        return Rows(self.tokens[at], self.features[at], self.top_tokens[at], self.top_logs[at])
-
-    def joined(self, other: Rows) -> Rows:
-        """These, and the others behind them."""
-        return Rows(
-            torch.cat([self.tokens, other.tokens]),
-            torch.cat([self.features, other.features]),
-            torch.cat([self.top_tokens, other.top_tokens]),
-            torch.cat([self.top_logs, other.top_logs]),
-        )
 
 
 @dataclass(slots=True)
 class _Window:
-    """Holds one request: `rows` from position `start` on, and behind them the step's `canvas`.
+    """Describes one request's part of a ring, by positions.
 
-    accepted: how many of the canvas's rows the request has gained, the first one included.
+    ring: its number.  start: of the window.  canvas: of the newest step's canvas, `end` behind it.
+    gained: behind the last token that the request has gained, where its next canvas begins.
+    stale: from here on the trainer's copy differs.
     """
 
+    ring: int
     start: int
-    rows: Rows
-    canvas: Rows
-    accepted: int
+    canvas: int
+    end: int
+    gained: int
+    stale: int
 
     @property
-    def end(self) -> int:
-        """The position that the next canvas begins at."""
-        return self.start + len(self.rows) + self.accepted
-
-
-def verified(found: Verification, top: int) -> list[Rows]:
-    """Returns by request what a step has verified: the canvas's gamma + 1 positions.
-
-    The tensors are copies: SGLang writes into its own again.
-    """
-    size, width = len(found.request_ids), found.gamma + 1
-    with torch.inference_mode(False), torch.no_grad():
-        top_tokens, top_logs = likeliest(found.logits, top)
-        canvas = (
-            found.tokens.view(size, width).to(torch.int64, copy=True),
-            found.features.to(torch.float32, copy=True).view(size, width, -1),
-            top_tokens.to(torch.int64).view(size, width, -1),
-            top_logs.view(size, width, -1),
-        )
-        return [Rows(*(part[row] for part in canvas)) for row in range(size)]
+    def known(self) -> int:
+        """Positions before the newest canvas."""
+        return self.canvas - self.start
 
 
 class Windows:
-    """Keeps all requests' windows.
+    """Keeps the windows of as many requests as there are rings.
 
-    length: positions kept of a request; top: the target's likeliest tokens kept of each.
+    A step writes its own rows into the rings, `write` the rows that are new since it was last
+    called into the trainer's copy of the rings.  What both do does not grow with the window.
     """
 
-    def __init__(self, length: int, top: int) -> None:
-        self._length = length
-        self._top = top
-        self._windows: dict[str, _Window] = {}
-        self._newest: list[str] = []
+    def __init__(self, shape: RingShape, length: int) -> None:
+        """Makes empty windows.
 
-    def layouts(self, size: tuple[int, int], width: int, vocabulary: int) -> dict[str, Layout]:
-        """Describes what `write` fills.  size: requests and positions; width: of the features."""
-        top = min(self._top, vocabulary)
-        return {
-            "tokens": Layout(size, "int64"),
-            "features": Layout((*size, width), "float32"),
-            "top_tokens": Layout((*size, top), "int64"),
-            "top_logs": Layout((*size, top), "float32"),
-            "taught": Layout(size, "bool"),
-            "valid": Layout(size, "bool"),
-            "positions": Layout(size, "int64"),
-        }
+        length: positions kept of a request; the rings have room for a canvas more.
+        """
+        self._length = length
+        self._shape = shape
+        self._windows: dict[str, _Window] = {}
+        self._newest: list[_Window] = []
+        with torch.inference_mode(False):
+            self._rings = shape.made()
+
+    @property
+    def longest(self) -> int:
+        """Counts the positions of the newest round's longest window, its canvas included."""
+        return max((window.end - window.start for window in self._newest), default=0)
 
     def clear(self) -> None:
         """Forgets all requests."""
@@ -119,53 +76,97 @@ class Windows:
         """Adds what a step has verified; True when there is a round to learn from.
 
         starts: each request's position of the canvas's first token; accepted: tokens that each
-        request gained, bonus included.
+        request gained, bonus included.  Raises ValueError for a canvas that the rings have no room
+        for.
         """
-        canvases = verified(found, self._top)
-        with torch.inference_mode(False), torch.no_grad():
-            self._newest = []
-            rows = zip(found.request_ids, starts, canvases, accepted, strict=True)
-            for row in rows:
-                self._extend(*row)
-        for rid in list(self._windows)[: max(0, len(self._windows) - _MOST)]:
-            del self._windows[rid]
+        width = found.gamma + 1
+        if width > self._shape.positions - self._length:
+            raise ValueError(
+                f"a canvas of {width} positions does not fit behind a window of {self._length} "
+                f"in a ring of {self._shape.positions}"
+            )
+        request_ids, undrafted = found.request_ids, set(found.undrafted)
+        teaching = [row for row in range(len(request_ids)) if row not in undrafted]
+        self._make_room([request_ids[row] for row in teaching])
+        kept = [row for row in teaching if request_ids[row] in self._windows]
+        moved = [
+            self._extended(request_ids[row], starts[row], width, accepted[row]) for row in kept
+        ]
+        self._newest = [window for window in moved if window.known >= LEAST]
+        if kept:
+            with torch.inference_mode(False), torch.no_grad():
+                self._keep(found, kept, moved)
         return bool(self._newest)
 
-    def write(self, tensors: Mapping[str, Tensor], most: int, gamma: int) -> tuple[int, int]:
-        """The newest round, right-aligned, as `Round` has it; its requests and positions."""
-        chosen = [self._windows[rid] for rid in self._newest[:most]]
-        chosen = [window for window in chosen if len(window.canvas) == gamma + 1]
-        if not chosen:
-            return 0, 0
-        longest = max(len(window.rows) + len(window.canvas) for window in chosen)
-        for name in ("valid", "taught"):
-            tensors[name][: len(chosen), -longest:] = False
-        for name in ("tokens", "positions", "top_tokens", "top_logs", "features"):
-            tensors[name][: len(chosen), -longest:] = 0
-        for row, window in enumerate(chosen):
-            found = window.rows.joined(window.canvas)
-            count = len(found)
-            told = Round(
-                found.tokens,
-                found.features,
-                found.top_tokens,
-                found.top_logs,
-                taught=torch.ones(count, dtype=torch.bool),
-                valid=torch.ones(count, dtype=torch.bool),
-                positions=torch.arange(window.start, window.start + count),
-            )
-            for name, part in told._asdict().items():
-                tensors[name][row, -count:] = part
-        return len(chosen), longest
+    def write(self, tensors: Mapping[str, Tensor], gamma: int) -> int:
+        """Brings the trainer's copy up to date, and says there which rows are the newest round.
 
-    def _extend(self, rid: str, start: int, canvas: Rows, accepted: int) -> None:
-        before = self._windows.pop(rid, None)
-        if before is None or before.end != start:
+        Returns the number of its requests.
+        """
+        chosen = [window for window in self._newest if window.end - window.canvas == gamma + 1]
+        if not chosen:
+            return 0
+        rings: list[int] = []
+        positions: list[int] = []
+        for window in chosen:
+            new = range(max(window.stale, window.start), window.end)
+            rings += [window.ring] * len(new)
+            positions += new
+            window.stale = window.end
+        at = torch.tensor(rings), torch.tensor(positions) % self._shape.positions
+        for name, ring in self._rings._asdict().items():
+            tensors[name][at] = ring[at]
+        spans = [(window.ring, window.start, window.end) for window in chosen]
+        tensors[SPANS][: len(spans)] = torch.tensor(spans)
+        return len(spans)
+
+    def _make_room(self, request_ids: list[str]) -> None:
+        """Gives rings to new requests, as many as there are, those unseen for longest first."""
+        running = set(request_ids)
+        new = [rid for rid in request_ids if rid not in self._windows]
+        if not new:
+            return
+        gone = [rid for rid in self._windows if rid not in running]
+        taken = {window.ring for window in self._windows.values()}
+        free = [ring for ring in range(self._shape.requests) if ring not in taken]
+        for rid in new:
+            if not free and gone:
+                free.append(self._windows.pop(gone.pop(0)).ring)
+            if not free:
+                return
+            # It stands before any position, so the step that follows begins it.
+            self._windows[rid] = _Window(free.pop(0), 0, 0, 0, gained=-1, stale=0)
+
+    def _extended(self, rid: str, start: int, width: int, accepted: int) -> _Window:
+        window = self._windows.pop(rid)
+        # Now it is the one that was seen last.
+        self._windows[rid] = window
+        if window.gained != start:
             # New, or steps of it were not seen.
-            before = _Window(start, canvas.cut(0, 0), canvas.cut(0, 0), 0)
-        rows = before.rows.joined(before.canvas.cut(0, before.accepted))
-        gone = max(0, len(rows) - self._length)
-        rows = rows.cut(gone, len(rows))
-        self._windows[rid] = _Window(before.start + gone, rows, canvas, accepted)
-        if len(rows) >= LEAST:
-            self._newest.append(rid)
+            window.start = window.stale = start
+        window.start = max(window.start, start - self._length)
+        window.canvas, window.end, window.gained = start, start + width, start + accepted
+        window.stale = min(window.stale, start)
+        return window
+
+    def _keep(self, found: Verification, kept: list[int], windows: list[_Window]) -> None:
+        """Copies these rows of the batch into the rings: SGLang writes into its buffers again."""
+        size, width = len(found.request_ids), found.gamma + 1
+        # The whole batch is not gathered first.
+        chosen = slice(None) if len(kept) == size else torch.tensor(kept)
+        logits = found.logits.view(size, width, -1)[chosen].flatten(0, 1)
+        top_tokens, top_logs = likeliest(logits, self._shape.top)
+        of_request = len(kept), width, -1
+        rows = RingRows(
+            found.tokens.view(size, width)[chosen],
+            found.features.view(size, width, -1)[chosen],
+            top_tokens.view(of_request),
+            top_logs.view(of_request),
+        )
+        firsts = torch.tensor([window.canvas for window in windows])[:, None]
+        at = (
+            torch.tensor([window.ring for window in windows])[:, None],
+            (firsts + torch.arange(width)) % self._shape.positions,
+        )
+        for ring, part in zip(self._rings, rows, strict=True):
+            ring[at] = part.to(ring.dtype)

@@ -19,9 +19,9 @@ def lab(folder: Path, *parts: str) -> dict[str, object]:
     return found
 
 
-def test_strides_and_sd2_are_measured_and_shown(tmp_path: Path):
-    found = lab(tmp_path, "strides", "sd2")
-    strides, sd2 = found["strides"], found["sd2"]
+def test_parts_and_a_claim_are_measured_and_shown(tmp_path: Path):
+    found = lab(tmp_path, "strides", "sd2", "tts-length")
+    strides, sd2, claim = found["strides"], found["sd2"], found["tts-length"]
     assert isinstance(strides, dict)
     assert isinstance(sd2, dict)
     assert set(strides["by"]) == {"off", "online:5"}
@@ -31,6 +31,12 @@ def test_strides_and_sd2_are_measured_and_shown(tmp_path: Path):
     for name in ("distilled", "sd2"):
         assert sd2[name]["same tokens as gamma 0"]
         assert all(row["median"] >= 1 for row in sd2[name]["acceptance length"].values())
+    assert isinstance(claim, dict)
+    assert [len(row) for row in claim["rows"]] == [len(claim["columns"])] * 4
+    facts = claim["facts"]["EAGLE3"]
+    assert facts["same tokens"]
+    # In lockstep an update of every fifth round lands, whatever the machine is busy with.
+    assert facts["updates"][0] >= (facts["rounds"][0] - 8) // 5 - 1
 
 
 def test_an_unknown_part_is_refused():

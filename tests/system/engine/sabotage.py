@@ -123,3 +123,35 @@ def retract_often() -> None:
     if scheduler is not None:
         interval = int(os.environ.get("RETRACT_INTERVAL", "25"))
         vars(scheduler).update(TEST_RETRACT=True, TEST_RETRACT_INTERVAL=interval)
+
+
+def show_served_weights() -> None:
+    """Each rank leaves what it serves in SERVED_WEIGHTS, and rank 1 may be kept from reading.
+
+    It cannot read a version while the file `unreadable` is in that folder.
+    """
+    if sglang_api.SCHEDULER_MODULE not in sys.modules:
+        return
+    import torch
+
+    from engine_shim.sglang.api import ranks
+    from engine_shim.sglang.learning.weights import DrafterWeights
+    from engine_shim.training.versions import Versions
+
+    folder = Path(os.environ["SERVED_WEIGHTS"])
+    serve, load = DrafterWeights.serve, Versions.load
+
+    def serve_and_show(self: DrafterWeights, weights: Any) -> None:
+        serve(self, weights)
+        rank = ranks.peers().rank
+        part = folder / f"rank{rank}.part"
+        torch.save(self.copy(), part)
+        part.rename(folder / f"rank{rank}.pt")
+
+    def load_or_fail(self: Versions, version: int, like: Any) -> Any:
+        if ranks.peers().rank and (folder / "unreadable").exists():
+            raise OSError("sabotaged")
+        return load(self, version, like)
+
+    type.__setattr__(DrafterWeights, "serve", serve_and_show)
+    type.__setattr__(Versions, "load", load_or_fail)

@@ -1,25 +1,37 @@
-"""One real SGLang over two ranks, with two drafters, steered by one scripted sidecar."""
+"""One real SGLang over two ranks, with two drafters, steered by one scripted sidecar.
+
+Its own drafter knows code only, and learns: by versions.
+"""
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
+from engine_shim.training.checkpoint import load_draft, load_target
+from engine_shim.training.signals import Signal, SignalStore
+from engine_shim.training.versions import FOLDER, Made, Versions
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.cpu_engine.serve import with_cpu_defaults
 from tests.support.engine import (
+    CODE_ONLY,
     DFLASH,
+    DRAFT,
     EAGLE3,
     MODES,
+    TARGET,
     EngineProcess,
     install_plugin,
     launched,
     serving,
 )
 from tests.support.eventually import eventually
+from tests.support.learning_engine import between_steps, status, wave
 from tests.support.mixture_rules import rules_of
+from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -40,13 +52,39 @@ PROMPTS = [
     for prompt in held_out_prompts(domain, count=1, length_tokens=40, seed=3)
 ]
 LENGTHS = [25, 45, 35, 30][: len(PROMPTS)]
+# Of them, so many are played here.
+WAVES_PLAYED = 2
+# The drafter that knows all domains, as a version of the one that knows code only.
+EMBEDDING = load_target(TARGET).model.embed_tokens.weight.detach()
+BETTER = {name: p.detach() for name, p in load_draft(DRAFT, EMBEDDING).named_parameters()}
+MADE = Made(0, 0.0, 1.0, 0.0, 12, 1.0)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+def decoded(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
     """Of two ranks as well: a sum over two rounds otherwise than one over all."""
+    asked = [(PROMPTS, LENGTHS)]
+    asked += [(prompts, [WAVE_LENGTH] * len(prompts)) for prompts in WAVES[:WAVES_PLAYED]]
     with serving(tmp_path_factory.mktemp("plain"), TWO_RANKS) as engine:
-        return [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)]
+        return [[answer.tokens for answer in engine.generate(*part)] for part in asked]
+
+
+@pytest.fixture(scope="module")
+def plain(decoded: list[list[list[int]]]) -> list[list[int]]:
+    """Plain decoding's tokens of all prompts."""
+    return decoded[0]
+
+
+@pytest.fixture(scope="module")
+def plain_waves(decoded: list[list[list[int]]]) -> list[list[list[int]]]:
+    """Those by wave."""
+    return decoded[1:]
+
+
+@pytest.fixture(scope="module")
+def served(way: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each rank leaves the weights that it serves."""
+    return tmp_path_factory.mktemp(f"served-{way}")
 
 
 @pytest.fixture(scope="module", params=["eager", "overlapped"])
@@ -69,11 +107,16 @@ def engine(
     way: str,
     plain: list[list[int]],
     sidecar: ScriptedSidecar,
+    served: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineProcess]:
     """Every second broadcast of SGLang is left out."""
+    target = "tests.system.engine.sabotage:show_served_weights"
     variables = {
         **sidecar.variables,
+        "PYTHONPATH": str(install_plugin(served / "plugin", target, name="zz_sabotage")),
+        "SERVED_WEIGHTS": str(served),
+        "SPECULATION_SIGNALS_FOLDER": str(served / "signals"),
         **MODES[way],
         "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
@@ -81,7 +124,7 @@ def engine(
         "SPECULATION_SLEEP_POSITIONS": "8",
         "SPECULATION_GRACE_SECONDS": "0.6",
     }
-    arguments = [*EAGLE3, *TWO_RANKS, "--scheduler-recv-interval", "2"]
+    arguments = [*CODE_ONLY, *TWO_RANKS, "--scheduler-recv-interval", "2"]
     with serving(tmp_path_factory.mktemp("steered"), arguments, variables) as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
         yield running
@@ -145,6 +188,92 @@ def test_a_plan_runs_out_on_all_ranks_at_once(
     ran = [(report.drafter, report.gamma) for report in reports if report.flags.unsteered]
     assert ran[0] == ("dflash", 7)
     assert set(ran) == {("dflash", 7), ("eagle3", 3)}
+
+
+def joined(folder: Path) -> dict[str, torch.Tensor]:
+    """What both ranks serve, put together as SGLang's layers divide it (4 heads, 2 of keys)."""
+    parts = [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+    fused = {"qkv_proj": (64, 32, 32), "gate_up_proj": (192, 192)}
+    found = {}
+    for name, first in parts[0].items():
+        second = parts[1][name]
+        sizes = next((sizes for part, sizes in fused.items() if part in name), None)
+        if sizes is not None:
+            pairs = zip(first.split(sizes), second.split(sizes), strict=True)
+            found[name] = torch.cat([one for pair in pairs for one in pair])
+        elif "o_proj" in name or "down_proj" in name:
+            found[name] = torch.cat([first, second], dim=1)
+        elif name == "lm_head.weight":
+            found[name] = torch.cat([first, second])
+        else:
+            assert torch.equal(first, second), name
+            found[name] = first
+    return found
+
+
+def check_served(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
+    found = joined(folder)
+    assert found.keys() == expected.keys()
+    for name, part in expected.items():
+        assert torch.equal(found[name], part.detach()), name
+
+
+@pytest.mark.parametrize("way", ["overlapped"], indirect=True)
+def test_a_version_is_served_by_all_ranks_or_by_none(
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    served: Path,
+    plain_waves: list[list[list[int]]],
+) -> None:
+    capabilities = sidecar.server.introductions[0].capabilities
+    assert capabilities.can_collect
+    assert capabilities.can_take_versions
+    versions = Versions(served / "signals" / FOLDER)
+    # What rank 0 has left of both is the checkpoint.
+    loaded = dict(versions.student(0).named_parameters())
+    for name, part in load_draft(Path(CODE_ONLY[-1]), EMBEDDING).named_parameters():
+        assert torch.equal(loaded[name], part), name
+    sidecar.collect = True
+    sidecar.run(lambda _: (3, False))
+    before = wave(engine, 0, plain_waves)
+    sidecar.collect = False
+    # Rank 1 cannot read this one.
+    (served / "unreadable").touch()
+    sidecar.draft_version = versions.publish(BETTER, MADE)
+    sidecar.run(lambda _: (3, False))
+    state = f"version {sidecar.draft_version} cannot be used: rank 1: sabotaged"
+    between_steps(engine, "draft", "state", state)
+    assert status(engine, "draft")["version"] == 0
+    assert not (served / "rank0.pt").exists()
+    (served / "unreadable").unlink()
+    sidecar.draft_version = versions.publish(BETTER, MADE)
+    sidecar.run(lambda _: (3, False))
+    between_steps(engine, "draft", "version", sidecar.draft_version)
+    check_served(served, BETTER)
+    after = wave(engine, 1, plain_waves)
+    print(f"acceptance length {before:.2f}, of the version {after:.2f}")
+    assert after > before + 1
+    sidecar.draft_version = 0
+    sidecar.run(lambda _: (3, False))
+    between_steps(engine, "draft", "version", 0)
+    check_served(served, loaded)
+    assert status(engine, "draft")["deployed"] == 2
+    between_steps(engine, "signals", "waiting", 0)
+    check_signals(list(SignalStore(served / "signals", 1 << 30).read()))
+
+
+def check_signals(signals: list[Signal]) -> None:
+    """Rank 0's hidden states and logits are the whole model's, not its share."""
+    found = max(signals, key=lambda signal: len(signal.tokens))
+    assert len(found.tokens) > 80
+    layers = load_draft(DRAFT, EMBEDDING).shape.feature_layers
+    with torch.no_grad():
+        _, features = load_target(TARGET).logits_and_features(found.tokens[None], layers)
+    known = torch.cat(features, dim=-1)[0]
+    same = torch.nn.functional.cosine_similarity(known[40:], found.features[40:].float(), dim=-1)
+    # Without what came before the signal, its positions see almost the same.
+    assert same.median() > 0.9, same
+    assert torch.equal(found.top_tokens[:-1, 0].long(), found.tokens[1:])
 
 
 def test_ranks_that_were_set_up_differently_do_not_start(tmp_path: Path) -> None:

@@ -149,11 +149,12 @@ def _signal() -> Sequence[bytes]:
     found = signals.Signal(
         tokens=torch.arange(6),
         features=torch.randn(6, 12).to(torch.bfloat16),
-        top_tokens=torch.arange(24, dtype=torch.int32).view(6, 4),
-        top_logs=-torch.rand(6, 4),
+        top_tokens=torch.arange(16, dtype=torch.int32).view(4, 4),
+        top_logs=-torch.rand(4, 4),
         start=40,
         accepted=3,
         tried=5,
+        context=2,
     )
     return [found.encoded()]
 
@@ -226,7 +227,7 @@ def _version_opened(name: str) -> Callable[[Path], AbstractContextManager[Feed]]
 
 def _messages() -> Sequence[bytes]:
     return [
-        Message(MessageKind.LEARN, requests=3, positions=12, gamma=4).encode(),
+        Message(MessageKind.LEARN, requests=3, gamma=4).encode(),
         Message(MessageKind.LEARNT, loss=0.5, seconds=0.02).encode(),
         Message(MessageKind.REFUSED, text="the loss is no number").encode(),
     ]

@@ -19,14 +19,16 @@ OTHERS: dict[str, Any] = {
     "sleep_positions": 0,
     "dflash_model_path": "drafts/other",
     "dflash_revision": "5a1c0de",
+    "learner": "dflash",
     "lookup": True,
+    "signals_folder": "/var/lib/signals",
 }
-# Rank 0 alone has the link, and writes signals.
+# Rank 0 alone has the link, and writes signals; all read versions from their folder.
 RANK_0 = {
     "sidecar", "ca", "client_certificate", "client_key", "token_file", "engine_id",
     "lease_max_seconds", "report_buffer", "report_interval_ms", "agent_nice", "classes",
     "class_key_file", "class_prompt_tokens",
-    "signals_folder", "signals_megabytes", "signals_device_megabytes", "signals_top",
+    "signals_megabytes", "signals_device_megabytes", "signals_top",
     "signals_final_states",
 }  # fmt: skip
 # An engine of several ranks does not start with online updates.

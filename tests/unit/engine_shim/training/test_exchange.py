@@ -41,7 +41,7 @@ def channels() -> Iterator[tuple[Channel, Channel]]:
 def test_messages_arrive_whole_and_in_order(channels: tuple[Channel, Channel]) -> None:
     left, right = channels
     sent = [
-        Message(MessageKind.LEARN, requests=16, positions=55, gamma=7),
+        Message(MessageKind.LEARN, requests=16, gamma=7),
         Message(MessageKind.REFUSED, text="loss nan"),
         Message(MessageKind.LEARNT, loss=0.25, seconds=1.5),
     ]

@@ -32,17 +32,18 @@ SQUARE = replace(SHAPE, head_dim=16, heads=2)
 LAYERS = (0, 1, 2)
 
 
-def signal(rows: int, seed: int, *, final: bool = True) -> Signal:
+def signal(rows: int, seed: int, *, final: bool = True, context: int = 0) -> Signal:
     torch.manual_seed(seed)
     return Signal(
         tokens=torch.randint(SHAPE.vocabulary, (rows,)),
         features=torch.randn(rows, len(LAYERS) * SHAPE.hidden).to(torch.bfloat16),
-        top_tokens=torch.randint(SHAPE.vocabulary, (rows, 4), dtype=torch.int32),
-        top_logs=-torch.rand(rows, 4),
+        top_tokens=torch.randint(SHAPE.vocabulary, (rows - context, 4), dtype=torch.int32),
+        top_logs=-torch.rand(rows - context, 4),
         start=3,
         accepted=1,
         tried=2,
         final=torch.randn(rows, SHAPE.hidden).to(torch.bfloat16) if final else None,
+        context=context,
     )
 
 
@@ -75,6 +76,8 @@ def folder(tmp_path: Path, student: Eagle3Student) -> Path:
     store = SignalStore(found, 1 << 30)
     for seed, rows in enumerate((40, 64, 5, 17)):
         store.add(signal(rows, seed))
+    # Nothing but a prompt and a few tokens.
+    store.add(signal(40, 4, context=36))
     return found
 
 

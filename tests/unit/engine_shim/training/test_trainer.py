@@ -15,6 +15,7 @@ from torch import Tensor
 from engine_shim.training import trainer
 from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors
 from engine_shim.training.online import OnlineSettings, Round
+from engine_shim.training.rings import SPANS, RingRows, RingShape
 from engine_shim.training.students import DraftStudent
 from tests.support.training_rounds import (
     SHAPE,
@@ -43,11 +44,13 @@ class Running:
             if name.startswith(trainer.WEIGHT)
         }
 
-    def learn(self, found: Round) -> Message:
+    def learn(self, found: Round, gamma: int = GAMMA) -> Message:
         requests, length = found.tokens.shape
-        for name, part in found._asdict().items():
-            self.memory.tensors[name][:requests, -length:] = part
-        assert self.channel.send(Message(MessageKind.LEARN, requests, length, GAMMA))
+        for name in RingRows._fields:
+            self.memory.tensors[name][:requests, :length] = getattr(found, name)
+        spans = [(ring, 0, length) for ring in range(requests)]
+        self.memory.tensors[SPANS][:requests] = torch.tensor(spans)
+        assert self.channel.send(Message(MessageKind.LEARN, requests=requests, gamma=gamma))
         reply = self.channel.receive(wait=True)
         assert reply is not None
         return reply
@@ -55,15 +58,8 @@ class Running:
 
 @contextmanager
 def started(student: DraftStudent) -> Iterator[Running]:
-    size = (REQUESTS, LENGTH)
     layouts = {
-        "tokens": Layout(size, "int64"),
-        "features": Layout((*size, 2 * SHAPE.hidden), "float32"),
-        "top_tokens": Layout((*size, TOP), "int64"),
-        "top_logs": Layout((*size, TOP), "float32"),
-        "taught": Layout(size, "bool"),
-        "valid": Layout(size, "bool"),
-        "positions": Layout(size, "int64"),
+        **RingShape(REQUESTS, LENGTH, 2 * SHAPE.hidden, TOP).layouts(),
         trainer.BORROWED + "embedding": Layout(tuple(student.embedding.shape), "float32"),
         **{
             trainer.WEIGHT + name: Layout(tuple(part.shape), "float32")
@@ -104,6 +100,14 @@ def test_it_learns_and_leaves_the_weights_in_memory(running: Running) -> None:
     assert all(0 < reply.seconds < 60 for reply in replies)
     after = running.weights()
     assert all(not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_round_that_is_shorter_than_the_last_drafts_is_learnt_as_far_as_it_goes(
+    running: Running,
+) -> None:
+    """A long block was drafted, then nothing, and another request has just begun."""
+    found = make_round(make_target(), GAMMA + 1, seed=3, top=TOP)
+    assert running.learn(found, gamma=GAMMA + 1).kind is MessageKind.LEARNT
 
 
 def test_it_goes_on_from_weights_that_are_put_back(running: Running) -> None:

@@ -10,6 +10,7 @@ COMPONENTS = "sglang.srt.model_executor.model_runner_components"
 RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 GATHER = "sglang.srt.managers.scheduler_components.dp_attn"
+LAYERS = "sglang.srt.layers"
 INTERNAL = "sglang.srt.managers.scheduler_components.internal_state"
 HOOKS = {
     sglang_api.CANDIDATE_STEPS: "cfg_path=None",
@@ -179,6 +180,28 @@ SAME_CODE = {
     sglang_api.RESOLVE_TOKENS: ("c2ed08738e6be120", "telemetry reads what it leaves on the result"),
 }
 ATTRIBUTES = {
+    # How the ranks share a layer's parameters (shards.py).
+    f"{LAYERS}.linear.ColumnParallelLinear": {
+        "output_partition_sizes",
+        "output_size_per_partition",
+    },
+    f"{LAYERS}.linear.MergedColumnParallelLinear": {"output_sizes"},
+    f"{LAYERS}.linear.QKVParallelLinear": {
+        "head_size",
+        "num_heads",
+        "num_kv_head_replicas",
+        "num_kv_heads",
+        "total_num_heads",
+        "total_num_kv_heads",
+        "v_head_size",
+    },
+    f"{LAYERS}.linear.RowParallelLinear": {"input_size_per_partition"},
+    f"{LAYERS}.linear.LinearBase": {"input_size", "output_size"},
+    f"{LAYERS}.vocab_parallel_embedding.VocabParallelEmbedding": {
+        "num_added_embeddings",
+        "num_embeddings_padded",
+        "num_embeddings_per_partition",
+    },
     "sglang.srt.managers.utils.GenerationBatchResult": {
         "num_correct_drafts_per_req_cpu",
         "can_run_cuda_graph",

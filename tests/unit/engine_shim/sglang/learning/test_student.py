@@ -33,7 +33,7 @@ def test_an_eagle3_drafter_is_described_with_its_vocabulary(
 ) -> None:
     ours = make(make_target())
     expected = {name: part.detach().clone() for name, part in ours.named_parameters()}
-    found = live_drafter(worker_of(LlamaForCausalLMEagle3(ours)), 1)
+    found = live_drafter(worker_of(LlamaForCausalLMEagle3(ours)))
     student = student_of(found.shape, found.borrowed)
     assert isinstance(student, Eagle3Student)
     assert student.shape == ours.shape
@@ -53,7 +53,7 @@ def test_a_head_that_sglang_has_padded_is_trained_without_the_padding() -> None:
     model = LlamaForCausalLMEagle3(ours)
     padded = torch.nn.Linear(SHAPE.hidden, 64, bias=False)
     model.lm_head = padded
-    found = live_drafter(worker_of(model), 1)
+    found = live_drafter(worker_of(model))
     assert found.parameters[HEAD].shape == (30, SHAPE.hidden)
     # Written in place: it is a part of the live one.
     DrafterWeights(found.parameters).serve(
@@ -75,7 +75,7 @@ def test_the_targets_head_is_used_and_never_trained() -> None:
     ours = Eagle3Student(replace(whole.shape, own_head=False), whole.embedding, head)
     model = LlamaForCausalLMEagle3(ours)
     model.load_lm_head_from_target = True
-    found = live_drafter(worker_of(model), 1)
+    found = live_drafter(worker_of(model))
     assert HEAD not in found.parameters
     assert isinstance(found.shape, Eagle3Shape)
     assert not found.shape.own_head
@@ -86,7 +86,7 @@ def test_the_targets_head_is_used_and_never_trained() -> None:
 def test_an_embedding_that_is_the_head_is_used_and_never_trained() -> None:
     whole = make_student(make_target())
     ours = Eagle3Student(replace(whole.shape, own_head=False), whole.embedding)
-    found = live_drafter(worker_of(LlamaForCausalLMEagle3(ours, tie_word_embeddings=True)), 1)
+    found = live_drafter(worker_of(LlamaForCausalLMEagle3(ours, tie_word_embeddings=True)))
     assert HEAD not in found.parameters
     assert found.borrowed.head is None
 
@@ -118,27 +118,25 @@ def packed() -> LlamaForCausalLMEagle3:
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks", "reason"),
+    ("model", "reason"),
     [
-        (torch.nn.Linear(1, 1), 1, "it is a Linear, not one of LlamaForCausalLMEagle3, "),
-        (eagle3(), 2, "2 ranks share the drafter's weights"),
-        (windowed(), 1, "it sees the last 64 positions only"),
-        (with_tokens(torch.arange(30)), 1, "its d2t has 30 tokens, its head 40"),
-        (with_tokens(torch.arange(1, 41)), 1, "names tokens that the target's 40 do not contain"),
-        (with_tokens(torch.zeros(40)), 1, "names a token twice"),
+        (torch.nn.Linear(1, 1), "it is a Linear, not one of LlamaForCausalLMEagle3, "),
+        (windowed(), "it sees the last 64 positions only"),
+        (with_tokens(torch.arange(30)), "its d2t has 30 tokens, its head 40"),
+        (with_tokens(torch.arange(1, 41)), "names tokens that the target's 40 do not contain"),
+        (with_tokens(torch.zeros(40)), "names a token twice"),
         (
             with_tokens(torch.arange(39, -1, -1), tie_word_embeddings=True),
-            1,
             "its d2t reorders the target's head",
         ),
-        (of_other_parameters(), 1, r"its lm_head.weight is \(39, 32\), a student's \(40, 32\)"),
-        (packed(), 1, r"its model.fc.weight is stored as torch.float8_e4m3fn, which is packed"),
-        (eagle3(rope_scaling={"rope_type": "llama3", "factor": 8.0}), 1, "are scaled"),
+        (of_other_parameters(), r"its lm_head.weight is \(39, 32\), a student's \(40, 32\)"),
+        (packed(), r"its model.fc.weight is stored as torch.float8_e4m3fn, which is packed"),
+        (eagle3(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "are scaled"),
     ],
 )
-def test_others_are_named(model: Any, ranks: int, reason: str) -> None:
+def test_others_are_named(model: Any, reason: str) -> None:
     with pytest.raises(UnsupportedDrafterError, match=reason):
-        live_drafter(worker_of(model), ranks)
+        live_drafter(worker_of(model))
 
 
 def test_what_was_copied_is_compared_by_value() -> None:
