@@ -1,6 +1,6 @@
-"""Runs `python -m engine_shim.training`: the trainer beside an engine, the hand-off to SpecForge.
+"""Runs `python -m engine_shim.training`: trainers of drafters, the hand-off to SpecForge.
 
-It needs the folder that the engine writes its signals to; no target model, and no SGLang.
+All but `sd2` need the folder that the engine writes its signals to; no target model, and no SGLang.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import torch
 
 from engine_shim.link.credentials import EngineCredentials
 from engine_shim.training.adapt import AdaptSettings
+from engine_shim.training.sd2_command import add_sd2_command, run_sd2_command
 from engine_shim.training.specforge import ExportError, export_signals, import_draft
 from engine_shim.training.versions import FOLDER, FolderTakenError, VersionError, Versions
 from engine_shim.training.worker import NoEngineError, TrainingWorker, WorkerTarget
@@ -31,6 +32,7 @@ _HELP = {
     "learning_rate": "learning rate of AdamW",
     "held_out": "every so many-th signal evaluates and is not trained on",
     "seed": "seed of the order of the signals",
+    "teach_prompts": "positions of prompts teach as well, by the token that follows each of them",
 }
 _DONE, _CANNOT, _TAKEN = 0, 2, 3
 
@@ -49,8 +51,12 @@ def _parser() -> argparse.ArgumentParser:
         attend.add_argument(f"--{name}", default=environment(variable, ""))
     for field in fields(AdaptSettings):
         default = getattr(_DEFAULTS, field.name)
+        option = f"--{field.name.replace('_', '-')}"
+        if isinstance(default, bool):
+            attend.add_argument(option, action="store_true", help=_HELP[field.name])
+            continue
         attend.add_argument(
-            f"--{field.name.replace('_', '-')}",
+            option,
             type=type(default),
             default=default,
             help=f"{_HELP[field.name]} (default {default})",
@@ -61,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--version", type=int, default=0, help="version of the drafter to start from; 0: base"
     )
+    add_sd2_command(commands)
     back = commands.add_parser("import", help="an exported drafter as the next version")
     back.add_argument("draft", type=Path, help="folder with config.json and model.safetensors")
     for command in (attend, export, back):
@@ -88,6 +95,9 @@ def _run(asked: argparse.Namespace) -> None:
     if asked.command == "attend":
         _attend(asked)
         return
+    if asked.command == "sd2":
+        run_sd2_command(asked)
+        return
     signals = Path(asked.signals)
     versions = Versions(signals / FOLDER)
     if asked.command == "export":
@@ -103,7 +113,7 @@ def main() -> int:
     """Runs the command; returns 2 for an error, 3 when another trainer uses the folder."""
     parser = _parser()
     asked = parser.parse_args()
-    if not asked.signals:
+    if asked.command != "sd2" and not asked.signals:
         parser.error("--signals or SPECULATION_SIGNALS_FOLDER must name the folder of signals")
     if asked.command == "attend" and not asked.sidecar:
         parser.error("--sidecar or SPECULATION_SIDECAR must name the sidecar's address")

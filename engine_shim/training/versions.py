@@ -155,10 +155,9 @@ class Versions:
         return found
 
     def publish(self, parameters: Mapping[str, Tensor], made: Made) -> int:
-        """Stores new parameters under the next free number, which is returned.
+        """Stores new parameters under the next free number, which is returned.  Raises OSError.
 
         Engine and trainer may do so at once: none takes a number that the other has taken.
-        Raises OSError.
         """
         facts = {
             "base": self.base_digest(),

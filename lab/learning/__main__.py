@@ -13,7 +13,7 @@ from lab.harness.errors import HarnessError
 from lab.harness.machine import run_facts, write_result
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
-from lab.learning import bars, learning, report, sd2, shift, tts
+from lab.learning import report, sd2, shift, strides, tts
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import KEPT, Headline, keep
 
@@ -22,15 +22,13 @@ HEADLINES: dict[str, Callable[[LabSetting], Headline]] = {
     "tts-length": tts.length,
     "tts-steps": tts.steps,
     "tts-window": tts.window,
+    "tts-strides": strides.tts_strides,
+    "tts-choice": strides.tts_choice,
+    **sd2.HEADLINES,
 }
 PARTS: dict[str, Callable[[LabSetting], dict[str, Any]]] = {
-    "strides": learning.strides,
-    "regime": learning.regime,
     "shift": shift.shift,
-    "sd2": sd2.sd2,
 }
-# Only if it is named: it takes as long as all the others.
-LONG: dict[str, Callable[[LabSetting], dict[str, Any]]] = {"bars": bars.bars}
 EXIT_FAILED = 1
 
 
@@ -38,8 +36,7 @@ def lab(
     parts: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Of {', '.join((*HEADLINES, *PARTS))}, which are all if none is named; and "
-            f"{', '.join(LONG)}."
+            help=f"Of {', '.join((*HEADLINES, *PARTS))}, which are all if none is named."
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small numbers: does it run?")] = False,
@@ -53,7 +50,7 @@ def lab(
 ) -> None:
     """Shows what the papers say of drafters that learn, on the real SGLang and small models."""
     end_on_sigterm()
-    known = HEADLINES | PARTS | LONG
+    known = HEADLINES | PARTS
     chosen = parts or [*HEADLINES, *PARTS]
     if quick and kept:
         raise typer.BadParameter("--quick shows that it runs; such results are not kept")

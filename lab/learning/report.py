@@ -1,8 +1,7 @@
 """Writes what the lab found: plots, and in words which effects show and which do not."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from html import escape
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 from matplotlib.axes import Axes
@@ -56,60 +55,6 @@ def _claim(found: Mapping[str, Any]) -> str:
     return f"<h2>{escape(title)}</h2>{picture}{shown}{text}"
 
 
-def _strides(found: Mapping[str, Any]) -> Part:
-    rows = found["by"]
-    names = list(rows)
-
-    def draw(axes: Axes) -> None:
-        plain = found["gamma 0 tokens/s"]
-        axes.errorbar(names, *_bars([rows[n]["tokens/s"] for n in names]), marker="o", capsize=3)
-        axes.axhline(plain, linestyle="--", color="gray", label="gamma 0")
-        axes.set_ylabel("tokens/s")
-        axes.legend(loc="upper left")
-        other = axes.twinx()
-        other.errorbar(
-            names,
-            *_bars([rows[n]["acceptance length"] for n in names]),
-            marker="s", capsize=3, color="tab:orange",
-        )  # fmt: skip
-        other.set_ylabel("tokens a verification (orange)")
-
-    best = max(names, key=lambda name: rows[name]["tokens/s"]["median"])
-    gain = rows[best]["tokens/s"]["median"] / rows["off"]["tokens/s"]["median"]
-    against = rows[best]["tokens/s"]["median"] / found["gamma 0 tokens/s"]
-    exact = all(row["same tokens as without updates"] for row in rows.values())
-    words = (
-        f"Best tokens/s: {best}, {gain:.2f} of off and {against:.2f} of gamma = 0. "
-        f"{_shows(best not in {'off', names[-1]}, 'A best stride between off and 1')} "
-        f"Tokens with and without updates are {'the same' if exact else 'NOT the same'}."
-    )
-    return draw, [words]
-
-
-def _regime(found: Mapping[str, Any]) -> Part:
-    batches = found["batches"]
-
-    def draw(axes: Axes) -> None:
-        axes.plot([row["acceptance length"] for row in batches], marker="o")
-        axes.set_ylabel("tokens a verification")
-        axes.set_xlabel("batch of four requests")
-        for at, row in enumerate(batches):
-            label = f"S={row['stride']}" if row["stride"] else "off"
-            axes.annotate(
-                f"{label}\nγ={row['gamma']}", (at, row["acceptance length"]), fontsize=7,
-                textcoords="offset points", xytext=(0, 6), ha="center",
-            )  # fmt: skip
-
-    first, last = batches[0], batches[-1]
-    words = (
-        f"Nobody sets a stride. From {first['acceptance length']:.2f} to "
-        f"{last['acceptance length']:.2f} tokens a verification, {last['updates']} updates; "
-        f"{last['tokens/s']:.0f} tokens/s at the end, gamma = 0 decodes "
-        f"{found['gamma 0 tokens/s']:.0f}."
-    )
-    return draw, [words]
-
-
 def _shift(found: Mapping[str, Any]) -> Part:
     def draw(axes: Axes) -> None:
         for number, run in enumerate(found["runs"]):
@@ -143,79 +88,10 @@ def _shift(found: Mapping[str, Any]) -> Part:
     return draw, words
 
 
-def _sd2(found: Mapping[str, Any]) -> Part:
-    # As they should come out, the least first; the quick lab leaves the first one out.
-    names = [name for name in ("pretrained", "distilled", "sd2") if name in found]
-    domains = list(found["sd2"]["acceptance length"])
-
-    def draw(axes: Axes) -> None:
-        for offset, name in zip((-0.25, 0.0, 0.25), names, strict=False):
-            values, errors = _bars([found[name]["acceptance length"][domain] for domain in domains])
-            at = [index + offset for index in range(len(domains))]
-            axes.bar(at, values, width=0.22, yerr=errors, capsize=3, label=name)
-        axes.set_xticks(range(len(domains)), domains)
-        axes.set_ylabel(f"tokens a verification, gamma {found['gamma']}")
-        axes.legend()
-
-    mean = {name: found[name]["mean acceptance length"] for name in names}
-    order = all(mean[one] < mean[after] for one, after in pairwise(names))
-    exact = all(found[name]["same tokens as gamma 0"] for name in names)
-    words = (
-        f"Mean over domains: {', '.join(f'{name} {mean[name]:.2f}' for name in names)}. "
-        f"{_shows(order, ' below '.join(names).capitalize())} A step with steering takes "
-        f"{found['step of sd2 over distilled']:.3f} of one without. gamma = 0 decodes "
-        f"{found['sd2']['gamma 0 tokens/s (json)']:.0f} tokens/s of json, the SD² drafter "
-        f"{found['sd2']['tokens/s']['json']['median']:.0f}. Tokens are "
-        f"{'those of gamma = 0' if exact else 'NOT those of gamma = 0'}."
-    )
-    return draw, [words]
-
-
-def _choices(found: Mapping[str, Any]) -> Part:
-    streams = list(found)
-
-    def draw(axes: Axes) -> None:
-        for index, stream in enumerate(streams):
-            speeds = found[stream]["tokens/s"]
-            off = speeds["off"]["median"]
-            for place, (choice, speed) in enumerate(speeds.items()):
-                axes.bar(
-                    index + 0.2 * place - 0.3, speed["median"] / off, width=0.18,
-                    color=f"C{place}", label=choice if not index else None,
-                )  # fmt: skip
-        axes.set_xticks(range(len(streams)), streams)
-        axes.set_ylabel("tokens/s over those of off")
-        axes.legend()
-
-    words = []
-    for stream, row in found.items():
-        best, off = row["chosen over best fixed"], row["chosen over off"]
-        later = row["chosen over best fixed, later"]
-        words.append(
-            f"{stream}: the sidecar's choice over the best fixed one ({row['best fixed']}) "
-            f"{best['median']:.3f} ({best['low']:.3f} to {best['high']:.3f}; bar 0.98), in the "
-            f"second half of the stream {later['median']:.3f}; over off {off['median']:.3f}, then "
-            f"{row['chosen over off, later']['median']:.3f}."
-        )
-    return draw, words
-
-
 _PARTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Part]]] = {
-    "strides": ("TTS: how often to update", _strides),
-    "regime": ("The sidecar's own choice of a stride", _regime),
     "shift": ("TIDE: training beside the engine when traffic shifts", _shift),
-    "sd2": ("SD²: steering a pretrained drafter", _sd2),
-    "bars": ("The sidecar's choice against fixed strides", _choices),
 }
 
 
 def _shows(is_so: bool, what: str) -> str:
     return f"{what} shows." if is_so else f"{what} does not show here."
-
-
-def _bars(spreads: Sequence[Mapping[str, float]]) -> tuple[list[float], list[list[float]]]:
-    """Medians, and how far the lowest and the highest are from them."""
-    medians = [spread["median"] for spread in spreads]
-    below = [spread["median"] - spread["low"] for spread in spreads]
-    above = [spread["high"] - spread["median"] for spread in spreads]
-    return medians, [below, above]
