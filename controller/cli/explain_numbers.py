@@ -172,10 +172,11 @@ def _training_text(answer: "service_pb2.ExplainResponse") -> str:
         f"{it.signals_needed} signals for round {it.rounds + 1}"
     )
     lines = [head]
-    if it.draft_version or it.past:
+    if it.draft_version or it.past or it.learnt:
         arrived = "" if it.served_version == it.draft_version else f", {it.served_version} serves"
         trial = f", on trial after {it.parent_version}" if it.on_trial else ""
-        lines.append(f"  its version: {it.draft_version or 'as loaded'}{arrived}{trial}")
+        learnt = ", changed by online updates since" if it.learnt else ""
+        lines.append(f"  its version: {it.draft_version or 'as loaded'}{arrived}{learnt}{trial}")
     lines += [f"  {_round_text(past)}" for past in it.past[-_PAST_ROUNDS:]]
     return "\n".join(lines) + "\n"
 

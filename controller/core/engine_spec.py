@@ -126,7 +126,10 @@ def kept_together(drafters: Sequence[DrafterSpec]) -> dict[str, set[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Lists what the engine side is able to do, as proto `Capabilities` does."""
+    """Lists what the engine side is able to do, as proto `Capabilities` does.
+
+    learner: name of the drafter that learns, "" for the first one.
+    """
 
     can_sleep: bool = False
     can_switch_drafter: bool = False
@@ -137,6 +140,7 @@ class Capabilities:
     drafters_follow: bool = False
     catch_up_steps: int = 0
     draft_lag: int = 0
+    learner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +195,7 @@ class EngineSpec:
                 field_path="max_batch_size",
             )
         self._check_lag_and_mixtures()
+        self._check_learner()
         if not any(self.is_prepared(arm, self.max_batch_size) for arm in self.arms):
             raise InvalidEngineError(
                 f"every draft length is limited to batches below {self.max_batch_size}: "
@@ -203,6 +208,21 @@ class EngineSpec:
                 field_path="safe_gamma",
             )
         require_known(self.lost, self)
+
+    @property
+    def learner(self) -> DrafterSpec:
+        """Returns the drafter that learns, where one does."""
+        name = self.capabilities.learner or self.drafters[0].name
+        return next(drafter for drafter in self.drafters if drafter.name == name)
+
+    def _check_learner(self) -> None:
+        learner, weightless = self.capabilities.learner, {DrafterKind.NGRAM, DrafterKind.MIXTURE}
+        able = [drafter.name for drafter in self.drafters if drafter.kind not in weightless]
+        if learner and learner not in able:
+            raise InvalidEngineError(
+                f"learner {learner[:64]!r} is not one of the drafters with weights, {able}",
+                field_path="capabilities.learner",
+            )
 
     def _check_lag_and_mixtures(self) -> None:
         if self.capabilities.draft_lag not in {0, 1}:

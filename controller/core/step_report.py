@@ -99,7 +99,9 @@ class StepReport:
     draft_version: of the drafter that served the step, 0 = as loaded.  groups: the rows by what was
     verified in them, or none: all alike; accepted_counts is their sum, and gamma that of the widest
     one.  proposals: what drafters would have given, used or not.  prefill_tokens: prompt tokens
-    that the step read beside its decoding.
+    that the step read beside its decoding.  learnt_from: the version from which online updates have
+    made the weights, None where none has changed them; equal to draft_version until the engine has
+    stored them as a version, which is draft_version then.
     """
 
     step: int
@@ -119,6 +121,7 @@ class StepReport:
     groups: tuple[RowGroup, ...] = ()
     proposals: tuple[ProposalCounts, ...] = ()
     prefill_tokens: int = 0
+    learnt_from: int | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batch_size > MAX_BATCH_SIZE:

@@ -52,6 +52,7 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
             for part in message.proposals
         ),
         message.prefill_tokens,
+        message.learnt_from if message.HasField("learnt_from") else None,
     )
 
 
@@ -125,6 +126,7 @@ def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
             for part in report.proposals
         ],
         prefill_tokens=report.prefill_tokens,
+        learnt_from=report.learnt_from,
     )
     flags = report.flags
     if flags != NO_FLAGS:

@@ -27,6 +27,7 @@ def training_to_proto(view: TrainingView) -> service_pb2.TrainingExplanation:
         served_version=view.served,
         parent_version=state.parent,
         on_trial=state.trial is not None,
+        learnt=view.learnt,
         past=[
             service_pb2.PastRound(
                 round=message_of(training_pb2.TrainingRound, record.result),

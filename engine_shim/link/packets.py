@@ -5,7 +5,7 @@ started from one installation, so the version only guards against a mixed one: a
 refused, never guessed at.
 
   HELLO   engine -> agent   the introduction: a serialized proto IntroduceRequest
-  REPORT  engine -> agent   one decode step, 70 + 4 * (gamma + 1) bytes, and for groups of rows and
+  REPORT  engine -> agent   one decode step, 74 + 4 * (gamma + 1) bytes, and for groups of rows and
                             for proposals 4 bytes each and 4 for each of their counts
   PLAN    agent -> engine   a table over batch sizes, 41 + 21 * rows bytes, and the rules of
                             mixtures, 12 bytes each and 4 for each match length
@@ -24,7 +24,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from engine_shim.link.errors import PacketError
 
-VERSION: Final = 5
+VERSION: Final = 6
 HELLO: Final = 1
 REPORT: Final = 2
 PLAN: Final = 3
@@ -54,7 +54,7 @@ ALL_FLAGS: Final = 255
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _HEAD: Final = struct.Struct("<BB")
-_REPORT_HEAD: Final = "<BBBBHIIIQQdQQfII"
+_REPORT_HEAD: Final = "<BBBBHIIIQQdQQfIII"
 _REPORTS: Final = tuple(struct.Struct(f"{_REPORT_HEAD}{g + 1}I") for g in range(MAX_GAMMA + 1))
 _REPORT_FIXED: Final = struct.Struct(_REPORT_HEAD)
 # Of a group, of proposals, or of a request class: which of them, drafter (of a class: the bytes of
@@ -140,6 +140,7 @@ class ReportPacket(NamedTuple):
     groups: Sequence[GroupEntry] = ()
     proposals: Sequence[ProposalsEntry] = ()
     classes: Sequence[ClassEntry] = ()
+    learnt_from: int | None = None
 
 
 class ProbeEntry(NamedTuple):
@@ -238,11 +239,12 @@ def encode_report(report: ReportPacket) -> bytes:
     (
         step, batch_size, kv_tokens, drafter, gamma, accepted_counts, seconds, flags, epoch, probe,
         session, update_seconds, draft_version, dropped, prefill_tokens, groups, proposals,
-        classes,
+        classes, learnt_from,
     ) = report  # fmt: skip
     packed = _REPORTS[gamma].pack(
         VERSION, REPORT, drafter, gamma, flags, session, dropped, batch_size, step, kv_tokens,
-        seconds, epoch, probe, update_seconds, draft_version, prefill_tokens, *accepted_counts,
+        seconds, epoch, probe, update_seconds, draft_version, prefill_tokens,
+        0 if learnt_from is None else learnt_from + 1, *accepted_counts,
     )  # fmt: skip
     if not groups and not proposals and not classes:
         return packed
@@ -273,7 +275,8 @@ def decode_report(data: Buffer) -> ReportPacket:
         raise PacketError(f"report: {len(data)} bytes, gamma {gamma} needs {layout.size}")
     (
         _, _, drafter, gamma, flags, session, dropped, batch_size, step, kv_tokens,
-        seconds, epoch, probe, update_seconds, draft_version, prefill_tokens, *accepted_counts,
+        seconds, epoch, probe, update_seconds, draft_version, prefill_tokens, learnt,
+        *accepted_counts,
     ) = layout.unpack_from(data)  # fmt: skip
     parts = _Parts()
     if len(data) > layout.size:
@@ -282,6 +285,7 @@ def decode_report(data: Buffer) -> ReportPacket:
         step, batch_size, kv_tokens, drafter, gamma, tuple(accepted_counts), seconds, flags, epoch,
         probe, session, update_seconds, draft_version, dropped, prefill_tokens,
         tuple(parts.groups), tuple(parts.proposals), tuple(parts.classes),
+        learnt - 1 if learnt else None,
     )  # fmt: skip
 
 

@@ -65,6 +65,7 @@ class Translator:
             probe_id=packet.probe_id if ours else 0,
             update_seconds=packet.update_seconds,
             draft_version=packet.draft_version,
+            learnt_from=packet.learnt_from,
             prefill_tokens=packet.prefill_tokens,
             groups=[
                 RowGroup(

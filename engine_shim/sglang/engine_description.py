@@ -9,8 +9,9 @@ from engine_shim.sglang.api import sglang_api, versions
 from engine_shim.sglang.drafters.dflash_checkpoint import lengths_of_block
 from engine_shim.sglang.drafters.row_counts import Role
 from engine_shim.sglang.model_shape import set_shapes
+from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.steering.naming import default_engine_id, processor_name, revision_of
-from engine_shim.training.sd2 import SD2_ARCHITECTURE
+from engine_shim.training.sd2 import STEERED
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
@@ -35,9 +36,13 @@ def introduce(
     can_collect: bool = False,
     can_take_versions: bool = False,
     second: DualDrafter | None = None,
+    learner: int = 0,
     lost: Iterable[engine_pb2.LostCapability] = (),
 ) -> engine_pb2.EngineSpec:
-    """Describes the engine of a scheduler after its `init_model_worker`."""
+    """Describes the engine of a scheduler after its `init_model_worker`.
+
+    learner: place of the drafter that learns.
+    """
     spec = engine_pb2.EngineSpec(
         engine_id=settings.engine_id or default_engine_id(scheduler.server_args.port),
         fingerprint=_fingerprint(scheduler),
@@ -65,6 +70,8 @@ def introduce(
             revision=revision_of(second.model_path, second.revision),
         )
         runners.append(second.block.runner)
+    if learner:
+        spec.capabilities.learner = spec.drafters[learner].name
     set_shapes(spec, scheduler.tp_worker.model_runner, runners)
     blocks = [sglang_api.dflash_only(scheduler.draft_worker.draft_worker)]
     blocks += [] if second is None else [second.block]
@@ -72,6 +79,21 @@ def introduce(
         if block is not None and drafter.HasField("shape"):
             drafter.shape.block_size = block.block_size
     return spec
+
+
+def learner_of(scheduler: Any, name: str, *, has_second: bool) -> int:
+    """Returns the place of the drafter with this name, of which "" is the engine's own.
+
+    Raises UnsupportedEngineError for another name.
+    """
+    names = [scheduler.server_args.speculative_algorithm.lower()]
+    names += [DFLASH_NAME] if has_second else []
+    if name and name not in names:
+        raise UnsupportedEngineError(
+            f"SPECULATION_LEARNER: {name[:64]!r} is no drafter of this engine that could learn: "
+            f"there is {' and '.join(names)}"
+        )
+    return names.index(name) if name else 0
 
 
 def add_lookup(spec: engine_pb2.EngineSpec) -> dict[str, Role]:
@@ -149,7 +171,7 @@ def _kind(scheduler: Any, *, has_block: bool) -> engine_pb2.DrafterKind.ValueTyp
         return engine_pb2.DRAFTER_KIND_DFLASH
     model = getattr(scheduler.draft_worker.draft_worker.draft_runner, "model", None)
     architectures = getattr(getattr(model, "config", None), "architectures", None) or ()
-    is_sd2 = SD2_ARCHITECTURE in architectures
+    is_sd2 = bool(STEERED.keys() & set(architectures))
     return engine_pb2.DRAFTER_KIND_STANDALONE if is_sd2 else engine_pb2.DRAFTER_KIND_MTP
 
 

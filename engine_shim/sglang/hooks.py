@@ -26,11 +26,16 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import Orders
+from engine_shim.sglang import lost_parts
 from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
 from engine_shim.sglang.drafters.row_counts import Role
 from engine_shim.sglang.eager_passes import NO_PASSES
-from engine_shim.sglang.engine_description import DFLASH_NAME
-from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
+from engine_shim.sglang.learning.verified_step import (
+    NO_UPDATE,
+    UpdateStatus,
+    Verification,
+    prompt_pass,
+)
 from engine_shim.sglang.step_reports import (
     Launch,
     StepTap,
@@ -75,6 +80,7 @@ class EngineHooks:
     link, tap: of rank 0 only.  block: the engine's DFlash drafter, `dual`'s or the only one.
     rows: the prompt lookup, which may draft single rows.  wishes: what requests ask for.
     online, follower: updates of the drafter, on rank 0 and on another rank.
+    learner: place of the drafter that learns.
     What an engine does not have is None, and what has failed is set to None.
     """
 
@@ -97,6 +103,7 @@ class EngineHooks:
     follower: OnlineWeights | None = None
     collector: SignalCollector | None = None
     deployment: Deployment | None = None
+    learner: int = OWN
     # The step between its launch and the end of its draft-extend; the scheduler launches one at a
     # time.
     _launching: Launch | None = field(default=None, init=False)
@@ -183,7 +190,7 @@ class EngineHooks:
         if self.block is not None:
             self._report_lost_block(self.block)
         if rows is not None and rows.over:
-            self._lose_lookup(rows)
+            lost_parts.lose_lookup(self.losses, rows)
         result.speculation_launch = launch
         return result
 
@@ -206,9 +213,14 @@ class EngineHooks:
         self._update(lambda online: online.before_prefill(request_ids))
         if self.follower is not None:
             self.follower.follow_prefill(request_ids)
+        # The drafter's part of the prefill replaces them.
+        tokens = None if self.collector is None else batch.input_ids
         result = original(worker, batch, *args, **kwargs)
         if self.block is not None:
             self._report_lost_block(self.block)
+        if tokens is not None and self.ranks.collects():
+            split = None if self.dual is None else self.dual.split
+            self._collect(lambda c: c.after_prefill(prompt_pass(batch, tokens, result, split)))
         return result
 
     def around_draft(
@@ -323,14 +335,12 @@ class EngineHooks:
         }
 
     def _report_lost_block(self, block: DFlashDrafter) -> None:
-        if block.over:
-            self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, DFLASH_NAME)
-            if self.rows is not None and (mixture := self.rows.mixture_of(DFLASH_NAME)):
-                self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, mixture)
-
-    def _lose_lookup(self, rows: RowDrafting) -> None:
-        for name in rows.names:
-            self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, rows.over, name)
+        if not block.over:
+            return
+        lost_parts.lose_block(self.losses, block, self.rows)
+        if self.dual is None or self.learner == SECOND:
+            self._update(lambda online: online.close(block.over))
+            lost_parts.stop_training(self.losses, block.over, self.collector, self.deployment)
 
     def _catch_up(self, sleep: IdleDrafter, batch: Any, asleep: bool, unread: int) -> bool:
         """True when the drafter may sleep through the step that begins."""
@@ -375,35 +385,40 @@ class EngineHooks:
             return update_status
         try:
             other = deployment.before_step(self.ranks.draft_version())
+            if self.online is not None:
+                collecting = self.ranks.collects()
+                deployment.keep_learnt(self.online, collecting=collecting, others_serve=other)
         except Exception as error:  # noqa: BLE001 - out of memory, say: what serves goes on
             other = False
             deployment.stop(reason_of(error))
             _log.exception("no more versions of the drafter are put into service")
             self.losses.lose(engine_pb2.CAPABILITY_TAKE_VERSIONS, reason_of(error))
         return update_status._replace(
-            reset=update_status.reset or other, version=deployment.counters.version
+            reset=update_status.reset or other,
+            version=deployment.counters.version,
+            learnt_from=deployment.counters.learnt_from,
         )
 
     def _learn(self, batch: Any, result: Any, launch: Launch | None) -> None:
-        """Has those who learn from it see what a step has verified; the engine's own drafter does.
-
-        A second one reads other hidden states, and drafts for itself.
-        """
-        second = self.dual
+        """Has the learner see what a step has verified, with the hidden states that it reads."""
         features = result.logits_output.hidden_states
-        if second is not None:
-            features, _ = second.split(features)
-        own = launch is None or self._role_of(launch) == OWN_ALONE or launch.choice.gamma == 0
-        found = Verification(batch, result, features, own)
+        if self.dual is not None:
+            features = self.dual.split(features)[self.learner]
+        alone = Role(self.learner, is_mixed=False)
+        by_learner = launch is None or launch.choice.gamma == 0 or self._role_of(launch) == alone
+        undrafted = () if launch is None else launch.undrafted
+        found = Verification(batch, result, features, by_learner, undrafted)
         self._update(lambda online: online.after_verify(found, self.ranks.stride()))
-        self._collect(found)
+        self._collect(
+            lambda collector: collector.after_verify(found, collecting=self.ranks.collects())
+        )
 
-    def _collect(self, found: Verification) -> None:
+    def _collect(self, part: Callable[[SignalCollector], None]) -> None:
         """Keeps training signals, until an error."""
         if self.collector is None:
             return
         try:
-            self.collector.after_verify(found, collecting=self.ranks.collects())
+            part(self.collector)
         except Exception as error:  # noqa: BLE001 - out of memory, say
             _log.exception("training signals are kept no more")
             self.collector.give_up(reason_of(error))

@@ -29,10 +29,11 @@ from engine_shim.sglang.engine_description import (
     DFLASH_NAME,
     add_lookup,
     introduce,
+    learner_of,
     set_batch_limits,
 )
 from engine_shim.sglang.graph_states import GraphStates
-from engine_shim.sglang.hooks import EngineHooks
+from engine_shim.sglang.hooks import SECOND, EngineHooks
 from engine_shim.sglang.request_classes import RequestClasses, read_key
 from engine_shim.sglang.request_wishes import RequestWishes
 from engine_shim.sglang.runtime_switch import RuntimeSwitch
@@ -43,6 +44,7 @@ from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
     from engine_shim.sglang.api.settings import PluginSettings
+    from engine_shim.sglang.drafters.dflash import DFlashDrafter
     from engine_shim.sglang.drafters.dual import DualDrafter
     from engine_shim.sglang.learning.deployment import Deployment
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
@@ -60,6 +62,7 @@ AGREED_SETTINGS: Final = (
     "sleep_positions",
     "dflash_model_path",
     "dflash_revision",
+    "learner",
     "lookup",
     "online_updates",
     "online_scope",
@@ -90,6 +93,9 @@ class EngineStartup:
             dflash_only.register()
         sd2_model.register()
         hook_check.register(
+            sglang_api.CARRIED_WIDTH, sd2_model.around_carried_width, HookType.AROUND
+        )
+        hook_check.register(
             sglang_api.APPLY_RUNTIME_STATE, self._switch.apply_runtime_state, HookType.REPLACE
         )
         hook_check.register(
@@ -115,6 +121,10 @@ class EngineStartup:
             # What SGLang has moved is missed before the weights are read, not after.
             pkgutil.resolve_name(target)
         original(scheduler)
+        sd2_model.require_fit(
+            getattr(scheduler.draft_worker, "draft_worker", None),
+            scheduler.tp_worker.model_runner.model_config,
+        )
         self._start(scheduler, dual).register()
         _apply_hooks()
 
@@ -140,8 +150,10 @@ class EngineStartup:
         sleep = None
         if sleepless is None:
             sleep = IdleDrafter(worker, settings.sleep_positions, dual)
-        online, follower = self._online_updates(worker, scheduler)
-        collector, deployment = self._collection(worker, scheduler, found)
+        learner = learner_of(scheduler, settings.learner, has_second=dual is not None)
+        second = block if learner == SECOND else None
+        online, follower = self._online_updates(worker, scheduler, second, found)
+        collector, deployment = self._collection(worker, scheduler, second, found)
         spec = introduce(
             scheduler,
             settings,
@@ -151,6 +163,7 @@ class EngineStartup:
             can_collect=collector is not None,
             can_take_versions=deployment is not None,
             second=dual,
+            learner=learner,
             lost=found.all,
         )
         rows = None
@@ -212,30 +225,39 @@ class EngineStartup:
             follower=follower,
             collector=collector,
             deployment=deployment,
+            learner=learner,
         )
 
     def _online_updates(
-        self, worker: Any, scheduler: Any
+        self, worker: Any, scheduler: Any, second: DFlashDrafter | None, losses: Losses
     ) -> tuple[OnlineUpdates | None, OnlineWeights | None]:
-        """Makes rank 0's updates, or what another rank has of them."""
+        """Makes rank 0's updates, or what another rank has of them, if they are on.
+
+        second: the drafter that learns, if that is not the engine's own.  losses: take the reason
+        where that one does not draft.
+        """
         if not self._settings.online_updates:
+            return None, None
+        if second is not None and (over := next(filter(None, ranks.peers().told(second.over)), "")):
+            # On one rank, say: all of them have to know.
+            losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, over)
             return None, None
         from engine_shim.sglang.learning.online_updates import OnlineUpdates, updates_for
 
         device = scheduler.tp_worker.model_runner.device
-        online = updates_for(worker, device, ranks.peers(), self._settings, self._orders)
+        online = updates_for(worker, device, ranks.peers(), self._settings, self._orders, second)
         if not isinstance(online, OnlineUpdates):
             return None, online
         atexit.register(online.close)
         return online, None
 
     def _collection(
-        self, worker: Any, scheduler: Any, losses: Losses
+        self, worker: Any, scheduler: Any, second: DFlashDrafter | None, losses: Losses
     ) -> tuple[SignalCollector | None, Deployment | None]:
         """Makes both, or neither: signals are of use only for a drafter that takes versions.
 
-        losses: take the reason where the drafter has no student.  Rank 0 has both; the others only
-        do as its deployment orders.
+        second: as for `_online_updates`.  losses: take the reason where the drafter has no student.
+        Rank 0 has both; the others only do as its deployment orders.
         """
         if not self._settings.signals_folder:
             return None, None
@@ -247,7 +269,7 @@ class EngineStartup:
 
         runner, folder = scheduler.tp_worker.model_runner, self._settings.signals_folder
         try:
-            drafter = live_drafter(worker, ranks.peers())
+            drafter = live_drafter(worker, ranks.peers(), second)
             deployment = Deployment(Path(folder), drafter, self._orders)
             if not ranks.is_first():
                 return None, None

@@ -177,6 +177,7 @@ class StepTap:
             groups=apart.groups,
             proposals=apart.proposals,
             classes=classes_of(launch.labels, accepted, gamma) if launch.labels else (),
+            learnt_from=update_status.learnt_from,
         )
         self._link.report(report)
 

@@ -3,6 +3,10 @@
 Paper: TIDE, arXiv:2602.05145, sections 3.3 and 4.2; the loss is that of online updates (online.py),
 over whole signals and with the chain of drafts unrolled from every position (training-time test).
 A drafter that drafts blocks learns all of the block.
+
+The positions of a prompt are context: a draft attends to them, as it does in service, and none of
+them teaches by default.  Their text is the user's and not the target's, and no distribution of the
+target is known there.  With `teach_prompts` the token that follows stands for the distribution.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ class AdaptSettings:
 
     passes: over the training split.  batch: signals a step.  depth: drafts that are unrolled, and
     that evaluation drafts at a time (no more than a block has).
-    held_out: every so many-th signal is kept for evaluation.
+    held_out: every so many-th signal is kept for evaluation.  teach_prompts: the positions of
+    prompts teach as well, by the token that follows each of them.
     """
 
     passes: int = 4
@@ -41,6 +46,7 @@ class AdaptSettings:
     learning_rate: float = 1e-3
     held_out: int = 5
     seed: int = 0
+    teach_prompts: bool = False
 
     def __post_init__(self) -> None:
         if min(self.passes, self.batch, self.depth) < 1 or self.held_out < 2:
@@ -94,9 +100,9 @@ def _matches(student: DraftStudent, signal: Signal, depth: int) -> list[int]:
     """Counts for each anchor how many of its drafts are what was served."""
     # The chain from row t drafts the tokens t + 2 .. t + 1 + depth.
     rows = len(signal.tokens) - depth - 1
-    first = min(_CONTEXT, rows - 1)
     if rows < 1:
         return []
+    first = min(_first_anchor(signal), rows - 1)
     device = student.embedding.device
     tokens = signal.tokens[None].to(device)
     positions = torch.arange(signal.start, signal.start + rows, device=device)
@@ -110,6 +116,17 @@ def _matches(student: DraftStudent, signal: Signal, depth: int) -> list[int]:
     )
     matches: list[int] = right.long().cumprod(0).sum(0).tolist()
     return matches
+
+
+def _first_anchor(signal: Signal) -> int:
+    """Finds the first position from which a drafter is evaluated.
+
+    In service the first draft begins from the prompt's last position; where that has less context
+    here than it had there, as many as make up for it are passed over.
+    """
+    after_prompt = max(signal.context - 1, 0)
+    has_all = signal.context and not signal.start
+    return after_prompt if has_all else max(after_prompt, _CONTEXT)
 
 
 def fine_tuned(
@@ -137,7 +154,8 @@ def fine_tuned(
     depth = made.most_drafts or settings.depth
     steps = settings.passes * -(-len(signals) // settings.batch)
     for step, batch in enumerate(_batches(signals, settings, order), start=1):
-        update = learner.learn(_round(batch, made.embedding.device), depth)
+        found = _round(batch, made.embedding.device, teach_prompts=settings.teach_prompts)
+        update = learner.learn(found, depth)
         if progress is not None:
             progress(step / steps, update.loss)
     return made
@@ -153,7 +171,7 @@ def _batches(
             yield shuffled[start : start + settings.batch]
 
 
-def _round(signals: Sequence[Signal], device: torch.device) -> Round:
+def _round(signals: Sequence[Signal], device: torch.device, *, teach_prompts: bool) -> Round:
     """Puts signals into a round: right-aligned, the shorter ones padded."""
     longest = max(len(signal.tokens) for signal in signals)
     top = min(signal.top_tokens.shape[1] for signal in signals)
@@ -166,14 +184,37 @@ def _round(signals: Sequence[Signal], device: torch.device) -> Round:
         return torch.stack(padded).to(device)
 
     ones = [torch.ones(len(signal.tokens), dtype=torch.bool) for signal in signals]
+    taught = [
+        ones[index] if teach_prompts else _behind(signal, torch.ones(len(signal.top_logs))).bool()
+        for index, signal in enumerate(signals)
+    ]
+    following = [_following(signal, top) for signal in signals]
     return Round(
         tokens=aligned([signal.tokens for signal in signals]),
         features=aligned([signal.features.float() for signal in signals]),
-        top_tokens=aligned([signal.top_tokens[:, :top].long() for signal in signals]),
-        top_logs=aligned([signal.top_logs[:, :top] for signal in signals]),
-        taught=aligned(ones),
+        top_tokens=aligned([tokens for tokens, _ in following]),
+        top_logs=aligned([logs for _, logs in following]),
+        taught=aligned(taught),
         valid=aligned(ones),
         positions=aligned(
             [torch.arange(signal.start, signal.start + len(signal.tokens)) for signal in signals]
         ),
     )
+
+
+def _following(signal: Signal, top: int) -> tuple[Tensor, Tensor]:
+    """Returns likeliest successors and log-probabilities [n, top] of all positions.
+
+    Those of a prompt have the token that follows, for certain, and no other.
+    """
+    tokens = _behind(signal, signal.top_tokens[:, :top].long())
+    logs = _behind(signal, signal.top_logs[:, :top])
+    before = signal.context
+    tokens[:before, 0] = signal.tokens[1 : before + 1]
+    logs[:before, 1:] = -torch.inf
+    return tokens, logs
+
+
+def _behind(signal: Signal, rows: Tensor) -> Tensor:
+    """Puts zeros for the prompt's positions before the rows of the others."""
+    return torch.cat([rows.new_zeros(signal.context, *rows.shape[1:]), rows])

@@ -1,9 +1,11 @@
 """Keeps training signals on disk: the target's outputs at positions that an engine has served.
 
-A signal is a run of consecutive positions of one request.  The store is a folder of safetensors
-files, one signal each, that any process may read while an engine writes: a file appears whole or
-not at all (written aside, then renamed), and once the store is larger than it may be the oldest
-files go.  What cannot be read is named, never guessed at.
+A signal is a run of consecutive positions of one request: the end of its prompt, where the engine
+computed it while it collected, and positions that it verified.
+
+The store is a folder of safetensors files, one signal each, that any process may read while an
+engine writes: a file appears whole or not at all (written aside, then renamed), and once the store
+is larger than it may be the oldest files go.  What cannot be read is named, never guessed at.
 """
 
 from __future__ import annotations
@@ -24,13 +26,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-FORMAT: Final = "speculation-signals-2"
+FORMAT: Final = "speculation-signals-3"
+# The formats that are read.  The one before has no context.
+_FORMATS: Final = (FORMAT, "speculation-signals-2")
 _SUFFIX: Final = ".safetensors"
 _ASIDE: Final = ".part"
 # Left aside by a writer that was killed, if older.
 _ABANDONED_SECONDS: Final = 600.0
 _TENSORS: Final = ("tokens", "features", "top_tokens", "top_logs")
 _FINAL: Final = "final"
+_NUMBERS: Final = ("start", "accepted", "tried")
+_CONTEXT: Final = "context"
 # By name: dtype, and dimensions.
 _KINDS: Final = {
     "tokens": (torch.int64, 1),
@@ -53,11 +59,12 @@ class Signal:
     """Consecutive positions of one request, n of them.
 
     tokens: int64 [n].  features: bfloat16 [n, width], the target's hidden states there that the
-    drafter reads.  top_tokens: int32 [n, top], the target's likeliest successors of each, and
-    top_logs: float32 [n, top], their log-probabilities (nats).  start: position of the first one in
-    its request.  accepted, tried: drafts that were accepted, of those whose turn came (the accepted
-    ones and the first refused of each step).  final: bfloat16 [n, hidden], the target's last hidden
-    states after its norm, where they were asked for.
+    drafter reads.  context: the first so many positions are of the prompt, of which no logits
+    exist; m = n - context others follow.  top_tokens: int32 [m, top], the target's likeliest
+    successors of each of these, and top_logs: float32 [m, top], their log-probabilities (nats).
+    start: position of the first one in its request.  accepted, tried: drafts that were accepted, of
+    those whose turn came (the accepted ones and the first refused of each step).  final: bfloat16
+    [n, hidden], the target's last hidden states after its norm, where they were asked for.
     """
 
     tokens: Tensor
@@ -68,12 +75,15 @@ class Signal:
     accepted: int
     tried: int
     final: Tensor | None = None
+    context: int = 0
 
     def __post_init__(self) -> None:
         rows = {name: part.shape[0] for name, part in self.tensors.items()}
-        if len(set(rows.values())) != 1 or not rows["tokens"]:
+        verified = {rows.pop("top_tokens") + self.context, rows.pop("top_logs") + self.context}
+        if len({*rows.values(), *verified}) != 1 or not 0 <= self.context < rows["tokens"]:
             raise SignalError(
-                f"a signal needs one or more rows, the same number everywhere: {rows}"
+                f"a signal needs one or more verified rows, the same number everywhere: {rows}, "
+                f"{self.context} of the prompt and {len(self.top_tokens)} others"
             )
         if self.top_tokens.shape != self.top_logs.shape:
             raise SignalError("a signal needs a log-probability of every likeliest token")
@@ -92,7 +102,7 @@ class Signal:
     def encoded(self) -> bytes:
         """Encodes the signal as a safetensors file."""
         tensors = {name: part.contiguous() for name, part in self.tensors.items()}
-        numbers = {name: str(getattr(self, name)) for name in ("start", "accepted", "tried")}
+        numbers = {name: str(getattr(self, name)) for name in (*_NUMBERS, _CONTEXT)}
         content: bytes = save(tensors, {"format": FORMAT, **numbers})
         return content
 
@@ -110,13 +120,12 @@ def load(path: Path) -> Signal:
 def _decoded(path: Path) -> Signal:
     with safe_open(path, "pt") as file:
         facts = file.metadata() or {}
-        if facts.get("format") != FORMAT:
+        if facts.get("format") not in _FORMATS:
             raise SignalError(f"format {facts.get('format')!r}, not {FORMAT}")
         there = (*_TENSORS, _FINAL) if _FINAL in file.keys() else _TENSORS  # noqa: SIM118
         tensors: dict[str, Any] = {name: file.get_tensor(name) for name in there}
-        numbers: dict[str, Any] = {
-            name: int(facts[name]) for name in ("start", "accepted", "tried")
-        }
+        numbers: dict[str, Any] = {name: int(facts[name]) for name in _NUMBERS}
+        numbers[_CONTEXT] = int(facts[_CONTEXT]) if facts["format"] == FORMAT else 0
     _check(tensors)
     return Signal(**tensors, **numbers)
 

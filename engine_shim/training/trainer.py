@@ -65,8 +65,10 @@ class Trainer:
             self.take_weights()
             return Message(MessageKind.READY)
         found = read_round(self._tensors, message.requests)
+        # Behind the first position that a draft can begin from there may be fewer.
+        depth = min(message.gamma, found.tokens.shape[1] - 2)
         try:
-            update = self._online.learn(found, message.gamma)
+            update = self._online.learn(found, depth)
         except NotFiniteError as error:
             return Message(MessageKind.REFUSED, text=str(error))
         state = self._online.student.state_dict()

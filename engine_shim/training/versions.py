@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -44,6 +45,7 @@ _SUFFIX: Final = ".safetensors"
 # What is not trained, between the drafter's parameters.
 _BORROWED: Final = "target:"
 _LOCK: Final = ".lock"
+_CLAIM: Final = ".claim"
 
 
 class VersionError(ValueError):
@@ -59,7 +61,7 @@ class Made:
     """The origin of a version.
 
     parent: the version it was trained from, 0 for the base.  signals: how many it was trained on; 0
-    for a version that was trained elsewhere.
+    for a version that was trained elsewhere, or that online updates have made in the engine.
     """
 
     parent: int
@@ -153,14 +155,20 @@ class Versions:
         return found
 
     def publish(self, parameters: Mapping[str, Tensor], made: Made) -> int:
-        """Stores new parameters under the next free number, which is returned."""
-        version = max([0, *self.numbers()]) + 1
+        """Stores new parameters under the next free number, which is returned.  Raises OSError.
+
+        Engine and trainer may do so at once: none takes a number that the other has taken.
+        """
         facts = {
             "base": self.base_digest(),
             "made": json.dumps(asdict(made)),
             "digest": digest_of(parameters),
         }
-        self._write(self._path(version), parameters, facts)
+        version, claim = self._claimed()
+        try:
+            self._write(self._path(version), parameters, facts)
+        finally:
+            claim.unlink(missing_ok=True)
         return version
 
     def made(self, version: int) -> Made:
@@ -195,6 +203,19 @@ class Versions:
     def _path(self, version: int) -> Path:
         return self.folder / ((f"{version:08d}" if version else _BASE) + _SUFFIX)
 
+    def _claimed(self) -> tuple[int, Path]:
+        """Takes a number until its claim is deleted; one that a killed writer claimed is unused."""
+        version = max([0, *self.numbers()]) + 1
+        while True:
+            path = self._path(version)
+            claim = path.with_suffix(_CLAIM)
+            with suppress(FileExistsError):
+                claim.touch(exist_ok=False)
+                if not path.exists():
+                    return version, claim
+                claim.unlink(missing_ok=True)
+            version += 1
+
     def _write(self, path: Path, tensors: Mapping[str, Tensor], facts: dict[str, str]) -> None:
         aside = path.with_suffix(f".{os.getpid()}.part")
         try:
@@ -205,6 +226,8 @@ class Versions:
             # An engine often runs as another user.
             aside.chmod(0o644)
             aside.rename(path)
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from error
         finally:
             aside.unlink(missing_ok=True)
 

@@ -13,15 +13,17 @@ SHALLOW = _SHIPPED / "shallow"
 MIMO = _SHIPPED / "mimo"
 
 
-def engine_command(port: int, max_batch_size: int, flags: Sequence[str]) -> list[str]:
-    """Makes the command line; flags: of its speculation, and further ones.
+def engine_command(
+    port: int, max_batch_size: int, flags: Sequence[str], models: Path = MODELS
+) -> list[str]:
+    """Makes the command line; flags: of its speculation, and further ones.  models: the set.
 
     It runs in float32, because in bfloat16 even SGLang's own speculation differs from plain
     decoding by rounding.
     """
     return [
         sys.executable, "-m", "lab.cpu_engine.serve",
-        "--model-path", str(MODELS / "target"),
+        "--model-path", str(models / "target"),
         "--dtype", "float32",
         "--host", "127.0.0.1",
         "--port", str(port),

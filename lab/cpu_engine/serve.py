@@ -6,6 +6,8 @@
 ``--pace NAME|FILE --dilation X`` lets every step last as long as a table says, times X: a published
 name, a step-cost CSV, or a profile (see lab/cpu_engine/pace).  ``--pace-log FILE`` has every step
 appended to a file.  Acceptance is the models' own.
+
+With LAB_LOCKSTEP=1 steps wait for the drafter's trainer (see lockstep.py).
 """
 
 import argparse
@@ -15,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from lab.cpu_engine import lockstep
 from lab.cpu_engine.environment import PACE_VARIABLE, enter_cpu_environment
 
 _DEFAULTS: dict[str, tuple[str, ...]] = {
@@ -99,6 +102,7 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    lockstep.install()
     server_args = prepare_server_args(with_cpu_defaults(arguments))
     # A data-parallel controller starts its schedulers from threads, where a fork may hang; with
     # data-parallel attention it starts them from its main thread.

@@ -13,18 +13,21 @@ from lab.harness.errors import HarnessError
 from lab.harness.machine import run_facts, write_result
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
-from lab.learning import bars, learning, report, sd2, shift
+from lab.learning import bars, learning, report, sd2, shift, tts
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import KEPT, Headline, keep
 
 # Each shows one claim of a paper.
-HEADLINES: dict[str, Callable[[LabSetting], Headline]] = {}
+HEADLINES: dict[str, Callable[[LabSetting], Headline]] = {
+    "tts-length": tts.length,
+    "tts-steps": tts.steps,
+    "tts-window": tts.window,
+    **sd2.HEADLINES,
+}
 PARTS: dict[str, Callable[[LabSetting], dict[str, Any]]] = {
-    "length": learning.length,
     "strides": learning.strides,
     "regime": learning.regime,
     "shift": shift.shift,
-    "sd2": sd2.sd2,
 }
 # Only if it is named: it takes as long as all the others.
 LONG: dict[str, Callable[[LabSetting], dict[str, Any]]] = {"bars": bars.bars}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from lab.cpu_engine.engine_command import eagle3_flags, engine_command
+from lab.cpu_engine.engine_command import MODELS, eagle3_flags, engine_command
 from lab.cpu_engine.forking import popen
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.harness.engines import (
@@ -124,18 +124,23 @@ class Lab:
 
 
 @contextmanager
-def running(
+def running(  # noqa: PLR0913 - the parts differ in all of these
     setting: LabSetting,
     name: str,
     draft: Path,
     gammas: Sequence[int],
     engine: Mapping[str, str] | None = None,
     sidecar: Mapping[str, str] | None = None,
+    *,
     batch_max: int = _BATCH_MAX,
+    models: Path = MODELS,
+    flags: Sequence[str] = (),
 ) -> Iterator[Lab]:
     """Starts a sidecar and an engine, and ends them with the context.  Raises HarnessError.
 
-    name: for logs.  engine, sidecar: their environment variables.
+    name: for logs.  draft: folder of an EAGLE3 drafter.  engine, sidecar: their environment
+    variables.  models: the set of the target.  flags: of the engine, instead of those for that
+    drafter.
     """
     scratch = setting.scratch / name
     scratch.mkdir()
@@ -154,7 +159,8 @@ def running(
         wait_serving(child, client)
 
         def command(port: int) -> list[str]:
-            return engine_command(port, batch_max, eagle3_flags(draft, _START_GAMMA))
+            own = flags or eagle3_flags(draft, _START_GAMMA)
+            return engine_command(port, batch_max, own, models)
 
         launched = launch_engine(name, command, variables, place, popen)
         stack.enter_context(launched.child)
@@ -170,18 +176,6 @@ def trainer(setting: LabSetting, name: str, signals: Path) -> Child:
         "--sidecar", address, "--signals", str(signals),
     ]  # fmt: skip
     return Child("the trainer", command, setting.output / "logs" / f"{name}-trainer.log")
-
-
-def by_context(
-    reports: Sequence[engine_pb2.StepReport], gamma: int, width: int
-) -> dict[int, float]:
-    """Computes a single sequence's acceptance length by its context length, in bins of `width`."""
-    found: dict[int, list[int]] = {}
-    for report in reports:
-        if report.gamma == gamma and report.batch_size == 1:
-            accepted = next(k for k, count in enumerate(report.accepted_counts) if count)
-            found.setdefault(report.kv_tokens // width * width, []).append(accepted + 1)
-    return {at: sum(lengths) / len(lengths) for at, lengths in sorted(found.items())}
 
 
 def step_seconds(reports: Sequence[engine_pb2.StepReport], gamma: int, batch_size: int) -> float:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 from matplotlib.axes import Axes
@@ -54,37 +53,6 @@ def _claim(found: Mapping[str, Any]) -> str:
     shown = table(found["columns"], found["rows"], label=title)
     text = "".join(f"<p>{escape(one)}</p>" for one in words)
     return f"<h2>{escape(title)}</h2>{picture}{shown}{text}"
-
-
-def _length(found: Mapping[str, Any]) -> Part:
-    def draw(axes: Axes) -> None:
-        for regime in ("off", "online:5"):
-            curve = found[regime]["acceptance length by context"]
-            at = [int(context) for context in curve]
-            axes.plot(at, [bin_["median"] for bin_ in curve.values()], marker="o", label=regime)
-            axes.fill_between(
-                at,
-                [bin_["low"] for bin_ in curve.values()],
-                [bin_["high"] for bin_ in curve.values()],
-                alpha=0.2,
-            )
-        axes.set_xlabel("context, tokens")
-        axes.set_ylabel("tokens a verification")
-        axes.legend()
-
-    off = list(found["off"]["acceptance length by context"].values())
-    on = list(found["online:5"]["acceptance length by context"].values())
-    decay = off[-1]["median"] / off[0]["median"]
-    held = on[-1]["median"] / off[-1]["median"]
-    words = (
-        f"Left alone, acceptance at the end of the answer is {decay:.2f} of that at its beginning; "
-        f"with an update every 5 rounds it ends at {held:.2f} of what it is left alone. "
-        f"{_shows(decay < 0.95, 'The decay')} {_shows(held > 1.03, 'That updates hold it up')} "
-        f"gamma = 0 decodes {found['gamma 0 tokens/s']} tokens/s, gamma = {found['gamma']} "
-        f"{found['off']['tokens/s']['median']:.0f} left alone and "
-        f"{found['online:5']['tokens/s']['median']:.0f} with updates."
-    )
-    return draw, [words]
 
 
 def _strides(found: Mapping[str, Any]) -> Part:
@@ -174,34 +142,6 @@ def _shift(found: Mapping[str, Any]) -> Part:
     return draw, words
 
 
-def _sd2(found: Mapping[str, Any]) -> Part:
-    # As they should come out, the least first; the quick lab leaves the first one out.
-    names = [name for name in ("pretrained", "distilled", "sd2") if name in found]
-    domains = list(found["sd2"]["acceptance length"])
-
-    def draw(axes: Axes) -> None:
-        for offset, name in zip((-0.25, 0.0, 0.25), names, strict=False):
-            values, errors = _bars([found[name]["acceptance length"][domain] for domain in domains])
-            at = [index + offset for index in range(len(domains))]
-            axes.bar(at, values, width=0.22, yerr=errors, capsize=3, label=name)
-        axes.set_xticks(range(len(domains)), domains)
-        axes.set_ylabel(f"tokens a verification, gamma {found['gamma']}")
-        axes.legend()
-
-    mean = {name: found[name]["mean acceptance length"] for name in names}
-    order = all(mean[one] < mean[after] for one, after in pairwise(names))
-    exact = all(found[name]["same tokens as gamma 0"] for name in names)
-    words = (
-        f"Mean over domains: {', '.join(f'{name} {mean[name]:.2f}' for name in names)}. "
-        f"{_shows(order, ' below '.join(names).capitalize())} A step with steering takes "
-        f"{found['step of sd2 over distilled']:.3f} of one without. gamma = 0 decodes "
-        f"{found['sd2']['gamma 0 tokens/s (json)']:.0f} tokens/s of json, the SD² drafter "
-        f"{found['sd2']['tokens/s']['json']['median']:.0f}. Tokens are "
-        f"{'those of gamma = 0' if exact else 'NOT those of gamma = 0'}."
-    )
-    return draw, [words]
-
-
 def _choices(found: Mapping[str, Any]) -> Part:
     streams = list(found)
 
@@ -232,11 +172,9 @@ def _choices(found: Mapping[str, Any]) -> Part:
 
 
 _PARTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Part]]] = {
-    "length": ("TTS: acceptance along a long answer", _length),
     "strides": ("TTS: how often to update", _strides),
     "regime": ("The sidecar's own choice of a stride", _regime),
     "shift": ("TIDE: training beside the engine when traffic shifts", _shift),
-    "sd2": ("SD²: steering a pretrained drafter", _sd2),
     "bars": ("The sidecar's choice against fixed strides", _choices),
 }
 

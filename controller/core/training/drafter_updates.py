@@ -40,11 +40,13 @@ class DrafterUpdates:
     ) -> None:
         introduced = spec.capabilities
         self._able = spec.able
-        self._online = RegimePlanner(arms) if introduced.can_update_online else None
+        self._online: RegimePlanner | None = None
+        if introduced.can_update_online:
+            self._online = RegimePlanner(arms, spec.learner.name)
         self.training: SelectiveTraining | None = None
         if introduced.can_collect and introduced.can_take_versions:
             state = trained or TrainingState()
-            self.training = SelectiveTraining(spec.drafters[0].name, settings, state)
+            self.training = SelectiveTraining(spec.learner.name, settings, state)
 
     def use_settings(self, settings: TrainingSettings) -> None:
         """Uses these settings from now on and keeps averages and rounds."""

@@ -9,6 +9,10 @@ A request's acceptance rate is here that of `unit_drafts` drafted sequences, sin
 requests: accepted drafts over drafts whose turn came, which is the paper's alpha (its Eq. 2) and
 does not depend on how many were drafted.
 
+Weights that online updates have made count as no version: while they serve, no version is judged
+and no round begins.  The engine stores them as a version once signals are collected, and that one
+takes the place of the version from which they were learnt.
+
 Beyond the paper: a version must also beat the old one on the very same held-out signals, and one
 whose acceptance in service falls by more than the margin is taken back.
 """
@@ -143,13 +147,18 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True)
 class TrainingView:
-    """Shows a state to people.  stored: signals waiting; served: the version that last reported."""
+    """Shows a state to people.
+
+    stored: signals waiting; served: the version that last reported; learnt: online updates have
+    changed its weights.
+    """
 
     state: TrainingState
     attended: bool
     stored: int
     threshold: int
     served: int
+    learnt: bool
 
     @property
     def phase(self) -> str:
@@ -172,20 +181,22 @@ class _Unit:
     drafts: int = 0
 
     def add(self, report: StepReport) -> None:
-        counts, gamma = report.accepted_counts, report.gamma
-        accepted = sum(k * count for k, count in enumerate(counts))
+        exact, censored = report.drafted
+        accepted = sum(k * count for part in (exact, censored) for k, count in enumerate(part))
         self.accepted += accepted
-        self.tried += accepted + report.batch_size - counts[gamma]
-        self.drafts += report.batch_size
+        # Who accepted all that was drafted has rejected nothing.
+        self.tried += accepted + sum(exact[:-1])
+        self.drafts += sum(exact) + sum(censored)
 
 
-@recorded("selective_training", "state attended stored served _unit _skip")
+@recorded("selective_training", "state attended stored served learnt _unit _skip")
 @dataclass(slots=True)
 class SelectiveTraining:
     """Runs the algorithm for one engine.  drafter: the one that is trained, by name.
 
     attended: a trainer is connected.  Without one nothing is collected or ordered; the deployed
-    version keeps serving and is judged.
+    version keeps serving and is judged.  learnt: online updates have changed the weights of the
+    served version, and the engine has not stored them.
     """
 
     drafter: str
@@ -194,6 +205,7 @@ class SelectiveTraining:
     attended: bool = False
     stored: int = 0
     served: int = 0
+    learnt: bool = False
     _unit: _Unit = field(default_factory=_Unit)
     _skip: int = 0
 
@@ -206,17 +218,23 @@ class SelectiveTraining:
     def view(self) -> TrainingView:
         """The present state, for people."""
         return TrainingView(
-            self.state, self.attended, self.stored, self.settings.threshold, self.served
+            self.state,
+            self.attended,
+            self.stored,
+            self.settings.threshold,
+            self.served,
+            self.learnt,
         )
 
     def observe(self, report: StepReport) -> None:
         """Takes a step."""
-        if report.drafter != self.drafter:
-            return
         if report.draft_version != self.served:
             self.served = report.draft_version
             self._unit, self._skip = _Unit(), _PASSED_OVER
-        if not report.gamma:
+        self.learnt = report.learnt_from == report.draft_version
+        if not self.learnt and report.learnt_from == self.state.version:
+            self._adopt(report.draft_version)
+        if report.drafter != self.drafter or not report.gamma:
             return
         self._unit.add(report)
         if self._unit.drafts >= self.settings.unit_drafts:
@@ -235,19 +253,23 @@ class SelectiveTraining:
         long = settings.long_decay * state.long + (1 - settings.long_decay) * alpha
         collecting = state.collecting or short < long - settings.margin
         self.state = replace(state, measured=count, short=short, long=long, collecting=collecting)
-        if state.trial is not None and self.served == state.version:
+        if state.trial is not None and self.served == state.version and not self.learnt:
             self._judge(state.trial, alpha)
 
     def keep(self, stored: int) -> int:
         """Takes the number of stored signals and returns the round to train now, 0 for none.
 
-        A round under way is returned again: its trainer may have restarted.
+        A round under way is returned again: its trainer may have restarted.  Where the weights
+        that serve are no version, collecting begins, so that the engine makes them one.
         """
         self.stored = stored
         state = self.state
         if state.training:
             return state.round
         if stored < self.settings.threshold:
+            return 0
+        if self.learnt:
+            self.state = replace(state, collecting=True)
             return 0
         self.state = replace(state, round=state.round + 1, training=True)
         return self.state.round
@@ -287,6 +309,16 @@ class SelectiveTraining:
             trial=Trial(before=state.short if trial is None else trial.before),
             history=_and(state, RoundRecord(result, "deployed")),
         )
+
+    def _adopt(self, version: int) -> None:
+        """Takes what the engine has learnt and stored in place of the version it was learnt from.
+
+        A trial goes on, with the same version to go back to.
+        """
+        state = self.state
+        if 0 < version <= MAX_VERSION:
+            parent = state.version if state.trial is None else state.parent
+            self.state = replace(state, version=version, parent=parent)
 
     def _judge(self, trial: Trial, alpha: float) -> None:
         if self._skip:

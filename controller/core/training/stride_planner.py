@@ -93,12 +93,14 @@ class RegimeState:
     "state _at _moved_at _price _response _rounds _trial_loss _trial_steps _trying",
 )
 class RegimePlanner:
-    """Chooses the stride for one engine, whose first drafter can learn."""
+    """Chooses the stride for one engine.  learner: name of the drafter that can learn."""
 
-    def __init__(self, arms: Sequence[Arm]) -> None:
-        self._learner = arms[0].drafter
+    def __init__(self, arms: Sequence[Arm], learner: str) -> None:
+        self._learner = learner
         self._learns = np.array([arm.drafter == self._learner for arm in arms])
         self._gammas = np.array([arm.gamma for arm in arms])
+        # A step without drafts is the learner's cheapest one, whichever drafter it is named after.
+        self._cheap = self._learns | (self._gammas == 0)
         self._response = UpdateResponse()
         self._price = UpdatePrice()
         self._at = 0
@@ -133,14 +135,15 @@ class RegimePlanner:
         rates = [self._price.updates_per_round(batch_size, s) if s else 0.0 for s in STRIDES]
         forecast = self._response.forecast(rates, _HORIZON_ROUNDS, self._at)
         seconds = values.costs.seconds[:, row]
-        each = self._price.per_update(batch_size, float(seconds[self._learns].min()))
+        least = float(seconds[self._cheap].min())
+        each = self._price.per_update(batch_size, least)
         lost = np.array(rates) * each
         if feasible is not None:
             seconds = np.where(feasible, seconds, np.inf)
         taken = seconds[:, None] + lost
         plain = batch_size * self._goodput(values, row, forecast.mean / forecast.now, taken)
         hopeful = batch_size * self._goodput(values, row, forecast.hopeful / forecast.now, taken)
-        self._choose(plain, hopeful, lost / float(seconds[self._learns].min()))
+        self._choose(plain, hopeful, lost / least)
         self.state = self._state(forecast, lost, plain, hopeful, each)
         return self.regime
 

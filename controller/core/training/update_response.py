@@ -191,11 +191,13 @@ class UpdateResponse:
         self._reached = self._seen = self._accepted = 0.0
 
     def _count(self, report: StepReport) -> None:
-        counts = np.array(report.accepted_counts)
+        exact, censored = report.drafted
+        counts, gamma = np.array(exact), report.gamma
+        unknown = np.array(censored) if len(censored) else np.zeros(gamma, dtype=np.int64)
+        counts[:gamma] += unknown
         # Sequences that accepted k drafts or more, k = 0..gamma.
         left = counts[::-1].cumsum()[::-1]
-        reached, accepted = left[:-1], left[1:]
-        gamma = report.gamma
+        reached, accepted = left[:-1] - unknown, left[1:]
         self._shape *= np.exp(-reached[0] / _SHAPE_MEMORY)
         self._shape[0, :gamma] += reached
         self._shape[1, :gamma] += accepted

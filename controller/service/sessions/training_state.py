@@ -107,7 +107,7 @@ class TrainingStateFiles:
                 "draft_version",
                 version=state.version,
                 before=before.version,
-                outcome=state.history[-1].outcome if state.history else "",
+                outcome=_reason(before, state),
             )
 
     def _before(self, path: Path) -> TrainingState | None:
@@ -125,13 +125,20 @@ class TrainingStateFiles:
                 await self.keep(session)
 
     def _path(self, spec: EngineSpec) -> Path:
-        target, drafter = spec.fingerprint, spec.drafters[0]
+        target, drafter = spec.fingerprint, spec.learner
         parts = (
             spec.engine_id, target.target_model, target.target_revision, drafter.model,
             drafter.revision,
         )  # fmt: skip
         name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
         return self._directory / f"{name}.json"
+
+
+def _reason(before: TrainingState, state: TrainingState) -> str:
+    """Names why another version is to serve."""
+    if state.history and state.history != before.history:
+        return state.history[-1].outcome
+    return "learnt"
 
 
 def _lasting(state: TrainingState) -> TrainingState:

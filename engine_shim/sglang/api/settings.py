@@ -110,6 +110,11 @@ class PluginSettings(ShimSettings):
         "is refused at the start.",
     )
 
+    learner: str = Field(
+        default="",
+        description="Name of the drafter that learns, by online updates or from a trainer: "
+        "`dflash` for the second one beside the engine's own. Empty: the engine's own.",
+    )
     signals_folder: str = Field(
         default="",
         description="Where training signals are written when the plan asks for it (`controller "

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import OrderKind, Orders
+from engine_shim.sglang.learning.learnt_versions import LearntVersions
 from engine_shim.sglang.learning.weights import DrafterWeights
 from engine_shim.training.versions import FOLDER as VERSIONS_FOLDER
 from engine_shim.training.versions import VersionError, Versions
@@ -29,6 +30,7 @@ from engine_shim.training.versions import VersionError, Versions
 if TYPE_CHECKING:
     import torch
 
+    from engine_shim.sglang.learning.online_updates import OnlineUpdates
     from engine_shim.sglang.learning.rank_shares import RankShares
     from engine_shim.sglang.learning.student import LiveDrafter
 
@@ -44,11 +46,13 @@ class DeploymentCounters:
     """Counts the deployments.
 
     version: that serves, 0 as loaded.  deployed: changes so far.  state: what it does.
+    learnt_from: as in proto StepReport.
     """
 
     version: int = 0
     deployed: int = 0
     state: str = "ready"
+    learnt_from: int | None = None
 
 
 class Deployment:
@@ -69,6 +73,9 @@ class Deployment:
             self._versions.adopt_base(drafter.shape, drafter.parameters, drafter.borrowed)
         self._like = {name: part.to("meta") for name, part in drafter.parameters.items()}
         self._weights = DrafterWeights(self._shares.live, drafter.refresh)
+        self._learnt = LearntVersions(self._versions)
+        # The version in whose place a plan may still name the one that was learnt from it.
+        self._replaced: int | None = None
         self._reading: _Reading | None = None
         self._retry_at = self._ask_at = 0.0
         self._stopped = self._has_changed = False
@@ -93,6 +100,28 @@ class Deployment:
         has_changed, self._has_changed = self._has_changed, False
         return has_changed
 
+    def keep_learnt(
+        self, online: OnlineUpdates, *, collecting: bool, others_serve: bool = False
+    ) -> None:
+        """Runs after `before_step`: says what online updates have made of the version that serves.
+
+        collecting: and stores it as a version of its own, which serves from then on.  others_serve:
+        what `before_step` returned.
+        """
+        counters = self.counters
+        if others_serve:
+            online.others_serve()
+        if collecting and not self._stopped:
+            stored = self._learnt.before_step(online, counters.version)
+            if stored is not None:
+                _log.info("version %d is what online updates made of %d", stored, counters.version)
+                if self._replaced is None:
+                    self._replaced = counters.version
+                counters.version = stored
+            elif self._learnt.failing:
+                counters.state = f"what was learnt cannot be stored: {self._learnt.failing}"
+        counters.learnt_from = counters.version if online.has_learnt else self._replaced
+
     def stop(self, why: str) -> None:
         """Ends the deployments; the present weights keep serving, and are reported."""
         self._stopped = True
@@ -101,7 +130,10 @@ class Deployment:
     def _pursue(self, wanted: int) -> None:
         reading = self._reading
         if wanted == self.counters.version:
-            self._reading, self.counters.state = None, "ready"
+            self._reading, self.counters.state, self._replaced = None, "ready", None
+        elif wanted == self._replaced:
+            # The plan is older than the version that was learnt from this one.
+            return
         elif not wanted:
             self._orders.propose(OrderKind.SERVE, 0)
         elif reading is None or reading.version != wanted:
@@ -176,7 +208,7 @@ class Deployment:
         if self._ranks.rank == 0:
             before = self.counters.version
             _log.info("version %d of the drafter serves, after %d", version, before)
-        self.counters.version = version
+        self.counters.version, self._replaced = version, None
         self.counters.deployed += 1
         self.counters.state = "ready"
         self._has_changed = True

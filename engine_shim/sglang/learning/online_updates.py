@@ -31,10 +31,15 @@ from engine_shim.sglang.learning.windows import Windows
 from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.training import trainer
 from engine_shim.training.configs import UnsupportedDrafterError
+from engine_shim.training.dflash import DFlashShape
 from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors
 from engine_shim.training.rings import RingShape
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
     from engine_shim.sglang.api.ranks import Peers
     from engine_shim.sglang.api.settings import PluginSettings
     from engine_shim.sglang.learning.student import LiveDrafter
@@ -79,18 +84,23 @@ def untested_device(device: str) -> str:
 
 
 def updates_for(
-    worker: Any, device: str, ranks: Peers, settings: PluginSettings, orders: Orders
+    worker: Any,
+    device: str,
+    ranks: Peers,
+    settings: PluginSettings,
+    orders: Orders,
+    second: Any = None,
 ) -> OnlineUpdates | OnlineWeights:
     """Makes the updates of this `EAGLEWorkerV2`, or what rank 0's change on another rank.
 
-    device, ranks: that it runs on, and that share it.  orders: of this rank.  Raises
-    UnsupportedEngineError.
+    device, ranks: that it runs on, and that share it.  orders: of this rank.  second: the
+    `DFlashDrafter` beside the engine's own, if that learns.  Raises UnsupportedEngineError.
     """
     reason = untested_device(device)
     if reason:
         raise UnsupportedEngineError(reason)
     try:
-        drafter = live_drafter(worker, ranks)
+        drafter = live_drafter(worker, ranks, second)
     except UnsupportedDrafterError as error:
         raise UnsupportedEngineError(f"{_REFUSED}: {error}") from error
     if ranks.rank:
@@ -158,7 +168,10 @@ class OnlineUpdates:
         self._learning = False
         self._reset = False
         self._landed_seconds = 0.0
+        # Drafts that a round is learnt for, where the learner has not drafted it: its last ones.
         self._depth = min(_UNDRAFTED, largest_gamma)
+        if isinstance(drafter.shape, DFlashShape):
+            self._depth = min(self._depth, drafter.shape.block - 1)
         # What the trainer has answered, until it has landed.
         self._answer = Message(MessageKind.READY)
         # Of the last judgement.
@@ -198,6 +211,40 @@ class OnlineUpdates:
         """Explains why nothing is learnt any longer; "" while something is."""
         return self.counters.state if self._channel is None else ""
 
+    @property
+    def has_learnt(self) -> bool:
+        """Whether updates have changed the weights that serve."""
+        return self._weights.has_changed
+
+    @property
+    def may_be_stored(self) -> bool:
+        """Whether the weights were changed, no update is under way, and none is unjudged.
+
+        Never where ranks share the drafter.
+        """
+        return (
+            self._weights.is_whole
+            and self.has_learnt
+            and not (self._learning or self._rollback_guard.unjudged)
+        )
+
+    def learnt_weights(self) -> dict[str, torch.Tensor]:
+        """Returns a copy of the weights that serve."""
+        return self._weights.copy()
+
+    def were_stored(self, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Takes weights that are stored as a version for those to begin from.
+
+        Returns False, and changes nothing, where they no longer serve.
+        """
+        return self._weights.begin_from(weights)
+
+    def others_serve(self) -> None:
+        """Runs once a trainer's version has replaced what was learnt."""
+        if self._channel is not None:
+            # All ranks find out before they keep anything.
+            self._orders.propose(OrderKind.KEEP)
+
     def before_prefill(self, request_ids: list[str]) -> None:
         """Runs as a prefill begins, before the drafter reads it."""
         begun = self._weights.begin(request_ids)
@@ -228,7 +275,8 @@ class OnlineUpdates:
         """Returns the status of the step that begins, after `before_step`."""
         seconds, reset = self._landed_seconds, self._reset
         self._landed_seconds, self._reset = 0.0, False
-        return UpdateStatus(self._learning or seconds > 0, reset, seconds)
+        learnt_from = 0 if self.has_learnt else None
+        return UpdateStatus(self._learning or seconds > 0, reset, seconds, 0, learnt_from)
 
     def after_verify(self, found: Verification, stride: int) -> None:
         """Runs before a step's draft-extend.  stride: rounds between two updates, 0 for none."""
@@ -241,14 +289,14 @@ class OnlineUpdates:
         accepted: list[int] = found.result.accept_lens.tolist() if drafted or stride else []
         if drafted:
             self._depth = gamma
-            self._observe(found.request_ids, accepted)
+            self._observe(found, accepted)
         if not stride:
             self._windows.clear()
             return
         ready = self._windows.add(found, found.batch.seq_lens.tolist(), accepted)
         self._since += 1
         if ready and self._since >= stride and self._may_learn(len(found.request_ids)):
-            self._hand_over(gamma)
+            self._hand_over(gamma, self._depth)
 
     def _may_learn(self, batch_size: int) -> bool:
         alone = batch_size == 1 or not self._per_request
@@ -256,15 +304,15 @@ class OnlineUpdates:
         idle = self._undrafted >= _UNUSED_STEPS and self._rollback_guard.knows_nothing
         return self._idle and (self._rollback_guard.may_learn or idle) and alone
 
-    def _hand_over(self, gamma: int) -> None:
+    def _hand_over(self, gamma: int, depth: int) -> None:
         requests = self._windows.write(self._memory.tensors, gamma)
         if not requests:
             return
         self._since = 0
         self.counters.rounds += 1
         self._learning = True
-        depth = gamma or self._depth
-        self._send(Message(MessageKind.LEARN, requests=requests, gamma=depth))
+        positions = self._windows.longest
+        self._send(Message(MessageKind.LEARN, requests=requests, positions=positions, gamma=depth))
 
     def _take(self, message: Message) -> None:
         self._learning = False
@@ -282,14 +330,18 @@ class OnlineUpdates:
             self.counters.refused += 1
             _log.warning("an update of the drafter failed: %s", message.text)
 
-    def _observe(self, request_ids: list[str], accepted: list[int]) -> None:
+    def _observe(self, found: Verification, accepted: list[int]) -> None:
         if self._orders.are_open:
             # Other weights may serve the next step, or a verdict is yet to be carried out.
             return
-        rows = zip(request_ids, accepted, strict=True)
-        counted = [length > 1 for rid, length in rows if rid not in self._tainted]
+        rows = enumerate(zip(found.request_ids, accepted, strict=True))
+        counted = [
+            length > 1
+            for row, (rid, length) in rows
+            if rid not in self._tainted and row not in found.undrafted
+        ]
         verdict = self._rollback_guard.add(sum(counted), len(counted))
-        self._judged = request_ids
+        self._judged = found.request_ids
         if verdict is GuardVerdict.GOOD:
             self._orders.propose(OrderKind.KEEP)
         elif verdict is GuardVerdict.WORSE:

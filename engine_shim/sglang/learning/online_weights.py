@@ -51,7 +51,8 @@ class OnlineWeights:
     """Changes one drafter's weights on this rank.
 
     per_request: every request begins with the first weights.  generation: counts the times that
-    what the trainer was working on became worthless.
+    what the trainer was working on became worthless.  has_changed: other weights than the first
+    ones serve.
     """
 
     def __init__(self, drafter: LiveDrafter, *, per_request: bool) -> None:
@@ -61,12 +62,31 @@ class OnlineWeights:
         self._weights = DrafterWeights(self._shares.live, drafter.refresh)
         self.generation = 0
         # What `DrafterWeights` knows, too, but here alike on all ranks, whatever failed on one.
-        self._has_changed = self._has_kept = False
+        self.has_changed = self._has_kept = False
         self._ended = False
         self._failed = ""
         self._requests: list[str] = []
         # The whole weights, one behind the other, on their way from rank 0.
         self._flat, self._views = _buffer(drafter.parameters if self._ranks.several else {})
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has the whole drafter."""
+        return not self._ranks.several
+
+    def copy(self) -> Whole:
+        """Returns what this rank serves."""
+        return self._weights.copy()
+
+    def begin_from(self, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Takes a copy of what serves for the first weights, with one rank.
+
+        Returns False, and changes nothing, where they no longer serve.
+        """
+        if not self._weights.begin_from(weights):
+            return False
+        self.has_changed = self._has_kept = False
+        return True
 
     def follow(self, orders: Orders) -> None:
         """Has a rank other than rank 0 carry out its orders."""
@@ -90,7 +110,7 @@ class OnlineWeights:
             return Outcome.NOTHING
         if not self._are_ours():
             return Outcome.REPLACED
-        self._has_changed = True
+        self.has_changed = True
         weights = self._spread(whole)
         self._write(lambda: self._weights.serve(weights))
         return Outcome.DONE
@@ -101,7 +121,7 @@ class OnlineWeights:
             return Outcome.NOTHING
         if not self._are_ours():
             return Outcome.REPLACED
-        self._has_kept = self._has_changed
+        self._has_kept = self.has_changed
         self._write(self._weights.keep)
         return Outcome.DONE
 
@@ -122,12 +142,12 @@ class OnlineWeights:
         if not self._per_request or self._ended or request_ids == self._requests:
             return None
         self._requests = request_ids
-        if not self._has_changed:
+        if not self.has_changed:
             return Outcome.NOTHING
         if not self._are_ours():
             return Outcome.REPLACED
         self.generation += 1
-        self._has_changed = self._has_kept = False
+        self.has_changed = self._has_kept = False
         self._write(self._weights.serve_first)
         return Outcome.DONE
 
@@ -158,7 +178,7 @@ class OnlineWeights:
             if not replaced:
                 self._write(self._weights.adopt)
             self.generation += 1
-            self._has_changed = self._has_kept = False
+            self.has_changed = self._has_kept = False
         return not any_replaced
 
     def _were_replaced(self) -> bool:
@@ -173,7 +193,7 @@ class OnlineWeights:
 
     def _serve_good(self) -> None:
         self.generation += 1
-        self._has_changed = self._has_kept
+        self.has_changed = self._has_kept
         self._write(self._weights.serve_good)
 
     def _write(self, write: Callable[[], None]) -> None:

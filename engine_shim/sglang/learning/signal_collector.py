@@ -1,5 +1,6 @@
 """Training signals of what an engine serves (the COLLECT regime): copied, read, written.
 
+    after_prefill   copies the end of each prompt on its device
     after_verify    copies the round's canvas on its device; every ROUNDS rounds, or sooner where
                     they hold CANVAS_BYTES, all of them go to a thread
     _read           which makes signals of them (`runs`) and hands those to the writer's
@@ -21,14 +22,22 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from engine_shim.sglang.api import sglang_api
-from engine_shim.sglang.learning.canvases import Canvas, DeviceBudget, canvas_bytes, canvas_of
+from engine_shim.sglang.learning.canvases import (
+    Canvas,
+    DeviceBudget,
+    PromptCanvas,
+    canvas_bytes,
+    canvas_of,
+    prompt_bytes,
+    prompt_canvas_of,
+)
 from engine_shim.sglang.learning.signal_runs import SignalRuns
 from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.training.signals import SignalStore, SignalWriter
 
 if TYPE_CHECKING:
     from engine_shim.sglang.api.settings import PluginSettings
-    from engine_shim.sglang.learning.verified_step import Verification
+    from engine_shim.sglang.learning.verified_step import PromptPass, Verification
 
 # Canvases that are read together, what they may hold of the device's memory, and how many such
 # batches may wait.
@@ -47,7 +56,7 @@ class _Batch:
     nbytes: what they take.  ends: every run is over then.  ready: once they have been copied.
     """
 
-    canvases: list[Canvas]
+    canvases: list[Canvas | PromptCanvas]
     nbytes: int
     ends: bool
     ready: torch.Event | None
@@ -69,7 +78,7 @@ class SignalCollector:
         self._budget = DeviceBudget(settings.signals_device_megabytes << 20)
         # One batch is read, _BATCHES wait, and one is filled.
         self._batch_bytes = min(CANVAS_BYTES, self._budget.limit // (_BATCHES + 2))
-        self._canvases: list[Canvas] = []
+        self._canvases: list[Canvas | PromptCanvas] = []
         self._canvases_bytes = 0
         # SignalRuns may go on in the next round.
         self._open = False
@@ -79,6 +88,17 @@ class SignalCollector:
         self._queue: queue.Queue[_Batch | None] = queue.Queue(_BATCHES)
         self._thread = threading.Thread(target=self._run, name="speculation-canvases", daemon=True)
         self._thread.start()
+
+    def after_prefill(self, found: PromptPass | None) -> None:
+        """Runs after a prefill while signals are collected.  found: None leaves it out."""
+        if self.over or found is None:
+            return
+        final = None if self._final is None else self._final.of(len(found.tokens))
+        size = prompt_bytes(found, final)
+        if self._has_room(size):
+            self._keep(prompt_canvas_of(found, final), size)
+        else:
+            self._unread += 1
 
     def after_verify(self, found: Verification, *, collecting: bool) -> None:
         """Before a step's draft-extend, as SGLang calls that."""
@@ -94,9 +114,12 @@ class SignalCollector:
         if not self._has_room(size):
             self._unread += 1
             return
+        self._keep(canvas_of(found, self._top, final), size)
+
+    def _keep(self, canvas: Canvas | PromptCanvas, size: int) -> None:
         self._open = True
         self._canvases_bytes += size
-        self._canvases.append(canvas_of(found, self._top, final))
+        self._canvases.append(canvas)
         full = len(self._canvases) >= ROUNDS or self._canvases_bytes >= self._batch_bytes
         if full and not self._put(ends=False):
             self._unread += len(self._canvases)
@@ -106,9 +129,9 @@ class SignalCollector:
         """The writer's counters and what waits for it.
 
         open: collecting has begun and its last signals are not with the writer yet.  unread: rounds
-        that were dropped since too many waited to be read, or since the device had no room for
-        them.  too_large: those of them that would have had no room even alone.  device_bytes: of
-        the rounds that are on the device now.
+        and prefills that were dropped since too many waited to be read, or since the device had no
+        room for them.  too_large: those of them that would have had no room even alone.
+        device_bytes: of those that are on the device now.
         """
         found = asdict(self._writer.counters)
         if self.over:

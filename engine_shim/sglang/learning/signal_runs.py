@@ -2,22 +2,25 @@
 
 Nothing of SGLang, and no thread.
 
-    SignalRuns.read   extends every run as far as the canvases do; ends those of SEGMENT positions
+    SignalRuns.read   extends every run as far as the canvases do; ends those of SEGMENT verified
+                      positions
     SignalRuns.end    ends every run
 
-A run ends early when its request leaves, is retracted, or went on unseen; one shorter than LEAST is
-no signal.
+A run begins with the end of its request's prompt where a prefill has just read it.  It ends early
+when its request leaves, is retracted, or went on unseen; one that verified fewer than LEAST is no
+signal.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
+from engine_shim.sglang.learning.canvases import PROMPT, PromptCanvas
 from engine_shim.training.signals import Signal
 
 if TYPE_CHECKING:
@@ -25,20 +28,47 @@ if TYPE_CHECKING:
 
     from engine_shim.sglang.learning.canvases import Canvas
 
-# Positions of one signal, and the fewest that are worth a file.
+# Verified positions of one signal, and the fewest that are worth a file.
 SEGMENT: Final = 256
 LEAST: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """The last positions of a prompt, those before `end`, as far as they were computed.
+
+    tensors: on the host, by the names of a signal.  is_whole: no chunk follows.
+    """
+
+    end: int
+    tensors: dict[str, Tensor]
+    is_whole: bool
+
+    @property
+    def length(self) -> int:
+        return len(self.tensors["tokens"])
+
+    def behind(self, before: _Prompt | None) -> _Prompt:
+        """Returns both in one, where this chunk follows that one."""
+        if before is None or before.end != self.end - self.length:
+            return self
+        both = {
+            name: torch.cat([before.tensors[name], part])[-PROMPT:]
+            for name, part in self.tensors.items()
+        }
+        return replace(self, tensors=both)
 
 
 @dataclass(slots=True)
 class _SignalRun:
     """Follows one request, from position `start` on: what was read, and what is to be.
 
-    places: of its rows in the canvases, one behind the other, until they are read.  accepted,
-    tried: as a signal has them.
+    prompt: the positions before, if there are any.  places: of its rows in the canvases, one behind
+    the other, until they are read.  accepted, tried: as a signal has them.
     """
 
     start: int
+    prompt: _Prompt | None = None
     parts: list[dict[str, Tensor]] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     length: int = 0
@@ -54,8 +84,19 @@ class _SignalRun:
             self.tried += min(gained, drafted)
 
     def signal(self) -> Signal:
-        tensors = {name: torch.cat([part[name] for part in self.parts]) for name in self.parts[0]}
-        return Signal(**tensors, start=self.start, accepted=self.accepted, tried=self.tried)
+        before = self.prompt
+        tensors = {
+            name: torch.cat([
+                *([before.tensors[name]] if before is not None and name in before.tensors else []),
+                *(part[name] for part in self.parts),
+            ])
+            for name in self.parts[0]
+        }  # fmt: skip
+        context = 0 if before is None else before.length
+        return Signal(
+            **tensors, start=self.start - context, accepted=self.accepted, tried=self.tried,
+            context=context,
+        )  # fmt: skip
 
 
 class SignalRuns:
@@ -64,29 +105,64 @@ class SignalRuns:
     def __init__(self) -> None:
         self._runs: dict[str, _SignalRun] = {}
         self._over: list[_SignalRun] = []
+        # Of requests that have not verified anything yet.
+        self._prompts: dict[str, _Prompt] = {}
 
-    def read(self, canvases: Sequence[Canvas]) -> list[Signal]:
-        """One after the other, at least one; the signals that they complete."""
+    def read(self, canvases: Sequence[Canvas | PromptCanvas]) -> list[Signal]:
+        """One after the other; the signals that they complete."""
         first = 0
+        verified: list[Canvas] = []
         for canvas in canvases:
+            if isinstance(canvas, PromptCanvas):
+                self._keep_prompts(canvas)
+                continue
+            verified.append(canvas)
             found = zip(
                 canvas.request_ids, canvas.starts.tolist(), canvas.accepted.tolist(), strict=True
             )
-            for rid, start, accepted in found:
-                self._run(rid, start).add(first, accepted, canvas.drafted)
+            for index, (rid, start, accepted) in enumerate(found):
+                if index not in canvas.undrafted:
+                    self._run(rid, start).add(first, accepted, canvas.drafted)
+                    if self._runs[rid].length >= SEGMENT:
+                        self._over.append(self._runs.pop(rid))
                 first += canvas.rows
-                if self._runs[rid].length >= SEGMENT:
-                    self._over.append(self._runs.pop(rid))
             for rid in self._runs.keys() - set(canvas.request_ids):
                 self._over.append(self._runs.pop(rid))
-        self._gather(canvases)
+            # The others have left after their first token, or been aborted.
+            self._prompts = {
+                rid: prompt for rid, prompt in self._prompts.items() if not prompt.is_whole
+            }
+        if verified:
+            self._gather(verified)
         return self._signals()
 
     def end(self) -> list[Signal]:
         """The signals of what there is."""
         self._over += self._runs.values()
         self._runs.clear()
+        self._prompts.clear()
         return self._signals()
+
+    def _keep_prompts(self, canvas: PromptCanvas) -> None:
+        """Brings the ends of prompts to the host, until their requests verify something."""
+        parts = {
+            name: tensor.to("cpu").split(canvas.lengths)
+            for name, tensor in (
+                ("tokens", canvas.tokens), ("features", canvas.features), ("final", canvas.final)
+            )
+            if tensor is not None
+        }  # fmt: skip
+        # SGLang reads one prompt in chunks at a time: another one's was given up.
+        self._prompts = {
+            rid: prompt
+            for rid, prompt in self._prompts.items()
+            if prompt.is_whole or rid in canvas.request_ids
+        }
+        for index, rid in enumerate(canvas.request_ids):
+            end = canvas.starts[index] + canvas.lengths[index]
+            tensors = {name: pieces[index] for name, pieces in parts.items()}
+            prompt = _Prompt(end, tensors, rid not in canvas.unfinished)
+            self._prompts[rid] = prompt.behind(self._prompts.get(rid))
 
     def _run(self, rid: str, start: int) -> _SignalRun:
         """Returns the request's run; a new one where steps of it were not seen."""
@@ -94,7 +170,9 @@ class SignalRuns:
         if run is None or run.start + run.length != start:
             if run is not None:
                 self._over.append(run)
-            run = self._runs[rid] = _SignalRun(start)
+            prompt = self._prompts.pop(rid, None)
+            follows = prompt is not None and prompt.length > 0 and prompt.end == start
+            run = self._runs[rid] = _SignalRun(start, prompt if follows else None)
         return run
 
     def _gather(self, canvases: Sequence[Canvas]) -> None:

@@ -57,21 +57,25 @@ class LiveDrafter:
         return self.ranked or RankShares(self.parameters)
 
 
-def live_drafter(worker: Any, ranks: Peers = ALONE) -> LiveDrafter:
+def live_drafter(worker: Any, ranks: Peers = ALONE, second: Any = None) -> LiveDrafter:
     """Describes the drafter of this `EAGLEWorkerV2` for its student.
 
-    ranks: that share it; all of them call this as they start, and it is a collective.  This
-    alone decides what an engine can learn, collect and take versions of.  Raises
-    UnsupportedDrafterError with the reason where a student would not be this drafter.
+    ranks: that share it; all of them call this as they start, and it is a collective.  second: the
+    `DFlashDrafter` beside the engine's own, if that learns.  This alone decides what an engine can
+    learn, collect and take versions of.  Raises UnsupportedDrafterError with the reason where a
+    student would not be this drafter.
     """
     draft = worker.draft_worker
-    model = draft.draft_runner.model
+    model = (draft.draft_runner if second is None else second.runner).model
     kind = type(model).__name__
+    if second is not None and (over := next(filter(None, ranks.told(second.over)), "")):
+        raise UnsupportedDrafterError(f"it no longer drafts: {over}")
     if kind not in LEARN:
         raise UnsupportedDrafterError(f"it is a {kind}, not one of {', '.join(LEARN)}")
     whole = Gathering(ranks)
     if kind == DFLASH:
-        found = _dflash(model, draft, whole)
+        block = draft.block if second is None else second
+        found = _dflash(model, draft.target_worker, block, whole)
     else:
         found = _eagle3(model, whole) if kind == EAGLE3 else _mtp(model, whole)
     _require_same(found)
@@ -110,9 +114,9 @@ def _mtp(model: Any, whole: Gathering) -> LiveDrafter:
     return LiveDrafter(shape, parameters, _cut(shape, embedding, head), shape.decoder.hidden)
 
 
-def _dflash(model: Any, draft: Any, whole: Gathering) -> LiveDrafter:
-    """Describes a DFlash drafter.  draft: the `DFlashOnlyWorker` around it."""
-    target, block = draft.target_worker.model_runner.model, draft.block
+def _dflash(model: Any, target_worker: Any, block: Any, whole: Gathering) -> LiveDrafter:
+    """Describes a DFlash drafter.  block: its `DFlashDrafter`."""
+    target = target_worker.model_runner.model
     groups: int = model.num_context_features
     shape = dflash_shape(model.config.to_dict(), groups, block.block_size, block.mask_token)
     embedding = whole.weight(target.get_input_embeddings()).detach()

@@ -1,4 +1,4 @@
-"""Holds what one decode step has verified, and what it reports of online updates."""
+"""Holds what one pass of the target has computed, and what a step reports of online updates."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
 
 
@@ -14,13 +16,14 @@ class UpdateStatus(NamedTuple):
 
     updating: one was being computed beside it, or landed before it.  reset: before it the drafter
     went back to earlier weights, or was given others.  seconds: of the one that landed, or 0.
-    version: of the drafter that serves, 0 as loaded.
+    version: of the drafter that serves, 0 as loaded.  learnt_from: as in proto StepReport.
     """
 
     updating: bool = False
     reset: bool = False
     seconds: float = 0.0
     version: int = 0
+    learnt_from: int | None = None
 
 
 # Of a step without any.
@@ -35,13 +38,15 @@ class Verification:
 
     batch, result: as SGLang hands them to `_draft_extend_for_decode`.  features: [B * (gamma + 1),
     width], the target's hidden states that the learning drafter reads.  by_learner: it drafted
-    this step itself, if anything was drafted.
+    this step itself, if anything was drafted.  undrafted: rows that must not be drafted for: their
+    canvases hold fillers, so that they teach nothing and show nothing of a drafter.
     """
 
     batch: Any
     result: Any
     features: torch.Tensor
     by_learner: bool = True
+    undrafted: Sequence[int] = ()
 
     @property
     def request_ids(self) -> list[str]:
@@ -64,3 +69,55 @@ class Verification:
         """[B * (gamma + 1), vocabulary], the target's."""
         found: torch.Tensor = self.result.logits_output.next_token_logits
         return found
+
+
+@dataclass(frozen=True)
+class PromptPass:
+    """Holds what a prefill has read of B prompts, in SGLang's own buffers.
+
+    Nothing of it waits for the device.  Of positions that were found in the prefix cache nothing is
+    computed, and nothing is here.
+
+    starts, lengths: of each request, position of its first row, and its rows.  unfinished: the
+    requests whose prompts have further chunks.  tokens: int64 [rows].  features: [rows, width],
+    the target's hidden states that the learning drafter reads.
+    """
+
+    request_ids: list[str]
+    starts: list[int]
+    lengths: list[int]
+    unfinished: frozenset[str]
+    tokens: torch.Tensor
+    features: torch.Tensor
+
+
+def prompt_pass(
+    batch: Any,
+    tokens: torch.Tensor,
+    result: Any,
+    split: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None,
+) -> PromptPass | None:
+    """Makes it of a `ScheduleBatch` that was prefilled; None where a prompt is not tokens alone.
+
+    tokens: its `input_ids` from before the drafter's part, which replaces them.  split: gives the
+    learning drafter's hidden states first, where the target hands out others as well.
+    """
+    features: torch.Tensor | None = result.logits_output.hidden_states
+    if features is None:
+        return None
+    if split is not None:
+        features, _ = split(features)
+    if any(request.multimodal_inputs is not None for request in batch.reqs):
+        return None
+    lengths = list(batch.extend_lens)
+    if sum(lengths) != len(tokens) or len(features) != len(tokens):
+        return None
+    unfinished = batch.chunked_req
+    return PromptPass(
+        [request.rid for request in batch.reqs],
+        list(batch.prefix_lens),
+        lengths,
+        frozenset() if unfinished is None else frozenset({unfinished.rid}),
+        tokens,
+        features,
+    )

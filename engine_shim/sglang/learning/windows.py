@@ -62,6 +62,11 @@ class Windows:
         with torch.inference_mode(False):
             self._rings = shape.made()
 
+    @property
+    def longest(self) -> int:
+        """Counts the positions of the newest round's longest window, its canvas included."""
+        return max((window.end - window.start for window in self._newest), default=0)
+
     def clear(self) -> None:
         """Forgets all requests."""
         self._windows.clear()
@@ -80,15 +85,17 @@ class Windows:
                 f"a canvas of {width} positions does not fit behind a window of {self._length} "
                 f"in a ring of {self._shape.positions}"
             )
-        request_ids = found.request_ids
-        self._make_room(request_ids)
-        kept = [row for row, rid in enumerate(request_ids) if rid in self._windows]
+        request_ids, undrafted = found.request_ids, set(found.undrafted)
+        teaching = [row for row in range(len(request_ids)) if row not in undrafted]
+        self._make_room([request_ids[row] for row in teaching])
+        kept = [row for row in teaching if request_ids[row] in self._windows]
         moved = [
             self._extended(request_ids[row], starts[row], width, accepted[row]) for row in kept
         ]
         self._newest = [window for window in moved if window.known >= LEAST]
-        with torch.inference_mode(False), torch.no_grad():
-            self._keep(found, kept, moved)
+        if kept:
+            with torch.inference_mode(False), torch.no_grad():
+                self._keep(found, kept, moved)
         return bool(self._newest)
 
     def write(self, tensors: Mapping[str, Tensor], gamma: int) -> int:

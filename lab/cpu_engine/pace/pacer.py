@@ -9,7 +9,6 @@ late, is counted, and the next one begins when it has really ended.
 import logging
 import math
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from controller.simulation.errors import InvalidInputError
 from lab.cpu_engine.environment import PACE_VARIABLE
 from lab.cpu_engine.pace import dummy_layers
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId, accept
+from lab.cpu_engine.pace.model_clock import ModelClock
 from lab.cpu_engine.pace.shim_watch import ShimWatch
 from lab.cpu_engine.pace.step_costs import (
     LOOKUP,
@@ -33,10 +33,10 @@ from lab.cpu_engine.pace.step_costs import (
 )
 from lab.cpu_engine.pace.step_log import PacedRequest, PacedStep, StepLog
 from lab.cpu_engine.pace.support import unsupported_reason
+from lab.cpu_engine.pace.update_costs import UpdateCosts
+from lab.cpu_engine.pace.update_watch import UpdateWatch
 
 VARIABLE = PACE_VARIABLE
-# The last moments of a wait are spent awake, because a sleep ends late.
-_AWAKE_SECONDS = 2e-4
 # A pass that was let go this much of its pace after it was due is late too; the next one makes up
 # for less, since it begins when this one was due.
 _LATE_SHARE = 0.25
@@ -57,7 +57,9 @@ class Pace:
     log: the file to which its passes are appended; "" for none.  gammas: the engine's draft
     lengths; () for all that the table has.  max_batch_size: the most sequences that are priced.
     curves: of the drawn acceptance (class -> drafter -> conditional acceptance); None: the models'
-    own acceptance stands.
+    own acceptance stands.  updates: what online updates cost; None: what they take on this machine.
+    held: passes wait until they are due.  Otherwise nothing waits: what the engine reports is still
+    the model's time, and no pass is late, but only the log's seconds say how long a stream took.
 
     Raises ValueError for a dilation that is no finite number above 0.
     """
@@ -70,6 +72,8 @@ class Pace:
     curves: Mapping[str, Mapping[str, Sequence[float]]] | None = None
     dilation_file: str = ""
     lookup: bool = False
+    updates: UpdateCosts | None = None
+    held: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.dilation < math.inf:
@@ -128,6 +132,7 @@ def register() -> None:
     HookRegistry.register(resolved, check, HookType.AFTER)
     if os.environ.get("SPECULATION_SIDECAR"):
         pacer.watch.wrap_hooks()
+        pacer.updates.wrap_shim()
 
 
 class Pacer:
@@ -147,10 +152,13 @@ class Pacer:
         self._log = StepLog(Path(pace.log)) if pace.log else None
         self.drawn = None if pace.curves is None else DrawnAcceptance(pace.curves)
         self.watch = ShimWatch()
+        self._clock = ModelClock(held=pace.held)
+        self.updates = UpdateWatch(pace.updates, self._clock)
         self._requests: Sequence[Any] = ()
         self._last_arm: tuple[Arm, bool] | None = None
         # When the next pass begins, unless the engine has been idle: None.
         self._begin: float | None = None
+        self._ended = 0.0
 
     def around_idle(self, original: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
         """Has the next pass begin when it is launched (wraps `Scheduler.on_idle`)."""
@@ -164,7 +172,7 @@ class Pacer:
         self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Wraps `Scheduler.run_batch`, and returns when the pass is due."""
-        launched = time.perf_counter()
+        launched = self._clock.now()
         self._finish()
         if self._begin is None:
             self._adopt_dilation()
@@ -172,15 +180,18 @@ class Pacer:
         # A copy: SGLang takes what has ended out of its own list.
         self._requests = list(batch.reqs)
         self.watch.begin()
+        self.updates.begin((began - self._ended) / self._dilation)
         kv_tokens = sum([len(r.origin_input_ids) + len(r.output_ids) for r in batch.reqs])
         left = [r.sampling_params.max_new_tokens - len(r.output_ids) for r in batch.reqs]
         result = original(scheduler, batch, *args, **kwargs)
         step = self._price(scheduler, batch, result, kv_tokens, left)
+        beside = self.updates.end(step["seconds"], self._dilation)
+        step["seconds"] += beside
         due = began + step["seconds"] * self._dilation
-        worked = time.perf_counter()
-        ended = worked if worked >= due else _wait_until(due)
+        worked = self._clock.now()
+        ended = self._clock.wait_until(due)
         late = ended - due > _LATE_SHARE * (due - began) or worked > due
-        self._begin = ended if late else due
+        self._begin = self._ended = ended if late else due
         if batch.forward_mode.is_extend():
             for request in batch.reqs:
                 # A chunk of a prompt gives no token; a request that was retracted has had its own.
@@ -199,6 +210,8 @@ class Pacer:
                     kinds=_kinds(batch.reqs),
                     used_seconds=worked - launched,
                     shim_seconds=self.watch.take_seconds(),
+                    update_seconds=beside,
+                    updates=self.updates.landed,
                     **step,
                 )
             )
@@ -299,16 +312,6 @@ def _read_dilation(path: Path) -> float:
     if not 0 < dilation < math.inf:
         raise ValueError(f"{path}: a dilation is a number above 0, not {text[:40]!r}")
     return dilation
-
-
-def _wait_until(due: float) -> float:
-    """Sleeps until then; returns the time."""
-    left = due - time.perf_counter()
-    if left > _AWAKE_SECONDS:
-        time.sleep(left - _AWAKE_SECONDS)
-    while (now := time.perf_counter()) < due:
-        pass
-    return now
 
 
 def _kinds(requests: Sequence[Any]) -> dict[str, int]:

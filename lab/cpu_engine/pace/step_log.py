@@ -17,15 +17,17 @@ _log = logging.getLogger(__name__)
 class PacedStep:
     """One pass of the engine: a decode step, or a prefill.
 
-    began, launched, ended: seconds of the machine's monotonic clock; the scheduler began with it
-    at `launched`.  It was to end at `due`, and was late if the engine's own work took longer.
-    seconds: the imposed duration in the model's time, of which switch_seconds, catch_up_seconds and
-    lookup_seconds are parts.  used_seconds: of the engine's own work, on the machine's clock.
-    shim_seconds: of which the shim's hooks.
+    began, launched, ended: seconds of the machine's monotonic clock, less those for which it stood
+    still (see model_clock); the scheduler began with it at `launched`.  It was to end at `due`, and
+    was late if the engine's own work took longer.
+    seconds: the imposed duration in the model's time, of which switch_seconds, catch_up_seconds,
+    lookup_seconds and update_seconds (lost to an update beside it) are parts.  used_seconds: of the
+    engine's own work, on the machine's clock.  shim_seconds: of which the shim's hooks.
     kinds: sequences by class.  drafter: "" without speculation.  gamma: -1 in a prefill.
     mixed: rows chose between this drafter and a lookup.
     accepted: drafts accepted by all sequences, also beyond a request's end.  tokens: that were read
-    of prompts in a prefill, else that the sequences gained, up to their ends.
+    of prompts in a prefill, else that the sequences gained, up to their ends.  updates: of the
+    drafter, that have landed since the engine began.
     """
 
     began: float
@@ -51,6 +53,8 @@ class PacedStep:
     lookup_seconds: float = 0.0
     used_seconds: float = 0.0
     shim_seconds: float = 0.0
+    update_seconds: float = 0.0
+    updates: int = 0
 
     @property
     def is_decode(self) -> bool:

@@ -286,12 +286,13 @@ class Capabilities(_message.Message):
     CATCH_UP_STEPS_FIELD_NUMBER: _builtins.int
     CAN_TAKE_VERSIONS_FIELD_NUMBER: _builtins.int
     DRAFT_LAG_FIELD_NUMBER: _builtins.int
+    LEARNER_FIELD_NUMBER: _builtins.int
     can_sleep: _builtins.bool
     """A row may say `drafter_asleep`: at gamma = 0 the engine can skip all draft-side work."""
     can_switch_drafter: _builtins.bool
     """The engine can change its drafter from step to step."""
     can_update_online: _builtins.bool
-    """The engine can run online drafter updates, of its first drafter."""
+    """The engine can run online updates of the drafter that learns."""
     can_collect: _builtins.bool
     """The engine can capture training signals."""
     overlap_steps: _builtins.int
@@ -305,10 +306,15 @@ class Capabilities(_message.Message):
     may sleep on.  0: it reads nothing before it wakes.
     """
     can_take_versions: _builtins.bool
-    """The engine can be given versions of its first drafter (Plan.draft_version)."""
+    """The engine can be given versions of the drafter that learns (Plan.draft_version)."""
     draft_lag: _builtins.int
     """0: a step verifies what was drafted within it.  1: the engine drafts at the end of a step and
     verifies in the next one, so that a plan's choice is verified one step later.
+    """
+    learner: _builtins.str
+    """Name of the drafter that learns: it is updated online, training signals are collected for it,
+    and versions are of it.  Empty: the first one.  A sidecar that does not know this field credits
+    all of that to the first drafter.
     """
     def __init__(
         self,
@@ -322,10 +328,11 @@ class Capabilities(_message.Message):
         catch_up_steps: _builtins.int = ...,
         can_take_versions: _builtins.bool = ...,
         draft_lag: _builtins.int = ...,
+        learner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_collect", b"can_collect", "can_sleep", b"can_sleep", "can_switch_drafter", b"can_switch_drafter", "can_take_versions", b"can_take_versions", "can_update_online", b"can_update_online", "catch_up_steps", b"catch_up_steps", "draft_lag", b"draft_lag", "drafters_follow", b"drafters_follow", "overlap_steps", b"overlap_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_collect", b"can_collect", "can_sleep", b"can_sleep", "can_switch_drafter", b"can_switch_drafter", "can_take_versions", b"can_take_versions", "can_update_online", b"can_update_online", "catch_up_steps", b"catch_up_steps", "draft_lag", b"draft_lag", "drafters_follow", b"drafters_follow", "learner", b"learner", "overlap_steps", b"overlap_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -687,6 +694,7 @@ class StepReport(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     PROPOSALS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    LEARNT_FROM_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Engine-side counter of decode steps, strictly increasing within a session."""
     batch_size: _builtins.int
@@ -710,6 +718,12 @@ class StepReport(_message.Message):
     """Version of the drafter that served the step; 0: as loaded."""
     prefill_tokens: _builtins.int
     """Prompt tokens that the step read beside its decoding."""
+    learnt_from: _builtins.int
+    """The version from which online updates have made the weights that served the step; absent where
+    none has changed them.  Equal to `draft_version`: they are stored nowhere, and the next update
+    changes them again.  Another one: they are stored as `draft_version`, and no plan has named it
+    yet; a sidecar whose plans name `learnt_from` takes `draft_version` in its place.
+    """
     @_builtins.property
     def accepted_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """accepted_counts[k] = sequences that accepted exactly k draft tokens (bonus token excluded);
@@ -764,12 +778,15 @@ class StepReport(_message.Message):
         groups: _abc.Iterable[Global___RowGroup] | None = ...,
         proposals: _abc.Iterable[Global___ProposalCounts] | None = ...,
         prefill_tokens: _builtins.int = ...,
+        learnt_from: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["flags", b"flags"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_learnt_from", b"_learnt_from", "flags", b"flags", "learnt_from", b"learnt_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "classes", b"classes", "confidences", b"confidences", "draft_version", b"draft_version", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "groups", b"groups", "kv_tokens", b"kv_tokens", "plan_epoch", b"plan_epoch", "prefill_tokens", b"prefill_tokens", "probe_id", b"probe_id", "proposals", b"proposals", "step", b"step", "step_seconds", b"step_seconds", "update_seconds", b"update_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learnt_from", b"_learnt_from", "accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "classes", b"classes", "confidences", b"confidences", "draft_version", b"draft_version", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "groups", b"groups", "kv_tokens", b"kv_tokens", "learnt_from", b"learnt_from", "plan_epoch", b"plan_epoch", "prefill_tokens", b"prefill_tokens", "probe_id", b"probe_id", "proposals", b"proposals", "step", b"step", "step_seconds", b"step_seconds", "update_seconds", b"update_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__learnt_from: _TypeAlias = _typing.Literal["learnt_from"]  # noqa: Y015
+    _WhichOneofArgType__learnt_from: _TypeAlias = _typing.Literal["_learnt_from", b"_learnt_from"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__learnt_from) -> _WhichOneofReturnType__learnt_from | None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
 

@@ -253,7 +253,7 @@ class Plan(_message.Message):
     reason_detail: _builtins.str
     """One short line for people."""
     draft_version: _builtins.int
-    """Version of the first drafter that shall serve; 0: as loaded.  An engine that cannot get at it
+    """Version of the drafter that learns that shall serve; 0: as loaded.  An engine that cannot get at it
     keeps the one it has.
     """
     @_builtins.property

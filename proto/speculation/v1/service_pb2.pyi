@@ -1327,6 +1327,7 @@ class TrainingExplanation(_message.Message):
     PARENT_VERSION_FIELD_NUMBER: _builtins.int
     ON_TRIAL_FIELD_NUMBER: _builtins.int
     PAST_FIELD_NUMBER: _builtins.int
+    LEARNT_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
     """"no trainer", "watching", "collecting" or "training"."""
     measured: _builtins.int
@@ -1344,6 +1345,8 @@ class TrainingExplanation(_message.Message):
     parent_version: _builtins.int
     on_trial: _builtins.bool
     """The version is new and still judged by its acceptance."""
+    learnt: _builtins.bool
+    """Online updates have changed the weights of `served_version`, and they are no version yet."""
     @_builtins.property
     def past(self) -> _containers.RepeatedCompositeFieldContainer[Global___PastRound]:
         """The last ones, oldest first."""
@@ -1363,10 +1366,11 @@ class TrainingExplanation(_message.Message):
         parent_version: _builtins.int = ...,
         on_trial: _builtins.bool = ...,
         past: _abc.Iterable[Global___PastRound] | None = ...,
+        learnt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha_long", b"alpha_long", "alpha_short", b"alpha_short", "draft_version", b"draft_version", "measured", b"measured", "on_trial", b"on_trial", "parent_version", b"parent_version", "past", b"past", "phase", b"phase", "rounds", b"rounds", "served_version", b"served_version", "signals_needed", b"signals_needed", "stored_signals", b"stored_signals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha_long", b"alpha_long", "alpha_short", b"alpha_short", "draft_version", b"draft_version", "learnt", b"learnt", "measured", b"measured", "on_trial", b"on_trial", "parent_version", b"parent_version", "past", b"past", "phase", b"phase", "rounds", b"rounds", "served_version", b"served_version", "signals_needed", b"signals_needed", "stored_signals", b"stored_signals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

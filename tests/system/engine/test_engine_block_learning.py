@@ -1,24 +1,30 @@
-"""A DFlash drafter that learns, beside the real SGLang and inside it.
+"""A DFlash drafter that learns in the real SGLang: as the only drafter, and beside EAGLE3.
 
 It begins as a damaged copy of the shipped one, so that there is something to learn.
 """
 
 import json
+import os
+import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from engine_shim.training.adapt import AdaptSettings, fine_tuned
 from engine_shim.training.checkpoint import load_dflash, load_target, save_dflash
 from engine_shim.training.signals import Signal, SignalStore
-from engine_shim.training.versions import FOLDER, Made, Versions
-from tests.support.engine import DFLASH, LONE, TARGET, EngineProcess, serving
+from engine_shim.training.specforge import export_signals, import_draft
+from engine_shim.training.versions import FOLDER, Versions
+from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.learning_engine import between_steps, status, wave
+from tests.support.long_contexts import EVERYTHING, agreement, recorder
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVES
-from tests.support.scripted_sidecar import ScriptedSidecar
+from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
+from tests.support.specforge_runs import PASSES, Run, trained
 from tests.support.waits import WAITS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -39,21 +45,35 @@ def waits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(
-    plain_waves: list[list[list[int]]],
-    folder: Path,
-    waits: Path,
-    sidecar: ScriptedSidecar,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[EngineProcess]:
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The damaged drafter."""
     damaged = load_dflash(DFLASH, EMBEDDING)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         damaged.fc.weight.normal_(std=0.05, generator=generator)
-    draft = tmp_path_factory.mktemp("draft")
-    save_dflash(damaged, draft)
+    made = tmp_path_factory.mktemp("draft")
+    save_dflash(damaged, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    return recorder(tmp_path_factory.mktemp("canvases"))
+
+
+@pytest.fixture(scope="module")
+def engine(
+    plain_waves: list[list[list[int]]],
+    draft: Path,
+    folder: Path,
+    recording: tuple[Path, dict[str, str]],
+    waits: Path,
+    sidecar: ScriptedSidecar,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[EngineProcess]:
     variables = {
         **sidecar.variables,
+        **recording[1],
         "CPU_ENGINE_SYNCHRONISATIONS": str(waits),
         "SPECULATION_GAMMAS": "0,1,3,7",
         "SPECULATION_ONLINE_UPDATES": "1",
@@ -65,11 +85,25 @@ def engine(
         yield running
 
 
-def test_what_it_reads_is_collected_and_a_version_made_of_it_serves(
+def test_in_long_contexts_a_student_of_the_whole_context_is_the_drafter(
+    engine: EngineProcess,
+    draft: Path,
+    recording: tuple[Path, dict[str, str]],
+    sidecar: ScriptedSidecar,
+) -> None:
+    student = load_dflash(draft, EMBEDDING)
+    found = agreement(engine, sidecar, recording[0], student, (48, 256, 512))
+    print(f"DFlash, first drafts that agree by window: {found}")
+    assert found[EVERYTHING] > 0.97
+    assert found[48] < found[EVERYTHING]
+
+
+def test_what_it_reads_is_collected_trains_in_specforge_and_the_version_serves(
     engine: EngineProcess,
     folder: Path,
     sidecar: ScriptedSidecar,
     plain_waves: list[list[list[int]]],
+    tmp_path: Path,
 ) -> None:
     capabilities = sidecar.server.introductions[0].capabilities
     assert capabilities.can_collect
@@ -85,10 +119,12 @@ def test_what_it_reads_is_collected_and_a_version_made_of_it_serves(
     assert len(signals) >= 10
     check_features(signals)
     versions = Versions(folder / FOLDER)
-    made = fine_tuned(
-        versions.student(0), signals, AdaptSettings(passes=6, batch=4, learning_rate=2e-3)
-    )
-    number = versions.publish(dict(made.named_parameters()), Made(0, 0.0, 1.0, 0.0, 12, 1.0))
+    out = tmp_path / "out"
+    assert export_signals(folder, versions, 0, TARGET, out) >= 10
+    run = Run(out, "hf", ("training.num_anchors=64", *PASSES))
+    (logged,) = trained(run, kernel=False)
+    print(f"SpecForge's loss {logged[0]['loss']:.2f}, then {logged[-1]['loss']:.2f}")
+    number = import_draft(run.made, versions)
     sidecar.draft_version = number
     sidecar.run(lambda _: (GAMMA, False))
     between_steps(engine, "draft", "version", number)
@@ -150,3 +186,99 @@ def test_neither_collecting_nor_a_version_waits_for_the_device(
     """After all other tests of this engine."""
     assert status(engine, "draft")["deployed"] > 0
     assert set(json.loads(waits.read_text())) == WAITS.keys()
+
+
+@dataclass(frozen=True)
+class Beside:
+    """An engine in which the damaged drafter learns beside EAGLE3, and its sidecar."""
+
+    engine: EngineProcess
+    sidecar: ScriptedSidecar
+    folder: Path
+
+    def wave(self, number: int, drafter: int, plain_waves: list[list[list[int]]]) -> float:
+        """The acceptance length where one drafter drafts all steps."""
+        self.sidecar.run(lambda _: (GAMMA, False, drafter))
+        return wave(self.engine, number, plain_waves)
+
+
+@pytest.fixture(scope="module")
+def beside(
+    plain_waves: list[list[list[int]]], draft: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Beside]:
+    """It runs its passes as most GPUs do."""
+    folder = tmp_path_factory.mktemp("signals-beside") / "store"
+    with scripted_sidecar(tmp_path_factory.mktemp("sidecar-beside")) as scripted:
+        variables = {
+            **scripted.variables,
+            **MODES["overlapped"],
+            "SPECULATION_DFLASH_MODEL_PATH": str(draft),
+            "SPECULATION_GAMMAS": "0,1,3,7",
+            "SPECULATION_LEARNER": "dflash",
+            "SPECULATION_ONLINE_UPDATES": "1",
+            "SPECULATION_SIGNALS_FOLDER": str(folder),
+            "SPECULATION_SLEEP_POSITIONS": "12",
+        }
+        with serving(tmp_path_factory.mktemp("beside"), EAGLE3, variables) as running:
+            eventually(lambda: scripted.server.introductions, what="the engine introduces itself")
+            yield Beside(running, scripted, folder)
+
+
+def test_beside_eagle3_what_it_reads_is_collected(
+    beside: Beside, plain_waves: list[list[list[int]]]
+) -> None:
+    capabilities = beside.sidecar.server.introductions[0].capabilities
+    assert capabilities.learner == "dflash"
+    assert capabilities.can_update_online
+    assert capabilities.can_take_versions
+    beside.sidecar.collect = True
+    drafted = [beside.wave(0, which, plain_waves) for which in (0, 1)]
+    beside.sidecar.collect = False
+    beside.sidecar.run(lambda _: (GAMMA, False, 0))
+    between_steps(beside.engine, "signals", "open", False)
+    between_steps(beside.engine, "signals", "waiting", 0)
+    signals = [one for one in SignalStore(beside.folder, 1 << 30).read() if len(one.tokens) > 90]
+    check_features(signals)
+    assert drafted[0] > drafted[1] + 0.3
+    # EAGLE3's drafts say nothing of it.
+    tried = [one.tried for one in signals]
+    assert min(tried) == 0
+    assert max(tried) > 0
+
+
+def test_beside_eagle3_it_learns_and_eagle3_stays_as_it_is(
+    beside: Beside, plain_waves: list[list[list[int]]]
+) -> None:
+    between_steps(beside.engine, "online", "state", "ready")
+    before, untouched = (beside.wave(0, which, plain_waves) for which in (1, 0))
+    beside.sidecar.stride = 2
+    learner: Arm = (GAMMA, False, 1)
+    arms: list[Arm] = [*[learner] * 5, (7, False, 1), (7, False, 0), (0, True, 0)]
+    beside.sidecar.run(lambda count: arms[count % 8])
+    for number in range(1, PLAYS_MAX):
+        wave(beside.engine, number % len(WAVES), plain_waves)
+        if number >= 3 and status(beside.engine, "online")["updates"] > 30:
+            break
+    beside.sidecar.stride = 0
+    after, other = (beside.wave(0, which, plain_waves) for which in (1, 0))
+    found = status(beside.engine, "online")
+    print(f"acceptance length {before:.2f}, then {after:.2f} after {found['updates']} updates")
+    assert found["updates"] > 20
+    assert found["refused"] == 0
+    assert after > before + 0.2
+    assert other == untouched
+
+
+def test_beside_eagle3_a_killed_trainer_takes_nothing_with_it(
+    beside: Beside, plain_waves: list[list[list[int]]]
+) -> None:
+    family = psutil.Process(beside.engine.process.pid).children(recursive=True)
+    (trainer,) = [p for p in family if "engine_shim.training.trainer" in p.cmdline()]
+    os.kill(trainer.pid, signal.SIGKILL)
+    beside.sidecar.stride = 1
+    learnt, other = (beside.wave(0, which, plain_waves) for which in (1, 0))
+    assert status(beside.engine, "online")["state"] == "the trainer has ended with status -9"
+    assert learnt > 1.3
+    assert other > learnt
+    (loss,) = beside.engine.internal_state()["speculation_controller"]["lost"]
+    assert loss["capability"] == "CAPABILITY_UPDATE_ONLINE"

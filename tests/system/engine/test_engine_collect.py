@@ -8,14 +8,22 @@ from typing import Any
 import pytest
 import torch
 
+from engine_shim.sglang.learning.canvases import PROMPT
 from engine_shim.training.checkpoint import load_target
+from engine_shim.training.eagle3 import Eagle3Student
 from engine_shim.training.signals import Signal, SignalStore
+from engine_shim.training.versions import FOLDER, Versions
+from lab.cpu_engine.models.prompts import held_out_prompts
 from tests.support.engine import EAGLE3, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import Script, ScriptedSidecar
 
-HEAD = load_target(TARGET).model.embed_tokens.weight.detach()
+MODEL = load_target(TARGET).requires_grad_(requires_grad=False)
+HEAD = MODEL.model.embed_tokens.weight.detach()
+# Longer than the part of a prompt that is kept, than a chunk of a prefill, and shorter than both.
+LENGTHS = (300, 100, 20)
+CHUNK = 128
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -43,7 +51,8 @@ def engine(
         "SPECULATION_SIGNALS_FINAL_STATES": "1",
         "SPECULATION_GAMMAS": "0,1,3",
     }
-    with serving(tmp_path_factory.mktemp("collect"), EAGLE3, variables) as running:
+    flags = (*EAGLE3, "--chunked-prefill-size", str(CHUNK))
+    with serving(tmp_path_factory.mktemp("collect"), flags, variables) as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
         yield running
 
@@ -130,22 +139,58 @@ def test_what_is_served_is_kept_position_by_position(
             if text[signal.start : end] == tokens[: max(1, len(text) - signal.start)]
         ]
         # Greedy: the target's likeliest token of each position is the next one.
-        following = whole[signal.start + 1 : end + 1]
+        following = whole[signal.start + signal.context + 1 : end + 1]
         assert signal.top_tokens[: len(following), 0].tolist() == following
         assert (signal.top_logs.diff(dim=1) <= 0).all()
         assert torch.isfinite(signal.features.float()).all()
         # The head on the last hidden states says the same (the embedding is the head here).
         assert signal.final is not None
-        logits = signal.final[: len(following)].float() @ HEAD.T
+        logits = signal.final[signal.context :][: len(following)].float() @ HEAD.T
         agree = (logits.argmax(-1) == torch.tensor(following)).float().mean()
         assert agree > 0.95, agree
         assert signal.features.float().abs().amax(dim=1).min() > 0
-        covered += len(tokens)
+        covered += len(signal.top_tokens)
     assert covered >= 0.9 * WAVE_LENGTH * len(WAVES[0])
     tried = sum(signal.tried for signal in signals)
     accepted = sum(signal.accepted for signal in signals)
     assert 0 < accepted < tried
     assert status(engine)["dropped"] == 0
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_what_was_verified_follows_the_end_of_its_prompt(
+    engine: EngineProcess, sidecar: ScriptedSidecar, folder: Path, *, is_cached: bool
+) -> None:
+    """Prompts of several chunks, together; then again, where the prefix cache has most of them."""
+    prompts = [held_out_prompts("prose", 1, length, seed=7)[0] for length in LENGTHS]
+    for path in SignalStore(folder, 1 << 20).paths():
+        path.unlink()
+    collect(engine, sidecar, lambda _: (3, False))
+    answers = engine.generate(prompts, [60] * len(prompts))
+    settled(engine, sidecar)
+    student = Versions(folder / FOLDER).student(0)
+    assert isinstance(student, Eagle3Student)
+    layers = student.shape.feature_layers
+    signals = {signal.start + signal.context: signal for signal in found_in(folder)}
+    for prompt, answer in zip(prompts, answers, strict=True):
+        signal = signals[len(prompt)]
+        cached = answer.meta["cached_tokens"]
+        assert cached > len(prompt) / 2 if is_cached else cached < 5
+        assert signal.context == min(len(prompt) - cached, PROMPT)
+        served = [*prompt, *answer.tokens]
+        # The last step may have verified more than was asked for.
+        rows = min(len(signal.tokens), len(served) - signal.start)
+        assert signal.tokens[:rows].tolist() == served[signal.start : signal.start + rows]
+        final, features = MODEL.hidden_and_features(torch.tensor([served]), layers)
+        at = slice(signal.start, signal.start + rows)
+        assert signal.final is not None
+        for kept, computed in (
+            (signal.features[:rows], torch.cat(features, dim=-1)[0, at]),
+            (signal.final[:rows], final[0, at]),
+        ):
+            apart = (kept.float() - computed).norm(dim=-1) / computed.norm(dim=-1)
+            assert float(apart.max()) < 0.02
+    assert status(engine)["unread"] == 0
 
 
 def test_the_store_keeps_to_its_size(

@@ -1,6 +1,6 @@
 """The real SGLang under the real sidecar, with a second drafter that fails: at start, or later."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ from tests.support.sidecar_process import controller, sidecar_process
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SABOTAGE = "tests.system.engine.sabotage"
+NOTHING_MORE: Mapping[str, str] = {}
+LEARNS = {"SPECULATION_LEARNER": "dflash", "SPECULATION_ONLINE_UPDATES": "1"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,10 @@ class Steered:
 
 
 @contextmanager
-def steered(folder: Path, sabotage: str, mode: str = "eager") -> Iterator[Steered]:
+def steered(
+    folder: Path, sabotage: str, mode: str = "eager", more: Mapping[str, str] = NOTHING_MORE
+) -> Iterator[Steered]:
+    """more: environment variables of the engine."""
     # After the CPU's stand-in, which prepares the same method.
     plugins = install_plugin(folder / "sabotage", f"{SABOTAGE}:{sabotage}", name="zz_sabotage")
     recording = {"CONTROLLER_RECORD_DIRECTORY": str(folder / "record")}
@@ -85,6 +90,7 @@ def steered(folder: Path, sabotage: str, mode: str = "eager") -> Iterator[Steere
     with sidecar_process(folder, environment=recording, log=log) as sidecar:
         variables = {
             **MODES[mode],
+            **more,
             "SPECULATION_SIDECAR": sidecar.address,
             "SPECULATION_ENGINE_ID": "e",
             "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
@@ -98,6 +104,14 @@ def steered(folder: Path, sabotage: str, mode: str = "eager") -> Iterator[Steere
             yield running
 
 
+def check_learner_loss(lost: Iterable[engine_pb2.LostCapability]) -> None:
+    """It goes with the drafter that learns."""
+    drafter, learning = lost
+    check_loss([drafter])
+    assert learning.capability == engine_pb2.CAPABILITY_UPDATE_ONLINE
+    assert learning.reason == drafter.reason
+
+
 def check_loss(lost: Iterable[engine_pb2.LostCapability]) -> None:
     [loss] = lost
     assert (loss.capability, loss.drafter) == (engine_pb2.CAPABILITY_DRAFTER, "dflash")
@@ -109,26 +123,29 @@ def test_a_drafter_that_cannot_draft_is_found_before_there_is_traffic(
     plain: dict[str, list[list[int]]], tmp_path: Path
 ) -> None:
     """And before its graphs are captured, since a capture that fails ends the start."""
-    with steered(tmp_path, "break_block_drafter", "overlapped") as running:
+    with steered(tmp_path, "break_block_drafter", "overlapped", LEARNS) as running:
         status = running.status()
         assert status is not None
         assert not status.reports
-        check_loss(status.engine.lost)
+        check_learner_loss(status.engine.lost)
+        assert not status.engine.capabilities.can_update_online
         assert "this engine has lost dflash" in running.engine.log.read_text()
-        found = running.engine.internal_state()["speculation_controller"]["lost"]
-        assert [(loss["drafter"], loss["reason"]) for loss in found] == [
-            ("dflash", "MemoryError: sabotaged")
+        found = running.engine.internal_state()["speculation_controller"]
+        assert found["online"] is None
+        assert [(loss["drafter"], loss["reason"]) for loss in found["lost"]] == [
+            ("dflash", "MemoryError: sabotaged"),
+            ("", "MemoryError: sabotaged"),
         ]
         running.play(plain)
         explained = running.explain()
-        check_loss(explained.lost)
+        check_learner_loss(explained.lost)
         assert {arm.drafter for arm in explained.arms if arm.lost} == {"dflash"}
 
 
 def test_a_drafter_that_fails_in_traffic_is_planned_no_more(
     plain: dict[str, list[list[int]]], tmp_path: Path
 ) -> None:
-    with steered(tmp_path, "break_block_drafter_on_demand") as running:
+    with steered(tmp_path, "break_block_drafter_on_demand", more=LEARNS) as running:
         assert not running.explain().lost
         running.pin("dflash", 3)
 
@@ -141,7 +158,9 @@ def test_a_drafter_that_fails_in_traffic_is_planned_no_more(
         running.play(plain)
         eventually(lambda: running.explain().lost, what="the sidecar hears of it")
         explained = running.explain()
-        check_loss(explained.lost)
+        check_learner_loss(explained.lost)
+        online = running.engine.internal_state()["speculation_controller"]["online"]
+        assert online["state"] == "MemoryError: sabotaged"
         assert "dflash is pinned but lost: MemoryError: sabotaged" in explained.plan.reason_detail
         assert {row.gamma for row in explained.plan.rows} == {0}
         running.clear()

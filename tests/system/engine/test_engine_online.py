@@ -9,8 +9,20 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.engine import CODE_ONLY, EAGLE3, ONLINE, EngineProcess, Generated, serving
+from engine_shim.training.checkpoint import load_draft, load_target
+from engine_shim.training.versions import FOLDER, Versions
+from lab.cpu_engine.engine_command import SHALLOW
+from tests.support.engine import (
+    CODE_ONLY,
+    EAGLE3,
+    ONLINE,
+    TARGET,
+    EngineProcess,
+    Generated,
+    serving,
+)
 from tests.support.eventually import eventually
+from tests.support.long_contexts import EVERYTHING, agreement, recorder
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
 
@@ -51,15 +63,40 @@ def plain_waves(plain: dict[str, list[list[int]]]) -> list[list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("signals")
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    return recorder(tmp_path_factory.mktemp("canvases"))
+
+
+@pytest.fixture(scope="module")
 def engine(
     plain_waves: list[list[list[int]]],
+    recording: tuple[Path, dict[str, str]],
     sidecar: ScriptedSidecar,
+    folder: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineProcess]:
-    variables = ONLINE | sidecar.variables
+    variables = ONLINE | sidecar.variables | recording[1]
+    variables["SPECULATION_SIGNALS_FOLDER"] = str(folder)
     with serving(tmp_path_factory.mktemp("online"), CODE_ONLY, variables) as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
         yield running
+
+
+def test_in_long_contexts_a_student_of_the_whole_context_is_the_drafter(
+    engine: EngineProcess, sidecar: ScriptedSidecar, recording: tuple[Path, dict[str, str]]
+) -> None:
+    """Before anything is learnt."""
+    student = load_draft(SHALLOW / "draft-code", load_target(TARGET).model.embed_tokens.weight)
+    found = agreement(engine, sidecar, recording[0], student, (48, 256, 512))
+    print(f"EAGLE3, first drafts that agree by window: {found}")
+    assert found[EVERYTHING] > 0.97
+    # A window sees less, and drafts otherwise now and then: this is what the test can tell apart.
+    assert found[48] < found[EVERYTHING]
 
 
 def test_it_learns_what_it_serves_and_never_changes_a_token(
@@ -118,6 +155,43 @@ def test_without_a_stride_nothing_is_learnt(
     assert online(engine)["rounds"] == before
     # What was learnt stays.
     assert learnt > 1.5
+
+
+def test_what_it_has_learnt_becomes_a_version_once_signals_are_collected(
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    folder: Path,
+    plain_waves: list[list[list[int]]],
+) -> None:
+    def served(version: int, learnt_from: int | None) -> None:
+        def it_is() -> bool:
+            assert wave(engine, WAVES[3])[0] == plain_waves[3]
+            last = sidecar.reports[-1]
+            learnt = last.learnt_from if last.HasField("learnt_from") else None
+            return (last.draft_version, learnt) == (version, learnt_from)
+
+        eventually(it_is, within=90.0, what=f"version {version} serves, learnt from {learnt_from}")
+
+    served(0, 0)
+    sidecar.collect = True
+    sidecar.run(lambda _: (3, False))
+    served(1, 0)
+    assert Versions(folder / FOLDER).made(1).parent == 0
+    sidecar.draft_version = 1
+    sidecar.run(lambda _: (3, False))
+    served(1, None)
+    assert wave(engine, WAVES[2])[1] > 1.5
+    # A version that fails goes back to it, and it can be left for the first one.
+    sidecar.draft_version, sidecar.collect = 0, False
+    sidecar.run(lambda _: (3, False))
+    served(0, None)
+    wave(engine, WAVES[1])
+    assert wave(engine, WAVES[2])[1] < 1.4
+    sidecar.draft_version = 1
+    sidecar.run(lambda _: (3, False))
+    served(1, None)
+    wave(engine, WAVES[1])
+    assert wave(engine, WAVES[2])[1] > 1.5
 
 
 def test_a_trainer_that_is_killed_takes_nothing_with_it(

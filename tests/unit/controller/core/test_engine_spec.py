@@ -103,3 +103,21 @@ def test_only_a_mixture_names_two_drafters():
 def test_a_draft_is_verified_in_its_step_or_in_the_next_one():
     with pytest.raises(InvalidEngineError, match="draft_lag 2"):
         EngineSpec("e", Fingerprint("t"), (MTP,), 8, Capabilities(draft_lag=2))
+
+
+def test_the_learner_is_the_first_drafter_unless_another_is_named():
+    block = DrafterSpec("block", DrafterKind.DFLASH, (3,))
+    first, second = (
+        EngineSpec("e", Fingerprint("t"), (MTP, block), 8, Capabilities(learner=name))
+        for name in ("", "block")
+    )
+    assert (first.learner, second.learner) == (MTP, block)
+
+
+@pytest.mark.parametrize("name", ["other", "ngram", "x" * 5000])
+def test_a_learner_without_weights_is_refused(name: str):
+    lookup = DrafterSpec("ngram", DrafterKind.NGRAM, (3,))
+    with pytest.raises(InvalidEngineError, match="not one of the drafters with weights") as refused:
+        EngineSpec("e", Fingerprint("t"), (MTP, lookup), 8, Capabilities(learner=name))
+    assert refused.value.field_path == "capabilities.learner"
+    assert len(str(refused.value)) < 300

@@ -144,6 +144,7 @@ def reports(draw: st.DrawFn) -> StepReport:
         groups=draw(st.sampled_from([(), (RowGroup("mtp", len(counts) - 1, tuple(counts)),)])),
         proposals=draw(st.sampled_from([(), _PROPOSALS])) if sum(counts) > 1 else (),
         prefill_tokens=draw(st.integers(0, 1 << 24)),
+        learnt_from=draw(st.none() | st.integers(0, 1 << 24)),
     )
 
 

@@ -36,17 +36,20 @@ def test_a_plan_comes_back_as_it_was_sent(plan: PlanPacket):
     numbers=st.tuples(UINT64, UINT32, UINT64, UINT64, UINT64, UINT32, UINT32, UINT32, UINT32),
     seconds=st.floats(),
     update=st.floats(width=32, allow_nan=False),
+    learnt=st.none() | st.integers(0, 2**32 - 2),
 )
-def test_a_report_comes_back_as_it_was_sent(gamma, data, drafter, flags, numbers, seconds, update):
+def test_a_report_comes_back_as_it_was_sent(
+    gamma, data, drafter, flags, numbers, seconds, update, learnt
+):
     step, batch, kv, epoch, probe, session, dropped, version, prefill = numbers
     counts = data.draw(st.lists(UINT32, min_size=gamma + 1, max_size=gamma + 1))
     sent = packets.ReportPacket(
         step, batch, kv, drafter, gamma, tuple(counts), seconds, flags, epoch, probe, session,
-        update, version, dropped, prefill,
+        update, version, dropped, prefill, learnt_from=learnt,
     )  # fmt: skip
     packet = packets.encode_report(sent)
     report = packets.decode_report(packet)
-    assert len(packet) == 70 + 4 * (gamma + 1)
+    assert len(packet) == 74 + 4 * (gamma + 1)
     assert report.step_seconds == seconds or math.isnan(seconds)
     assert report._replace(step_seconds=0.0) == sent._replace(step_seconds=0.0)
 
@@ -109,7 +112,7 @@ def test_a_plan_with_a_flipped_bit_is_a_plan_or_refused(plan: PlanPacket, data):
 def test_another_version_is_refused_by_name():
     packet = bytearray(packets.encode_plan(ONE_ROW))
     packet[0] = packets.VERSION + 1
-    with pytest.raises(PacketError, match="packet version 6, this end speaks 5"):
+    with pytest.raises(PacketError, match="packet version 7, this end speaks 6"):
         packets.decode_plan(packet)
 
 

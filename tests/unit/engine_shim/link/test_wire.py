@@ -49,6 +49,12 @@ def test_a_report_names_its_drafter_and_keeps_every_number():
     )
 
 
+@pytest.mark.parametrize("learnt", [None, 0, 2])
+def test_weights_learnt_online_are_said_to_be_learnt(learnt: int | None):
+    message = TRANSLATOR.report(REPORT._replace(learnt_from=learnt), 5)
+    assert (message.learnt_from if message.HasField("learnt_from") else None) == learnt
+
+
 def test_rows_that_differ_go_by_the_names_of_their_drafters():
     message = TRANSLATOR.report(
         REPORT._replace(

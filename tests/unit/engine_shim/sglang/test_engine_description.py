@@ -11,7 +11,8 @@ import torch
 
 from engine_shim.sglang.api import sglang_api, versions
 from engine_shim.sglang.api.settings import PluginSettings
-from engine_shim.sglang.engine_description import introduce
+from engine_shim.sglang.engine_description import introduce, learner_of
+from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.steering.naming import default_engine_id
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP
 
@@ -82,3 +83,26 @@ def test_a_local_draft_has_no_revision(leaves: dict[str, Any], tmp_path: Path) -
 def test_the_default_engine_id_is_allowed_by_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "höst/ with spaces" * 20)
     assert re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", default_engine_id(30000))
+
+
+@pytest.mark.parametrize(
+    ("name", "has_second", "place"),
+    [("", True, 0), ("eagle3", True, 0), ("dflash", True, 1), ("eagle3", False, 0)],
+)
+def test_the_learner_is_found_by_its_name(name: str, has_second: bool, place: int) -> None:
+    assert learner_of(scheduler("EAGLE3"), name, has_second=has_second) == place
+
+
+@pytest.mark.parametrize(
+    ("name", "has_second", "known"),
+    [
+        ("dflash", False, "there is eagle3$"),
+        ("ngram", True, "there is eagle3 and dflash$"),
+        ("EAGLE3", True, "there is eagle3 and dflash$"),
+    ],
+)
+def test_a_learner_that_the_engine_has_not_is_refused(
+    name: str, has_second: bool, known: str
+) -> None:
+    with pytest.raises(UnsupportedEngineError, match=f"SPECULATION_LEARNER: '{name}'.*{known}"):
+        learner_of(scheduler("EAGLE3"), name, has_second=has_second)

@@ -12,7 +12,7 @@ from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.sglang.drafters.idle_kv import IdleCounters
 from engine_shim.sglang.eager_passes import EagerPasses
 from engine_shim.sglang.graph_states import GraphStates
-from engine_shim.sglang.hooks import EngineHooks
+from engine_shim.sglang.hooks import OWN, SECOND, EngineHooks
 from engine_shim.sglang.learning.online_updates import OnlineCounters
 from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
 from engine_shim.steering.losses import Losses
@@ -64,6 +64,8 @@ class Online:
         self.counters = OnlineCounters()
         self.calls: list[str] = []
         self.over = ""
+        self.found: Verification | None = None
+        self.has_learnt = False
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -80,6 +82,7 @@ class Online:
         return UpdateStatus(updating=True, reset=False, seconds=0.5)
 
     def after_verify(self, found: Verification, stride: int) -> None:
+        self.found = found
         self._note(f"verified {stride}")
 
     def close(self, why: str) -> None:
@@ -219,6 +222,42 @@ def test_a_failure_to_learn_ends_the_learning_and_nothing_else(
     assert link.told == [("CAPABILITY_UPDATE_ONLINE", "RuntimeError: out of memory")]
 
 
+class Dual:
+    """Two drafters, of which each reads half of the columns."""
+
+    def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden[:, :3], hidden[:, 3:] + 1
+
+    def follow(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("learner", [OWN, SECOND])
+@pytest.mark.parametrize(("drafter", "gamma"), [(OWN, 3), (SECOND, 3), (OWN, 0)])
+def test_the_learner_sees_its_columns_and_whose_drafts_they_were(
+    learner: int, drafter: int, gamma: int
+) -> None:
+    made = session(asleep=False, gamma=gamma)
+    made.sleep, made.dual, made.learner = None, Dual(), learner
+    made.online, made.ranks = Online(), adopted(chosen(gamma, drafter=drafter))
+    run_step(made)
+    found = made.online.found
+    assert torch.equal(found.features, torch.full((4, 3), float(learner)))
+    assert found.by_learner == (drafter == learner or gamma == 0)
+
+
+@pytest.mark.parametrize(("learner", "ends"), [(OWN, False), (SECOND, True)])
+def test_what_learns_ends_with_its_drafter(learner: int, ends: bool) -> None:
+    made = session(asleep=False, gamma=3)
+    made.sleep, made.dual, made.learner = None, Dual(), learner
+    made.block, made.online = SimpleNamespace(over="out of memory"), Online()
+    link = Link(made)
+    for _ in range(2):
+        run_step(made)
+    learning = [("CAPABILITY_UPDATE_ONLINE", "out of memory")] if ends else []
+    assert link.told == [("CAPABILITY_DRAFTER", "out of memory"), *learning]
+
+
 def test_a_trainer_that_ends_by_itself_is_reported() -> None:
     made = session(asleep=False, gamma=3)
     made.online = Online()
@@ -339,7 +378,7 @@ def test_a_failure_to_collect_ends_the_collecting_and_nothing_else(
 
 def test_versions_that_cannot_be_served_any_more_are_reported() -> None:
     class Deployment:
-        counters = SimpleNamespace(version=3)
+        counters = SimpleNamespace(version=3, learnt_from=None)
 
         def before_step(self, wanted: int) -> bool:
             raise RuntimeError("out of memory")

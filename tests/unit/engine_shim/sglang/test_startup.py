@@ -19,6 +19,7 @@ OTHERS: dict[str, Any] = {
     "sleep_positions": 0,
     "dflash_model_path": "drafts/other",
     "dflash_revision": "5a1c0de",
+    "learner": "dflash",
     "lookup": True,
     "online_updates": True,
     "online_scope": "request",

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine_shim.training import adapt
 from engine_shim.training.adapt import (
     AdaptSettings,
     acceptance,
@@ -55,10 +56,20 @@ def test_the_rate_in_service_is_that_of_all_drafts(target: Qwen3Target):
     assert served_acceptance([replace(one, accepted=0, tried=0)]) is None
 
 
-def by_chains(student: DraftStudent, found: Signal, depth: int) -> float:
+def with_prompt(found: Signal, context: int, start: int = 0) -> Signal:
+    """The same with its first positions as those of a prompt."""
+    return replace(
+        found,
+        top_tokens=found.top_tokens[context:],
+        top_logs=found.top_logs[context:],
+        context=context,
+        start=start,
+    )
+
+
+def by_chains(student: DraftStudent, found: Signal, depth: int, at: int = 16) -> float:
     """The same, as a server goes: one greedy chain after the other."""
     accepted = tried = 0
-    at = 16
     while at + depth + 1 < len(found.tokens):
         features, tokens = found.features[None, : at + 1].float(), found.tokens[None, : at + 2]
         if isinstance(student, DFlashStudent):
@@ -82,6 +93,37 @@ def test_the_expected_rate_is_that_of_drafting_step_by_step(
     expected = by_chains(trained, found, DEPTH)
     assert expected > 0
     assert acceptance(trained, [found], DEPTH) == pytest.approx(expected)
+
+
+# Where not all of the prompt is known, as many positions as elsewhere are passed over.
+@pytest.mark.parametrize(
+    ("context", "start", "first"), [(4, 0, 3), (30, 0, 29), (4, 7, 16), (30, 7, 29)]
+)
+def test_behind_a_prompt_the_first_drafts_count(
+    target: Qwen3Target, student: DraftStudent, context: int, start: int, first: int
+):
+    found = make_signal(target, 1)
+    trained = fine_tuned(student, [found], AdaptSettings(passes=40, learning_rate=3e-3))
+    # Attention sees how far apart positions are, and not where they begin.
+    rate = acceptance(trained, [with_prompt(found, context, start)], DEPTH)
+    assert rate == pytest.approx(by_chains(trained, found, DEPTH, first))
+
+
+def test_a_prompt_does_not_teach_unless_it_is_asked_to(target: Qwen3Target, student: DraftStudent):
+    one = with_prompt(make_signal(target, 1), 20)
+
+    def weights(signal: Signal, **settings: bool) -> torch.Tensor:
+        made = fine_tuned(student, [signal], AdaptSettings(passes=2, **settings))
+        return torch.cat([part.detach().flatten() for part in made.parameters()])
+
+    assert not torch.equal(weights(one), weights(one, teach_prompts=True))
+    round_ = adapt._round([one], torch.device("cpu"), teach_prompts=False)
+    assert round_.taught[0].tolist() == [False] * 20 + [True] * 28
+    assert torch.equal(round_.top_tokens[0, 20:].int(), one.top_tokens)
+    taught = adapt._round([one], torch.device("cpu"), teach_prompts=True)
+    assert taught.taught.all()
+    assert torch.equal(taught.top_tokens[0, :20, 0], one.tokens[1:21])
+    assert torch.equal(taught.top_logs[0, :20].exp().sum(-1), torch.ones(20))
 
 
 def test_a_signal_too_short_to_draft_on_counts_nothing(target: Qwen3Target, student: DraftStudent):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from engine_shim.training.signals import (
     Signal,
@@ -37,9 +38,19 @@ def signal(rows: int = 6, seed: int = 0) -> Signal:
     )
 
 
+def with_prompt(rows: int = 6, context: int = 2) -> Signal:
+    made = signal(rows)
+    return replace(
+        made,
+        top_tokens=made.top_tokens[context:],
+        top_logs=made.top_logs[context:],
+        context=context,
+    )
+
+
 def same(one: Signal, other: Signal) -> bool:
     tensors = ("tokens", "features", "top_tokens", "top_logs")
-    numbers = ("start", "accepted", "tried")
+    numbers = ("start", "accepted", "tried", "context")
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in tensors) and all(
         getattr(one, name) == getattr(other, name) for name in numbers
     )
@@ -47,12 +58,26 @@ def same(one: Signal, other: Signal) -> bool:
 
 def test_what_was_written_is_read_in_the_order_of_writing(tmp_path: Path):
     store = SignalStore(tmp_path / "deep" / "store", PLENTY)
-    written = [signal(seed=seed) for seed in range(5)]
+    written = [*(signal(seed=seed) for seed in range(4)), with_prompt()]
     for one in written:
         store.add(one)
     found = list(SignalStore(store.folder, PLENTY).read())
     assert len(found) == 5
     assert all(same(a, b) for a, b in zip(written, found, strict=True))
+
+
+def test_a_signal_of_the_format_before_has_no_prompt(tmp_path: Path):
+    earlier = signal()
+    facts = {"format": "speculation-signals-2", "start": "40", "accepted": "3", "tried": "5"}
+    path = tmp_path / "earlier.safetensors"
+    path.write_bytes(save(earlier.tensors, facts))
+    assert same(load(path), earlier)
+
+
+@pytest.mark.parametrize("context", [-1, 1, 3, 6])
+def test_a_prompt_of_another_length_is_refused(context: int):
+    with pytest.raises(SignalError, match="verified rows"):
+        replace(with_prompt(), context=context)
 
 
 def test_the_oldest_go_when_there_is_no_room(tmp_path: Path):
@@ -78,7 +103,7 @@ def test_one_that_is_larger_than_the_store_takes_nothing_with_it(tmp_path: Path)
         lambda content: content[: len(content) // 2],
         lambda _: b"",
         lambda content: b"\xff" * 16 + content[16:],
-        lambda content: content.replace(b"speculation-signals-2", b"speculation-signals-9"),
+        lambda content: content.replace(b"speculation-signals-3", b"speculation-signals-9"),
         lambda content: content.replace(b'"tried":"5"', b'"tried":"1"'),
         lambda content: content.replace(b'"start":"40"', b'"start":"4x"'),
     ],

@@ -44,13 +44,13 @@ class Running:
             if name.startswith(trainer.WEIGHT)
         }
 
-    def learn(self, found: Round) -> Message:
+    def learn(self, found: Round, gamma: int = GAMMA) -> Message:
         requests, length = found.tokens.shape
         for name in RingRows._fields:
             self.memory.tensors[name][:requests, :length] = getattr(found, name)
         spans = [(ring, 0, length) for ring in range(requests)]
         self.memory.tensors[SPANS][:requests] = torch.tensor(spans)
-        assert self.channel.send(Message(MessageKind.LEARN, requests=requests, gamma=GAMMA))
+        assert self.channel.send(Message(MessageKind.LEARN, requests=requests, gamma=gamma))
         reply = self.channel.receive(wait=True)
         assert reply is not None
         return reply
@@ -100,6 +100,14 @@ def test_it_learns_and_leaves_the_weights_in_memory(running: Running) -> None:
     assert all(0 < reply.seconds < 60 for reply in replies)
     after = running.weights()
     assert all(not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_round_that_is_shorter_than_the_last_drafts_is_learnt_as_far_as_it_goes(
+    running: Running,
+) -> None:
+    """A long block was drafted, then nothing, and another request has just begun."""
+    found = make_round(make_target(), GAMMA + 1, seed=3, top=TOP)
+    assert running.learn(found, gamma=GAMMA + 1).kind is MessageKind.LEARNT
 
 
 def test_it_goes_on_from_weights_that_are_put_back(running: Running) -> None:

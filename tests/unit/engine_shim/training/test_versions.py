@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,22 @@ def moved(student: DraftStudent) -> dict[str, Tensor]:
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_engine_and_trainer_never_take_one_number(versions: Versions, student: DraftStudent):
+    with ThreadPoolExecutor(4) as pool:
+        made = [pool.submit(Versions(versions.folder).publish, moved(student), MADE)]
+        made += [
+            pool.submit(Versions(versions.folder).publish, parameters(student), MADE)
+            for _ in range(7)
+        ]
+        numbers = sorted(one.result() for one in made)
+    assert numbers == versions.numbers() == list(range(1, 9))
+    like = parameters(student)
+    assert sum(same(versions.load(number, like), moved(student)) for number in numbers) == 1
+    # A writer that was killed has left its claim.
+    (versions.folder / "00000009.claim").touch()
+    assert versions.publish(moved(student), MADE) == 10
 
 
 def test_base_and_versions_come_back_as_students(versions: Versions, student: DraftStudent):

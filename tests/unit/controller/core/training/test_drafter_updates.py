@@ -1,5 +1,7 @@
 """Online updates and the trainer share one drafter: never both, and overrides above both."""
 
+from dataclasses import replace
+
 import pytest
 
 from controller.core.clock import VirtualClock
@@ -9,21 +11,26 @@ from controller.core.model_shapes import DrafterKind
 from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
-from controller.core.step_report import StepReport
+from controller.core.step_report import RowGroup, StepReport
 from controller.core.training.selective_training import TrainingResult, TrainingSettings
 
 COLLECT = Regime(RegimeMode.COLLECT)
 TRAINING = TrainingSettings(initial=2, unit_drafts=4, threshold=3)
 
 
-def make(**able: bool) -> tuple[EngineController, VirtualClock]:
-    capabilities = {"can_collect": True, "can_take_versions": True, "can_update_online": True}
+ABLE = Capabilities(can_collect=True, can_take_versions=True, can_update_online=True)
+
+
+def make(able: Capabilities = ABLE) -> tuple[EngineController, VirtualClock]:
     spec = EngineSpec(
         "e",
         Fingerprint("target"),
-        (DrafterSpec("eagle3", DrafterKind.MTP, (0, 1, 3)),),
+        (
+            DrafterSpec("eagle3", DrafterKind.MTP, (0, 1, 3)),
+            DrafterSpec("dflash", DrafterKind.DFLASH, (1, 3)),
+        ),
         8,
-        Capabilities(**capabilities | able),
+        able,
     )
     clock = VirtualClock()
     return EngineController(spec, PlannerSettings(), None, clock, TRAINING), clock
@@ -32,18 +39,29 @@ def make(**able: bool) -> tuple[EngineController, VirtualClock]:
 class Driven:
     """A core whose steps accept all or nothing."""
 
-    def __init__(self, **able: bool) -> None:
-        self.core, self.clock = make(**able)
+    def __init__(self, able: Capabilities = ABLE) -> None:
+        self.core, self.clock = make(able)
         self._step = 0
 
-    def steps(self, accepted: int, count: int, version: int = 0) -> None:
+    def steps(
+        self, accepted: int, count: int, version: int = 0, *, drafter: str = "eagle3",
+        undrafted: int = 0,
+    ) -> None:  # fmt: skip
+        """Makes steps of four rows that are drafted for.  undrafted: further rows."""
+        drafted = tuple(4 if k == accepted else 0 for k in range(4))
+        counts = (drafted[0] + undrafted, *drafted[1:])
+        groups: tuple[RowGroup, ...] = ()
+        if undrafted:
+            groups = (RowGroup(drafter, 3, drafted), RowGroup("", 0, (undrafted,)))
         for _ in range(count):
             self._step += 1
-            counts = tuple(4 if k == accepted else 0 for k in range(4))
             self.clock.advance(0.02)
             self.core.observe(
-                StepReport(self._step, 4, 400, "eagle3", 3, counts, 0.02, draft_version=version)
-            )
+                StepReport(
+                    self._step, sum(counts), 400, drafter, 3, counts, 0.02, draft_version=version,
+                    groups=groups,
+                )
+            )  # fmt: skip
             self.core.next_plan()
 
     @property
@@ -119,10 +137,46 @@ def test_an_override_stands_above_the_trainer(regime: Regime):
     assert driven.regime == regime
 
 
-@pytest.mark.parametrize("lacks", ["can_collect", "can_take_versions"])
-def test_an_engine_that_cannot_has_no_training(lacks: str):
-    driven = Driven(**{lacks: False})
+@pytest.mark.parametrize(
+    "able", [replace(ABLE, can_collect=False), replace(ABLE, can_take_versions=False)]
+)
+def test_an_engine_that_cannot_has_no_training(able: Capabilities):
+    driven = Driven(able)
     assert driven.core.updates.training is None
     assert driven.core.explain().training is None
     driven.steps(0, 5)
     assert driven.core.current_plan().draft_version == 0
+
+
+@pytest.mark.parametrize("learner", ["", "eagle3", "dflash"])
+def test_only_the_learners_fall_collects(learner: str):
+    other = "eagle3" if learner == "dflash" else "dflash"
+    mine = "dflash" if learner == "dflash" else "eagle3"
+    driven = Driven(replace(ABLE, learner=learner))
+    training = driven.core.updates.training
+    assert training is not None
+    training.attended = True
+    for drafter in (mine, other):
+        driven.steps(3, 40, drafter=drafter)
+    driven.steps(0, 40, drafter=other)
+    assert driven.regime == Regime()
+    driven.steps(0, 40, drafter=mine)
+    assert driven.regime == COLLECT
+
+
+def test_a_version_is_seen_to_serve_while_another_drafter_drafts():
+    driven = Driven(replace(ABLE, learner="dflash"))
+    training = driven.core.updates.training
+    assert training is not None
+    driven.steps(3, 10, version=2)
+    assert training.served == 2
+
+
+def test_rows_that_must_not_be_drafted_for_are_no_fall():
+    driven = Driven()
+    training = driven.core.updates.training
+    assert training is not None
+    training.attended = True
+    driven.steps(3, 40)
+    driven.steps(3, 80, undrafted=4)
+    assert driven.regime == Regime()

@@ -125,6 +125,48 @@ def test_a_round_is_ordered_at_the_threshold_and_told_again_until_it_ends():
     assert training.keep(12) == 2
 
 
+def learnt(training: SelectiveTraining, version: int, learnt_from: int | None) -> None:
+    """A step of weights that online updates have made of `learnt_from`."""
+    training.observe(replace(report(1, (1, 7), version), learnt_from=learnt_from))
+
+
+def test_no_round_begins_from_weights_that_no_version_has():
+    training = ready()
+    learnt(training, 0, 0)
+    assert training.view.learnt is True
+    assert training.keep(10) == 0
+    # So that the engine stores them.
+    assert training.collects
+    assert training.state.version == 0
+    learnt(training, 3, 0)
+    stored = training.view
+    assert (stored.learnt, stored.state.version, stored.state.parent) == (False, 3, 0)
+    assert training.keep(10) == 1
+
+
+def test_what_was_learnt_from_another_version_than_the_plans_is_not_taken():
+    training = deployed()
+    learnt(training, 3, 0)
+    assert training.state.version == 1
+    learnt(training, 2**32 - 1, 1)
+    assert training.state.version == 1
+
+
+def test_a_version_is_not_judged_by_what_was_learnt_from_it():
+    training = deployed()
+    learnt(training, 1, 1)
+    for _ in range(100):
+        training.measure(0.0)
+    assert training.state.trial is not None
+    assert training.state.version == 1
+    # What was learnt is stored: it is judged in its place, and the same version serves after it.
+    learnt(training, 2, 1)
+    assert (training.state.version, training.state.parent) == (2, 0)
+    for _ in range(100):
+        training.measure(0.0)
+    assert training.state.version == 0
+
+
 @pytest.mark.parametrize(
     ("alphas", "outcome", "collecting"),
     [

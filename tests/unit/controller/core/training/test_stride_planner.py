@@ -20,6 +20,15 @@ SPEC = EngineSpec(
     "one", Fingerprint("target"), (DrafterSpec("eagle3", DrafterKind.MTP, GAMMAS),), 8,
     Capabilities(can_update_online=True),
 )  # fmt: skip
+# The same engine with its learner beside a drafter of which nothing is ever accepted.
+SECOND = replace(
+    SPEC,
+    drafters=(
+        DrafterSpec("other", DrafterKind.MTP, GAMMAS),
+        DrafterSpec("eagle3", DrafterKind.DFLASH, (3,)),
+    ),
+    capabilities=Capabilities(can_update_online=True, learner="eagle3"),
+)
 SECONDS = {0: 0.015, 3: 0.02}
 
 
@@ -34,9 +43,13 @@ class Engine:
         drift: float = 0.001, ready: int = 0,
     ) -> None:  # fmt: skip
         cells = tuple(
-            ProfileCell("eagle3", g, b, SECONDS[g], 0, 50) for g in GAMMAS for b in (1, 8)
+            ProfileCell(drafter.name, g, b, SECONDS[g], 0, 50)
+            for drafter in spec.drafters
+            for g in drafter.gammas
+            for b in (1, 8)
         )
-        profile = Profile(spec.fingerprint, (DrafterIdentity("eagle3"),), 1.0, 0.0, cells)
+        known = tuple(DrafterIdentity(drafter.name) for drafter in spec.drafters)
+        profile = Profile(spec.fingerprint, known, 1.0, 0.0, cells)
         self.time = VirtualTime()
         self.core = EngineController(spec, PlannerSettings(), profile, self.time)
         self.gain, self.base, self.lost, self.drift = gain, base, lost, drift
@@ -59,14 +72,18 @@ class Engine:
                 self.updates += 1
                 self.state += 0.05 * (1 - self.state)
             self.state *= 1 - self.drift
-            gamma = self.plan.row_for(batch).arm.gamma
+            drafter, gamma = (
+                self.plan.row_for(batch).arm.drafter,
+                self.plan.row_for(batch).arm.gamma,
+            )
             seconds = SECONDS[gamma] * (1 + self.lost * lands)
             self.time.seconds += seconds
             chance = self.base + self.gain * self.state
-            accepted = np.minimum(self.rng.geometric(1 - chance, batch) - 1, gamma)
+            most = gamma if drafter == "eagle3" else 0
+            accepted = np.minimum(self.rng.geometric(1 - chance, batch) - 1, most)
             self.core.observe(
                 StepReport(
-                    self.steps, batch, batch, "eagle3", gamma,
+                    self.steps, batch, batch, drafter, gamma,
                     tuple(np.bincount(accepted, minlength=gamma + 1).tolist()), seconds,
                     StepFlags(updating=lands), update_seconds=0.1 if lands else 0.0,
                 )
@@ -83,8 +100,9 @@ def share_on(strides: list[int]) -> float:
     return sum(stride > 0 for stride in strides) / len(strides)
 
 
-def test_updates_that_pay_are_found_and_kept():
-    engine = Engine(0.3)
+@pytest.mark.parametrize("spec", [SPEC, SECOND], ids=["only", "second"])
+def test_updates_that_pay_are_found_and_kept(spec: EngineSpec):
+    engine = Engine(0.3, spec=spec)
     engine.run(5000)
     assert share_on(engine.run(2000)) > 0.9
     assert engine.state > 0.7

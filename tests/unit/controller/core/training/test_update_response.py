@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from controller.core.step_report import StepFlags, StepReport
+from controller.core.step_report import RowGroup, StepFlags, StepReport
 from controller.core.training.update_response import Forecast, UpdateResponse
 
 RATES = (0.0, 0.02, 0.2)
@@ -167,3 +167,12 @@ def test_the_ends_of_what_can_be_reported_give_numbers(counts: tuple[int, ...]):
         assert ((found > 0) & (found < 1)).all()
     assert 0 < forecast.now < 1
     assert forecast.deviation > 0
+
+
+def test_rows_that_must_not_be_drafted_for_have_rejected_nothing():
+    response = UpdateResponse()
+    groups = (RowGroup("eagle3", 1, (0, 4)), RowGroup("", 0, (4,)))
+    for step in range(400):
+        report = StepReport(step, 8, 8, "eagle3", 1, (4, 4), 0.02, groups=groups)
+        response.fold(report, drafted=True)
+    assert response.forecast(RATES, 5000.0, 0).now > 0.9

@@ -147,6 +147,32 @@ async def test_a_fall_collects_a_round_deploys_and_explain_tells(tmp_path: Path)
         assert "round 1, version 1 deployed: accepted 0.200 in service" in shown.stdout
 
 
+async def test_what_was_learnt_online_is_told_and_becomes_the_version(tmp_path: Path):
+    async with running(tmp_path) as found:
+        client = SteerClient(found, await introduce(found))
+        trainer = Trainer(found)
+        await trainer.say()
+        await client.send(report_message(1, learnt_from=0))
+        await until_learnt(found, is_so=True)
+        shown = await asyncio.to_thread(
+            controller, "explain", "engine-0", "--numbers",
+            "--address", f"unix:{tmp_path}/controller.sock",
+        )  # fmt: skip
+        assert "its version: as loaded, changed by online updates since" in shown.stdout
+        assert (await trainer.say(stored=3)).train_round == 0
+        await client.send(report_message(2, draft_version=4, learnt_from=0))
+        while (await client.plan()).draft_version != 4:
+            pass
+        await until_learnt(found, is_so=False)
+        answer = await trainer.say(stored=3)
+        assert (answer.train_round, answer.draft_version, answer.parent_version) == (1, 4, 0)
+
+
+async def until_learnt(found: Running, *, is_so: bool) -> None:
+    while (await found.explain()).training.learnt is not is_so:
+        pass
+
+
 async def test_without_its_trainer_nothing_is_collected(tmp_path: Path):
     async with running(tmp_path) as found:
         client = SteerClient(found, await introduce(found))

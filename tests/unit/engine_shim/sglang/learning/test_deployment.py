@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_shim.sglang.learning import deployment
+from engine_shim.sglang.learning import deployment, learnt_versions
 from engine_shim.sglang.learning.deployment import Deployment, DeploymentCounters
 from engine_shim.sglang.learning.student import LiveDrafter
+from engine_shim.sglang.learning.weights import DrafterWeights
 from engine_shim.training.versions import FOLDER, Made, VersionError, Versions
 from tests.support.training_rounds import make_student, make_target
 
@@ -49,6 +50,37 @@ class Engine:
         return changes
 
 
+class Learner:
+    """Stands for online updates whose trainer process has made other weights."""
+
+    def __init__(self, engine: Engine, by: float) -> None:
+        self.weights = DrafterWeights(engine.live.parameters)
+        self.weights.serve(engine.moved(by))
+        self.judged = True
+
+    @property
+    def may_be_stored(self) -> bool:
+        return self.has_learnt and self.judged
+
+    @property
+    def has_learnt(self) -> bool:
+        return self.weights.changed
+
+    def learnt_weights(self) -> dict[str, torch.Tensor]:
+        return self.weights.copy()
+
+    def were_stored(self, weights: dict[str, torch.Tensor]) -> bool:
+        return self.weights.begin_from(weights)
+
+    def steps(self, engine: Engine, wanted: int, *, collecting: bool, count: int = 50) -> int:
+        changes = 0
+        for _ in range(count):
+            changes += engine.deployment.before_step(wanted)
+            engine.deployment.keep_learnt(self, collecting=collecting)  # type: ignore[arg-type]
+            time.sleep(0.002)
+        return changes
+
+
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
     return Engine(tmp_path / "drafter")
@@ -68,6 +100,59 @@ def test_a_version_is_served_once_it_is_read_and_the_first_again(engine: Engine)
     # A graph goes on reading the same memory.
     assert places == {name: part.data_ptr() for name, part in engine.live.parameters.items()}
     assert engine.deployment.counters == DeploymentCounters(0, 3, "ready")
+
+
+def test_what_was_learnt_becomes_a_version_once_signals_are_collected(engine: Engine):
+    learner, counters = Learner(engine, 1), engine.deployment.counters
+    learner.steps(engine, 0, collecting=False)
+    assert (counters.version, counters.learnt_from, engine.versions.numbers()) == (0, 0, [])
+    assert learner.steps(engine, 0, collecting=True) == 0
+    # The plan does not name it yet, and the weights stay.
+    assert (counters.version, counters.learnt_from, engine.versions.numbers()) == (1, 0, [1])
+    assert engine.serves(1)
+    assert learner.steps(engine, 1, collecting=True) == 0
+    assert (counters.version, counters.learnt_from) == (1, None)
+    found = engine.versions.load(1, engine.first)
+    assert all(torch.equal(part, found[name]) for name, part in engine.moved(1).items())
+    # From now on, a plan that names the first version means it.
+    assert learner.steps(engine, 0, collecting=True) == 1
+    assert engine.serves(0)
+
+
+def test_weights_that_changed_while_they_were_stored_are_stored_again(engine: Engine):
+    learner = Learner(engine, 1)
+    learner.steps(engine, 0, collecting=True, count=1)
+    learner.weights.serve(engine.moved(2))
+    learner.steps(engine, 0, collecting=True)
+    assert engine.deployment.counters.version == 2
+    assert engine.serves(2)
+    # And those that were learnt later, while the plan still names the first version.
+    learner.weights.serve(engine.moved(3))
+    learner.steps(engine, 0, collecting=True)
+    assert engine.deployment.counters == DeploymentCounters(3, 0, "ready", 0)
+    assert engine.serves(3)
+
+
+def test_what_is_not_judged_yet_is_not_stored(engine: Engine):
+    learner = Learner(engine, 1)
+    learner.judged = False
+    learner.steps(engine, 0, collecting=True)
+    assert engine.versions.numbers() == []
+    assert engine.deployment.counters.learnt_from == 0
+
+
+def test_what_cannot_be_stored_is_said_and_serves_on(engine: Engine, monkeypatch):
+    monkeypatch.setattr(learnt_versions, "_RETRY_SECONDS", 0.0)
+    learner, base = Learner(engine, 1), engine.versions.folder / "base.safetensors"
+    aside = base.rename(base.with_name("aside"))
+    learner.steps(engine, 0, collecting=True)
+    counters = engine.deployment.counters
+    assert counters.state.startswith("what was learnt cannot be stored: VersionError")
+    assert (counters.version, counters.learnt_from) == (0, 0)
+    assert engine.serves(1)
+    aside.rename(base)
+    learner.steps(engine, 0, collecting=True)
+    assert counters.version == 1
 
 
 def test_what_the_engine_has_made_of_the_weights_is_made_anew(engine: Engine):

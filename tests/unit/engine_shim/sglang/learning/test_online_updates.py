@@ -20,9 +20,17 @@ from engine_shim.sglang.learning.online_updates import (
 from engine_shim.sglang.learning.student import LiveDrafter, live_drafter
 from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
 from engine_shim.steering.errors import UnsupportedEngineError
+from engine_shim.training.blocks import Borrowed
 from tests.support.eventually import eventually
 from tests.support.live_drafters import LlamaForCausalLMEagle3, worker_of
-from tests.support.training_rounds import SHAPE, make_round, make_student, make_target
+from tests.support.training_rounds import (
+    LAYERS,
+    SHAPE,
+    make_block_student,
+    make_round,
+    make_student,
+    make_target,
+)
 
 GAMMA = 3
 
@@ -30,14 +38,23 @@ GAMMA = 3
 class Driver:
     """Feeds one drafter's updates with steps of one request; what is accepted is made up."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, block: int = 0, **variables: str) -> None:
+        """block: the learner is a DFlash drafter with such a block, not EAGLE3; 0: it is not."""
         monkeypatch.setenv("SPECULATION_SIDECAR", "unix:/nowhere")
         monkeypatch.setenv("SPECULATION_ONLINE_UPDATES", "1")
         for name, value in variables.items():
             monkeypatch.setenv(f"SPECULATION_ONLINE_{name}", value)
         target = make_target()
-        self.model = LlamaForCausalLMEagle3(make_student(target))
-        drafter = live_drafter(worker_of(self.model))
+        self.model: torch.nn.Module
+        if block:
+            made = make_block_student(target, block)
+            parameters: dict[str, Any] = dict(made.named_parameters())
+            borrowed = Borrowed(made.embedding, None)
+            self.model = made
+            drafter = LiveDrafter(made.shape, parameters, borrowed, len(LAYERS) * SHAPE.hidden)
+        else:
+            self.model = LlamaForCausalLMEagle3(make_student(target))
+            drafter = live_drafter(worker_of(self.model))
         self._rounds = [
             make_round(target, GAMMA + 1, seed, top=SHAPE.vocabulary) for seed in range(20)
         ]
@@ -64,8 +81,9 @@ class Driver:
         self.online.before_prefill([rid])
 
     def step(
-        self, accepted: int, stride: int = 1, gamma: int = GAMMA, *, by_learner: bool = True
-    ) -> None:
+        self, accepted: int, stride: int = 1, gamma: int = GAMMA, *, by_learner: bool = True,
+        undrafted: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         """accepted: tokens gained, 1 for none of the drafts."""
         self.between_steps()
         self.online.before_step()
@@ -85,7 +103,7 @@ class Driver:
         )
         result: Any = SimpleNamespace(logits_output=output, accept_lens=torch.tensor([accepted]))
         self.online.after_verify(
-            Verification(batch, result, output.hidden_states, by_learner), stride
+            Verification(batch, result, output.hidden_states, by_learner, undrafted), stride
         )
         self._length += accepted
 
@@ -209,6 +227,16 @@ def test_what_another_drafter_drafts_is_not_held_against_it(driver: Driver) -> N
     driver.until(lambda: driver.counters.rounds > rounds)
 
 
+def test_requests_that_must_not_be_drafted_for_are_not_held_against_it(driver: Driver) -> None:
+    driver.until(lambda: driver.counters.updates > 0)
+    rounds = driver.counters.rounds
+    for _ in range(1200):
+        driver.step(accepted=1, undrafted=(0,))
+    assert driver.counters.restored == 0
+    # Behind its own token such a row holds fillers, which teach nothing.
+    assert driver.counters.rounds == rounds
+
+
 def test_what_nobody_has_judged_goes_with_the_trainer(driver: Driver) -> None:
     before = driver.weights()
     driver.until(lambda: driver.counters.updates > 0)
@@ -216,6 +244,35 @@ def test_what_nobody_has_judged_goes_with_the_trainer(driver: Driver) -> None:
     driver.until(lambda: "has ended" in driver.counters.state, stride=0)
     assert torch.equal(driver.weights(), before)
     driver.step(accepted=2)  # and steps go on
+
+
+@pytest.fixture
+def block_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """Its block has fewer drafts than steps of the drafter beside it."""
+    made = Driver(monkeypatch, block=GAMMA, LEARNING_RATE="0.01")
+    made.request("first")
+    yield made
+    made.online.close()
+
+
+def test_a_block_drafter_learns_its_own_drafts_from_longer_ones(block_driver: Driver) -> None:
+    driver = block_driver
+    for _ in range(250):
+        driver.step(accepted=2, gamma=GAMMA - 1, stride=0)
+    driver.until(lambda: driver.counters.state == "ready", stride=0, gamma=0)
+    before = driver.weights()
+
+    def learnt() -> bool:
+        driver.step(accepted=2, by_learner=False)
+        time.sleep(0.002)
+        return driver.counters.updates > 2
+
+    eventually(learnt, within=60.0)
+    assert driver.counters.refused == 0
+    assert not torch.equal(driver.weights(), before)
+    # Its own drafts are judged, and what they say is acted on.
+    driver.until(lambda: driver.counters.restored == 1, accepted=1, gamma=GAMMA - 1)
+    assert torch.equal(driver.weights(), before)
 
 
 def test_each_request_begins_with_the_first_weights(monkeypatch: pytest.MonkeyPatch) -> None:

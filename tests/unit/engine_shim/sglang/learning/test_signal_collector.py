@@ -12,10 +12,10 @@ import torch
 
 from engine_shim.sglang.api.settings import PluginSettings
 from engine_shim.sglang.learning import canvases, likeliest, signal_collector
-from engine_shim.sglang.learning.canvases import Canvas
+from engine_shim.sglang.learning.canvases import PROMPT, Canvas
 from engine_shim.sglang.learning.signal_collector import ROUNDS, FinalStates, SignalCollector
 from engine_shim.sglang.learning.signal_runs import SignalRuns
-from engine_shim.sglang.learning.verified_step import Verification
+from engine_shim.sglang.learning.verified_step import PromptPass, Verification
 from engine_shim.training.signals import Signal, SignalStore
 from tests.support.eventually import eventually
 from tests.support.peak_memory import peak_bytes
@@ -110,6 +110,44 @@ def test_only_the_learners_own_drafts_are_counted(
     (signal,) = kept(tmp_path)
     assert (signal.start, len(signal.tokens)) == (100, STEPS * ACCEPTED)
     assert (signal.accepted, signal.tried) == (accepted, tried)
+
+
+def prompt(length: int, start: int = 0) -> PromptPass:
+    return PromptPass(
+        ["0"], [start], [length], frozenset(), torch.arange(start, start + length),
+        torch.randn(length, WIDTH),
+    )  # fmt: skip
+
+
+def test_the_end_of_a_prompt_comes_before_what_was_verified(
+    tmp_path: Path, collector: SignalCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(canvases, "PROMPT", 60)
+    found = prompt(100)
+    wanted = found.features[40:].bfloat16()
+    collector.after_prefill(found)
+    found.features.fill_(7)
+    found.tokens.fill_(7)
+    for step in range(STEPS):
+        collector.after_verify(verification(step), collecting=True)
+    collector.close()
+    (signal,) = kept(tmp_path)
+    assert (signal.start, signal.context) == (40, 60)
+    assert torch.equal(signal.features[:60], wanted)
+    assert signal.tokens[:60].tolist() == list(range(40, 100))
+
+
+def test_prompts_count_for_the_devices_budget(
+    collector: SignalCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = prompt(PROMPT + 40)
+    size = PROMPT * (8 + 2 * WIDTH)
+    peak = peak_bytes(lambda: collector.after_prefill(found))
+    assert collector.status()["device_bytes"] == size
+    assert size <= peak < 2 * size + 4096
+    monkeypatch.setattr(collector._budget, "limit", size + 10)
+    assert peak_bytes(lambda: collector.after_prefill(found)) < size / 2
+    assert collector.status()["unread"] == 1
 
 
 def test_what_sglang_writes_into_its_buffers_afterwards_is_not_collected(

@@ -1,11 +1,12 @@
 """Which positions become which signals, against a plain account of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
-from engine_shim.sglang.learning.canvases import Canvas
+from engine_shim.sglang.learning.canvases import PROMPT, Canvas, PromptCanvas
 from engine_shim.sglang.learning.signal_runs import LEAST, SEGMENT, SignalRuns
 from engine_shim.training.signals import Signal
 
@@ -122,3 +123,99 @@ def test_of_whole_drafts_none_was_refused() -> None:
     runs.read(canvases([{"one": step} for step in going_on(20, GAMMA + 1)]))
     (signal,) = runs.end()
     assert (signal.accepted, signal.tried) == (20 * GAMMA, 20 * GAMMA)
+
+
+def test_a_request_that_must_not_be_drafted_for_is_passed_over() -> None:
+    rounds = [{"one": a, "two": b} for a, b in zip(going_on(40, 2), going_on(40, 1), strict=True)]
+    given = [replace(canvas, undrafted=(1,)) for canvas in canvases(rounds)]
+    runs = SignalRuns()
+    runs.read(given)
+    (signal,) = runs.end()
+    check(signal, "one", given)
+    assert (signal.accepted, signal.tried) == (40, 80)
+
+
+def prompts(
+    of: Mapping[str, tuple[int, int]], unfinished: str = "", *, final: bool = True
+) -> PromptCanvas:
+    """A prefill that reads (start, length) by request; a token is its position."""
+    rows = [start + index for start, length in of.values() for index in range(length)]
+    tokens = torch.tensor(rows)
+    return PromptCanvas(
+        list(of),
+        [start for start, _ in of.values()],
+        [length for _, length in of.values()],
+        frozenset({unfinished}),
+        tokens,
+        tokens[:, None].expand(-1, WIDTH).bfloat16(),
+        tokens[:, None].expand(-1, WIDTH).bfloat16() if final else None,
+    )
+
+
+def rounds_of(*requests: str, start: int, count: int = 20) -> list[Canvas]:
+    return canvases([dict.fromkeys(requests, step) for step in going_on(count, 2, start)])
+
+
+def contexts(signals: Sequence[Signal]) -> list[tuple[int, int, int]]:
+    """Each signal's start, positions of the prompt, and all positions."""
+    return sorted((s.start, s.context, len(s.tokens)) for s in signals)
+
+
+@pytest.mark.parametrize("at_once", [1, 40])
+def test_a_run_begins_with_the_prompt_that_was_read_before_it(at_once: int) -> None:
+    later = rounds_of("one", "two", start=30)
+    given: list[Canvas | PromptCanvas] = [prompts({"one": (0, 30), "two": (28, 2)}), *later]
+    runs = SignalRuns()
+    for first in range(0, len(given), at_once):
+        assert runs.read(given[first : first + at_once]) == []
+    signals = runs.end()
+    assert contexts(signals) == [(0, 30, 70), (28, 2, 42)]
+    for signal in signals:
+        assert signal.tokens[: signal.context].tolist() == list(range(signal.start, 30))
+        assert torch.equal(
+            signal.features[: signal.context, 0].long(), torch.arange(signal.start, 30)
+        )
+        assert signal.final is not None
+        assert len(signal.final) == len(signal.tokens)
+        assert len(signal.top_logs) == 40
+
+
+def test_chunks_are_one_prompt_and_others_decode_between_them() -> None:
+    decoding = rounds_of("one", start=5, count=2)
+    runs = SignalRuns()
+    runs.read([prompts({"one": (0, 5)}), decoding[0], prompts({"two": (0, 200)}, "two")])
+    runs.read([decoding[1], prompts({"two": (200, 100)}), *rounds_of("two", start=300)])
+    # Of a long prompt its end is kept, whatever its chunks.
+    assert contexts(runs.end()) == [(300 - PROMPT, PROMPT, PROMPT + 40)]
+
+
+def test_a_prompt_that_does_not_end_where_verifying_begins_is_left_out() -> None:
+    runs = SignalRuns()
+    runs.read([prompts({"one": (0, 20)}), *rounds_of("one", start=30)])
+    assert contexts(runs.end()) == [(30, 0, 40)]
+    # A chunk that was dropped: the rest of the prompt is what follows it.
+    runs.read([prompts({"one": (0, 20)}, "one"), prompts({"one": (25, 5)})])
+    runs.read(rounds_of("one", start=30))
+    assert contexts(runs.end()) == [(25, 5, 45)]
+
+
+def test_prompts_of_requests_that_leave_are_not_kept() -> None:
+    runs = SignalRuns()
+    # One ended with its first token, one was aborted between its chunks.
+    runs.read([prompts({"gone": (0, 20), "aborted": (0, 9)}, "aborted")])
+    runs.read([prompts({"one": (0, 30)}), *rounds_of("one", start=30, count=1)])
+    assert not runs._prompts
+
+
+def test_a_request_that_is_retracted_comes_back_with_what_it_had_as_context() -> None:
+    runs = SignalRuns()
+    over = runs.read(
+        [
+            prompts({"one": (0, 10)}),
+            *rounds_of("one", start=10),
+            *rounds_of("two", start=0, count=1),
+        ]
+    )
+    assert contexts(over) == [(0, 10, 50)]
+    runs.read([prompts({"one": (0, 50)}), *rounds_of("one", start=50)])
+    assert contexts(runs.end()) == [(0, 50, 90)]

@@ -1,6 +1,7 @@
 """What is kept of the last verified positions of each request."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_shim.sglang.learning.verified_step import Verification
 from engine_shim.sglang.learning.windows import LEAST, Windows
+from engine_shim.training.exchange import SharedTensors
 from engine_shim.training.online import Round
 from engine_shim.training.rings import RingShape, read_round
 
@@ -24,7 +26,11 @@ class Engine:
         self.lengths: dict[str, int] = {}
 
     def step(
-        self, windows: Windows, gamma: int, accepted: dict[str, int]
+        self,
+        windows: Windows,
+        gamma: int,
+        accepted: dict[str, int],
+        undrafted: tuple[int, ...] = (),
     ) -> tuple[bool, torch.Tensor]:
         """accepted: tokens that each running request gains.  Returns the logits as well."""
         width = gamma + 1
@@ -42,7 +48,8 @@ class Engine:
             logits_output=SimpleNamespace(next_token_logits=logits),
             accept_lens=torch.tensor(list(accepted.values())),
         )
-        ready = windows.add(Verification(batch, result, features), starts, list(accepted.values()))
+        verified = Verification(batch, result, features, undrafted=undrafted)
+        ready = windows.add(verified, starts, list(accepted.values()))
         for rid, count in accepted.items():
             self.lengths[rid] += count
         return ready, logits
@@ -226,6 +233,19 @@ def test_steps_of_other_draft_lengths_extend_the_window_too(windows: Windows, co
     assert torch.equal(found.positions[0], torch.arange(100, 112))
 
 
+def test_hidden_states_are_kept_in_their_own_type_and_taught_in_float32() -> None:
+    shape = replace(shape_of(LENGTH), dtype="bfloat16")
+    windows, engine = Windows(shape, LENGTH), Engine()
+    shared = SharedTensors(shape.layouts())
+    for _ in range(LEAST + 1):
+        engine.step(windows, 3, {"7": 1})
+    found = read_round(shared.tensors, windows.write(shared.tensors, 3))
+    assert shared.tensors["features"].dtype is torch.bfloat16
+    assert found.features.dtype is torch.float32
+    positions = found.positions[0].bfloat16().float()
+    assert torch.equal(found.features[0], positions[:, None].expand(-1, WIDTH))
+
+
 def test_a_canvas_without_room_is_an_error_and_not_a_wrong_round(windows: Windows) -> None:
     with pytest.raises(ValueError, match="a canvas of 10 positions does not fit"):
         Engine().step(windows, CANVAS, {"7": 1})
@@ -272,3 +292,16 @@ def moved_by(length: int) -> tuple[list[int], list[int]]:
 
 def test_the_work_of_a_step_and_of_a_round_does_not_grow_with_the_window() -> None:
     assert moved_by(12) == moved_by(1200)
+
+
+def test_a_request_that_must_not_be_drafted_for_is_no_part_of_a_round(
+    windows: Windows, copy: Copy
+) -> None:
+    engine = Engine()
+    for _ in range(LEAST):
+        assert not engine.step(windows, 3, {"7": 2}, undrafted=(0,))[0]
+    for _ in range(LEAST):
+        engine.step(windows, 3, {"7": 2, "8": 2}, undrafted=(0,))
+    found = copy.round(windows, 3)
+    assert found is not None
+    assert found.tokens[:, -1].div(1000, rounding_mode="floor").tolist() == [8]

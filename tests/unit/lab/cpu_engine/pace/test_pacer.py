@@ -7,12 +7,21 @@ import pytest
 
 from controller.simulation.errors import InvalidInputError
 from lab.cpu_engine.pace.pacer import Pace, Pacer
+from lab.cpu_engine.pace.update_costs import UpdateCosts
 
 PACE = Pace("h100-llama3.1-8b", 4.0, gammas=(0, 1, 3), curves={"code": {"eagle3": [0.5, 0.25]}})
 
 
 def test_the_variable_is_read_back_as_it_was():
     assert Pace.from_json(PACE.as_json()) == PACE
+    learning = replace(PACE, updates=UpdateCosts(scale=4.0), held=False)
+    assert Pace.from_json(learning.as_json()) == learning
+
+
+def test_a_price_of_updates_that_is_none_is_refused():
+    learning = replace(PACE, updates=UpdateCosts(scale=4.0))
+    with pytest.raises(ValueError, match="an update's scale is a number above 0"):
+        Pace.from_json(learning.as_json().replace('"scale":4.0', '"scale":-4.0'))
 
 
 @pytest.mark.parametrize("dilation", [0.0, -1.0, math.nan, math.inf])

@@ -1,0 +1,49 @@
+"""The clock of paced passes: that of the machine, which can be made to stand still.
+
+Where passes are not held, it moves by their prices alone, and the machine runs as fast as it can.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# The last moments of a wait are spent awake, because a sleep ends late.
+_AWAKE_SECONDS = 2e-4
+
+
+class ModelClock:
+    """Tells the time of the passes, in seconds of the machine.
+
+    held: it is `perf_counter`, less the time for which it stood still.  Otherwise it begins at 0
+    and stands still but for `wait_until`, which moves it without waiting.
+    """
+
+    def __init__(self, *, held: bool = True) -> None:
+        self._held = held
+        self._stood = 0.0
+        self._now = 0.0
+
+    def now(self) -> float:
+        """Returns the time."""
+        return time.perf_counter() - self._stood if self._held else self._now
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Stands still for as long as the context lasts."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stood += time.perf_counter() - began
+
+    def wait_until(self, due: float) -> float:
+        """Waits until then; returns the time, which is later where `due` has passed."""
+        if not self._held:
+            self._now = max(self._now, due)
+            return self._now
+        left = due - self.now()
+        if left > _AWAKE_SECONDS:
+            time.sleep(left - _AWAKE_SECONDS)
+        while (now := self.now()) < due:
+            pass
+        return now

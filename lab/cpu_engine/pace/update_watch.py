@@ -1,0 +1,118 @@
+"""Imposes the price of online updates, from outside: the plugin is not asked.
+
+The engine's end of the trainer's channel is watched.  A round that is handed over takes the seconds
+of the model that `UpdateCosts` gives it, and its answer is not shown to the plugin before.  If the
+trainer takes the machine longer than that, the pass waits for it while the model's clock stands
+still: weights land at the imposed moment, however quick the machine is.  What has no price, such as
+the trainer's start, takes no time of the model.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lab.cpu_engine.pace.model_clock import ModelClock
+from lab.cpu_engine.pace.update_costs import UpdateCosts
+
+if TYPE_CHECKING:
+    # The engine may run without the plugin.
+    from engine_shim.training.exchange import Message
+
+# The longest that a pass waits for the trainer: it is slow, or it hangs.
+_ANSWER_SECONDS = 120.0
+_LOOK_SECONDS = 5e-4
+# Of a pass: a rounding error is no time that is left.
+_NOTHING = 1e-9
+
+
+class UpdateWatch:
+    """Follows the one update that may be under way.
+
+    costs: None: updates take what they take.  clock: of the passes.  landed: updates so far.
+    """
+
+    def __init__(self, costs: UpdateCosts | None, clock: ModelClock) -> None:
+        self._costs = costs
+        self._clock = clock
+        self._dilation = 1.0
+        self.landed = 0
+        # Of the update under way: what it takes, and what of that is left; 0 without one.
+        self._seconds = self._left = 0.0
+        # Of one that the present pass has handed over: it begins when the pass ends.
+        self._handed = 0.0
+        # The trainer has not answered yet; it begins by saying that it is ready.
+        self._owes = True
+
+    def begin(self, idle_seconds: float) -> None:
+        """Begins a pass.  idle_seconds: of the model, since the one before."""
+        self._left = max(0.0, self._left - idle_seconds)
+
+    def end(self, seconds: float, dilation: float) -> float:
+        """Ends a pass that would take so many seconds of the model; returns what it takes longer.
+
+        dilation: seconds of the machine for each of the model.
+        """
+        self._dilation = dilation
+        lost = 0.0
+        if self._costs is not None and self._left > 0:
+            share = self._costs.share
+            lost = min(self._left, seconds * (1 + share)) * share / (1 + share)
+            left = self._left - seconds - lost
+            self._left = left if left > _NOTHING * seconds else 0.0
+        if self._handed:
+            self._seconds = self._left = self._handed
+            self._handed = 0.0
+        return lost
+
+    def wrap_shim(self) -> None:
+        """Has the plugin read this clock and, if updates have a price, ask here for answers."""
+        from engine_shim.sglang import step_reports
+
+        vars(step_reports)["perf_counter"] = self._clock.now
+        if self._costs is None:
+            return
+        from engine_shim.training.exchange import Channel, Message
+
+        send, receive = Channel.send, Channel.receive
+
+        def sent(channel: Channel, message: Message) -> bool:
+            self.sending(message)
+            return send(channel, message)
+
+        def received(channel: Channel, *, wait: bool) -> Message | None:
+            return self.receive(lambda: receive(channel, wait=wait))
+
+        setattr(Channel, "send", sent)  # noqa: B010
+        setattr(Channel, "receive", received)  # noqa: B010
+
+    def sending(self, message: "Message") -> None:
+        """Takes note of what the plugin asks of the trainer."""
+        from engine_shim.training.exchange import MessageKind
+
+        self._owes = True
+        if message.kind is MessageKind.LEARN and self._costs is not None:
+            self._handed = self._costs.seconds(message.requests, message.positions, message.gamma)
+
+    def receive(self, look: Callable[[], "Message | None"]) -> "Message | None":
+        """Returns the trainer's answer once it is due; None before, or if none is owed.
+
+        look: asks for it without waiting.  An update's seconds are those imposed, on the machine's
+        clock as all that is reported.  Raises EOFError for a trainer that has ended, or hangs.
+        """
+        from engine_shim.training.exchange import MessageKind
+
+        if not self._owes:
+            return look()
+        if self._left > 0 or self._handed:
+            return None
+        with self._clock.standing():
+            deadline = time.monotonic() + _ANSWER_SECONDS
+            while (message := look()) is None:
+                if time.monotonic() > deadline:
+                    raise EOFError(f"the trainer has not answered for {_ANSWER_SECONDS:g} s")
+                time.sleep(_LOOK_SECONDS)
+        self._owes = False
+        if message.kind is MessageKind.LEARNT:
+            self.landed += 1
+            message = message._replace(seconds=self._seconds * self._dilation)
+        return message

@@ -1,0 +1,170 @@
+"""Measures what Test-Time Speculation (arXiv:2605.09329) says, in counted tokens and updates.
+
+Every engine runs in lockstep with its trainer (lab.cpu_engine.lockstep), so that an update of every
+S-th round lands before the next step: what is accepted does not depend on the machine.  Prices are
+the trainer's seconds over those of a step without an update, in the same engine.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from lab.cpu_engine.engine_command import SHALLOW, eagle3_flags
+from lab.cpu_engine.lockstep import LOCKSTEP_VARIABLE
+from lab.harness.spread import Spread
+from lab.learning.engines_at_work import Lab, LabSetting, running
+from speculation.v1 import engine_pb2
+
+STRIDE: Final = 5
+_GAMMA: Final = 3
+# A DFlash drafter needs room for its whole block.
+_GAMMAS: Final = (0, _GAMMA, 7)
+# Drafts that an engine has to see before it learns, and some.
+_BASELINE_DRAFTS: Final = 220
+_ENDLESS: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """A drafter of the shallow target, and a domain that it has something to learn on."""
+
+    name: str
+    folder: Path
+    domain: str
+
+    @property
+    def flags(self) -> list[str]:
+        """Returns the engine's flags."""
+        target = ["--model-path", str(SHALLOW / "target")]
+        if self.name == "EAGLE3":
+            return target + eagle3_flags(self.folder, _GAMMA)
+        return [
+            *target, "--speculative-algorithm", "DFLASH",
+            "--speculative-draft-model-path", str(self.folder),
+        ]  # fmt: skip
+
+
+# One that has never seen the traffic, and one that has seen little of it.
+DRAFTERS: Final = (
+    Drafter("EAGLE3", SHALLOW / "draft-code", "csv"),
+    Drafter("DFlash", SHALLOW / "dflash", "csv"),
+)
+# They know the traffic, and were trained on short sequences of it.
+SHORT_TRAINED: Final = (
+    Drafter("EAGLE3", SHALLOW / "draft-mixed", "json"),
+    Drafter("DFlash", SHALLOW / "dflash", "json"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A verification of one request.
+
+    context: tokens before it.  gained: tokens, bonus included.  seconds: of the step.  update: of
+    the update that landed before it, 0 where none did.
+    """
+
+    context: int
+    gained: int
+    seconds: float
+    update: float
+
+
+Answer = tuple[Step, ...]
+
+
+def steps_of(reports: Sequence[engine_pb2.StepReport]) -> Answer:
+    """Returns the steps of a request that ran alone."""
+    return tuple(
+        Step(
+            report.kv_tokens,
+            1 + next(k for k, count in enumerate(report.accepted_counts) if count),
+            report.step_seconds,
+            report.update_seconds,
+        )
+        for report in reports
+        if report.gamma == _GAMMA and report.batch_size == 1
+    )
+
+
+def acceptance(answer: Answer, first: int = 0, last: int = _ENDLESS) -> float:
+    """Computes tokens a verification in contexts from `first` to before `last`; 0 without any."""
+    gained = [step.gained for step in answer if first <= step.context < last]
+    return sum(gained) / len(gained) if gained else 0.0
+
+
+def gain(
+    answers: Sequence[Answer], others: Sequence[Answer], first: int = 0, last: int = _ENDLESS
+) -> Spread:
+    """Compares acceptance in these contexts with that of the same prompts' other answers."""
+    pairs = zip(answers, others, strict=True)
+    return Spread(
+        tuple(acceptance(one, first, last) / acceptance(other, first, last) for one, other in pairs)
+    )
+
+
+def net(answers: Sequence[Answer], others: Sequence[Answer]) -> float:
+    """Computes the median gain if the trainer's time came out of the engine's own."""
+    return gain(answers, others).median / (1 + price(answers) / STRIDE)
+
+
+def price(answers: Sequence[Answer]) -> float:
+    """Computes the trainer's median seconds of an update over the median seconds of a step."""
+    updates = [step.update for answer in answers for step in answer if step.update]
+    plain = [
+        step.seconds
+        for answer in answers
+        for before, step in pairwise(answer)
+        if not step.update and not before.update
+    ]
+    return median(updates) / median(plain) if updates and plain else 0.0
+
+
+@contextmanager
+def learning(
+    setting: LabSetting, drafter: Drafter, name: str, variables: Mapping[str, str]
+) -> Iterator[Lab]:
+    """Starts an engine whose requests begin with the loaded drafter, ready to learn."""
+    engine = {
+        "SPECULATION_ONLINE_UPDATES": "1",
+        "SPECULATION_ONLINE_SCOPE": "request",
+        LOCKSTEP_VARIABLE: "1",
+        **variables,
+    }
+    with running(
+        setting, name, drafter.folder, _GAMMAS, engine, batch_max=1, flags=drafter.flags
+    ) as lab:
+        with lab.regime("off"), lab.pinned(_GAMMA) as pin:
+            while len(steps_of(pin.reports)) < _BASELINE_DRAFTS:
+                lab.generate(drafter.domain, 1, 300, 7)
+        yield lab
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The answers to the same prompts: steps of each, and tokens of each."""
+
+    steps: tuple[Answer, ...]
+    tokens: tuple[tuple[int, ...], ...]
+
+
+def answers_of(lab: Lab, drafter: Drafter, tokens: int, seeds: int, *, learn: bool) -> Answers:
+    """Generates an answer of that many tokens for every seed, with updates or without."""
+    found: list[Answer] = []
+    said: list[tuple[int, ...]] = []
+    with lab.regime(f"online:{STRIDE}" if learn else "off"), lab.pinned(_GAMMA) as pin:
+        for seed in range(seeds):
+            seen = len(pin.reports)
+            played = lab.generate(drafter.domain, 1, tokens, 300 + seed)
+            found.append(steps_of(pin.reports[seen:]))
+            said += played.tokens
+    return Answers(tuple(found), tuple(said))
+
+
+def drafters(setting: LabSetting, found: tuple[Drafter, ...] = DRAFTERS) -> tuple[Drafter, ...]:
+    """Returns those that a headline compares; a quick one has the first only."""
+    return found[:1] if setting.quick else found

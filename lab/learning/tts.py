@@ -1,0 +1,291 @@
+"""The claims of Test-Time Speculation (arXiv:2605.09329) that are not about strides.
+
+The rules of the verdicts are in the docstrings; they were written before any number was seen.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from lab.harness.spread import Spread
+from lab.learning.counted import (
+    SHORT_TRAINED,
+    STRIDE,
+    Answers,
+    Drafter,
+    acceptance,
+    answers_of,
+    drafters,
+    gain,
+    learning,
+    net,
+    price,
+)
+from lab.learning.engines_at_work import LabSetting
+from lab.learning.headline import Curve, Headline, Paper, Verdict
+from lab.learning.update_work import update_flops
+
+_WINDOWS: Final = (48, 256, 512, 1536)
+_OPTIMISER_STEPS: Final = (1, 2, 4)
+# Up to here an answer is short, and from here on it is long.
+_SHORT: Final = 300
+_LONG: Final = 800
+_PARTS: Final = 4
+_PROMPT: Final = 60
+# Smaller differences of a gain are noise.
+_NOISE: Final = 0.02
+_ENGINE: Final = (
+    f"The real SGLang with the target of six layers at γ = 3, one request at a time, each from the "
+    f"weights as loaded, an update of every {STRIDE}th round, which lands before the next step"
+)
+
+
+def length(setting: LabSetting) -> Headline:
+    """Measures the gain of updates along one long answer.
+
+    It reproduces if, for every drafter, the median gain in the last quarter of the answer is above
+    that in the first one by more than the noise and no answer loses in the last quarter; in part if
+    this is so for one drafter.
+    """
+    tokens = 160 if setting.quick else 1200
+    width = tokens // _PARTS
+    bounds = [(_PROMPT + at * width, _PROMPT + (at + 1) * width) for at in range(_PARTS)]
+    rows, grows, curves = [], {}, []
+    facts: dict[str, Any] = {}
+    compared = drafters(setting, SHORT_TRAINED)
+    for drafter in compared:
+        with learning(setting, drafter, f"length-{drafter.name}", {}) as lab:
+            off = answers_of(lab, drafter, tokens, setting.seeds, learn=False)
+            on = answers_of(lab, drafter, tokens, setting.seeds, learn=True)
+        gains = [gain(on.steps, off.steps, *bound) for bound in bounds]
+        grows[drafter.name] = gains[-1].median > gains[0].median + _NOISE and gains[-1].low > 1
+        for (first, last), found in zip(bounds, gains, strict=True):
+            alone, learnt = (_accepted(which, first, last) for which in (off, on))
+            row = drafter.name, f"{first - _PROMPT} to {last - _PROMPT}", _text(alone)
+            rows.append((*row, _text(learnt), _text(found)))
+        ends = [float(last - _PROMPT) for _, last in bounds]
+        medians = [one.median for one in gains]
+        curves.append(Curve(drafter.name, tuple(zip(ends, medians, strict=True))))
+        facts[drafter.name] = {
+            "gain": [one.as_json() for one in gains],
+            "rounds": [len(answer) for answer in on.steps],
+            "updates": _updates(on),
+            "same tokens": off.tokens == on.tokens,
+        }
+    said = [
+        f"With {name} the gain {'grows' if so else 'does not grow'} from the first quarter to the "
+        "last."
+        for name, so in grows.items()
+    ]
+    return Headline(
+        Paper.TTS,
+        "The gain grows with the length of the output",
+        "The longer an answer, the more updates its tokens have behind them: on Qwen3-8B with "
+        "DFlash the gain rises from 15-17 % in the first 10,000 tokens to 183-245 % after 20,000 "
+        "(section 6.3, Figure 5), and EAGLE-3 gains as well (Table 2).",
+        f"{_ENGINE}. {_names(compared)} Answers of {tokens} tokens to {setting.seeds} prompts.",
+        ("drafter", "output tokens", "tokens a verification, off", "with updates", "gain"),
+        tuple(rows),
+        _verdict(list(grows.values())),
+        " ".join([*said, _exact(facts)]),
+        facts,
+        tuple(curves),
+        ("output tokens", "gain of tokens a verification"),
+    )
+
+
+def steps(setting: LabSetting) -> Headline:
+    """Compares numbers of optimiser steps a round.
+
+    It reproduces if, for every drafter, no K above 1 accepts more than K = 1 by more than the
+    noise; in part if one does, but none with the price included.
+    """
+    tokens = 120 if setting.quick else 500
+    counts = _OPTIMISER_STEPS[:2] if setting.quick else _OPTIMISER_STEPS
+    rows, best_alone, best_net = [], [], []
+    facts: dict[str, Any] = {}
+    compared = drafters(setting)
+    for drafter in compared:
+        variables = {count: {"SPECULATION_ONLINE_STEPS": str(count)} for count in counts}
+        off, by = _by(setting, drafter, "steps", variables, tokens)
+        gains = {count: gain(found.steps, off.steps) for count, found in by.items()}
+        nets = {count: net(found.steps, off.steps) for count, found in by.items()}
+        best_alone.append(max(one.median for one in gains.values()) <= gains[1].median + _NOISE)
+        best_net.append(max(nets.values()) <= nets[1] + _NOISE)
+        rows.append((drafter.name, "off", _text(_accepted(off)), "1", "0", "1"))
+        for count, found in by.items():
+            cells = _text(_accepted(found)), _text(gains[count]), f"{price(found.steps):.2f}"
+            rows.append((drafter.name, f"K = {count}", *cells, f"{nets[count]:.2f}"))
+        facts[drafter.name] = _facts(off, by)
+    verdict = (
+        Verdict.REPRODUCES if all(best_alone) else Verdict.PARTLY if all(best_net) else Verdict.NOT
+    )
+    because = {
+        Verdict.REPRODUCES: "No K above 1 accepts more than K = 1.",
+        Verdict.PARTLY: "More steps accept more here, but not once their price is counted.",
+        Verdict.NOT: "More steps accept more here, their price included.",
+    }[verdict]
+    return Headline(
+        Paper.TTS,
+        "One optimiser step a round is the best",
+        "K = 1 accepts most, and further optimiser steps on the same round lower the acceptance, "
+        "on AIME 2024 from 4.6 to 4.1 tokens (section 6.5, Figure 6a).",
+        f"{_ENGINE}. {_names(compared)} Answers of {tokens} tokens to {setting.seeds} prompts. "
+        f"{_PRICED}",
+        _PRICES,
+        tuple(rows),
+        verdict,
+        f"{because} {_exact(facts)}",
+        facts,
+    )
+
+
+def window(setting: LabSetting) -> Headline:
+    """Compares how much of a request the student attends to.
+
+    It reproduces if, for every drafter and in short and in long contexts, the largest window
+    accepts as much as any other one, up to the noise; in part if this is so in some of them.
+    """
+    tokens = 160 if setting.quick else 1000
+    windows = _WINDOWS[:2] if setting.quick else _WINDOWS
+    short, long = (140, 140) if setting.quick else (_SHORT, _LONG)
+    rows, best = [], []
+    curves = []
+    facts: dict[str, Any] = {"priced gain": {}}
+    nets: dict[int, list[float]] = {size: [] for size in windows}
+    compared = drafters(setting)
+    for drafter in compared:
+        variables = {size: {"SPECULATION_ONLINE_WINDOW": str(size)} for size in windows}
+        off, by = _by(setting, drafter, "window", variables, tokens)
+        parts = [
+            {size: gain(found.steps, off.steps, *bound) for size, found in by.items()}
+            for bound in ((0, short), (long, tokens + _PROMPT))
+        ]
+        best += [
+            part[windows[-1]].median >= max(one.median for one in part.values()) - _NOISE
+            for part in parts
+        ]
+        work: dict[int, float] = {}
+        for size, found in by.items():
+            nets[size].append(net(found.steps, off.steps))
+            cells = *(_text(part[size]) for part in parts), _text(gain(found.steps, off.steps))
+            work[size] = update_flops(drafter.name, size) / update_flops(drafter.name, windows[0])
+            priced = f"{price(found.steps):.2f}", f"{nets[size][-1]:.2f}", f"{work[size]:.2f}"
+            rows.append((drafter.name, str(size), *cells, *priced))
+        points = tuple((float(size), gain(one.steps, off.steps).median) for size, one in by.items())
+        curves.append(Curve(drafter.name, points))
+        facts[drafter.name] = _facts(off, by)
+        facts[drafter.name]["work"] = {str(size): round(one, 3) for size, one in work.items()}
+    means = {size: sum(found) / len(found) for size, found in nets.items()}
+    facts["priced gain"] = {str(size): round(mean, 4) for size, mean in means.items()}
+    chosen = min(size for size, mean in means.items() if mean >= max(means.values()) - _NOISE)
+    return Headline(
+        Paper.TTS,
+        "The student drafts from the whole context",
+        "The loss of a round conditions on everything before the canvas (section 4.1, Algorithm "
+        "1), as the drafter does that serves. A window is an approximation of this project.",
+        f"{_ENGINE}. {_names(compared)} Answers of {tokens} tokens to {setting.seeds} prompts of "
+        f"{_PROMPT}, which no window contains; {windows[-1]} positions are everything else. "
+        f"{_PRICED} The work is the arithmetic of an update of one request, counted at the widths "
+        f"of published 8B drafters, over that with {windows[0]} positions.",
+        (
+            "drafter", "window", f"gain up to {short} tokens of context", f"from {long} on",
+            "gain of the whole answer", "price", "priced gain", "work at 8B",
+        ),
+        tuple(rows),
+        _verdict(best),
+        f"The largest window accepts as much as any other in {sum(best)} of {len(best)} cells of "
+        "drafter and context. "
+        f"The smallest window whose priced gain, mean of the drafters, is within {_NOISE} of the "
+        f"highest has {chosen} positions. "
+        f"{_exact({name: facts[name] for name in facts if name != 'priced gain'})}",
+        facts,
+        tuple(curves),
+        ("positions of the window", "gain of tokens a verification"),
+    )  # fmt: skip
+
+
+_PRICES: Final = (
+    "drafter", "optimiser steps", "tokens a verification", "gain", "price", "priced gain",
+)  # fmt: skip
+_PRICED: Final = (
+    "The price is the trainer's seconds of an update over those of a step; the priced gain is what "
+    f"would be left if every {STRIDE}th step took so much longer."
+)
+
+
+def _by(
+    setting: LabSetting,
+    drafter: Drafter,
+    name: str,
+    variables: Mapping[int, Mapping[str, str]],
+    tokens: int,
+) -> tuple[Answers, dict[int, Answers]]:
+    """Generates the same answers without updates and with each of these settings."""
+    off: Answers | None = None
+    by: dict[int, Answers] = {}
+    for value, found in variables.items():
+        with learning(setting, drafter, f"{name}-{drafter.name}-{value}", found) as lab:
+            off = off or answers_of(lab, drafter, tokens, setting.seeds, learn=False)
+            by[value] = answers_of(lab, drafter, tokens, setting.seeds, learn=True)
+    assert off is not None
+    return off, by
+
+
+def _facts(off: Answers, by: Mapping[int, Answers]) -> dict[str, Any]:
+    return {
+        "off": _accepted(off).as_json(),
+        "same tokens": all(found.tokens == off.tokens for found in by.values()),
+        "by": {
+            str(value): {
+                "tokens a verification": _accepted(found).as_json(),
+                "gain": gain(found.steps, off.steps).as_json(),
+                "price": round(price(found.steps), 4),
+                "updates": _updates(found),
+                "gain by update": _by_update(found, off),
+            }
+            for value, found in by.items()
+        },
+    }
+
+
+def _updates(answers: Answers) -> list[int]:
+    """Counts the updates that landed, by answer."""
+    return [sum(step.update > 0 for step in answer) for answer in answers.steps]
+
+
+def _by_update(found: Answers, off: Answers) -> list[list[float]]:
+    """Lists updates made and the mean gain of the next 20, over the mean without any."""
+    alone = sum(acceptance(one) for one in off.steps) / len(off.steps)
+    gained: dict[int, list[int]] = {}
+    for answer in found.steps:
+        made = 0
+        for step in answer:
+            made += step.update > 0
+            gained.setdefault(made // 20 * 20, []).append(step.gained)
+    return [[made, round(sum(one) / len(one) / alone, 3)] for made, one in sorted(gained.items())]
+
+
+def _accepted(answers: Answers, first: int = 0, last: int = 1 << 20) -> Spread:
+    return Spread(tuple(acceptance(one, first, last) for one in answers.steps))
+
+
+def _text(spread: Spread) -> str:
+    return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
+
+
+def _names(compared: tuple[Drafter, ...]) -> str:
+    return " ".join(
+        f"{one.name}: `{one.folder.parent.name}/{one.folder.name}` on {one.domain}."
+        for one in compared
+    )
+
+
+def _exact(facts: Mapping[str, Any]) -> str:
+    exact = all(one["same tokens"] for one in facts.values())
+    return f"Tokens with and without updates are {'the same' if exact else 'NOT the same'}."
+
+
+def _verdict(held: list[bool]) -> Verdict:
+    if all(held):
+        return Verdict.REPRODUCES
+    return Verdict.PARTLY if any(held) else Verdict.NOT

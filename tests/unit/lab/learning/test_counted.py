@@ -1,0 +1,67 @@
+"""What is counted of steps that were reported, and what is computed from it; no engine."""
+
+import pytest
+
+from lab.learning.counted import Step, acceptance, gain, net, price, steps_of
+from lab.learning.update_work import update_flops
+from speculation.v1.engine_pb2 import StepReport
+
+
+def report(context: int, accepted: int, gamma: int = 3, batch_size: int = 1) -> StepReport:
+    counts = [0] * (gamma + 1)
+    counts[accepted] = batch_size
+    return StepReport(
+        kv_tokens=context, gamma=gamma, batch_size=batch_size, accepted_counts=counts,
+        step_seconds=0.01, update_seconds=0.02 if context == 300 else 0.0,
+    )  # fmt: skip
+
+
+def answer(*gained: int, update: float = 0.0) -> tuple[Step, ...]:
+    """Steps at contexts 100, 200 and so on; every third one has an update before it."""
+    return tuple(
+        Step(100 * number, tokens, 0.01, update if number % 3 == 0 else 0.0)
+        for number, tokens in enumerate(gained, start=1)
+    )
+
+
+def test_only_steps_of_one_request_with_drafts_count() -> None:
+    reports = [report(100, 2), report(200, 0), report(300, 3)]
+    others = [report(400, 0, gamma=0), report(500, 1, gamma=7), report(600, 1, batch_size=2)]
+    assert steps_of([*reports, *others]) == (
+        Step(100, 3, 0.01, 0.0), Step(200, 1, 0.01, 0.0), Step(300, 4, 0.01, 0.02),
+    )  # fmt: skip
+
+
+def test_acceptance_is_of_the_contexts_asked_for() -> None:
+    found = answer(1, 2, 3, 4)
+    assert acceptance(found) == 2.5
+    assert acceptance(found, 200, 400) == 2.5
+    assert acceptance(found, 400) == 4.0
+    assert acceptance(found, 900) == 0.0
+
+
+def test_a_gain_compares_answers_to_the_same_prompt() -> None:
+    found = gain([answer(2, 2), answer(3, 3)], [answer(1, 1), answer(2, 2)])
+    assert found.values == (2.0, 1.5)
+
+
+def test_the_price_is_an_update_over_a_step_that_has_none_beside_it() -> None:
+    slow = Step(700, 1, 9.0, 0.03)
+    assert price([answer(1, 1, 1, 1, 1, update=0.02)]) == pytest.approx(2.0)
+    # A step beside an update says nothing of a step without.
+    assert price([(*answer(1, 1), slow)]) == pytest.approx(3.0)
+    assert price([answer(1, 1)]) == 0.0
+
+
+def test_what_is_left_of_a_gain_is_less_the_dearer_updates_are() -> None:
+    off = [answer(1, 1, 1, 1, 1)]
+    # An update of every fifth step lengthens it by 0.4 of a step for each.
+    assert net([answer(2, 2, 2, 2, 2, update=0.02)], off) == pytest.approx(2 / 1.4)
+    assert net([answer(2, 2, 2, 2, 2)], off) == 2.0
+
+
+@pytest.mark.parametrize("drafter", ["EAGLE3", "DFlash"])
+def test_the_work_of_an_update_grows_with_every_position_alike(drafter: str) -> None:
+    small, middle, large = (update_flops(drafter, window) for window in (64, 128, 256))
+    assert 0 < small < middle < large
+    assert large - middle == pytest.approx(2 * (middle - small), rel=0.02)
