@@ -238,8 +238,9 @@ class EngineStartup:
         """
         if not self._settings.online_updates:
             return None, None
-        if second is not None and second.over:
-            losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, second.over)
+        if second is not None and (over := next(filter(None, ranks.peers().told(second.over)), "")):
+            # On one rank, say: all of them have to know.
+            losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, over)
             return None, None
         from engine_shim.sglang.learning.online_updates import OnlineUpdates, updates_for
 

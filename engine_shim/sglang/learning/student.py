@@ -68,8 +68,8 @@ def live_drafter(worker: Any, ranks: Peers = ALONE, second: Any = None) -> LiveD
     draft = worker.draft_worker
     model = (draft.draft_runner if second is None else second.runner).model
     kind = type(model).__name__
-    if second is not None and second.over:
-        raise UnsupportedDrafterError(f"it no longer drafts: {second.over}")
+    if second is not None and (over := next(filter(None, ranks.told(second.over)), "")):
+        raise UnsupportedDrafterError(f"it no longer drafts: {over}")
     if kind not in LEARN:
         raise UnsupportedDrafterError(f"it is a {kind}, not one of {', '.join(LEARN)}")
     whole = Gathering(ranks)
