@@ -41,7 +41,7 @@ from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import Made, VersionError, Versions, check_parameters
 
 _FOLDER_ROWS: Final = 2000
-# Shorter ones teach a chain of drafts nothing.
+# Fewer verified positions teach a chain of drafts nothing.
 _LEAST: Final = 8
 # Target layers that its EAGLE3 drafters read.
 _FEATURES: Final = 3
@@ -136,7 +136,7 @@ def _write_samples(
     sample = eagle3_sample if isinstance(student, Eagle3Student) else dflash_sample
     count, longest = 0, 0
     for signal in readable(signal_paths(signals_folder)):
-        if len(signal.tokens) < _LEAST:
+        if len(signal.tokens) - signal.context < _LEAST:
             continue
         folder = count // _FOLDER_ROWS * _FOLDER_ROWS
         place = features / f"rows_{folder}-{folder + _FOLDER_ROWS}"
@@ -144,7 +144,7 @@ def _write_samples(
         torch.save(sample(signal), place / f"data_{count}.ckpt")
         count, longest = count + 1, max(longest, len(signal.tokens))
     if not count:
-        raise ExportError(f"no signal of {_LEAST} positions or more in {signals_folder}")
+        raise ExportError(f"no signal of {_LEAST} verified positions or more in {signals_folder}")
     return count, longest
 
 

@@ -9,6 +9,7 @@ reference implementation, the function from which the kernel was made.
 import json
 import os
 import sys
+from unittest import mock
 
 from specforge.algorithms.eagle3 import model
 from specforge.cli import main
@@ -24,6 +25,8 @@ if __name__ == "__main__":
         model.LogSoftmaxLoss = _ReferenceLoss
     for folder, words in json.loads(sys.argv[1]):
         os.chdir(folder)
-        code = main(words)
+        # It leaves the variables of its process group there.
+        with mock.patch.dict(os.environ):
+            code = main(words)
         if code:
             sys.exit(code)

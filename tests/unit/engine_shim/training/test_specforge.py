@@ -20,6 +20,7 @@ from engine_shim.training.mtp import MtpShape, MtpStudent
 from engine_shim.training.signals import Signal, SignalStore
 from engine_shim.training.specforge import (
     ExportError,
+    dflash_sample,
     export_signals,
     import_draft,
 )
@@ -32,17 +33,18 @@ SQUARE = replace(SHAPE, head_dim=16, heads=2)
 LAYERS = (0, 1, 2)
 
 
-def signal(rows: int, seed: int, *, final: bool = True) -> Signal:
+def signal(rows: int, seed: int, *, final: bool = True, context: int = 0) -> Signal:
     torch.manual_seed(seed)
     return Signal(
         tokens=torch.randint(SHAPE.vocabulary, (rows,)),
         features=torch.randn(rows, len(LAYERS) * SHAPE.hidden).to(torch.bfloat16),
-        top_tokens=torch.randint(SHAPE.vocabulary, (rows, 4), dtype=torch.int32),
-        top_logs=-torch.rand(rows, 4),
+        top_tokens=torch.randint(SHAPE.vocabulary, (rows - context, 4), dtype=torch.int32),
+        top_logs=-torch.rand(rows - context, 4),
         start=3,
         accepted=1,
         tried=2,
         final=torch.randn(rows, SHAPE.hidden).to(torch.bfloat16) if final else None,
+        context=context,
     )
 
 
@@ -75,6 +77,8 @@ def folder(tmp_path: Path, student: Eagle3Student) -> Path:
     store = SignalStore(found, 1 << 30)
     for seed, rows in enumerate((40, 64, 5, 17)):
         store.add(signal(rows, seed))
+    # Nothing but a prompt and a few tokens.
+    store.add(signal(40, 4, context=36))
     return found
 
 
@@ -209,6 +213,29 @@ def test_a_folder_that_is_no_drafter_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(VersionError, match="cannot be read as EAGLE3 drafter"):
         import_draft(tmp_path / "nowhere", Versions(folder / FOLDER))
     assert Versions(folder / FOLDER).numbers() == []
+
+
+def test_samples_are_the_signals_position_by_position(folder: Path, target: Path, tmp_path: Path):
+    with_prompt = signal(30, 5, context=10)
+    SignalStore(folder, 1 << 30).add(with_prompt)
+    assert export_signals(folder, Versions(folder / FOLDER), 0, target, tmp_path / "out") == 4
+    place = tmp_path / "out" / "features" / "rows_0-2000"
+    known = [*(signal(rows, seed) for seed, rows in ((0, 40), (1, 64), (3, 17))), with_prompt]
+    for number, one in enumerate(known):
+        sample = torch.load(place / f"data_{number}.ckpt")
+        assert torch.equal(sample["input_ids"], one.tokens)
+        assert torch.equal(sample["aux_hidden_state"][0], one.features)
+        assert one.final is not None
+        assert torch.equal(sample["hidden_state"][0], one.final)
+        taught = [position >= one.context for position in range(len(one.tokens))]
+        assert sample["loss_mask"].tolist() == taught
+    # A block that begins at the first position of all would have no context.
+    for one in known:
+        found = dflash_sample(one)
+        assert torch.equal(found["hidden_states"], one.features)
+        first = max(one.context, 1)
+        taught = [position >= first for position in range(len(one.tokens))]
+        assert found["loss_mask"].tolist() == taught
 
 
 def test_an_export_appears_whole_or_not_at_all(

@@ -30,6 +30,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LAYERS = (0, 1, 2)
 ROWS = (24, 17, 12)
+# Of them, positions of the prompt.
+CONTEXTS = (5, 0, 0)
 DEPTH = 3
 PART = torch.arange(SHAPE.vocabulary)[torch.arange(SHAPE.vocabulary) % 4 != 1]
 # In float32, so that losses can be compared; the target's head is bfloat16 in any case.
@@ -81,13 +83,13 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def signals() -> list[Signal]:
     target = make_target()
     made = []
-    for seed, rows in enumerate(ROWS):
+    for seed, (rows, context) in enumerate(zip(ROWS, CONTEXTS, strict=True)):
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(SHAPE.vocabulary, (1, rows), generator=generator)
         with torch.no_grad():
             final, features = target.hidden_and_features(tokens, LAYERS)
             logs = target(tokens).log_softmax(-1)
-        top_logs, top = logs[0].topk(4, dim=-1)
+        top_logs, top = logs[0, context:].topk(4, dim=-1)
         made.append(
             Signal(
                 tokens[0],
@@ -98,6 +100,7 @@ def signals() -> list[Signal]:
                 accepted=1,
                 tried=2,
                 final=final[0].to(torch.bfloat16),
+                context=context,
             )
         )
     return made
@@ -188,10 +191,10 @@ def test_a_chain_has_the_same_loss_here_and_there(runs: dict[str, Trained]) -> N
         targets = target_logits(run, sample, "model.embed_tokens.weight").log_softmax(-1)
         every = torch.arange(SHAPE.vocabulary).expand(1, len(targets), -1)
         for k, logs in enumerate(chain_logs(student, sample)):
-            taught = targets[1 + k :]
-            entropy = -(taught.exp() * taught).sum()
-            ours = divergence(every[:, 1 + k :], taught[None], logs[None]).sum()
-            expected[k] += (ours + entropy) / (len(ROWS) * max(ROWS))
+            taught, mask = targets[1 + k :], sample["loss_mask"][k : k + len(logs)]
+            entropy = -(taught.exp() * taught).sum(-1)
+            ours = divergence(every[:, 1 + k :], taught[None], logs[None])[0]
+            expected[k] += ((ours + entropy) * mask).sum() / (len(ROWS) * max(ROWS))
     logged = [run.logged[0][f"ploss_{k}"] for k in range(DEPTH)]
     assert logged == pytest.approx(expected.tolist(), rel=1e-4)
     weights = [student.position_discount**k for k in range(DEPTH)]
@@ -213,7 +216,8 @@ def test_a_draft_vocabulary_and_a_head_of_the_targets_own_mean_the_same(
         assert 0 < int(counted.sum()) < len(counted)
         renormalised = targets[:, PART].softmax(-1)
         for k, logs in enumerate(chain_logs(student, sample)):
-            losses = -(renormalised[1 + k :] * logs).sum(-1) * counted[1 + k :]
+            mask = counted[1 + k :] * sample["loss_mask"][k : k + len(logs)]
+            losses = -(renormalised[1 + k :] * logs).sum(-1) * mask
             expected[k] += losses.sum() / (len(ROWS) * max(ROWS))
     logged = [run.logged[0][f"ploss_{k}"] for k in range(DEPTH)]
     assert logged == pytest.approx(expected.tolist(), rel=1e-4)
@@ -226,7 +230,10 @@ def test_a_block_has_the_same_loss_here_and_there(runs: dict[str, Trained]) -> N
     total = weight = torch.zeros(())
     for sample in run.samples():
         tokens, rows = sample["input_ids"], len(sample["input_ids"])
-        anchors = torch.arange(1, rows - 1)
+        mask = sample["loss_mask"]
+        # A block begins at a verified token, which has a context and a successor.
+        anchors = (mask[:-1] * mask[1:]).nonzero().flatten()
+        assert anchors[0] == mask.argmax() > 0
         features = sample["hidden_states"][None].float()
         logs = student.blocks(features, tokens[None], anchors)[0].log_softmax(-1)
         places = anchors[:, None] + torch.arange(1, student.shape.block)
