@@ -17,10 +17,12 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from engine_shim.sglang.learning.rollback_guard import GuardVerdict, RollbackGuard
 from engine_shim.sglang.learning.student import live_drafter
 from engine_shim.sglang.learning.verified_step import UpdateStatus
-from engine_shim.sglang.learning.weights import DrafterWeights
+from engine_shim.sglang.learning.weights import DrafterWeights, sample_of
 from engine_shim.sglang.learning.windows import Windows
 from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.training import trainer
@@ -31,8 +33,6 @@ from engine_shim.training.rings import RingShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from engine_shim.sglang.api.settings import PluginSettings
     from engine_shim.sglang.learning.student import LiveDrafter
@@ -137,11 +137,13 @@ class OnlineUpdates:
         self.counters = OnlineCounters()
         self._per_request = settings.online_scope == "request"
         online, parameters = settings.online, drafter.parameters
-        borrowed = {
+        self._borrowed = borrowed = {
             trainer.BORROWED + name: part.detach()
             for name, part in drafter.borrowed._asdict().items()
             if part is not None
         }
+        self._borrowed_seen = sample_of(borrowed.values())
+        self._borrowed_stale = True
         self._weights = DrafterWeights(parameters, drafter.refresh)
         rings = rings_for(drafter, settings, largest_gamma)
         self._windows = Windows(rings, online.window)
@@ -172,8 +174,6 @@ class OnlineUpdates:
             },
         }
         self._memory = SharedTensors(layouts)
-        for name, part in borrowed.items():
-            self._memory.tensors[name].copy_(part)
         self._share()
         order = trainer.order(drafter.shape, online, layouts, threads=1)
         self._process, self._channel = _started(order, self._memory)
@@ -325,8 +325,15 @@ class OnlineUpdates:
         self._tell_weights()
 
     def _were_replaced(self) -> bool:
-        if not self._weights.were_replaced():
+        """Whether somebody else has written the drafter, or what it borrows of the target."""
+        borrowed = sample_of(self._borrowed.values())
+        is_other_target = not torch.equal(borrowed, self._borrowed_seen)
+        if not self._weights.were_replaced() and not is_other_target:
             return False
+        if is_other_target:
+            self._borrowed_seen, self._borrowed_stale = borrowed, True
+            # What the one before has verified is no lesson any more.
+            self._windows.clear()
         self._rollback_guard.forget()
         self._reset = True
         self.counters.replaced += 1
@@ -347,6 +354,10 @@ class OnlineUpdates:
         self._idle = not self._channel.send(message)
 
     def _share(self) -> None:
+        if self._borrowed_stale:
+            for name, part in self._borrowed.items():
+                self._memory.tensors[name].copy_(part)
+            self._borrowed_stale = False
         for name, live in self._weights.parameters.items():
             self._memory.tensors[trainer.WEIGHT + name].copy_(live.detach())
 

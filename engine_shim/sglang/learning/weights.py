@@ -9,7 +9,7 @@ import torch
 from engine_shim.sglang.api.transfer import keep_for_this_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 # Elements of each parameter that are looked at for a change by somebody else.
 _SAMPLED: Final = 64
@@ -108,5 +108,10 @@ class DrafterWeights:
 
     def _sample(self, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         weights = weights or self.parameters
-        parts = [weights[name].detach().flatten() for name in self.parameters]
-        return torch.cat([part[:: max(1, len(part) // _SAMPLED)].float() for part in parts])
+        return sample_of(weights[name] for name in self.parameters)
+
+
+def sample_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns some values of each tensor, float32: who writes all of them changes these."""
+    parts = [tensor.detach().flatten() for tensor in tensors]
+    return torch.cat([part[:: max(1, len(part) // _SAMPLED)].float() for part in parts])
