@@ -35,7 +35,7 @@ _NO_LIMIT_SECONDS = 1e6
 
 def predictor(setting: LabSetting) -> dict[str, Any]:
     """Lets both drafters learn as many updates, and compares their acceptance lengths."""
-    folder = _code_only(setting, steps=3 if setting.quick else 150)
+    folder = _code_only(setting, steps=3 if setting.quick else 100)
     drafters = {
         "predictor (MTP)": (folder, chain_flags("NEXTN", folder / "target", _GAMMA)),
         "EAGLE3": (SHALLOW, chain_flags("EAGLE3", SHALLOW / "draft-code", _GAMMA)),
@@ -87,7 +87,7 @@ def _learnt(setting: LabSetting, lab: Lab) -> dict[str, Any]:
 
 
 def _measured(setting: LabSetting, lab: Lab) -> tuple[float, ...]:
-    """Acceptance lengths without updates, one a seed; the first ones are the learning's baseline."""
+    """Returns acceptance lengths without updates, one a seed."""
     with lab.regime("off"), lab.pinned(_GAMMA):
         return tuple(
             lab.generate(_DOMAIN, _REQUESTS, _TOKENS, seed).acceptance_length

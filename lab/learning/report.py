@@ -200,11 +200,34 @@ def _choices(found: Mapping[str, Any]) -> Part:
     return draw, words
 
 
+def _predictor(found: Mapping[str, Any]) -> Part:
+    rows = {name: row for name, row in found.items() if isinstance(row, dict)}
+    before, after = "acceptance length before", "acceptance length after"
+
+    def draw(axes: Axes) -> None:
+        for offset, when in ((-0.2, before), (0.2, after)):
+            values, errors = _bars([row[when] for row in rows.values()])
+            at = [index + offset for index in range(len(rows))]
+            axes.bar(at, values, width=0.36, yerr=errors, capsize=3, label=when)
+        axes.set_xticks(range(len(rows)), rows)
+        axes.set_ylabel(f"tokens a verification, gamma {found['gamma']}")
+        axes.legend()
+
+    words = [
+        f"{name} on {found['domain']}: {row[before]['median']:.2f} to {row[after]['median']:.2f} "
+        f"tokens a verification after {row['updates']} updates, {row['ratio']['median']:.2f} times "
+        f"({row['ratio']['low']:.2f} to {row['ratio']['high']:.2f})."
+        for name, row in rows.items()
+    ]
+    return draw, words
+
+
 _PARTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Part]]] = {
     "strides": ("TTS: how often to update", _strides),
     "regime": ("The sidecar's own choice of a stride", _regime),
     "shift": ("TIDE: training beside the engine when traffic shifts", _shift),
     "sd2": ("SD²: steering a pretrained drafter", _sd2),
+    "predictor": ("Online updates of a multi-token predictor, and of EAGLE3", _predictor),
     "bars": ("The sidecar's choice against fixed strides", _choices),
 }
 
