@@ -11,7 +11,7 @@ from engine_shim.sglang.drafters.row_counts import Role
 from engine_shim.sglang.model_shape import set_shapes
 from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.steering.naming import default_engine_id, processor_name, revision_of
-from engine_shim.training.sd2 import SD2_ARCHITECTURE
+from engine_shim.training.sd2 import STEERED
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _kind(scheduler: Any, *, has_block: bool) -> engine_pb2.DrafterKind.ValueTyp
         return engine_pb2.DRAFTER_KIND_DFLASH
     model = getattr(scheduler.draft_worker.draft_worker.draft_runner, "model", None)
     architectures = getattr(getattr(model, "config", None), "architectures", None) or ()
-    is_sd2 = SD2_ARCHITECTURE in architectures
+    is_sd2 = bool(STEERED.keys() & set(architectures))
     return engine_pb2.DRAFTER_KIND_STANDALONE if is_sd2 else engine_pb2.DRAFTER_KIND_MTP
 
 

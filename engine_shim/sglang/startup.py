@@ -91,6 +91,9 @@ class EngineStartup:
             dflash_only.register()
         sd2_model.register()
         hook_check.register(
+            sglang_api.CARRIED_WIDTH, sd2_model.around_carried_width, HookType.AROUND
+        )
+        hook_check.register(
             sglang_api.APPLY_RUNTIME_STATE, self._switch.apply_runtime_state, HookType.REPLACE
         )
         hook_check.register(
@@ -116,6 +119,10 @@ class EngineStartup:
             # What SGLang has moved is missed before the weights are read, not after.
             pkgutil.resolve_name(target)
         original(scheduler)
+        sd2_model.require_fit(
+            getattr(scheduler.draft_worker, "draft_worker", None),
+            scheduler.tp_worker.model_runner.model_config,
+        )
         self._start(scheduler, dual).register()
         _apply_hooks()
 

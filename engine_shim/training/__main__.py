@@ -1,11 +1,12 @@
-"""Runs `python -m engine_shim.training`: the trainer beside an engine, the hand-off to SpecForge.
+"""Runs `python -m engine_shim.training`: trainers of drafters, the hand-off to SpecForge.
 
-It needs the folder that the engine writes its signals to; no target model, and no SGLang.
+All but `sd2` need the folder that the engine writes its signals to; no target model, and no SGLang.
 """
 
 import argparse
 import asyncio
 import os
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from engine_shim.link.credentials import EngineCredentials
 from engine_shim.training.adapt import AdaptSettings
+from engine_shim.training.sd2_command import add_sd2_command, run_sd2_command
 from engine_shim.training.specforge import ExportError, export_signals, import_draft
 from engine_shim.training.versions import FOLDER, FolderTakenError, VersionError, Versions
 from engine_shim.training.worker import NoEngineError, TrainingWorker, WorkerTarget
@@ -55,11 +57,12 @@ def _parser() -> argparse.ArgumentParser:
             help=f"{_HELP[field.name]} (default {default})",
         )
     export = commands.add_parser("export", help="signals and drafter for `specforge train`")
-    export.add_argument("out", type=Path, help="folder to write")
-    export.add_argument("--target", required=True, help="path of the target model")
+    export.add_argument("out", type=Path, help="folder to write, new or empty")
+    export.add_argument("--target", type=Path, required=True, help="folder of the target model")
     export.add_argument(
         "--version", type=int, default=0, help="version of the drafter to start from; 0: base"
     )
+    add_sd2_command(commands)
     back = commands.add_parser("import", help="an exported drafter as the next version")
     back.add_argument("draft", type=Path, help="folder with config.json and model.safetensors")
     for command in (attend, export, back):
@@ -87,12 +90,15 @@ def _run(asked: argparse.Namespace) -> None:
     if asked.command == "attend":
         _attend(asked)
         return
+    if asked.command == "sd2":
+        run_sd2_command(asked)
+        return
     signals = Path(asked.signals)
     versions = Versions(signals / FOLDER)
     if asked.command == "export":
         count = export_signals(signals, versions, asked.version, asked.target, asked.out)
-        config = str(asked.out / "specforge.json")
-        _log.info("exported", samples=count, train=f"specforge train --config {config}")
+        train = f"cd {shlex.quote(str(asked.out))} && specforge train --config specforge.json"
+        _log.info("exported", samples=count, train=train)
     else:
         version = import_draft(asked.draft, versions)
         _log.info("imported", version=version, folder=str(versions.folder))
@@ -102,7 +108,7 @@ def main() -> int:
     """Runs the command; returns 2 for an error, 3 when another trainer uses the folder."""
     parser = _parser()
     asked = parser.parse_args()
-    if not asked.signals:
+    if asked.command != "sd2" and not asked.signals:
         parser.error("--signals or SPECULATION_SIGNALS_FOLDER must name the folder of signals")
     if asked.command == "attend" and not asked.sidecar:
         parser.error("--sidecar or SPECULATION_SIDECAR must name the sidecar's address")

@@ -9,12 +9,35 @@ weights are handed over as they are. Checkpoints store the parts separately;
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Stretches rotary positions as Llama 3.1 does (``rope_type`` "llama3" of transformers).
+
+    Frequencies that turn less than low_frequency times within original_positions are divided by
+    factor, those that turn more than high_frequency times are kept, and between the two the
+    division fades out.
+    """
+
+    factor: float
+    low_frequency: float
+    high_frequency: float
+    original_positions: int
+
+    def stretched(self, frequencies: Tensor) -> Tensor:
+        """Maps frequencies in radians a position, any shape."""
+        turns = self.original_positions * frequencies / (2 * math.pi)
+        width = self.high_frequency - self.low_frequency
+        kept = ((turns - self.low_frequency) / width).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
 
 
 @dataclass(frozen=True)
@@ -31,6 +54,7 @@ class DecoderShape:
     max_positions: int = 2048
     rope_base: float = 10_000.0
     norm_epsilon: float = 1e-6
+    rope: Llama3Rope | None = None
 
     def with_layers(self, layers: int) -> DecoderShape:
         """The same sizes at another depth."""
@@ -74,7 +98,10 @@ class Rotary(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        self.register_buffer("frequencies", shape.rope_base**-exponents, persistent=False)
+        frequencies = shape.rope_base**-exponents
+        if shape.rope is not None:
+            frequencies = shape.rope.stretched(frequencies)
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Computes cosines and sines [..., 1, head_dim] of ``positions`` [...], in float32."""

@@ -7,8 +7,7 @@ one layer, which published EAGLE3 checkpoints call ``midlayer``.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,9 +27,10 @@ from engine_shim.training.configs import (
 )
 from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Student
+from engine_shim.training.fused import join, split
+from engine_shim.training.language_model import QWEN2
 from engine_shim.training.mtp import MtpStudent
 from engine_shim.training.qwen3 import Qwen2Target, Qwen3Target
-from engine_shim.training.sd2 import SD2_ARCHITECTURE, Sd2Draft, Sd2Shape
 
 _CONFIG: Final = "config.json"
 _WEIGHTS: Final = "model.safetensors"
@@ -39,7 +39,6 @@ _PREDICTOR_LAYER: Final = "model.mtp_layers.0."
 _MIMO: Final = "MiMoForCausalLM"
 _LIVE_LAYER: Final = "model.layers.0."
 _DRAFT_LAYER: Final = "midlayer."
-_DECODER: Final = "decoder."
 # What an EAGLE3 checkpoint holds beside the parameters of its student.
 _NOT_LEARNT: Final = ("d2t", "t2d", "embed_tokens.weight")
 
@@ -49,12 +48,12 @@ def save_target(target: Qwen3Target, folder: Path) -> None:
 
     A MiMo's predictor comes from :func:`save_predictor`.
     """
-    parts = dict(_split(target.state_dict(), target.shape))
+    parts = dict(split(target.state_dict(), target.shape))
     of_mimo: dict[str, Any] = {}
-    if target.qwen2:
+    if target.family is QWEN2:
         of_mimo = {"model_type": "qwen2", "attention_bias": True, "num_nextn_predict_layers": 1}
-    architecture = _MIMO if target.qwen2 else "Qwen3ForCausalLM"
-    _save(folder, target.shape, parts, architecture, tie_word_embeddings=True, **of_mimo)
+    architecture = _MIMO if target.family is QWEN2 else "Qwen3ForCausalLM"
+    save_model(folder, target.shape, parts, architecture, tie_word_embeddings=True, **of_mimo)
 
 
 def load_target(folder: Path) -> Qwen3Target:
@@ -68,7 +67,7 @@ def load_target(folder: Path) -> Qwen3Target:
 
 def save_predictor(student: MtpStudent, folder: Path) -> None:
     """Adds the predictor of a MiMo to the folder of its target."""
-    parts = _split(student.state_dict(), student.shape.decoder)
+    parts = split(student.state_dict(), student.shape.decoder)
     _save_weights(folder / _PREDICTOR, {_predictor_name(name): part for name, part in parts})
 
 
@@ -76,7 +75,7 @@ def load_predictor(folder: Path, embedding: Tensor) -> MtpStudent:
     """Reads back :func:`save_predictor`, in float32, beside the target's ``embedding``."""
     config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     student = MtpStudent(mtp_shape(config), embedding.float())
-    stored = _join(load_file(folder / _PREDICTOR))
+    stored = join(load_file(folder / _PREDICTOR))
     student.load_state_dict({_live_predictor_name(name): part for name, part in stored.items()})
     return student.eval()
 
@@ -95,7 +94,7 @@ def save_draft(student: Eagle3Student, folder: Path) -> None:
     """Writes ``student`` as a ``LlamaForCausalLMEagle3`` checkpoint, as its config was."""
     shape = student.shape
     vocabulary = shape.decoder.vocabulary
-    parts = {_draft_name(name): part for name, part in _split(student.state_dict(), shape.decoder)}
+    parts = {_draft_name(name): part for name, part in split(student.state_dict(), shape.decoder)}
     if shape.own_head:
         own = torch.arange(vocabulary) if student.tokens is None else student.tokens
         # SGLang reads d2t as (target id - draft id): zeros say that draft ids are target ids.
@@ -105,7 +104,7 @@ def save_draft(student: Eagle3Student, folder: Path) -> None:
     norms = {
         name: True for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(shape, name)
     }
-    _save(
+    save_model(
         folder,
         shape.decoder,
         parts,
@@ -142,10 +141,10 @@ def save_dflash(student: DFlashStudent, folder: Path, target_layers: int | None 
     """
     shape = student.shape
     draft = {"target_layer_ids": list(shape.feature_layers), "mask_token_id": shape.mask_token}
-    _save(
+    save_model(
         folder,
         shape.decoder,
-        dict(_split(student.state_dict(), shape.decoder)),
+        dict(split(student.state_dict(), shape.decoder)),
         "DFlashDraftModel",
         layer_types=["full_attention"] * shape.decoder.layers,
         block_size=shape.block,
@@ -169,75 +168,6 @@ def load_dflash(folder: Path, embedding: Tensor, head: Tensor | None = None) -> 
     return student.eval()
 
 
-def save_sd2(draft: Sd2Draft, folder: Path) -> None:
-    """Writes ``draft`` as a checkpoint that `engine_shim.sglang.drafters.sd2_model` serves."""
-    shape = draft.shape
-    parts = _split(draft.state_dict(), shape.decoder)
-    _save(
-        folder,
-        shape.decoder,
-        {_sd2_stored_name(name): part for name, part in parts},
-        SD2_ARCHITECTURE,
-        tie_word_embeddings=True,
-        eagle_config={EAGLE_LAYERS: list(shape.feature_layers)},
-    )
-
-
-def load_sd2(folder: Path) -> Sd2Draft:
-    """Reads back :func:`save_sd2`, in float32."""
-    config, parts = _read(folder)
-    layers = tuple(config["eagle_config"][EAGLE_LAYERS])
-    draft = Sd2Draft(Sd2Shape(decoder_shape(config), config["hidden_size"], layers))
-    draft.load_state_dict({_sd2_live_name(name): part for name, part in parts.items()})
-    return draft.eval()
-
-
-def _sd2_stored_name(live: str) -> str:
-    layer = re.fullmatch(r"steer\.(\d+)\.weight", live)
-    return f"model.layers.{layer[1]}.mlp.steer.weight" if layer else live.removeprefix(_DECODER)
-
-
-def _sd2_live_name(stored: str) -> str:
-    layer = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.steer\.weight", stored)
-    if layer:
-        return f"steer.{layer[1]}.weight"
-    return stored if stored == "mix.weight" else _DECODER + stored
-
-
-def _split(state: Mapping[str, Tensor], shape: DecoderShape) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in state.items():
-        if "qkv_proj" in name:
-            sizes = [shape.query_width, shape.kv_width, shape.kv_width]
-            for part, rows in zip(
-                ("q_proj", "k_proj", "v_proj"), torch.split(tensor, sizes), strict=True
-            ):
-                yield name.replace("qkv_proj", part), rows
-        elif "gate_up_proj" in name:
-            for part, rows in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
-                yield name.replace("gate_up_proj", part), rows
-        else:
-            yield name, tensor
-
-
-def _join(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    state = {}
-    for name, part in parts.items():
-        if "q_proj" in name:
-            group = [
-                parts[name.replace("q_proj", piece)] for piece in ("q_proj", "k_proj", "v_proj")
-            ]
-            state[name.replace("q_proj", "qkv_proj")] = torch.cat(group)
-        elif "gate_proj" in name:
-            state[name.replace("gate_proj", "gate_up_proj")] = torch.cat(
-                [part, parts[name.replace("gate_proj", "up_proj")]]
-            )
-        elif not any(piece in name for piece in ("k_proj", "v_proj", "up_proj")):
-            state[name] = part
-    return {
-        name: part.float() if part.is_floating_point() else part for name, part in state.items()
-    }
-
-
 def _draft_name(live: str) -> str:
     return live.replace(_LIVE_LAYER, _DRAFT_LAYER).removeprefix("model.")
 
@@ -251,10 +181,10 @@ def _live_name(stored: str) -> str:
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Reads a checkpoint's config, and its weights with fused matrices in float32."""
     config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    return config, _join(load_file(folder / _WEIGHTS))
+    return config, join(load_file(folder / _WEIGHTS))
 
 
-def _save(
+def save_model(
     folder: Path, shape: DecoderShape, parts: Mapping[str, Tensor], architecture: str, **more: Any
 ) -> None:
     """Writes a checkpoint; more: what its config has beside the sizes of the decoder."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from engine_shim.training.blocks import DecoderShape
+from engine_shim.training.blocks import DecoderShape, Llama3Rope
 from engine_shim.training.dflash import DFlashShape
 from engine_shim.training.eagle3 import Eagle3Shape
 from engine_shim.training.mtp import MtpShape
@@ -152,12 +152,18 @@ def mtp_shape(config: Mapping[str, Any]) -> MtpShape:
     return MtpShape(decoder_shape({**config, "num_hidden_layers": 1}))
 
 
-def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
-    """Takes the sizes of the layers.  Raises UnsupportedDrafterError."""
+def decoder_shape(config: Mapping[str, Any], *, may_stretch: bool = False) -> DecoderShape:
+    """Takes the sizes of the layers.  Raises UnsupportedDrafterError.
+
+    may_stretch: whether rotary positions may be scaled as Llama 3.1's.
+    """
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     activation = config.get("hidden_act", "silu")
     partial = rotary.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
     scaling = _scaling(rotary)
+    rope = None
+    if may_stretch and scaling == "llama3":
+        rope, scaling = _llama3_rope(rotary), None
     _refuse(
         {
             f"its rotary positions are scaled ({scaling}), which a student does not do": scaling
@@ -174,9 +180,21 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
     try:
         found.setdefault("num_key_value_heads", found["num_attention_heads"])
         found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])
-        return DecoderShape(**{field: found[key] for field, key in DECODER_KEYS.items()})
+        sizes = {field: found[key] for field, key in DECODER_KEYS.items()}
+        return DecoderShape(**sizes, rope=rope)
     except KeyError as error:
         raise UnsupportedDrafterError(f"its config has no {error.args[0]}") from error
+
+
+def _llama3_rope(rotary: Mapping[str, Any]) -> Llama3Rope:
+    """Reads the scaling of Llama 3.1.  Raises UnsupportedDrafterError."""
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    values = [rotary.get(name) for name in names]
+    numbers = [value for value in values if isinstance(value, int | float) and value > 0]
+    _refuse({"its llama3 scaling lacks a number above 0": len(numbers) != len(names)})
+    factor, low, high, original = numbers
+    _refuse({"its llama3 scaling has no frequencies between low and high": low >= high})
+    return Llama3Rope(factor, low, high, int(original))
 
 
 def _scaling(rotary: Mapping[str, Any]) -> str | None:

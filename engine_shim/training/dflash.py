@@ -31,7 +31,7 @@ from engine_shim.training.blocks import (
     Rotary,
     initialise,
 )
-from engine_shim.training.qwen3 import DecoderLayer
+from engine_shim.training.language_model import DecoderLayer
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Defines SD2's drafter: small, pretrained, and steered by the verifier's hidden states.
 
 Paper: Steering Pretrained Drafters during Speculative Decoding (SD2).  The drafter is a language
-model of its own.  From the verifier's low, middle and high hidden states at the last verified
-position comes a steering vector
+model of its own, of any width.  From the verifier's low, middle and high hidden states at the last
+verified position comes a steering vector
 
     g = W_hml [h; m; l]                                         (W_hml = [I I I] at first)
 
-and every MLP of the drafter becomes, with W_s = 0 at first,
+which is as wide as they are, and every MLP of the drafter becomes, with W_s = 0 at first,
 
     W_d ((W_u a + W_s g) * silu(W_g a))                         (Eq. 2)
 
@@ -25,31 +25,30 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine_shim.training.blocks import DecoderShape
-from engine_shim.training.qwen3 import Qwen3Target
+from engine_shim.training.language_model import FAMILIES, QWEN3, Family, LanguageModel
 
-# As checkpoints name it.
-SD2_ARCHITECTURE: Final = "SteeredQwen3ForCausalLM"
+# As checkpoints name the steered drafters of each family.
+STEERED: Final = {f"Steered{family.architecture}": family for family in FAMILIES}
 
 
 @dataclass(frozen=True)
 class Sd2Shape:
     """The sizes of an SD2 drafter.
 
-    decoder: of the drafter.  target_hidden: width of the verifier's hidden states.
-    feature_layers: those of the verifier that are read.  Raises ValueError.
+    decoder: of the drafter.  target_hidden: width of the verifier's hidden states, and so of the
+    steering vector; it may differ from the drafter's.  feature_layers: those of the verifier that
+    are read.  family: of the drafter.  tied: whether its embedding is its head.  Raises ValueError.
     """
 
     decoder: DecoderShape
     target_hidden: int
     feature_layers: tuple[int, ...]
+    family: Family = QWEN3
+    tied: bool = True
 
     def __post_init__(self) -> None:
-        if self.decoder.hidden != self.target_hidden:
-            # The engine carries a vector of the drafter's width from draft step to draft step.
-            raise ValueError(
-                f"the drafter is {self.decoder.hidden} wide and its verifier "
-                f"{self.target_hidden}: a steering vector needs both alike"
-            )
+        if self.target_hidden < 1:
+            raise ValueError("a steering vector has a width")
         if len(self.feature_layers) < 2:
             raise ValueError("a steering vector is made of two hidden states or more")
 
@@ -61,7 +60,7 @@ class Sd2Draft(nn.Module):
         super().__init__()
         self.shape = shape
         width, mlp = shape.target_hidden, shape.decoder.mlp
-        self.decoder = Qwen3Target(shape.decoder)
+        self.decoder = LanguageModel(shape.decoder, shape.family, tied=shape.tied)
         self.mix = nn.Linear(len(shape.feature_layers) * width, width, bias=False)
         self.steer = nn.ModuleList(
             nn.Linear(width, mlp, bias=False) for _ in range(shape.decoder.layers)
@@ -73,13 +72,13 @@ class Sd2Draft(nn.Module):
                 part.weight.zero_()
 
     def steering(self, features: Tensor) -> Tensor:
-        """Computes g, normed: [..., feature layers * hidden] to [..., hidden]."""
+        """Computes g, normed: [..., feature layers * target's width] to [..., target's width]."""
         return functional.layer_norm(self.mix(features), (self.shape.target_hidden,))
 
     def forward(self, tokens: Tensor, steering: Tensor | None = None) -> Tensor:
         """Computes the logits of each next token.
 
-        tokens: [batch, L].  steering: g of each row, [batch, L, hidden]; None: plain.
+        tokens: [batch, L].  steering: g of each row, [batch, L, target's width]; None: plain.
         Returns [batch, L, vocabulary].
         """
         model = self.decoder.model
@@ -88,7 +87,7 @@ class Sd2Draft(nn.Module):
         for layer, steer in zip(model.layers, self.steer, strict=True):
             bias = None if steering is None else steer(steering)
             residual = layer(residual, rotation, bias)
-        return functional.linear(model.norm(residual), model.embed_tokens.weight)
+        return functional.linear(model.norm(residual), self.decoder.head)
 
 
 def offsets(rows: int, batch: int, drafts: int, generator: torch.Generator) -> Tensor:
@@ -101,13 +100,23 @@ def offsets(rows: int, batch: int, drafts: int, generator: torch.Generator) -> T
     return (torch.arange(rows) - back).clamp_min(0)
 
 
+def blocked_offsets(rows: int, batch: int, drafts: int, generator: torch.Generator) -> Tensor:
+    """Draws `offsets` as serving has them: one row steers itself and all of its block.
+
+    Blocks have `drafts` rows, and begin at a row of each text's own (appendix A.4).
+    """
+    first = torch.randint(drafts, (batch, 1), generator=generator)
+    row = torch.arange(rows)
+    return (row - (row - first) % drafts).clamp_min(0)
+
+
 def divergence(
     draft: Sd2Draft, tokens: Tensor, logits: Tensor, features: Tensor | None, back: Tensor
 ) -> Tensor:
     """Computes the mean KL(verifier || draft) of each row's next token, in nats.
 
     tokens: [batch, L].  logits: the verifier's, [batch, L, vocabulary].  features: its hidden
-    states, [batch, L, feature layers * hidden], None to train without steering.  back: see
+    states, [batch, L, feature layers * its width], None to train without steering.  back: see
     `offsets`, [batch, L - 1].
     """
     steering = None

@@ -22,12 +22,12 @@ HEADLINES: dict[str, Callable[[LabSetting], Headline]] = {
     "tts-length": tts.length,
     "tts-steps": tts.steps,
     "tts-window": tts.window,
+    **sd2.HEADLINES,
 }
 PARTS: dict[str, Callable[[LabSetting], dict[str, Any]]] = {
     "strides": learning.strides,
     "regime": learning.regime,
     "shift": shift.shift,
-    "sd2": sd2.sd2,
 }
 # Only if they are named: one takes as long as all the others, one is beside the papers.
 LONG: dict[str, Callable[[LabSetting], dict[str, Any]]] = {

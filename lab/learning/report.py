@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 from matplotlib.axes import Axes
@@ -143,34 +142,6 @@ def _shift(found: Mapping[str, Any]) -> Part:
     return draw, words
 
 
-def _sd2(found: Mapping[str, Any]) -> Part:
-    # As they should come out, the least first; the quick lab leaves the first one out.
-    names = [name for name in ("pretrained", "distilled", "sd2") if name in found]
-    domains = list(found["sd2"]["acceptance length"])
-
-    def draw(axes: Axes) -> None:
-        for offset, name in zip((-0.25, 0.0, 0.25), names, strict=False):
-            values, errors = _bars([found[name]["acceptance length"][domain] for domain in domains])
-            at = [index + offset for index in range(len(domains))]
-            axes.bar(at, values, width=0.22, yerr=errors, capsize=3, label=name)
-        axes.set_xticks(range(len(domains)), domains)
-        axes.set_ylabel(f"tokens a verification, gamma {found['gamma']}")
-        axes.legend()
-
-    mean = {name: found[name]["mean acceptance length"] for name in names}
-    order = all(mean[one] < mean[after] for one, after in pairwise(names))
-    exact = all(found[name]["same tokens as gamma 0"] for name in names)
-    words = (
-        f"Mean over domains: {', '.join(f'{name} {mean[name]:.2f}' for name in names)}. "
-        f"{_shows(order, ' below '.join(names).capitalize())} A step with steering takes "
-        f"{found['step of sd2 over distilled']:.3f} of one without. gamma = 0 decodes "
-        f"{found['sd2']['gamma 0 tokens/s (json)']:.0f} tokens/s of json, the SD² drafter "
-        f"{found['sd2']['tokens/s']['json']['median']:.0f}. Tokens are "
-        f"{'those of gamma = 0' if exact else 'NOT those of gamma = 0'}."
-    )
-    return draw, [words]
-
-
 def _choices(found: Mapping[str, Any]) -> Part:
     streams = list(found)
 
@@ -226,7 +197,6 @@ _PARTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Part]]] = {
     "strides": ("TTS: how often to update", _strides),
     "regime": ("The sidecar's own choice of a stride", _regime),
     "shift": ("TIDE: training beside the engine when traffic shifts", _shift),
-    "sd2": ("SD²: steering a pretrained drafter", _sd2),
     "predictor": ("Online updates of a multi-token predictor, and of EAGLE3", _predictor),
     "bars": ("The sidecar's choice against fixed strides", _choices),
 }

@@ -67,6 +67,7 @@ DRAFT_PREFILL: Final = f"{_EAGLE}.EagleDraftWorker._draft_extend_for_prefill"
 _RUNNER: Final = "sglang.srt.model_executor.model_runner"
 RESOLVE_CAPTURE: Final = f"{_RUNNER}.resolve_spec_aux_hidden_state_config"
 CONFIGURE_CAPTURE: Final = f"{_RUNNER}.configure_aux_hidden_state_capture"
+CARRIED_WIDTH: Final = "sglang.srt.configs.model_config.resolve_spec_hidden_size"
 STORE_HIDDEN: Final = (
     "sglang.srt.layers.logits_processor.LogitsProcessor._get_hidden_states_to_store"
 )

@@ -1,16 +1,20 @@
-"""The SD2 drafter as a model that SGLang serves, beside SGLang's own.
+"""SD2 drafters as models that SGLang serves, beside SGLang's own.
 
 An independent language model that travels the road of an EAGLE3 drafter: SGLang hands that the
 verifier's hidden states, and carries what it returns from one draft step to the next.  What this
 one returns is its steering vector, so that all drafts of a round are steered by the last verified
-position.  Equations: engine_shim.training.sd2.
+position.  SGLang carries vectors as wide as the drafter; `around_carried_width` makes that the
+verifier's width, which the steering vector has.  Equations: engine_shim.training.sd2.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
+from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.runtime_context import get_parallel
@@ -18,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from engine_shim.steering.errors import UnsupportedEngineError
-from engine_shim.training.sd2 import SD2_ARCHITECTURE
+from engine_shim.training.sd2 import STEERED
 
 
 class Sd2Mlp(nn.Module):
@@ -37,22 +41,30 @@ class Sd2Mlp(nn.Module):
         gate, up = gate_up.chunk(2, dim=-1)
         if self.steering is not None:
             up = up + self.steer(self.steering)
-        output, _ = self.down_proj(functional.silu(gate) * up, forward_batch=forward_batch)
+        inner = functional.silu(gate) * up
+        # SGLang's Llama and its Qwens of some versions hand over no batch.
+        named = {} if forward_batch is None else {"forward_batch": forward_batch}
+        output, _ = self.down_proj(inner, **named)
         return output
 
 
-class Sd2ForCausalLM(Qwen3ForCausalLM):
-    """Qwen3 with steering; its embedding and head are its own."""
+class SteeredModel(nn.Module):
+    """Added to one of SGLang's models, makes it a steered one with its own embedding and head."""
+
+    config: Any
+    model: Any
+    lm_head: Any
+    logits_processor: Any
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
         if get_parallel().tp_size > 1:
             raise UnsupportedEngineError("an SD2 drafter runs on one rank only")
         layers = config.eagle_config["eagle_aux_hidden_state_layer_ids"]
-        width = config.hidden_size
-        self.mix = nn.Linear(len(layers) * width, width, bias=False)
+        self.target_width = carried_width(config)
+        self.mix = nn.Linear(len(layers) * self.target_width, self.target_width, bias=False)
         for layer in self.model.layers:
-            layer.mlp = Sd2Mlp(layer.mlp, width, config.intermediate_size)
+            layer.mlp = Sd2Mlp(layer.mlp, self.target_width, config.intermediate_size)
         # As SGLang asks of a drafter: its tokens are the target's.
         self.hot_token_id = None
 
@@ -70,8 +82,7 @@ class Sd2ForCausalLM(Qwen3ForCausalLM):
     ) -> Any:
         """Runs the model as SGLang calls it; returns the steering vectors as its hidden states."""
         given = forward_batch.spec_info.hidden_states
-        width = self.config.hidden_size
-        steering = given if given.shape[-1] == width else self._steering(given)
+        steering = given if given.shape[-1] == self.target_width else self._steering(given)
         for layer in self.model.layers:
             layer.mlp.steering = steering
         hidden = self.model(input_ids, positions, forward_batch, input_embeds)
@@ -82,6 +93,62 @@ class Sd2ForCausalLM(Qwen3ForCausalLM):
         return functional.layer_norm(mixed, (mixed.shape[-1],))
 
 
+class SteeredLlamaForCausalLM(SteeredModel, LlamaForCausalLM):
+    """A steered Llama."""
+
+
+class SteeredQwen2ForCausalLM(SteeredModel, Qwen2ForCausalLM):
+    """A steered Qwen2."""
+
+
+class SteeredQwen3ForCausalLM(SteeredModel, Qwen3ForCausalLM):
+    """A steered Qwen3."""
+
+
+_MODELS: Final = (SteeredLlamaForCausalLM, SteeredQwen2ForCausalLM, SteeredQwen3ForCausalLM)
+
+
 def register() -> None:
-    """Lets SGLang of this process find the class by its checkpoint's architecture."""
-    ModelRegistry.models[SD2_ARCHITECTURE] = Sd2ForCausalLM
+    """Lets SGLang of this process find the classes by their checkpoints' architecture."""
+    for model in _MODELS:
+        ModelRegistry.models[model.__name__] = model
+
+
+def carried_width(config: Any) -> int:
+    """Returns the width of the verifier's hidden states, by a drafter's config."""
+    return getattr(config, "target_hidden_size", None) or int(config.hidden_size)
+
+
+def around_carried_width(
+    original: Callable[..., tuple[int, int | None]], config: Any, *sizes: Any
+) -> tuple[int, int | None]:
+    """Wraps `resolve_spec_hidden_size`, which sizes what SGLang carries between draft steps."""
+    width, flattened = original(config, *sizes)
+    if STEERED.keys() & set(getattr(config, "architectures", None) or ()):
+        width = carried_width(config)
+    return width, flattened
+
+
+def require_fit(worker: Any, target: Any) -> None:
+    """Raises UnsupportedEngineError where a steered drafter belongs to another target.
+
+    worker: the draft worker.  target: the target's ModelConfig.
+    """
+    model = getattr(getattr(worker, "draft_runner", None), "model", None)
+    if not isinstance(model, SteeredModel):
+        return
+    layers = model.config.eagle_config["eagle_aux_hidden_state_layer_ids"]
+    for part, wanted, found in (
+        ("hidden states as wide as", model.target_width, target.hidden_size),
+        ("a vocabulary of", model.config.vocab_size, target.vocab_size),
+    ):
+        if wanted != found:
+            raise UnsupportedEngineError(
+                f"the SD2 drafter was made for {part} {wanted}, the target has {found}"
+            )
+    # SGLang reads the output of a layer on entering the next one.
+    if max(layers) > target.num_hidden_layers - 2:
+        raise UnsupportedEngineError(
+            f"the SD2 drafter reads layer {max(layers)} of a target whose "
+            f"{target.num_hidden_layers - 2} is the last that SGLang can hand over"
+        )

@@ -1,18 +1,21 @@
-"""Trains the SD2 draft: first a language model, then its steering with it.
+"""Trains the lab's SD2 drafts: first a language model, then its steering with it.
 
-`distil` without steering is the paper's other baseline: the same loss, drafter and time.
+`distil` without steering is the paper's other baseline: the same loss, drafter and steps.
 """
 
 import copy
-from collections.abc import Mapping
-from typing import Final
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_shim.training.qwen3 import Qwen3Target
-from engine_shim.training.sd2 import Sd2Draft, Sd2Shape, divergence, offsets
+from engine_shim.training.language_model import LanguageModel
+from engine_shim.training.sd2 import Sd2Draft, Sd2Shape
+from engine_shim.training.sd2_training import Sd2Training, train_sd2
 from lab.cpu_engine.models.batches import training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.recipe import Sd2Recipe
@@ -20,23 +23,25 @@ from lab.cpu_engine.models.schedule import LearningRate, StepBudget, fit
 
 _WINDOWS: Final = 12
 _LENGTH: Final = 128
-# Drafts a round that steering is made for, the paper's k.
-_DRAFTS: Final = 8
+_REPORT_STEPS: Final = 50
+
+_log = logging.getLogger(__name__)
 
 
-def train_sd2(
-    recipe: Sd2Recipe, shape: Sd2Shape, target: Qwen3Target, splits: Mapping[str, Split]
+def make_sd2(
+    recipe: Sd2Recipe, shape: Sd2Shape, target: LanguageModel, splits: Mapping[str, Split]
 ) -> Sd2Draft:
     """Trains an SD2 draft for ``target``, whose weights must be those served."""
-    pretrained = pretrain(recipe, shape, splits)
-    return distil(recipe, pretrained, target, splits, recipe.budget, steered=True)
+    return distil(recipe, pretrain(recipe, shape, splits), target, splits)
 
 
-def pretrain(recipe: Sd2Recipe, shape: Sd2Shape, splits: Mapping[str, Split]) -> Sd2Draft:
+def pretrain(
+    recipe: Sd2Recipe, shape: Sd2Shape, splits: Mapping[str, Split], seed: int = 2
+) -> Sd2Draft:
     """Trains a language model that has never seen the target; its steering does nothing."""
-    torch.manual_seed(2)
+    torch.manual_seed(seed)
     draft = Sd2Draft(shape)
-    sampler = training_sampler(splits, recipe.mixture, seed=5)
+    sampler = training_sampler(splits, recipe.mixture, seed=seed + 3)
 
     def loss_of_step() -> Tensor:
         tokens = sampler.draw(_WINDOWS, _LENGTH + 1)
@@ -45,37 +50,38 @@ def pretrain(recipe: Sd2Recipe, shape: Sd2Shape, splits: Mapping[str, Split]) ->
 
     rate = LearningRate(peak=3e-3, warmup_steps=30)
     name = f"pretrained on {dict(recipe.mixture)}"
-    fit(name, draft.decoder, loss_of_step, recipe.pretraining, rate)
+    fit(name, draft.decoder, loss_of_step, StepBudget(recipe.pretraining, math.inf), rate)
     return draft
 
 
 def distil(
     recipe: Sd2Recipe,
     pretrained: Sd2Draft,
-    target: Qwen3Target,
+    target: LanguageModel,
     splits: Mapping[str, Split],
-    budget: StepBudget,
     *,
-    steered: bool,
     seed: int = 6,
+    **changes: Any,
 ) -> Sd2Draft:
-    """Trains a copy on the target's distributions, with its steering or without."""
+    """Trains a copy on the target's distributions.
+
+    changes: fields of Sd2Training that differ from the recipe's, such as ``steered=False``.
+    """
     draft = copy.deepcopy(pretrained)
     sampler = training_sampler(splits, recipe.mixture, seed)
-    generator = torch.Generator().manual_seed(seed)
-    layers = draft.shape.feature_layers
 
-    def loss_of_step() -> Tensor:
-        tokens = sampler.draw(_WINDOWS, _LENGTH)
-        with torch.no_grad():
-            logits, features = target.logits_and_features(tokens, layers)
-        back = offsets(_LENGTH - 1, _WINDOWS, _DRAFTS, generator)
-        known = torch.cat(features, dim=-1) if steered else None
-        return divergence(draft, tokens, logits, known, back)
+    def batches() -> Iterator[Tensor]:
+        while True:
+            yield sampler.draw(_WINDOWS, _LENGTH)
 
-    rate = LearningRate(peak=1e-3, warmup_steps=30)
-    new = list(draft.steer.parameters()) if steered else []
-    module = draft if steered else draft.decoder
-    name = "steered" if steered else "distilled"
-    fit(name, module, loss_of_step, budget, rate, weight_decay=0.01, faster=new)
+    def report(step: int, loss: float) -> None:
+        if (step + 1) % _REPORT_STEPS == 0:
+            _log.info("SD2, step %d: loss %.4f", step + 1, loss)
+
+    # The drafts here are far from trained, and their steering more so: rates are higher.
+    options = {
+        "steps": recipe.steps, "batch": _WINDOWS, "together": _WINDOWS, "warmup_steps": 30,
+        "learning_rate": 1e-3, "steering_factor": 10.0, "seed": seed,
+    }  # fmt: skip
+    train_sd2(draft, target, batches(), Sd2Training(**(options | changes)), report)
     return draft

@@ -27,10 +27,10 @@ from engine_shim.training.checkpoint import (
     save_dflash,
     save_draft,
     save_predictor,
-    save_sd2,
     save_target,
 )
 from engine_shim.training.eagle3 import Eagle3Student
+from engine_shim.training.sd2_checkpoint import save_sd2
 from lab.cpu_engine.models import corpus
 from lab.cpu_engine.models._draft import (
     agreement_by_domain,
@@ -40,7 +40,7 @@ from lab.cpu_engine.models._draft import (
     train_predictor,
 )
 from lab.cpu_engine.models._edits import train_edit_draft, train_edit_target
-from lab.cpu_engine.models._sd2 import train_sd2
+from lab.cpu_engine.models._sd2 import make_sd2
 from lab.cpu_engine.models._target import cross_entropy, train_target
 from lab.cpu_engine.models.edits import KINDS, EncodedEdit, code_edits, save_edits
 from lab.cpu_engine.models.prompts import passage_file
@@ -99,7 +99,7 @@ def make(
         save_dflash(blocks, output / name)
         _log.info("%s: agreement %s", name, block_agreement_by_domain(blocks, target, splits))
     for name, sd2 in recipe.sd2.items():
-        made = train_sd2(sd2, recipe.sd2_shape, target, splits)
+        made = make_sd2(sd2, recipe.sd2_shape(sd2), target, splits)
         save_sd2(made, output / name)
 
 

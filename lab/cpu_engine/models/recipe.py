@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from engine_shim.training.blocks import DecoderShape
+from engine_shim.training.blocks import DecoderShape, Llama3Rope
 from engine_shim.training.dflash import DFlashShape
 from engine_shim.training.eagle3 import Eagle3Shape
+from engine_shim.training.language_model import LLAMA, QWEN2, QWEN3, Family
 from engine_shim.training.mtp import MtpShape
 from engine_shim.training.sd2 import Sd2Shape
 from lab.cpu_engine.models.schedule import StepBudget
@@ -27,11 +28,18 @@ class DraftRecipe:
 
 @dataclass(frozen=True)
 class Sd2Recipe:
-    """The domains that an SD2 draft learns from, and how long it pretrains and is distilled."""
+    """The domains that an SD2 draft learns from, its steps of pretraining and of distillation.
+
+    family, hidden, tied, rope: of its decoder; hidden None for the target's.
+    """
 
     mixture: Mapping[str, float]
-    pretraining: StepBudget
-    budget: StepBudget
+    pretraining: int
+    steps: int
+    family: Family = QWEN3
+    hidden: int | None = None
+    tied: bool = True
+    rope: Llama3Rope | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,14 @@ _BLOCKS: Final = {
         {"json": 0.4, "csv": 0.3, "code": 0.2, "prose": 0.1}, StepBudget(steps=700, seconds=600)
     ),
 }
-_SD2: Final = {"sd2": Sd2Recipe(MIXTURE, StepBudget(900, 240), StepBudget(500, 400))}
+_SD2: Final = {"sd2": Sd2Recipe(MIXTURE, 900, 500)}
+# Narrower than the target, as in every pair of the paper, and of its other families.
+_NARROW_SD2: Final = {
+    "sd2-llama": Sd2Recipe(
+        MIXTURE, 500, 250, LLAMA, hidden=64, tied=False, rope=Llama3Rope(8.0, 1.0, 4.0, 512)
+    ),
+    "sd2-qwen2": Sd2Recipe(MIXTURE, 200, 100, QWEN2, hidden=96),
+}
 
 
 @dataclass(frozen=True)
@@ -102,11 +117,15 @@ class Recipe:
         """One layer, fed with what the target's head reads."""
         return MtpShape(self.shape.with_layers(1))
 
-    @property
-    def sd2_shape(self) -> Sd2Shape:
-        """Two layers as wide as the target's, which are steered by what an EAGLE3 draft reads."""
-        decoder = replace(self.shape, layers=2, mlp=2 * self.shape.hidden)
-        return Sd2Shape(decoder, self.shape.hidden, self.draft_shape.feature_layers)
+    def sd2_shape(self, sd2: Sd2Recipe) -> Sd2Shape:
+        """Two layers, which are steered by what an EAGLE3 draft reads."""
+        hidden = sd2.hidden or self.shape.hidden
+        decoder = replace(
+            self.shape, layers=2, hidden=hidden, head_dim=hidden // self.shape.heads,
+            mlp=2 * hidden, rope=sd2.rope,
+        )  # fmt: skip
+        layers = self.draft_shape.feature_layers
+        return Sd2Shape(decoder, self.shape.hidden, layers, sd2.family, sd2.tied)
 
     def block_shape(self, mask_token: int) -> DFlashShape:
         """Two layers, fed from five target layers spread over its depth."""
@@ -132,6 +151,7 @@ SHALLOW: Final = Recipe(
     shallow_layers=6,
     shallow_budget=StepBudget(steps=700, seconds=400),
     full_budget=StepBudget(steps=0, seconds=0),
+    sd2={**_SD2, **_NARROW_SD2},
 )
 
 # A target with a multi-token predictor of its own, and DFlash beside it.

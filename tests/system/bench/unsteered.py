@@ -17,10 +17,10 @@ def leave_out() -> None:
         from engine_shim.sglang.drafters import sd2_model
 
         mlp_class: Any = sd2_model.Sd2Mlp
-        model_class: Any = sd2_model.Sd2ForCausalLM
+        model_class: Any = sd2_model.SteeredModel
 
         def plain_copy(model: Any, features: Any) -> Any:
-            return features[..., : model.config.hidden_size].clone()
+            return features[..., : model.target_width].clone()
 
         def unsteered(mlp: Any, x: Any, forward_batch: Any = None) -> Any:
             mlp.steering = None

@@ -1,15 +1,18 @@
 """The SD2 drafter on the real SGLang: the student's drafts, and no other token."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from engine_shim.training.checkpoint import load_sd2, load_target
+from engine_shim.training.checkpoint import load_target
 from engine_shim.training.sd2 import greedy_chain
+from engine_shim.training.sd2_checkpoint import load_sd2
 from lab.cpu_engine.engine_command import SHALLOW
 from speculation.v1.engine_pb2 import DRAFTER_KIND_STANDALONE
-from tests.support.engine import MODES, TARGET, EngineProcess, serving
+from tests.support.engine import MODES, TARGET, EngineProcess, launched, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import (
     ALONE,
@@ -18,38 +21,56 @@ from tests.support.prompts_in_flight import (
     play,
     play_any_order,
 )
-from tests.support.scripted_sidecar import ScriptedSidecar
+from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEERED = SHALLOW / "sd2"
-OPTIONS = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(STEERED))
+# As wide as its target, a Qwen3; and narrower ones: a Llama with a head of its own and stretched
+# rotary positions, and a Qwen2.
+DRAFTERS = ("sd2", "sd2-llama", "sd2-qwen2")
 GAMMAS = (0, 1, 3, 5)
 ARMS = ((5, False), (0, True), (3, False), (0, False), (1, False))
 
 
+def options(folder: Path) -> tuple[str, ...]:
+    return ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(folder))
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
+def steered(request: pytest.FixtureRequest) -> Path:
+    folder: Path = SHALLOW / request.param
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sidecar(steered: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSidecar]:
+    """One for each engine."""
+    with scripted_sidecar(tmp_path_factory.mktemp(steered.name)) as scripted:
+        yield scripted
+
+
 @pytest.fixture(scope="module")
 def engine(
-    sidecar: ScriptedSidecar, tmp_path_factory: pytest.TempPathFactory
+    steered: Path, sidecar: ScriptedSidecar, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineProcess]:
     variables = {
         **sidecar.variables,
         **MODES["overlapped"],
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
     }
-    with serving(tmp_path_factory.mktemp("steered"), OPTIONS, variables) as running:
+    with serving(tmp_path_factory.mktemp("steered"), options(steered), variables) as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
         yield running
 
 
 def test_it_introduces_itself_as_a_model_of_its_own(
-    engine: EngineProcess, sidecar: ScriptedSidecar
+    steered: Path, engine: EngineProcess, sidecar: ScriptedSidecar
 ) -> None:
     (drafter,) = sidecar.server.introductions[0].drafters
-    assert (drafter.kind, drafter.model) == (DRAFTER_KIND_STANDALONE, str(STEERED))
+    assert (drafter.kind, drafter.model) == (DRAFTER_KIND_STANDALONE, str(steered))
     assert tuple(drafter.gammas) == GAMMAS
     # Two layers, its steering, and its own head.
-    expected = sum(part.numel() for part in load_sd2(STEERED).parameters())
+    expected = sum(part.numel() for part in load_sd2(steered).parameters())
     assert 0.5 * expected < drafter.shape.dense_params <= expected
 
 
@@ -61,7 +82,11 @@ def test_any_order_of_arms_gives_plain_decodings_tokens(
 
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_drafts_are_the_students_also_after_a_sleep(
-    sleeps: bool, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+    sleeps: bool,
+    steered: Path,
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    plain: dict[str, list[list[int]]],
 ) -> None:
     tokens = [*ALONE[0], *plain["alone"][0][:ALONE_LENGTH]]
 
@@ -71,12 +96,12 @@ def test_drafts_are_the_students_also_after_a_sleep(
     answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
     assert answers[0].tokens == plain["alone"][0]
     live = accepted_by_context(reports, "eagle3", 5)
-    student, target = load_sd2(STEERED), load_target(TARGET)
+    student, target = load_sd2(steered), load_target(TARGET)
     row = torch.tensor([tokens])
     with torch.no_grad():
         _, features = target.logits_and_features(row, student.shape.feature_layers)
     known = torch.cat(features, dim=-1)
-    compared = wrong = steered = 0
+    compared = wrong = unsteered = 0
     for context, accepted in live.items():
         if context + 6 > len(tokens):
             continue
@@ -89,10 +114,25 @@ def test_drafts_are_the_students_also_after_a_sleep(
             return int((chain == truth).int().cumprod(0).sum())
 
         wrong += accepted != run(by_steering=True)
-        steered += accepted != run(by_steering=False)
+        unsteered += accepted != run(by_steering=False)
         compared += 1
     assert compared > 20
     # Where two tokens are as good as equal, rounding decides.
     assert wrong <= compared // 25
     # And it is the steering that makes them so.
-    assert steered > wrong + compared // 10
+    assert unsteered > wrong + compared // 10
+
+
+def test_a_drafter_of_another_target_is_refused_at_the_start(tmp_path: Path) -> None:
+    """It would otherwise fail with the first request."""
+    config = json.loads((SHALLOW / "sd2-llama/config.json").read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [2, 3, 5]
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    (drafter / "config.json").write_text(json.dumps(config))
+    (drafter / "model.safetensors").symlink_to(SHALLOW / "sd2-llama/model.safetensors")
+    with scripted_sidecar(tmp_path) as sidecar:
+        variables = {**sidecar.variables, "SPECULATION_GAMMAS": "0,1,3"}
+        with launched(tmp_path / "engine", options(drafter), variables) as engine:
+            eventually(lambda: engine.process.poll() is not None, within=120, what="it ends")
+            assert "reads layer 5 of a target whose 4 is the last" in engine.log.read_text()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.dflash import DFlashShape, DFlashStudent, position_weights
-from engine_shim.training.qwen3 import DecoderLayer
+from engine_shim.training.language_model import DecoderLayer
 
 DECODER = DecoderShape(
     hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=2, vocabulary=61, max_positions=64

@@ -12,7 +12,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.checkpoint import load_target, save_target
-from engine_shim.training.qwen3 import DecoderLayer, Qwen2Target, Qwen3Target, grow
+from engine_shim.training.language_model import DecoderLayer
+from engine_shim.training.qwen3 import Qwen2Target, Qwen3Target, grow
 
 SHAPE = DecoderShape(
     hidden=48, heads=6, kv_heads=2, head_dim=16, mlp=64, layers=3, vocabulary=97, max_positions=128

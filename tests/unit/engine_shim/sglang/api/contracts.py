@@ -37,6 +37,7 @@ HOOKS = {
         "self, hidden_states, hidden_states_before_norm, aux_hidden_states, pruned_states, "
         "pruned_states_before_norm, aux_pruned_states, sample_indices, logits_metadata"
     ),
+    sglang_api.CARRIED_WIDTH: "hf_config, hidden_size, hc_mult",
     sglang_api.RESOLVE_TOKENS: "self, result, batch",
     sglang_api.INIT_GRAPHS: "self",
     attention_dp.ADAPTIVE_REASON: "server_args",

@@ -16,10 +16,10 @@ from engine_shim.training.checkpoint import (
     load_dflash,
     load_draft,
     load_predictor,
-    load_sd2,
     load_target,
 )
 from engine_shim.training.qwen3 import Qwen2Target
+from engine_shim.training.sd2_checkpoint import load_sd2
 from lab.cpu_engine.models import corpus, edits
 from lab.cpu_engine.models.edits import KINDS, load_edits
 from lab.cpu_engine.models.make import make, make_edits
@@ -41,7 +41,7 @@ def recipe(least_branch_share: float = 0.0) -> Recipe:
         least_branch_share=least_branch_share,
         drafts={"draft-small": DraftRecipe({"json": 1.0}, A_FEW)},
         blocks={"block-small": DraftRecipe({"json": 1.0}, A_FEW)},
-        sd2={"steered-small": Sd2Recipe({"json": 1.0}, A_FEW, A_FEW)},
+        sd2={"steered-small": Sd2Recipe({"json": 1.0}, 2, 2)},
     )
 
 
@@ -60,7 +60,7 @@ def test_a_recipe_becomes_folders(few_texts: dict[str, list[str]], tmp_path: Pat
     blocks = load_dflash(tmp_path / "block-small", target.model.embed_tokens.weight)
     assert blocks.shape == recipe().block_shape(blocks.shape.mask_token)
     steered = load_sd2(tmp_path / "steered-small")
-    assert steered.shape == recipe().sd2_shape
+    assert steered.shape == recipe().sd2_shape(recipe().sd2["steered-small"])
     assert any(part.abs().max() > 0 for part in steered.steer.parameters())
     tokenizer = Tokenizer.from_file(str(tmp_path / "target/tokenizer.json"))
     for domain in DOMAINS:

@@ -17,11 +17,11 @@ from engine_shim.training.checkpoint import (
     load_dflash,
     load_draft,
     load_predictor,
-    load_sd2,
     load_target,
 )
 from engine_shim.training.qwen3 import Qwen2Target, Qwen3Target
 from engine_shim.training.sd2 import divergence
+from engine_shim.training.sd2_checkpoint import load_sd2
 from lab.cpu_engine.models._target import branch_shares
 from lab.cpu_engine.models.distill import agreement, teach
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
@@ -119,7 +119,7 @@ def test_the_shallow_set_is_its_recipes_and_speculates() -> None:
     assert min(agreement(student, teach(target, student, windows("json", 16, 134), 6), 6)) > 0.6
     block = load_dflash(SHALLOW_SET / "dflash", embedding).shape
     assert block == SHALLOW.block_shape(block.mask_token)
-    assert load_sd2(SHALLOW_SET / "sd2").shape == SHALLOW.sd2_shape
+    assert load_sd2(SHALLOW_SET / "sd2").shape == SHALLOW.sd2_shape(SHALLOW.sd2["sd2"])
 
 
 def test_the_mimo_set_is_its_recipes_and_both_of_its_drafters_speculate() -> None:
@@ -184,7 +184,7 @@ def test_the_whole_set_stays_small() -> None:
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_steering_brings_the_draft_nearer_to_the_target(target: Qwen3Target, domain: str) -> None:
     draft = load_sd2(MODELS / "sd2")
-    assert draft.shape == RECIPE.sd2_shape
+    assert draft.shape == RECIPE.sd2_shape(RECIPE.sd2["sd2"])
     tokens = windows(domain, 6, 200)
     with torch.no_grad():
         logits, features = target.logits_and_features(tokens, draft.shape.feature_layers)
