@@ -48,14 +48,16 @@ class Trainer:
 
     def __init__(self, asked: dict[str, Any], memory: SharedTensors) -> None:
         self._tensors = memory.tensors
-        borrowed = Borrowed(**_starting_with(BORROWED, self._tensors))
-        student = student_of(decoded(asked["shape"]), borrowed)
+        self._borrowed = _starting_with(BORROWED, self._tensors)
+        student = student_of(decoded(asked["shape"]), Borrowed(**self._borrowed))
         self._online = OnlineStudent(student, OnlineSettings(**asked["settings"]))
         self._weights = _starting_with(WEIGHT, self._tensors)
         self.take_weights()
 
     def take_weights(self) -> None:
-        """Continues from the weights in shared memory."""
+        """Continues from the weights in shared memory, the target's included."""
+        for name, part in self._borrowed.items():
+            getattr(self._online.student, name).copy_(part)
         self._online.student.load_state_dict(self._weights)
         self._online.restart()
 

@@ -13,7 +13,7 @@ from lab.harness.errors import HarnessError
 from lab.harness.machine import run_facts, write_result
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
-from lab.learning import report, sd2, strides, tide, tide_control, tts
+from lab.learning import predictor, report, sd2, strides, tide, tide_control, tts
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import KEPT, Headline, keep
 
@@ -24,6 +24,7 @@ HEADLINES: dict[str, Callable[[LabSetting], Headline]] = {
     "tts-window": tts.window,
     "tts-strides": strides.tts_strides,
     "tts-choice": strides.tts_choice,
+    "tts-predictor": predictor.predictor,
     "tide-eq5": tide_control.eq5,
     "tide-domains": tide_control.domains,
     "tide-matrix": tide.matrix,

@@ -12,6 +12,8 @@ WAITS = {
     "ready = self._windows.add(found, found.batch.seq_lens.tolist(), accepted): tolist": _CPU_ONLY,
     "learning/weights.py were_replaced: if torch.equal(self._sample(), self._served):: equal"
     : _CPU_ONLY + "  Nobody else asks whether weights were replaced.",
+    "learning/online_weights.py look: "
+    "is_other = not torch.equal(borrowed, self._borrowed_seen): equal": _CPU_ONLY,
     "learning/weights.py _compare: "
     "if not torch.equal(live, weights[name].to(live.dtype)):: equal"
     : "Weights are compared on the CPU only.",

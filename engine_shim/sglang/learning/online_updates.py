@@ -150,11 +150,12 @@ class OnlineUpdates:
         self._per_request = settings.online_scope == "request"
         self._orders = orders or Orders()
         online, parameters = settings.online, drafter.parameters
-        borrowed = {
+        self._borrowed = borrowed = {
             trainer.BORROWED + name: part.detach()
             for name, part in drafter.borrowed._asdict().items()
             if part is not None
         }
+        self._targets, self._borrowed_stale = 0, False
         self._weights = OnlineWeights(drafter, per_request=self._per_request)
         rings = rings_for(drafter, settings, largest_gamma)
         self._windows = Windows(rings, online.window)
@@ -399,6 +400,10 @@ class OnlineUpdates:
         self._tell_weights()
 
     def _were_replaced(self) -> None:
+        if self._weights.targets != self._targets:
+            self._targets, self._borrowed_stale = self._weights.targets, True
+            # What the one before has verified is no lesson any more.
+            self._windows.clear()
         self._rollback_guard.forget()
         self._reset = True
         self.counters.replaced += 1
@@ -413,6 +418,10 @@ class OnlineUpdates:
             self._orders.propose(OrderKind.SHARE)
 
     def _share(self, _: int) -> None:
+        if self._borrowed_stale:
+            for name, part in self._borrowed.items():
+                self._memory.tensors[name].copy_(part)
+            self._borrowed_stale = False
         self._weights.share(self._made)
         self._send(Message(MessageKind.TAKE_WEIGHTS))
 

@@ -20,7 +20,7 @@ import torch
 
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import OrderKind, Orders
-from engine_shim.sglang.learning.weights import DrafterWeights
+from engine_shim.sglang.learning.weights import DrafterWeights, sample_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,7 +51,9 @@ class OnlineWeights:
     """Changes one drafter's weights on this rank.
 
     per_request: every request begins with the first weights.  generation: counts the times that
-    what the trainer was working on became worthless.
+    what the trainer was working on became worthless.  targets: counts the times that somebody gave
+    the target other weights, which goes unnoticed where several ranks share it, because rank 0 has
+    a copy of what the drafter borrows.
     """
 
     def __init__(self, drafter: LiveDrafter, *, per_request: bool) -> None:
@@ -59,6 +61,10 @@ class OnlineWeights:
         self._shares = drafter.shares
         self._ranks = self._shares.peers
         self._weights = DrafterWeights(self._shares.live, drafter.refresh)
+        # What the drafter borrows of the target, and its values when they were last looked at.
+        self._borrowed = [part for part in drafter.borrowed if part is not None]
+        self._borrowed_seen = sample_of(self._borrowed)
+        self.targets = 0
         self.generation = 0
         # What `DrafterWeights` knows, too, but here alike on all ranks, whatever failed on one.
         self._has_changed = self._has_kept = False
@@ -182,7 +188,11 @@ class OnlineWeights:
 
         def look() -> None:
             nonlocal found
-            found = self._weights.were_replaced()
+            borrowed = sample_of(self._borrowed)
+            is_other = not torch.equal(borrowed, self._borrowed_seen)
+            self._borrowed_seen = borrowed
+            self.targets += is_other
+            found = self._weights.were_replaced() or is_other
 
         self._write(look)
         return found

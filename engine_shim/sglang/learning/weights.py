@@ -9,7 +9,7 @@ import torch
 from engine_shim.sglang.api.transfer import keep_for_this_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 # Elements of each parameter that are looked at for a change by somebody else.
 _SAMPLED: Final = 64
@@ -100,5 +100,10 @@ class DrafterWeights:
         self._served = self._sample()
 
     def _sample(self) -> torch.Tensor:
-        parts = [live.detach().flatten() for live in self.parameters.values()]
-        return torch.cat([part[:: max(1, len(part) // _SAMPLED)].float() for part in parts])
+        return sample_of(self.parameters.values())
+
+
+def sample_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns some values of each tensor, float32: who writes all of them changes these."""
+    parts = [tensor.detach().flatten() for tensor in tensors]
+    return torch.cat([part[:: max(1, len(part) // _SAMPLED)].float() for part in parts])

@@ -274,6 +274,9 @@ def test_beside_eagle3_a_killed_trainer_takes_nothing_with_it(
 ) -> None:
     family = psutil.Process(beside.engine.process.pid).children(recursive=True)
     (trainer,) = [p for p in family if "engine_shim.training.trainer" in p.cmdline()]
+    # What nobody has judged goes with the trainer: these drafts judge what was learnt last.
+    for number in (1, 2):
+        beside.wave(number, 1, plain_waves)
     os.kill(trainer.pid, signal.SIGKILL)
     beside.sidecar.stride = 1
     learnt, other = (beside.wave(0, which, plain_waves) for which in (1, 0))

@@ -123,6 +123,20 @@ def test_it_goes_on_from_weights_that_are_put_back(running: Running) -> None:
     assert running.learn(found).loss == pytest.approx(first, rel=1e-4)
 
 
+def test_it_goes_on_with_a_target_that_was_replaced(running: Running) -> None:
+    found = make_round(make_target(), LENGTH, seed=4, top=TOP, requests=REQUESTS)
+    embedding = running.memory.tensors[trainer.BORROWED + "embedding"]
+    target = embedding.clone()
+    losses = []
+    for part in (target, torch.zeros_like(target)):
+        embedding.copy_(part)
+        assert running.channel.send(Message(MessageKind.TAKE_WEIGHTS))
+        assert running.channel.receive(wait=True) == Message(MessageKind.READY)
+        losses.append(running.learn(found).loss)
+    embedding.copy_(target)
+    assert abs(losses[1] - losses[0]) > 0.01
+
+
 def test_a_round_of_no_numbers_is_refused_and_the_weights_stay(running: Running) -> None:
     found = make_round(make_target(), LENGTH, seed=3, top=TOP)
     before = running.weights()

@@ -199,6 +199,15 @@ def test_weights_that_somebody_else_has_set_stay(driver: Driver) -> None:
     # It has gone on from those: steps of 0.01 are small beside halving.
     assert (driver.weights() - given).abs().max() < 0.2 * given.abs().max()
     assert driver.counters.replaced == 1
+    # The target may be replaced as well, of which the drafter borrows the embedding.
+    embedding = driver.model.get_parameter("model.embed_tokens.weight")
+    with torch.no_grad():
+        embedding.mul_(0.9)
+    driver.until(lambda: driver.counters.replaced == 2)
+    updates = driver.counters.updates
+    driver.until(lambda: driver.counters.updates > updates)
+    assert torch.equal(driver.online._memory.tensors["borrowed:embedding"], embedding)
+    assert driver.counters.replaced == 2
 
 
 def test_a_fall_puts_the_last_good_weights_back(driver: Driver) -> None:
