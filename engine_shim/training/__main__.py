@@ -6,6 +6,7 @@ All but `sd2` need the folder that the engine writes its signals to; no target m
 import argparse
 import asyncio
 import os
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -61,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
             help=f"{_HELP[field.name]} (default {default})",
         )
     export = commands.add_parser("export", help="signals and drafter for `specforge train`")
-    export.add_argument("out", type=Path, help="folder to write")
-    export.add_argument("--target", required=True, help="path of the target model")
+    export.add_argument("out", type=Path, help="folder to write, new or empty")
+    export.add_argument("--target", type=Path, required=True, help="folder of the target model")
     export.add_argument(
         "--version", type=int, default=0, help="version of the drafter to start from; 0: base"
     )
@@ -101,8 +102,8 @@ def _run(asked: argparse.Namespace) -> None:
     versions = Versions(signals / FOLDER)
     if asked.command == "export":
         count = export_signals(signals, versions, asked.version, asked.target, asked.out)
-        config = str(asked.out / "specforge.json")
-        _log.info("exported", samples=count, train=f"specforge train --config {config}")
+        train = f"cd {shlex.quote(str(asked.out))} && specforge train --config specforge.json"
+        _log.info("exported", samples=count, train=train)
     else:
         version = import_draft(asked.draft, versions)
         _log.info("imported", version=version, folder=str(versions.folder))

@@ -155,7 +155,7 @@ class Versions:
         return found
 
     def publish(self, parameters: Mapping[str, Tensor], made: Made) -> int:
-        """Stores new parameters under the next free number, which is returned.
+        """Stores new parameters under the next free number, which is returned.  Raises OSError.
 
         Engine and trainer may do so at once: none takes a number that the other has taken.
         """
@@ -226,6 +226,8 @@ class Versions:
             # An engine often runs as another user.
             aside.chmod(0o644)
             aside.rename(path)
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from error
         finally:
             aside.unlink(missing_ok=True)
 

@@ -14,16 +14,17 @@ import psutil
 import pytest
 import torch
 
-from engine_shim.training.adapt import AdaptSettings, fine_tuned
 from engine_shim.training.checkpoint import load_dflash, load_target, save_dflash
 from engine_shim.training.signals import Signal, SignalStore
-from engine_shim.training.versions import FOLDER, Made, Versions
+from engine_shim.training.specforge import export_signals, import_draft
+from engine_shim.training.versions import FOLDER, Versions
 from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.learning_engine import between_steps, status, wave
 from tests.support.long_contexts import EVERYTHING, agreement, recorder
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVES
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
+from tests.support.specforge_runs import PASSES, Run, trained
 from tests.support.waits import WAITS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -97,11 +98,12 @@ def test_in_long_contexts_a_student_of_the_whole_context_is_the_drafter(
     assert found[48] < found[EVERYTHING]
 
 
-def test_what_it_reads_is_collected_and_a_version_made_of_it_serves(
+def test_what_it_reads_is_collected_trains_in_specforge_and_the_version_serves(
     engine: EngineProcess,
     folder: Path,
     sidecar: ScriptedSidecar,
     plain_waves: list[list[list[int]]],
+    tmp_path: Path,
 ) -> None:
     capabilities = sidecar.server.introductions[0].capabilities
     assert capabilities.can_collect
@@ -117,10 +119,12 @@ def test_what_it_reads_is_collected_and_a_version_made_of_it_serves(
     assert len(signals) >= 10
     check_features(signals)
     versions = Versions(folder / FOLDER)
-    made = fine_tuned(
-        versions.student(0), signals, AdaptSettings(passes=6, batch=4, learning_rate=2e-3)
-    )
-    number = versions.publish(dict(made.named_parameters()), Made(0, 0.0, 1.0, 0.0, 12, 1.0))
+    out = tmp_path / "out"
+    assert export_signals(folder, versions, 0, TARGET, out) >= 10
+    run = Run(out, "hf", ("training.num_anchors=64", *PASSES))
+    (logged,) = trained(run, kernel=False)
+    print(f"SpecForge's loss {logged[0]['loss']:.2f}, then {logged[-1]['loss']:.2f}")
+    number = import_draft(run.made, versions)
     sidecar.draft_version = number
     sidecar.run(lambda _: (GAMMA, False))
     between_steps(engine, "draft", "version", number)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine_shim.training.adapt import AdaptSettings, acceptance, fine_tuned, served_acceptance
+from engine_shim.training.adapt import acceptance, served_acceptance
 from engine_shim.training.checkpoint import load_draft, load_target, save_draft
 from engine_shim.training.eagle3 import Eagle3Student
 from engine_shim.training.signals import Signal, SignalStore
@@ -25,6 +25,7 @@ from tests.support.eventually import eventually
 from tests.support.learning_engine import between_steps, status, wave
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVES
 from tests.support.scripted_sidecar import ScriptedSidecar
+from tests.support.specforge_runs import PASSES, Run, trained
 from tests.support.training_rounds import with_draft_vocabulary
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -97,7 +98,7 @@ def test_it_serves_exactly_with_every_draft_length(
     assert wave(engine, 0, plain_waves) > 1
 
 
-def test_what_is_collected_is_exported_and_a_drafter_that_is_imported_serves(
+def test_what_is_collected_trains_in_specforge_and_its_drafter_serves(
     engine: EngineProcess,
     draft: Path,
     folder: Path,
@@ -123,19 +124,16 @@ def test_what_is_collected_is_exported_and_a_drafter_that_is_imported_serves(
     check_student(student, signals)
 
     out = tmp_path / "out"
-    assert export_signals(folder, versions, 0, str(TARGET), out) >= 10
+    assert export_signals(folder, versions, 0, TARGET, out) >= 10
     exported, served = (load_file(at / "model.safetensors") for at in (out / "draft", draft))
     assert exported.keys() == served.keys()
     for name, part in served.items():
         assert torch.equal(exported[name], part), name
 
-    # In the place of SpecForge's trainer, which wants GPUs.
-    continued = load_draft(out / "draft", EMBEDDING)
-    settings = AdaptSettings(passes=10, batch=4, learning_rate=2e-3)
-    made = fine_tuned(continued, signals, settings)
-    assert isinstance(made, Eagle3Student)
-    save_draft(made, tmp_path / "trained")
-    number = import_draft(tmp_path / "trained", versions)
+    run = Run(out, "sglang", ("training.ttt_length=3", *PASSES))
+    (logged,) = trained(run, kernel=False)
+    print(f"SpecForge's loss {logged[0]['loss']:.2f}, then {logged[-1]['loss']:.2f}")
+    number = import_draft(run.made, versions)
     sidecar.draft_version = number
     sidecar.run(lambda _: (GAMMA, False))
     between_steps(engine, "draft", "version", number)

@@ -62,4 +62,4 @@ def test_it_serves_and_neither_collects_nor_takes_versions(
     assert (status["signals"], status["draft"]) == (None, None)
     assert not list(signals.glob("*.safetensors"))
     with pytest.raises(VersionError, match="no engine has left its drafter there"):
-        export_signals(signals, Versions(signals / FOLDER), 0, str(TARGET), tmp_path / "out")
+        export_signals(signals, Versions(signals / FOLDER), 0, TARGET, tmp_path / "out")

@@ -134,7 +134,7 @@ def _read_plugin(data: bytes) -> None:
 _HEADER = struct.Struct("<Q")
 
 
-def _safetensors_of(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
+def safetensors_of(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
     """The header as JSON, or the bytes."""
     if rng.random() < 0.5 or len(data) < _HEADER.size:
         return bytes_of(rng, data, seeds)
@@ -279,18 +279,18 @@ TARGETS = (
     Target(
         "plugin.settings", lambda: [_PLUGIN.encode()], text_of, reader(_read_plugin), (PluginError,)
     ),
-    Target("training.signal", _signal, _safetensors_of, _signal_opened, (signals.SignalError,)),
+    Target("training.signal", _signal, safetensors_of, _signal_opened, (signals.SignalError,)),
     Target(
         "training.base",
         _file("base.safetensors"),
-        _safetensors_of,
+        safetensors_of,
         _version_opened("base.safetensors"),
         (VersionError,),
     ),
     Target(
         "training.version",
         _file("00000001.safetensors"),
-        _safetensors_of,
+        safetensors_of,
         _version_opened("00000001.safetensors"),
         (VersionError,),
     ),

@@ -1,18 +1,18 @@
-"""The hand-off to SpecForge, against the real package's own reader, loader and exporter."""
+"""The hand-off to SpecForge: what is exported, and what is taken back."""
 
 import json
-import os
-import subprocess
-import sys
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from engine_shim.training.checkpoint import save_dflash, save_draft
+from engine_shim.training.checkpoint import save_dflash, save_draft, save_target
 from engine_shim.training.configs import EAGLE_LAYERS
 from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
@@ -23,33 +23,13 @@ from engine_shim.training.specforge import (
     export_signals,
     import_draft,
 )
+from engine_shim.training.specforge_target import TargetError
 from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import FOLDER, VersionError, Versions
-from tests.support.engine import ROOT, TARGET
-from tests.support.installed_wheel import fetched
-from tests.support.training_rounds import SHAPE, with_draft_vocabulary
+from tests.support.training_rounds import SHAPE, make_target, with_draft_vocabulary
 
-SPECFORGE = "0.2.0"
-PROBE = Path(__file__).with_name("specforge_probe.py")
-# SpecForge's drafter has its head's size from the hidden one.
 SQUARE = replace(SHAPE, head_dim=16, heads=2)
 LAYERS = (0, 1, 2)
-
-
-def probe(kind: str, exported: Path, out: Path) -> dict[str, Any]:
-    paths = (fetched("specforge", SPECFORGE), ROOT, os.environ.get("PYTHONPATH", ""))
-    done = subprocess.run(
-        [sys.executable, str(PROBE), kind, str(exported), str(out)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert not done.returncode, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-    return found
 
 
 def signal(rows: int, seed: int, *, final: bool = True) -> Signal:
@@ -64,6 +44,13 @@ def signal(rows: int, seed: int, *, final: bool = True) -> Signal:
         tried=2,
         final=torch.randn(rows, SHAPE.hidden).to(torch.bfloat16) if final else None,
     )
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    save_target(make_target(), folder)
+    return folder
 
 
 @pytest.fixture
@@ -91,102 +78,29 @@ def folder(tmp_path: Path, student: Eagle3Student) -> Path:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("tokens", [None, torch.arange(3, 33)], ids=["whole", "part"])
-def test_signals_go_out_and_what_specforge_exports_comes_back(
-    folder: Path, student: Eagle3Student, tmp_path: Path, tokens: torch.Tensor | None
-):
-    versions = Versions(folder / FOLDER)
-    if tokens is not None:
-        student = with_draft_vocabulary(student, tokens)
-        versions = base_of(student, tmp_path / "part")
-    out = tmp_path / "out"
-    assert export_signals(folder, versions, 0, str(TARGET), out) == 3
-    found = probe("eagle3", out, tmp_path / "run")
-    assert found["mode"] == "offline"
-    assert (found["samples"], found["tokens"]) == (3, [40, 64, 17])
-    hidden = SHAPE.hidden
-    assert found["shapes"] == {
-        "attention_mask": [1, 40],
-        "loss_mask": [1, 40],
-        "target": [1, 40, hidden],
-        "hidden_state": [1, 40, len(LAYERS) * hidden],
-        "input_ids": [1, 40],
-    }
-    assert found["first"] == signal(40, 0).tokens.tolist()
-    exported = load_file(tmp_path / "run" / "sglang" / "model.safetensors")
-    drafts = torch.arange(SHAPE.vocabulary) if tokens is None else tokens
-    assert torch.equal(exported["d2t"] + torch.arange(len(drafts)), drafts)
-    assert torch.equal(exported["t2d"].nonzero().flatten(), drafts)
-    # It has doubled the head, and nothing else.
-    assert import_draft(tmp_path / "run" / "sglang", versions) == 1
-    assert versions.made(1).imported
-    made = dict(versions.student(1).named_parameters())
-    for name, part in student.named_parameters():
-        factor = 2 if name == "lm_head.weight" else 1
-        expected = factor * part.to(torch.bfloat16).float()
-        assert torch.equal(made[name], expected), name
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_block_drafter_goes_out_and_comes_back(tmp_path: Path):
-    torch.manual_seed(5)
-    shape = DFlashShape(SQUARE.with_layers(2), (1, 4, 8), 8, SHAPE.vocabulary - 1)
-    student = DFlashStudent(shape, torch.randn(SHAPE.vocabulary, SHAPE.hidden))
-    folder, out = tmp_path / "signals", tmp_path / "out"
-    versions = base_of(student, folder)
-    SignalStore(folder, 1 << 30).add(signal(30, 1, final=False))
-    with pytest.raises(ExportError, match="does not give the target's num_hidden_layers"):
-        export_signals(folder, versions, 0, "some/hub-name", out)
-    assert export_signals(folder, versions, 0, str(TARGET), out) == 1
-    # Where the features came from is part of the drafter.
-    config = json.loads((out / "draft" / "config.json").read_text())
-    assert config["dflash_config"]["target_layer_ids"] == [1, 4, 8]
-    found = probe("dflash", out, tmp_path / "run")
-    assert (found["mode"], found["samples"]) == ("offline", 1)
-    assert found["shapes"] == {
-        "input_ids": [1, 30],
-        "loss_mask": [1, 30],
-        "hidden_states": [1, 30, len(LAYERS) * SHAPE.hidden],
-    }
-    assert import_draft(tmp_path / "run" / "hf", versions) == 1
-    made = dict(versions.student(1).named_parameters())
-    for name, part in student.named_parameters():
-        factor = 2 if name == "fc.weight" else 1
-        assert torch.equal(made[name], factor * part.to(torch.bfloat16).float()), name
-    # A drafter of other blocks is none of its versions.
-    other = DFlashStudent(replace(shape, block=4), student.embedding)
-    save_dflash(other, tmp_path / "other")
-    with pytest.raises(VersionError, match="blocks of 4"):
-        import_draft(tmp_path / "other", versions)
-    assert versions.numbers() == [1]
-
-
-def test_signals_without_last_hidden_states_are_refused(folder: Path, tmp_path: Path):
+def test_signals_without_last_hidden_states_are_refused(folder: Path, target: Path, tmp_path: Path):
     SignalStore(folder, 1 << 30).add(signal(20, 9, final=False))
     with pytest.raises(ExportError, match="SPECULATION_SIGNALS_FINAL_STATES"):
-        export_signals(folder, Versions(folder / FOLDER), 0, "t", tmp_path / "out")
+        export_signals(folder, Versions(folder / FOLDER), 0, target, tmp_path / "out")
 
 
-def test_a_predictor_is_none_of_its_drafters(tmp_path: Path):
+def test_a_predictor_is_none_of_its_drafters(target: Path, tmp_path: Path):
     torch.manual_seed(6)
     predictor = MtpStudent(
         MtpShape(SQUARE.with_layers(1)), torch.randn(SHAPE.vocabulary, SHAPE.hidden)
     )
     versions = base_of(predictor, tmp_path / "signals")
     with pytest.raises(ExportError, match="not multi-token predictors"):
-        export_signals(tmp_path / "signals", versions, 0, str(TARGET), tmp_path / "out")
+        export_signals(tmp_path / "signals", versions, 0, target, tmp_path / "out")
     with pytest.raises(ExportError, match="not multi-token predictors"):
         import_draft(tmp_path, versions)
 
 
-def test_nothing_to_export_is_said(folder: Path, tmp_path: Path):
+def test_nothing_to_export_is_said(folder: Path, target: Path, tmp_path: Path):
     for path in folder.glob("*.safetensors"):
         path.unlink()
     with pytest.raises(ExportError, match="no signal"):
-        export_signals(folder, Versions(folder / FOLDER), 0, "t", tmp_path / "out")
+        export_signals(folder, Versions(folder / FOLDER), 0, target, tmp_path / "out")
 
 
 def test_a_drafter_of_other_sizes_is_refused(folder: Path, tmp_path: Path):
@@ -259,6 +173,7 @@ def test_a_drafter_whose_config_names_no_layers_reads_those_of_the_engine(
     [
         ({"own_head": False}, None, "the drafter's head is the target's"),
         ({"norm_before_fc": True}, None, "norm before fc"),
+        ({"feature_layers": (0, 2)}, None, "reads 2 target layers, and SpecForge's read three"),
         ({}, torch.arange(39, -1, -1), "not in the order of the target's ids"),
     ],
 )
@@ -266,20 +181,21 @@ def test_a_drafter_that_specforge_does_not_train_is_not_exported(
     folder: Path,
     tmp_path: Path,
     student: Eagle3Student,
-    changes: dict[str, bool],
+    changes: dict[str, Any],
     tokens: torch.Tensor | None,
     reason: str,
+    target: Path,
 ):
-    other = Eagle3Student(replace(student.shape, **changes), student.embedding, tokens=tokens)  # type: ignore[arg-type]
+    other = Eagle3Student(replace(student.shape, **changes), student.embedding, tokens=tokens)
     versions = base_of(other, tmp_path / "other")
     with pytest.raises(ExportError, match=reason):
-        export_signals(folder, versions, 0, "t", tmp_path / "out")
+        export_signals(folder, versions, 0, target, tmp_path / "out")
 
 
-def test_without_a_drafter_the_export_says_what_is_missing(tmp_path: Path):
+def test_without_a_drafter_the_export_says_what_is_missing(target: Path, tmp_path: Path):
     versions = Versions(tmp_path / FOLDER)
     with pytest.raises(VersionError, match="no engine has left its drafter there"):
-        export_signals(tmp_path, versions, 0, "t", tmp_path / "out")
+        export_signals(tmp_path, versions, 0, target, tmp_path / "out")
     with pytest.raises(VersionError, match="no engine has left its drafter there"):
         import_draft(tmp_path, versions)
 
@@ -293,3 +209,216 @@ def test_a_folder_that_is_no_drafter_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(VersionError, match="cannot be read as EAGLE3 drafter"):
         import_draft(tmp_path / "nowhere", Versions(folder / FOLDER))
     assert Versions(folder / FOLDER).numbers() == []
+
+
+def test_an_export_appears_whole_or_not_at_all(
+    folder: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    versions, out = Versions(folder / FOLDER), tmp_path / "exports" / "out"
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("engine_shim.training.specforge.write_target", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            export_signals(folder, versions, 0, target, out)
+    assert list(out.parent.iterdir()) == []
+    out.mkdir()
+    assert export_signals(folder, versions, 0, target, out) == 3
+    assert list(out.parent.iterdir()) == [out]
+    names = ["draft", "features", "specforge.json", "target"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    # Others may read it: a trainer often runs as another user.
+    assert out.stat().st_mode & 0o777 == 0o755
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    with pytest.raises(ExportError, match="is there and not empty"):
+        export_signals(folder, versions, 0, target, out)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExportError, match="is there and not empty"):
+        export_signals(folder, versions, 0, target, tmp_path / "file")
+
+
+@contextmanager
+def files_of_at_most(most: int) -> Iterator[None]:
+    """Writing more bytes to a file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# In the samples, which are written first, and in the drafter.
+@pytest.mark.parametrize("most", [8 << 10, 24 << 10])
+def test_an_export_to_a_full_disk_leaves_nothing(
+    most: int, folder: Path, target: Path, tmp_path: Path
+):
+    with files_of_at_most(most), pytest.raises(OSError, match="out cannot be written"):
+        export_signals(folder, Versions(folder / FOLDER), 0, target, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_an_import_to_a_full_disk_leaves_no_version(
+    folder: Path, tmp_path: Path, student: Eagle3Student
+):
+    save_draft(student, tmp_path / "draft")
+    before = sorted((folder / FOLDER).iterdir())
+    with files_of_at_most(8 << 10), pytest.raises(OSError, match="cannot be written"):
+        import_draft(tmp_path / "draft", Versions(folder / FOLDER))
+    assert sorted((folder / FOLDER).iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[" * 100_000, "cannot be read as EAGLE3 drafter"),
+        ("[]", "cannot be read as EAGLE3 drafter"),
+        ("\x00\xff", "cannot be read as EAGLE3 drafter"),
+        ({"hidden_size": 1 << 40}, "its hidden is 1099511627776, that of the engine's drafter 32"),
+        ({"hidden_size": "32"}, "cannot be read as EAGLE3 drafter"),
+        ({"vocab_size": -1}, "cannot be read as EAGLE3 drafter"),
+        ({"eagle_config": [1]}, "cannot be read as EAGLE3 drafter"),
+        ({"rms_norm_eps": float("nan")}, "its norm_epsilon is nan"),
+        ({"draft_vocab_size": {}}, "cannot be read as EAGLE3 drafter"),
+    ],
+)
+def test_a_hostile_config_is_refused(
+    folder: Path,
+    tmp_path: Path,
+    student: Eagle3Student,
+    content: str | dict[str, object],
+    reason: str,
+):
+    save_draft(student, tmp_path / "draft")
+    if isinstance(content, str):
+        (tmp_path / "draft" / "config.json").write_text(content)
+    else:
+        change_config(tmp_path / "draft", **content)
+    versions = Versions(folder / FOLDER)
+    with pytest.raises(VersionError, match=reason):
+        import_draft(tmp_path / "draft", versions)
+    assert versions.numbers() == []
+
+
+def without(name: str, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: part for key, part in parts.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (lambda parts: without("fc.weight", parts), "fc.weight"),
+        (lambda parts: parts | {"more.weight": torch.zeros(2)}, "more.weight"),
+        (lambda parts: parts | {"fc.weight": torch.zeros(1, 1)}, "fc.weight"),
+        (lambda parts: parts | {"fc.weight": torch.zeros(32, 96, dtype=torch.int8)}, "floating"),
+        (lambda parts: parts | {"norm.weight": torch.full((32,), torch.nan)}, "NaN"),
+        (lambda parts: parts | {"d2t": torch.zeros(40, 2)}, "cannot be read"),
+        (lambda parts: parts | {"embed_tokens.weight": torch.zeros(1 << 20)}, "larger than"),
+        (lambda parts: without("midlayer.self_attn.k_proj.weight", parts), "k_proj"),
+        (lambda parts: {}, "cannot be read"),
+    ],
+)
+def test_weights_of_another_kind_are_refused(
+    folder: Path,
+    tmp_path: Path,
+    student: Eagle3Student,
+    changed: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    reason: str,
+):
+    save_draft(student, tmp_path / "draft")
+    weights = tmp_path / "draft" / "model.safetensors"
+    save_file(changed(load_file(weights)), weights)
+    versions = Versions(folder / FOLDER)
+    with pytest.raises(VersionError, match=reason):
+        import_draft(tmp_path / "draft", versions)
+    assert versions.numbers() == []
+
+
+def test_pickled_weights_are_never_read(folder: Path, tmp_path: Path, student: Eagle3Student):
+    save_draft(student, tmp_path / "draft")
+    weights = tmp_path / "draft" / "model.safetensors"
+    parts = load_file(weights)
+    weights.unlink()
+    torch.save(parts, weights.with_name("pytorch_model.bin"))
+    with pytest.raises(VersionError, match=r"model\.safetensors"):
+        import_draft(tmp_path / "draft", Versions(folder / FOLDER))
+    torch.save(parts, weights)
+    with pytest.raises(VersionError, match="cannot be read as EAGLE3 drafter"):
+        import_draft(tmp_path / "draft", Versions(folder / FOLDER))
+
+
+def test_a_block_drafter_of_another_kind_is_refused(tmp_path: Path):
+    torch.manual_seed(5)
+    shape = DFlashShape(SHAPE.with_layers(2), LAYERS, 8, SHAPE.vocabulary - 1)
+    student = DFlashStudent(shape, torch.randn(SHAPE.vocabulary, SHAPE.hidden))
+    versions = base_of(student, tmp_path / "signals")
+    changes: dict[str, dict[str, object]] = {
+        "its block is 4": {"block_size": 4},
+        "its rope_base is 5.0": {"rope_theta": 5.0},
+        "do not see the whole context": {"layer_types": ["sliding_attention"]},
+        "dflash_config": {"dflash_config": None},
+        "'mask_token_id'": {"dflash_config": {"target_layer_ids": [0, 1, 2]}},
+        "its feature_layers is": {"dflash_config": {"target_layer_ids": [0], "mask_token_id": 39}},
+    }
+    for number, (reason, change) in enumerate(changes.items()):
+        place = tmp_path / str(number)
+        save_dflash(student, place)
+        change_config(place, **change)
+        with pytest.raises(VersionError, match="cannot be read as DFlash drafter") as raised:
+            import_draft(place, versions)
+        if reason != "dflash_config":
+            assert reason in str(raised.value)
+    assert versions.numbers() == []
+
+
+def test_a_target_that_is_none_is_refused(folder: Path, target: Path, tmp_path: Path):
+    versions = Versions(folder / FOLDER)
+
+    def refused(place: Path) -> str:
+        with pytest.raises(TargetError) as raised:
+            export_signals(folder, versions, 0, place, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        return str(raised.value)
+
+    assert "cannot be read as target" in refused(Path("some/hub-name"))
+    config = (target / "config.json").read_text()
+    place = tmp_path / "place"
+    place.mkdir()
+    (place / "config.json").write_text(config)
+    assert "has no model.embed_tokens.weight in safetensors files" in refused(place)
+    parts = load_file(target / "model.safetensors")
+    save_file({"model.embed_tokens.weight": torch.zeros(8, 32)}, place / "model.safetensors")
+    assert "its embedding is (8, 32), the drafter's (40, 32)" in refused(place)
+    save_file(parts, place / "model.safetensors")
+    (place / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
+    assert "its config does not tie the head" in refused(place)
+    (place / "config.json").write_text("[" * 100_000)
+    assert "cannot be read as target" in refused(place)
+    (place / "config.json").write_text(config)
+    index = place / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": ["model.embed_tokens.weight"]}))
+    assert "cannot be read as target" in refused(place)
+    index.write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "gone"}}))
+    assert "cannot be read as target" in refused(place)
+
+
+def test_a_target_in_several_files_is_read_by_its_index(folder: Path, target: Path, tmp_path: Path):
+    place = tmp_path / "sharded"
+    place.mkdir()
+    text = {**json.loads((target / "config.json").read_text()), "tie_word_embeddings": False}
+    # As in a model for images and text.
+    (place / "config.json").write_text(json.dumps({"text_config": text}))
+    parts = load_file(target / "model.safetensors")
+    embedding, name = parts["model.embed_tokens.weight"], "language_model.model.embed_tokens.weight"
+    save_file({name: embedding}, place / "a.safetensors")
+    save_file({"language_model.lm_head.weight": 2 * embedding}, place / "b.safetensors")
+    save_file({"vision.embed_tokens.weight.x": embedding}, place / "c.safetensors")
+    places = {name: "a.safetensors", "language_model.lm_head.weight": "b.safetensors"}
+    (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    export_signals(folder, Versions(folder / FOLDER), 0, place, tmp_path / "out")
+    written = load_file(tmp_path / "out" / "target" / "model.safetensors")
+    assert torch.equal(written["model.embed_tokens.weight"], embedding)
+    assert torch.equal(written["lm_head.weight"], 2 * embedding)

@@ -1,0 +1,153 @@
+"""Copies what SpecForge's trainer reads of a target: its config, its embedding and its head.
+
+The trainer finds the head of an EAGLE3 drafter's target through an index file, which a target in
+one file does not have, and by a name, which a target that ties its head to its embedding does not
+have.  The copy has both, and can be taken to other machines without the target's layers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+EMBEDDING: Final = "model.embed_tokens.weight"
+HEAD: Final = "lm_head.weight"
+_CONFIG: Final = "config.json"
+_WEIGHTS: Final = "model.safetensors"
+_INDEX: Final = _WEIGHTS + ".index.json"
+# What reading a foreign config or foreign weights raises where they are malformed.
+MALFORMED: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+)
+
+
+class TargetError(ValueError):
+    """The folder is no target that SpecForge could read; the message names it and says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetParts:
+    """Holds the parts of a target that a drafter borrows.
+
+    config: as in its folder.  embedding: [vocabulary, hidden].  head: the same shape; None where
+    the embedding serves as head.
+    """
+
+    config: Mapping[str, Any]
+    embedding: Tensor
+    head: Tensor | None
+
+    @property
+    def head_key(self) -> str:
+        """The name of the matrix that serves as head."""
+        return EMBEDDING if self.head is None else HEAD
+
+    @property
+    def layers(self) -> int:
+        """The number of the target's layers.  Raises TargetError."""
+        found = _text(self.config).get("num_hidden_layers")
+        if type(found) is not int:
+            raise TargetError(f"the target's config has no num_hidden_layers, but {found!r}")
+        return found
+
+
+def read_target(folder: Path) -> TargetParts:
+    """Reads a target's folder: config.json, and safetensors with or without an index.
+
+    Raises TargetError.
+    """
+    try:
+        return _read(folder)
+    except TargetError:
+        raise
+    except MALFORMED as error:
+        raise TargetError(f"{folder} cannot be read as target: {error!r}") from error
+
+
+def write_target(parts: TargetParts, folder: Path, source: Path) -> None:
+    """Writes a folder that SpecForge reads as a target.
+
+    source: the target's folder, for the Python files of a model type of its own.  Raises OSError,
+    SafetensorError.
+    """
+    folder.mkdir(parents=True)
+    tied = parts.head is None
+    _write_json(folder / _CONFIG, {**parts.config, "tie_word_embeddings": tied})
+    stored = {EMBEDDING: parts.embedding} | ({} if parts.head is None else {HEAD: parts.head})
+    save_file(stored, folder / _WEIGHTS, metadata={"format": "pt"})
+    # safetensors writes for the owner only; a trainer often runs as another user.
+    (folder / _WEIGHTS).chmod(0o644)
+    size = sum(part.nbytes for part in stored.values())
+    places = dict.fromkeys(stored, _WEIGHTS)
+    _write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+    for file in source.glob("*.py"):
+        shutil.copy(file, folder)
+
+
+def _read(folder: Path) -> TargetParts:
+    config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    places = _places(folder)
+    embedding = _named(places, EMBEDDING)
+    if embedding is None:
+        raise TargetError(f"{folder} has no {EMBEDDING} in safetensors files")
+    tied = config.get("tie_word_embeddings", _text(config).get("tie_word_embeddings"))
+    head = None if tied else _named(places, HEAD)
+    if tied is False and head is None:
+        raise TargetError(f"{folder} has no {HEAD}, and its config does not tie the head")
+    return TargetParts(
+        config,
+        _tensor(places[embedding], embedding),
+        None if head is None else _tensor(places[head], head),
+    )
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Finds the file of every tensor."""
+    index = folder / _INDEX
+    if index.exists():
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / Path(file).name for name, file in found.items()}
+    places: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            places |= dict.fromkeys(file.keys(), path)
+    return places
+
+
+def _named(places: Mapping[str, Path], name: str) -> str | None:
+    """Finds a tensor's name; a model for images and text has a prefix before it."""
+    same = [found for found in places if found == name or found.endswith("." + name)]
+    return min(same, key=len, default=None)
+
+
+def _tensor(path: Path, name: str) -> Tensor:
+    with safe_open(path, "pt") as file:
+        found: Tensor = file.get_tensor(name)
+    if found.dim() != 2 or not found.is_floating_point():
+        raise TargetError(f"{path}: {name} is {found.dtype} of {tuple(found.shape)}, no matrix")
+    return found
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the part that reads text; a model for images and text has one in its own."""
+    found = config.get("text_config")
+    return found if isinstance(found, dict) else config
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
