@@ -113,7 +113,8 @@ def judge_temperature(cells: Cells) -> tuple[Verdict, str]:
     because = (
         f"Steering has more accepted tokens a block than distillation in {len(better)} of "
         f"{len(steered)} cells (in {len(apart)} of them by more than seeds differ), in the mean "
-        f"{_signed(gains[0.0])} at T = 0 and {_signed(gains[1.0])} at T = 1, and {_signed(over[0.0])} and "
+        f"{_signed(gains[0.0])} at T = 0 and {_signed(gains[1.0])} at T = 1, and "
+        f"{_signed(over[0.0])} and "
         f"{_signed(over[1.0])} over the pretrained drafter. "
         f"The distilled drafter is below the pretrained one in {len(below)} of them."
     )
