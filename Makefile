@@ -71,7 +71,7 @@ demo: setup ## What steering gains: one day, four policies, the real SGLang at a
 demo-vllm: setup setup-vllm ## vLLM on this processor: off, one static draft length, steered; exact tokens (3 minutes)
 	@$(PYTHON_IN) -m lab.vllm_engine
 
-lab: setup ## What the papers say of drafters that learn, on small real models (25 minutes)
+lab: setup ## What the papers say of drafters that learn, claim by claim, on small real models (ARGS=tts-length for one)
 	@$(PYTHON_IN) -m lab.learning $(ARGS)
 
 gpu-check: ## Measures every arm with CUDA graphs, where SGLang and this project are installed

@@ -29,6 +29,7 @@ class OrderKind(IntEnum):
     RESTORE = 12
     SHARE = 13
     END = 14
+    ADOPT = 15
 
 
 class Order(NamedTuple):

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from engine_shim.sglang.graph_states import GraphStates
     from engine_shim.sglang.learning.deployment import Deployment
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
+    from engine_shim.sglang.learning.online_weights import OnlineWeights
     from engine_shim.sglang.learning.signal_collector import SignalCollector
     from engine_shim.sglang.request_wishes import RequestWishes
     from engine_shim.steering.losses import Losses
@@ -79,6 +80,7 @@ class EngineHooks:
     link, tap: of rank 0 only.  block: the engine's DFlash drafter, `dual`'s or the only one.
     rows: the prompt lookup, which may draft single rows.  wishes: what requests ask for.
     learner: place of the drafter that learns.
+    online, follower: updates of the drafter, on rank 0 and on another rank.
     What an engine does not have is None, and what has failed is set to None.
     """
 
@@ -98,6 +100,7 @@ class EngineHooks:
     rows: RowDrafting | None = None
     wishes: RequestWishes | None = None
     online: OnlineUpdates | None = None
+    follower: OnlineWeights | None = None
     collector: SignalCollector | None = None
     deployment: Deployment | None = None
     learner: int = OWN
@@ -206,7 +209,10 @@ class EngineHooks:
             self.wishes.before_prefill(batch.reqs)
         if (rows := self.rows) is not None:
             rows.attempt(lambda: rows.before_prefill(batch))
-        self._update(lambda online: online.before_prefill([r.rid for r in batch.reqs]))
+        request_ids = [request.rid for request in batch.reqs]
+        self._update(lambda online: online.before_prefill(request_ids))
+        if self.follower is not None:
+            self.follower.follow_prefill(request_ids)
         # The drafter's part of the prefill replaces them.
         tokens = None if self.collector is None else batch.input_ids
         result = original(worker, batch, *args, **kwargs)

@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from engine_shim.sglang.drafters.dual import DualDrafter
     from engine_shim.sglang.learning.deployment import Deployment
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
+    from engine_shim.sglang.learning.online_weights import OnlineWeights
     from engine_shim.sglang.learning.signal_collector import SignalCollector
 
-# Settings by which every rank builds its drafters, chooses its steps or reads versions.  The others
-# concern rank 0 alone (the link, signals), are refused where there are several ranks (online
-# updates), or only decide whether a rank starts (SPECULATION_REQUIRE_DRAFTERS), without which no
-# rank serves.
+# Settings by which every rank builds its drafters, chooses its steps, reads versions or takes part
+# in online updates.  The others concern rank 0 alone (the link, signals, the trainer), or only
+# decide whether a rank starts (SPECULATION_REQUIRE_DRAFTERS), without which no rank serves.
 AGREED_SETTINGS: Final = (
     "gammas",
     "graph_limits",
@@ -64,6 +64,8 @@ AGREED_SETTINGS: Final = (
     "dflash_revision",
     "learner",
     "lookup",
+    "online_updates",
+    "online_scope",
     "signals_folder",
 )
 
@@ -150,7 +152,7 @@ class EngineStartup:
             sleep = IdleDrafter(worker, settings.sleep_positions, dual)
         learner = learner_of(scheduler, settings.learner, has_second=dual is not None)
         second = block if learner == SECOND else None
-        online = self._online_updates(worker, scheduler, second, found)
+        online, follower = self._online_updates(worker, scheduler, second, found)
         collector, deployment = self._collection(worker, scheduler, second, found)
         spec = introduce(
             scheduler,
@@ -220,6 +222,7 @@ class EngineStartup:
                 without_prefills=sglang_api.config_leaf("disaggregation_mode") == "decode",
             ),
             online=online,
+            follower=follower,
             collector=collector,
             deployment=deployment,
             learner=learner,
@@ -227,24 +230,25 @@ class EngineStartup:
 
     def _online_updates(
         self, worker: Any, scheduler: Any, second: DFlashDrafter | None, losses: Losses
-    ) -> OnlineUpdates | None:
-        """Makes the updates, if they are on.
+    ) -> tuple[OnlineUpdates | None, OnlineWeights | None]:
+        """Makes rank 0's updates, or what another rank has of them.
 
         second: the drafter that learns, if that is not the engine's own.  losses: take the reason
         where that one does not draft.
         """
         if not self._settings.online_updates:
-            return None
+            return None, None
         if second is not None and second.over:
             losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, second.over)
-            return None
-        from engine_shim.sglang.learning.online_updates import updates_for
+            return None, None
+        from engine_shim.sglang.learning.online_updates import OnlineUpdates, updates_for
 
         device = scheduler.tp_worker.model_runner.device
-        shared = sglang_api.config_leaf("tp_size")
-        online = updates_for(worker, device, shared, self._settings, second)
+        online = updates_for(worker, device, ranks.peers(), self._settings, self._orders, second)
+        if not isinstance(online, OnlineUpdates):
+            return None, online
         atexit.register(online.close)
-        return online
+        return online, None
 
     def _collection(
         self, worker: Any, scheduler: Any, second: DFlashDrafter | None, losses: Losses

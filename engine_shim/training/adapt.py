@@ -84,16 +84,28 @@ def acceptance(student: DraftStudent, signals: Sequence[Signal], depth: int) -> 
     ones.  A draft counts as accepted where it is the token that was served.
     """
     depth = min(depth, student.most_drafts or depth)
-    accepted = tried = 0
+    runs = _runs(student, signals, depth)
+    tried = sum(min(run + 1, depth) for run in runs)
+    return sum(runs) / tried if tried else 0.0
+
+
+@torch.no_grad()
+def acceptance_length(student: DraftStudent, signals: Sequence[Signal], depth: int) -> float:
+    """Computes the tokens of a verification that `acceptance` steps by; 1 without any."""
+    runs = _runs(student, signals, min(depth, student.most_drafts or depth))
+    return 1 + sum(runs) / max(len(runs), 1)
+
+
+def _runs(student: DraftStudent, signals: Sequence[Signal], depth: int) -> list[int]:
+    """Counts the accepted drafts of each step."""
+    runs: list[int] = []
     for signal in signals:
         matches = _matches(student, signal, depth)
         at = 0
         while at < len(matches):
-            run: int = matches[at]
-            accepted += run
-            tried += min(run + 1, depth)
-            at += run + 1
-    return accepted / tried if tried else 0.0
+            runs.append(matches[at])
+            at += matches[at] + 1
+    return runs
 
 
 def _matches(student: DraftStudent, signal: Signal, depth: int) -> list[int]:

@@ -42,7 +42,7 @@ class OnlineSettings:
     discount: float | None = None
     steps: int = 1
     anchors: int = 16
-    window: int = 48
+    window: int = 256
     top: int = 64
     clip: float = 1.0
 

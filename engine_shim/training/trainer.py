@@ -94,16 +94,21 @@ def main(memory_fd: int, socket_fd: int, text: str) -> None:
         name: Layout(tuple(shape), dtype) for name, (shape, dtype) in asked["layouts"].items()
     }
     channel = Channel(socket.socket(fileno=socket_fd))
-    trainer = Trainer(asked, SharedTensors(layouts, memory_fd))
-    channel.send(Message(MessageKind.READY))
-    while True:
-        try:
-            message = channel.receive(wait=True)
-        except EOFError:
-            return
-        assert message is not None
-        if not channel.send(trainer.answer(message)):
-            return
+    try:
+        trainer = Trainer(asked, SharedTensors(layouts, memory_fd))
+        channel.send(Message(MessageKind.READY))
+        while (message := _next(channel)) is not None and channel.send(trainer.answer(message)):
+            pass
+    finally:
+        channel.close()
+
+
+def _next(channel: Channel) -> Message | None:
+    """Waits for the engine's next message; None once it has gone."""
+    try:
+        return channel.receive(wait=True)
+    except EOFError:
+        return None
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from lab.harness.errors import HarnessError
 from lab.harness.machine import run_facts, write_result
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
-from lab.learning import bars, learning, report, sd2, shift, tts
+from lab.learning import report, sd2, strides, tide, tide_control, tts
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import KEPT, Headline, keep
 
@@ -22,25 +22,21 @@ HEADLINES: dict[str, Callable[[LabSetting], Headline]] = {
     "tts-length": tts.length,
     "tts-steps": tts.steps,
     "tts-window": tts.window,
+    "tts-strides": strides.tts_strides,
+    "tts-choice": strides.tts_choice,
+    "tide-eq5": tide_control.eq5,
+    "tide-domains": tide_control.domains,
+    "tide-matrix": tide.matrix,
+    "tide-time": tide.training_time,
     **sd2.HEADLINES,
 }
-PARTS: dict[str, Callable[[LabSetting], dict[str, Any]]] = {
-    "strides": learning.strides,
-    "regime": learning.regime,
-    "shift": shift.shift,
-}
-# Only if it is named: it takes as long as all the others.
-LONG: dict[str, Callable[[LabSetting], dict[str, Any]]] = {"bars": bars.bars}
 EXIT_FAILED = 1
 
 
 def lab(
-    parts: Annotated[
+    claims: Annotated[
         list[str] | None,
-        typer.Argument(
-            help=f"Of {', '.join((*HEADLINES, *PARTS))}, which are all if none is named; and "
-            f"{', '.join(LONG)}."
-        ),
+        typer.Argument(help=f"Of {', '.join(HEADLINES)}, which are all run if none is named."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small numbers: does it run?")] = False,
     seeds: Annotated[int, typer.Option(min=1, help="Repeats of every measurement.")] = 2,
@@ -53,12 +49,11 @@ def lab(
 ) -> None:
     """Shows what the papers say of drafters that learn, on the real SGLang and small models."""
     end_on_sigterm()
-    known = HEADLINES | PARTS | LONG
-    chosen = parts or [*HEADLINES, *PARTS]
+    chosen = claims or [*HEADLINES]
     if quick and kept:
         raise typer.BadParameter("--quick shows that it runs; such results are not kept")
-    if unknown := sorted(set(chosen) - set(known)):
-        raise typer.BadParameter(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
+    if unknown := sorted(set(chosen) - set(HEADLINES)):
+        raise typer.BadParameter(f"unknown: {', '.join(unknown)}; there are {', '.join(HEADLINES)}")
     terminal, started = Terminal(), time.monotonic()
     document: dict[str, Any] = {**run_facts(), "quick": quick}
     with TemporaryDirectory(prefix="speculation-lab-") as scratch:
@@ -67,19 +62,16 @@ def lab(
             try:
                 with terminal.working(name):
                     began = time.monotonic()
-                    found = known[name](setting)
+                    found = HEADLINES[name](setting)
             except HarnessError as error:
                 terminal.say(f"\nThe lab failed in {name}: {error}")
                 raise typer.Exit(EXIT_FAILED) from error
-            if isinstance(found, Headline):
-                found.show(terminal)
-                if kept:
-                    keep(name, found, setting.seeds, time.monotonic() - began, KEPT)
-                document[name] = asdict(found)
-            else:
-                document[name] = found
+            found.show(terminal)
+            if kept:
+                keep(name, found, setting.seeds, time.monotonic() - began, KEPT)
+            document[name] = asdict(found)
             document["seconds"] = round(time.monotonic() - started, 1)
-            # After every part: what was found is kept whatever comes next.
+            # After every claim: what was found is kept whatever comes next.
             write_result(document, output)
             (output / "report.html").write_text(report.page(document), encoding="utf-8")
     terminal.say(f"\n{output / 'report.html'}  {output / 'result.json'}  {output / 'logs'}/")

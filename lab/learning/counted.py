@@ -78,8 +78,8 @@ Answer = tuple[Step, ...]
 
 
 def steps_of(reports: Sequence[engine_pb2.StepReport]) -> Answer:
-    """Returns the steps of a request that ran alone."""
-    return tuple(
+    """Returns the steps of a request that ran alone, of its last play if it was lost before."""
+    found = [
         Step(
             report.kv_tokens,
             1 + next(k for k, count in enumerate(report.accepted_counts) if count),
@@ -88,7 +88,9 @@ def steps_of(reports: Sequence[engine_pb2.StepReport]) -> Answer:
         )
         for report in reports
         if report.gamma == _GAMMA and report.batch_size == 1
-    )
+    ]
+    begins = [at for at, (one, two) in enumerate(pairwise(found), 1) if two.context < one.context]
+    return tuple(found[begins[-1] if begins else 0 :])
 
 
 def acceptance(answer: Answer, first: int = 0, last: int = _ENDLESS) -> float:
@@ -139,7 +141,7 @@ def learning(
         setting, name, drafter.folder, _GAMMAS, engine, batch_max=1, flags=drafter.flags
     ) as lab:
         with lab.regime("off"), lab.pinned(_GAMMA) as pin:
-            while len(steps_of(pin.reports)) < _BASELINE_DRAFTS:
+            while len(pin.reports) < _BASELINE_DRAFTS:
                 lab.generate(drafter.domain, 1, 300, 7)
         yield lab
 

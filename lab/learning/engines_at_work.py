@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from lab.cpu_engine.engine_command import MODELS, eagle3_flags, engine_command
 from lab.cpu_engine.forking import popen
@@ -21,11 +20,9 @@ from lab.harness.engines import (
 )
 from lab.harness.errors import HarnessError
 from lab.harness.load_generator import acceptance_length
-from lab.harness.processes import Child
 from lab.harness.sidecar import Pin, SidecarHandle
 from lab.harness.stream import StreamPhase, StreamRequest
 from lab.harness.terminal import Terminal
-from speculation.v1 import engine_pb2
 
 ENGINE_ID = "lab"
 _READY_SECONDS = 150.0
@@ -166,24 +163,3 @@ def running(  # noqa: PLR0913 - the parts differ in all of these
         stack.enter_context(launched.child)
         launched.wait_ready(_READY_SECONDS, sidecar=client)
         yield Lab(launched, client, place)
-
-
-def trainer(setting: LabSetting, name: str, signals: Path) -> Child:
-    """Starts `python -m engine_shim.training attend` beside the engine of that name."""
-    address = Workplace(setting.output, setting.scratch / name).address
-    command = [
-        sys.executable, "-m", "engine_shim.training", "attend",
-        "--sidecar", address, "--signals", str(signals),
-    ]  # fmt: skip
-    return Child("the trainer", command, setting.output / "logs" / f"{name}-trainer.log")
-
-
-def step_seconds(reports: Sequence[engine_pb2.StepReport], gamma: int, batch_size: int) -> float:
-    """Computes the median seconds of plain steps of that shape; 0 without any."""
-    seconds = [
-        report.step_seconds
-        for report in reports
-        if (report.gamma, report.batch_size) == (gamma, batch_size)
-        and not (report.flags.after_gap or report.flags.first_use)
-    ]
-    return median(seconds) if seconds else 0.0

@@ -4,15 +4,19 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from engine_shim.link.orders import Orders
 from engine_shim.sglang.api.ranks import Peers
+from engine_shim.sglang.api.shards import Piece, Shard
+from engine_shim.sglang.learning.rank_shares import RankShares
+from engine_shim.sglang.learning.student import LiveDrafter
 
 SIZE = 2
+HEAD = "lm_head.weight"
 _PATIENCE_SECONDS = 60.0
 
 
@@ -50,6 +54,18 @@ class RankPair:
         self.peers = [ThreadPeers(rank, SIZE, None, board, barrier) for rank in range(SIZE)]
         self.orders = [Orders(several=True) for _ in range(SIZE)]
         self._threads = ThreadPoolExecutor(SIZE)
+
+    def divided(self, drafter: LiveDrafter) -> list[LiveDrafter]:
+        """The same drafter on each rank, which holds one half of its head, and all else whole."""
+        whole = {name: part.detach() for name, part in drafter.parameters.items()}
+        rows = len(whole[HEAD])
+        shards = {name: Shard() for name in whole}
+        shards[HEAD] = Shard(0, (Piece(rows, rows // SIZE),))
+        found = []
+        for peers in self.peers:
+            held = {n: shards[n].cut(part, peers.rank).clone() for n, part in whole.items()}
+            found.append(replace(drafter, ranked=RankShares(held, peers, held, shards)))
+        return found
 
     def both(self, run: Callable[[int], Any]) -> list[Any]:
         """Calls it with each rank; raises what one of them raises."""

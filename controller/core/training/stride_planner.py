@@ -40,8 +40,8 @@ _CAUTION = 0.33
 _DWELL_ROUNDS = 64
 # What trying may lose: of all time, and at the start and at most, in steps.
 _TRIAL_SHARE = 0.005
-_TRIAL_START_STEPS = 80.0
-_TRIAL_MOST_STEPS = 80.0
+_TRIAL_START_STEPS = 16.0
+_TRIAL_MOST_STEPS = 40.0
 # A trial begins with so many steps in hand and lasts so many rounds, if it does not disappoint.
 _TRIAL_LEAST_STEPS = 8.0
 _TRIAL_ROUNDS = 320
@@ -90,7 +90,7 @@ class RegimeState:
 
 @recorded(
     "regime_planner",
-    "state _at _moved_at _price _response _rounds _trial_loss _trial_steps _trying",
+    "state _at _moved_at _otherwise _price _response _rounds _trial_loss _trial_steps _trying",
 )
 class RegimePlanner:
     """Chooses the stride for one engine.  learner: name of the drafter that can learn."""
@@ -103,7 +103,8 @@ class RegimePlanner:
         self._cheap = self._learns | (self._gammas == 0)
         self._response = UpdateResponse()
         self._price = UpdatePrice()
-        self._at = 0
+        # The stride in force, and what would be without a trial.
+        self._at = self._otherwise = 0
         self._rounds = self._moved_at = 0
         self._trying = False
         self._trial_steps = _TRIAL_START_STEPS
@@ -133,7 +134,7 @@ class RegimePlanner:
         feasible: [arms], what may run there; None for all.
         """
         rates = [self._price.updates_per_round(batch_size, s) if s else 0.0 for s in STRIDES]
-        forecast = self._response.forecast(rates, _HORIZON_ROUNDS, self._at)
+        forecast = self._response.forecast(rates, _HORIZON_ROUNDS, self._otherwise)
         seconds = values.costs.seconds[:, row]
         least = float(seconds[self._cheap].min())
         each = self._price.per_update(batch_size, least)
@@ -157,8 +158,8 @@ class RegimePlanner:
         off = plain[0] * (1 - _START_MARGIN if runs else 1 + _START_MARGIN)
         if not self._response.is_reset_repeatedly:
             # By how much off may be better than it seems: only being off would show it.
-            unsure = hopeful[0] - plain[0] if at else hopeful[best] - plain[best]
-            off += _CAUTION * unsure
+            unsure = hopeful - plain
+            off += _CAUTION * (unsure[0] if self._otherwise else unsure[best])
         if plain[best] <= off:
             best = 0
         elif at and plain[best] <= plain[at] * (1 + _SWITCH_MARGIN):
@@ -166,17 +167,21 @@ class RegimePlanner:
         wanted = best
         if self._trial_steps > (0.0 if self._trying else _TRIAL_LEAST_STEPS):
             hope = plain[best] * (1 + _SWITCH_MARGIN)
-            if self._trying and since < _TRIAL_ROUNDS and hopeful[at] > hope:
+            if self._trying and at and since < _TRIAL_ROUNDS and hopeful[at] > hope:
                 wanted = at
             else:
                 beside = [i for i in (best - 1, best + 1) if 0 < i < len(STRIDES)]
-                if not self._response.is_reset_repeatedly:
+                if at and self._response.updates and not self._response.is_reset_repeatedly:
                     beside.append(0)
                 most = max(beside if best else [_FIRST_TRIAL], key=lambda i: float(hopeful[i]))
                 wanted = most if hopeful[most] > hope else best
-        if wanted != at and since >= _DWELL_ROUNDS:
+        spent = self._trying and self._trial_steps <= 0
+        if wanted != at and (since >= _DWELL_ROUNDS or spent):
             self._at, self._moved_at = wanted, self._rounds
-        self._trying = self._at != best
+            self._trying = wanted != best
+        elif at == best:
+            self._trying = False
+        self._otherwise = best if self._trying else self._at
         # In the worst case the more frequent updates gain nothing.
         self._trial_loss = max(0.0, 1 - float(plain[self._at] / plain[best]))
         if self._trying:

@@ -34,9 +34,13 @@ _DELTA = (0.0, 0.0003, 0.001, 0.004, 0.016)
 _SETTLES = (2.3, 0.8)
 # The log prior of no drift at all: as likely as one deviation off.
 _LOG_NO_DRIFT = -0.5
-# Prior of (base, gain): means and standard deviations, and the process noise of a round.
+# Prior of (base, gain): means and standard deviations, and the process noise of a round.  A drafter
+# that accepts little has more to gain: by this share of what its base is below the mean, in
+# addition.  And no gain is less certain than by that share of what is missing to 1.
 _PRIOR_MEAN = (0.7, 0.08)
 _PRIOR_DEVIATION = (0.3, 0.1)
+_GAIN_OF_MISSING = 0.3
+_DEVIATION_OF_MISSING = 0.25
 _PROCESS_NOISE = (3e-4, 2e-4)
 # Rounds that are taken together as one observation.
 _BLOCK_ROUNDS = 16
@@ -106,7 +110,9 @@ class UpdateResponse:
         # Of (base, gain): means [2], and covariances bb, bg, gg [3], on every grid point.
         self._mean = np.tile(np.array(_PRIOR_MEAN)[:, None], count)
         bb, gg = np.square(_PRIOR_DEVIATION)
-        self._covariance = np.tile(np.array([bb, 0.0, gg])[:, None], count)
+        bg = -_GAIN_OF_MISSING * bb
+        gg += _GAIN_OF_MISSING**2 * bb
+        self._covariance = np.tile(np.array([bb, bg, gg])[:, None], count)
         self._rounds = self._landed = self._all_rounds = 0
         self._resets_per_round = 0.0
         # Of the open block: drafts that were reached, what they count as in first ones, accepted.
@@ -156,8 +162,9 @@ class UpdateResponse:
         plain = (base + gain * state) @ weight
         # The variance of the difference between each of them and the present one.
         apart = state - state[present]
+        most = np.square(_DEVIATION_OF_MISSING * (1 - np.clip(base, 0.0, 1.0)))
         variance = (
-            np.square(gain * apart) + self._covariance[2] * np.square(apart)
+            np.square(gain * apart) + np.minimum(self._covariance[2], most) * np.square(apart)
         ) @ weight - np.square((gain * apart) @ weight)
         hope = plain + _HOPE * np.sqrt(np.maximum(variance, 0.0))
         mean_gain = float(weight @ gain)

@@ -62,7 +62,7 @@ def check(args: ServerArgs, settings: PluginSettings, *, has_block: bool) -> Che
         return Check(topic, "on", f"SGLang {versions.TESTED[-1]} is needed", lead)
     obstacles = {
         "a DFlash drafter is untested with it": has_block,
-        "SPECULATION_ONLINE_UPDATES updates a drafter of one rank only": settings.online_updates,
+        "SPECULATION_ONLINE_UPDATES is untested with it": settings.online_updates,
         "SPECULATION_SIGNALS_FOLDER is untested with it": settings.signals_folder != "",
         "SPECULATION_LOOKUP would have an idle rank draft where the others look up": (
             settings.lookup

@@ -99,7 +99,7 @@ class PluginSettings(ShimSettings):
         default=16, description="Positions of each request that a round drafts from, the newest."
     )
     online_window: int = Field(
-        default=48,
+        default=256,
         description="Positions of each request, the newest, that a round's drafts attend to; those "
         "of at most 16 requests are kept.",
     )

@@ -90,7 +90,7 @@ class Shard:
 def shard_of(module: Any, name: str, ranks: int) -> Shard:
     """Returns how the parameter `name` of this layer is shared among so many ranks.
 
-    It knows SGLang's layers by the names of their classes, since importing them takes a machine
+    It knows SGLang's layers by the names of their classes, because importing them takes a machine
     that can run them.  Raises UnsupportedDrafterError.
     """
     kinds = {kind.__name__ for kind in type(module).__mro__}

@@ -60,7 +60,7 @@ class LearntVersions:
             return None
         self.failing = ""
         # Otherwise they have changed meanwhile, and are stored again.
-        return storing.version if online.were_stored(storing.weights) else None
+        return storing.version if online.were_stored() else None
 
 
 class _Storing:

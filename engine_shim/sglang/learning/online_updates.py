@@ -4,7 +4,9 @@
                     trainer; puts the last good weights back when acceptance fell
     before_step     between two steps: copies what the trainer has made into the serving drafter
 
-The trainer is a process of its own (engine_shim.training.trainer); nothing here waits for it.  The
+The trainer is a process of its own (engine_shim.training.trainer); nothing here waits for it.
+Where ranks share the drafter, all this is rank 0's, and online_weights.py is every rank's: each
+change of the weights is an order that all ranks carry out in the same step (link/orders.py).  The
 target is never touched, its embedding, which the drafter shares, included: whatever the drafter
 becomes, tokens stay the target's.
 """
@@ -14,13 +16,17 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from engine_shim.link.losses import reason_of
+from engine_shim.link.orders import OrderKind, Orders
+from engine_shim.sglang.learning.online_weights import OnlineWeights, Outcome
 from engine_shim.sglang.learning.rollback_guard import GuardVerdict, RollbackGuard
 from engine_shim.sglang.learning.student import live_drafter
 from engine_shim.sglang.learning.verified_step import UpdateStatus
-from engine_shim.sglang.learning.weights import DrafterWeights
 from engine_shim.sglang.learning.windows import Windows
 from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.training import trainer
@@ -30,10 +36,9 @@ from engine_shim.training.exchange import Channel, Layout, Message, MessageKind,
 from engine_shim.training.rings import RingShape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
+    from engine_shim.sglang.api.ranks import Peers
     from engine_shim.sglang.api.settings import PluginSettings
     from engine_shim.sglang.learning.student import LiveDrafter
     from engine_shim.sglang.learning.verified_step import Verification
@@ -79,27 +84,28 @@ def untested_device(device: str) -> str:
 def updates_for(
     worker: Any,
     device: str,
-    ranks: int,
+    ranks: Peers,
     settings: PluginSettings,
+    orders: Orders,
     second: Any = None,
-) -> OnlineUpdates:
-    """Makes the updates of this `EAGLEWorkerV2`.
+) -> OnlineUpdates | OnlineWeights:
+    """Makes the updates of this `EAGLEWorkerV2`, or what rank 0's change on another rank.
 
-    device, ranks: that it runs on, and that share it.  second: the `DFlashDrafter` beside the
-    engine's own, if that learns.  Raises UnsupportedEngineError.
+    device, ranks: that it runs on, and that share it.  orders: of this rank.  second: the
+    `DFlashDrafter` beside the engine's own, if that learns.  Raises UnsupportedEngineError.
     """
     reason = untested_device(device)
     if reason:
         raise UnsupportedEngineError(reason)
-    if ranks > 1:
-        raise UnsupportedEngineError(
-            f"{_REFUSED}: {ranks} ranks share the drafter's weights: one is needed"
-        )
     try:
-        drafter = live_drafter(worker, second=second)
+        drafter = live_drafter(worker, ranks, second)
     except UnsupportedDrafterError as error:
         raise UnsupportedEngineError(f"{_REFUSED}: {error}") from error
-    return OnlineUpdates(drafter, settings, settings.gammas[-1])
+    if ranks.rank:
+        weights = OnlineWeights(drafter, per_request=settings.online_scope == "request")
+        weights.follow(orders)
+        return weights
+    return OnlineUpdates(drafter, settings, settings.gammas[-1], orders)
 
 
 def rings_for(drafter: LiveDrafter, settings: PluginSettings, largest_gamma: int) -> RingShape:
@@ -131,18 +137,25 @@ def rings_for(drafter: LiveDrafter, settings: PluginSettings, largest_gamma: int
 
 
 class OnlineUpdates:
-    """Updates the drafter of one engine."""
+    """Updates the drafter of one engine, on rank 0.  orders: of this rank."""
 
-    def __init__(self, drafter: LiveDrafter, settings: PluginSettings, largest_gamma: int) -> None:
+    def __init__(
+        self,
+        drafter: LiveDrafter,
+        settings: PluginSettings,
+        largest_gamma: int,
+        orders: Orders | None = None,
+    ) -> None:
         self.counters = OnlineCounters()
         self._per_request = settings.online_scope == "request"
+        self._orders = orders or Orders()
         online, parameters = settings.online, drafter.parameters
         borrowed = {
             trainer.BORROWED + name: part.detach()
             for name, part in drafter.borrowed._asdict().items()
             if part is not None
         }
-        self._weights = DrafterWeights(parameters, drafter.refresh)
+        self._weights = OnlineWeights(drafter, per_request=self._per_request)
         rings = rings_for(drafter, settings, largest_gamma)
         self._windows = Windows(rings, online.window)
         self._rollback_guard = RollbackGuard()
@@ -157,7 +170,12 @@ class OnlineUpdates:
         self._depth = min(_UNDRAFTED, largest_gamma)
         if isinstance(drafter.shape, DFlashShape):
             self._depth = min(self._depth, drafter.shape.block - 1)
-        self._requests: list[str] = []
+        # What the trainer has answered, until it has landed.
+        self._answer = Message(MessageKind.READY)
+        # Of the last judgement.
+        self._judged: list[str] = []
+        # The changes of the weights until they were last copied.
+        self._copied = self._changes
         # Their drafter's cache was filled by weights that are not served any more.
         self._tainted: set[str] = set()
         layouts = {
@@ -174,7 +192,18 @@ class OnlineUpdates:
         self._memory = SharedTensors(layouts)
         for name, part in borrowed.items():
             self._memory.tensors[name].copy_(part)
-        self._share()
+        self._made = {name: self._memory.tensors[trainer.WEIGHT + name] for name in parameters}
+        for name, part in parameters.items():
+            self._made[name].copy_(part.detach())
+        for kind, obey in {
+            OrderKind.LAND: self._land,
+            OrderKind.KEEP: self._keep,
+            OrderKind.RESTORE: self._restore,
+            OrderKind.ADOPT: self._adopt,
+            OrderKind.SHARE: self._share,
+            OrderKind.END: self._end,
+        }.items():
+            self._orders.register(kind, partial(self._obey, obey))
         order = trainer.order(drafter.shape, online, layouts, threads=1)
         self._process, self._channel = _started(order, self._memory)
 
@@ -186,40 +215,52 @@ class OnlineUpdates:
     @property
     def has_learnt(self) -> bool:
         """Whether updates have changed the weights that serve."""
-        return self._weights.changed
+        return self._weights.has_changed
 
     @property
     def may_be_stored(self) -> bool:
-        """Whether the weights were changed, no update is under way, and none is unjudged."""
-        return self.has_learnt and not (self._learning or self._rollback_guard.unjudged)
+        """Whether the weights were changed, are judged, and are those in the trainer's memory."""
+        pending = self._learning or self._orders.are_open or not self._idle
+        return self.has_learnt and not pending and not self._rollback_guard.unjudged
+
+    @property
+    def _changes(self) -> tuple[int, ...]:
+        counters = self.counters
+        return counters.updates, counters.restored, counters.resets, counters.replaced
 
     def learnt_weights(self) -> dict[str, torch.Tensor]:
-        """Returns a copy of the weights that serve."""
-        return self._weights.copy()
+        """Returns a copy of the weights that serve, whole; for when they may be stored."""
+        self._copied = self._changes
+        return {name: part.clone() for name, part in self._made.items()}
 
-    def were_stored(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Takes weights that are stored as a version for those to begin from.
+    def were_stored(self) -> bool:
+        """Takes the weights that were last copied, and stored, for those to begin from.
 
         Returns False, and changes nothing, where they no longer serve.
         """
-        return self._weights.begin_from(weights)
+        if self._copied != self._changes or self._orders.are_open:
+            return False
+        self._orders.propose(OrderKind.ADOPT)
+        return self._copied == self._changes
 
     def others_serve(self) -> None:
         """Runs once a trainer's version has replaced what was learnt."""
         if self._channel is not None:
-            self._were_replaced()
+            self._orders.propose(OrderKind.ADOPT)
 
     def before_prefill(self, request_ids: list[str]) -> None:
         """Runs as a prefill begins, before the drafter reads it."""
-        if self._per_request and self._channel is not None and request_ids != self._requests:
-            self._requests = request_ids
-            # Reported even where nothing was learnt: a new set of requests is a fact by itself.
-            self._reset = True
-            if self._weights.changed and not self._were_replaced():
-                self._weights.serve_first()
-                self._rollback_guard.restart()
-                self._tell_weights()
-                self.counters.resets += 1
+        begun = self._weights.begin(request_ids)
+        if begun is None:
+            return
+        # Reported even where nothing was learnt: a new set of requests is a fact by itself.
+        self._reset = True
+        if begun is Outcome.REPLACED:
+            self._were_replaced()
+        elif begun is Outcome.DONE:
+            self._rollback_guard.restart()
+            self._tell_weights()
+            self.counters.resets += 1
 
     def before_step(self) -> None:
         """Runs as a decode step begins, before anything drafts."""
@@ -251,7 +292,7 @@ class OnlineUpdates:
         accepted: list[int] = found.result.accept_lens.tolist() if drafted or stride else []
         if drafted:
             self._depth = gamma
-            self._observe(found, accepted)
+            self._observe(found, accepted, rests=not stride)
         if not stride:
             self._windows.clear()
             return
@@ -277,39 +318,73 @@ class OnlineUpdates:
         self._send(Message(MessageKind.LEARN, requests=requests, positions=positions, gamma=depth))
 
     def _take(self, message: Message) -> None:
-        self._idle = True
         self._learning = False
         self.counters.state = "ready"
-        if self._were_replaced():
+        if message.kind is MessageKind.LEARNT and not self._stale:
+            # The trainer gets nothing to do before that.
+            self._answer = message
+            self._orders.propose(OrderKind.LAND, self._weights.generation)
             return
+        self._idle = True
         if self._stale:
             # It has learnt from, or been told, weights that are not served any more.
             self._tell_weights()
-        elif message.kind is MessageKind.LEARNT:
-            tensors = self._memory.tensors
-            self._weights.serve(
-                {name: tensors[trainer.WEIGHT + name] for name in self._weights.parameters}
-            )
-            self._rollback_guard.updated()
-            self.counters.updates += 1
-            self.counters.loss, self.counters.seconds = message.loss, message.seconds
-            self._landed_seconds = message.seconds
         elif message.kind is MessageKind.REFUSED:
             self.counters.refused += 1
             _log.warning("an update of the drafter failed: %s", message.text)
 
-    def _observe(self, found: Verification, accepted: list[int]) -> None:
+    def _observe(self, found: Verification, accepted: list[int], *, rests: bool) -> None:
+        if self._orders.are_open:
+            # Other weights may serve the next step, or a verdict is yet to be carried out.
+            return
         rows = enumerate(zip(found.request_ids, accepted, strict=True))
         counted = [
             length > 1
             for row, (rid, length) in rows
             if rid not in self._tainted and row not in found.undrafted
         ]
-        verdict = self._rollback_guard.add(sum(counted), len(counted))
-        if verdict is GuardVerdict.NONE or self._were_replaced():
-            return
+        verdict = self._rollback_guard.add(sum(counted), len(counted), rests=rests)
+        self._judged = found.request_ids
         if verdict is GuardVerdict.GOOD:
-            self._weights.keep()
+            self._orders.propose(OrderKind.KEEP)
+        elif verdict is GuardVerdict.WORSE:
+            self._orders.propose(OrderKind.RESTORE)
+
+    def _obey(self, obey: Callable[[int], None], value: int) -> None:
+        """Carries out an order; after an error, on this rank or another one, nothing is learnt."""
+        try:
+            obey(value)
+        except Exception as error:  # noqa: BLE001 - out of memory, say
+            _log.exception("an online update of the drafter failed")
+            self.close(reason_of(error))
+
+    def _land(self, generation: int) -> None:
+        self._idle = True
+        outcome = self._weights.land(self._made, generation)
+        if outcome is Outcome.REPLACED:
+            self._were_replaced()
+        elif outcome is Outcome.DONE:
+            message = self._answer
+            self._rollback_guard.updated()
+            self.counters.updates += 1
+            self.counters.loss, self.counters.seconds = message.loss, message.seconds
+            self._landed_seconds = message.seconds
+        elif self._stale:
+            self._tell_weights()
+
+    def _keep(self, _: int) -> None:
+        if self._weights.keep() is Outcome.REPLACED:
+            self._were_replaced()
+
+    def _adopt(self, _: int) -> None:
+        if self._weights.adopt() is Outcome.REPLACED:
+            self._were_replaced()
+
+    def _restore(self, _: int) -> None:
+        outcome = self._weights.restore()
+        if outcome is Outcome.REPLACED:
+            self._were_replaced()
+        if outcome is not Outcome.DONE:
             return
         self.counters.restored += 1
         _log.warning(
@@ -318,37 +393,37 @@ class OnlineUpdates:
             self._rollback_guard.before.rate, self._rollback_guard.found.rate,
             self._rollback_guard.hold,
         )  # fmt: skip
-        self._weights.serve_good()
         self._reset = True
         self._rollback_guard.restart()
-        self._tainted = set(found.request_ids)
+        self._tainted = set(self._judged)
         self._tell_weights()
 
-    def _were_replaced(self) -> bool:
-        if not self._weights.were_replaced():
-            return False
+    def _were_replaced(self) -> None:
         self._rollback_guard.forget()
         self._reset = True
         self.counters.replaced += 1
         _log.info("the drafter was given other weights: it continues from those")
         self._tell_weights()
-        return True
 
     def _tell_weights(self) -> None:
         """Has the trainer continue from the served weights once its current work is done."""
         self._stale = not self._idle
         if self._idle:
-            self._share()
-            self._send(Message(MessageKind.TAKE_WEIGHTS))
+            self._idle = False
+            self._orders.propose(OrderKind.SHARE)
+
+    def _share(self, _: int) -> None:
+        self._weights.share(self._made)
+        self._send(Message(MessageKind.TAKE_WEIGHTS))
+
+    def _end(self, restores: int) -> None:
+        self._weights.end(restores=bool(restores))
 
     def _send(self, message: Message) -> None:
-        assert self._channel is not None
+        if self._channel is None:
+            return
         # One that cannot be sent finds its end noticed at the next step.
         self._idle = not self._channel.send(message)
-
-    def _share(self) -> None:
-        for name, live in self._weights.parameters.items():
-            self._memory.tensors[trainer.WEIGHT + name].copy_(live.detach())
 
     def close(self, why: str = "closed") -> None:
         """Ends the trainer; from then on nothing is learnt."""
@@ -361,9 +436,8 @@ class OnlineUpdates:
         self._process.kill()
         self._process.wait()
         self._windows.clear()
-        if self._rollback_guard.unjudged and not self._weights.were_replaced():
-            # Nobody would find out any more whether these are worse.
-            self._weights.serve_good()
+        # Nobody would find out any more whether weights that are not judged yet are worse.
+        self._orders.propose(OrderKind.END, int(self._rollback_guard.unjudged))
         _log.warning("the drafter is no longer updated: %s", why)
 
 

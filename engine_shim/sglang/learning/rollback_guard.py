@@ -3,6 +3,8 @@
     before the first update     a baseline is measured; nothing is learnt yet, unless nothing is
                                 drafted either: then what was learnt meanwhile is the baseline
     then, every 400 drafts      (and at once when acceptance collapses) against the last good ones
+    while updates rest          the same, but what is not as good as before goes: a trial of updates
+                                that gained nothing leaves no weights behind
     after a fall                a baseline again, the longer the more often nothing good came of it
 
 First positions, because their acceptance does not depend on how many are drafted.
@@ -114,8 +116,8 @@ class RollbackGuard:
         self.restart()
         self.before, self.hold = Acceptance(), _BASELINE
 
-    def add(self, successes: int, trials: int) -> GuardVerdict:
-        """One step's first drafts."""
+    def add(self, successes: int, trials: int, *, rests: bool = False) -> GuardVerdict:
+        """One step's first drafts.  rests: no updates are asked for."""
         found = self.found
         found.add(successes, trials)
         if self.hold:
@@ -124,7 +126,7 @@ class RollbackGuard:
         if found.trials < self._due:
             collapsed = fall > _EARLY_LIMIT and found.trials >= _LEAST
             return self._worse() if collapsed else GuardVerdict.NONE
-        if fall > _LIMIT:
+        if fall > (_NO_FALL if rests else _LIMIT):
             return self._worse()
         if fall > _NO_FALL and found.trials < _MOST:
             self._due += _EVERY

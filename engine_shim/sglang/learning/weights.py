@@ -36,7 +36,7 @@ class DrafterWeights:
     ) -> None:
         self.parameters = dict(parameters)
         self._refresh = refresh
-        self._adopt()
+        self.adopt()
 
     def copy(self) -> dict[str, torch.Tensor]:
         """Returns what is served now."""
@@ -90,23 +90,15 @@ class DrafterWeights:
         """Whether somebody else has written since (a weight update): then those are the first."""
         if torch.equal(self._sample(), self._served):
             return False
-        self._adopt()
+        self.adopt()
         return True
 
-    def begin_from(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Makes a copy of what serves the first and good weights; False where it is not served."""
-        if not torch.equal(self._sample(weights), self._served) or self.were_replaced():
-            return False
-        self.first = self.good = dict(weights)
-        self.changed = False
-        return True
-
-    def _adopt(self) -> None:
+    def adopt(self) -> None:
+        """Takes what is served for the first weights."""
         self.first = self.good = self.copy()
         self.changed = False
         self._served = self._sample()
 
-    def _sample(self, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        weights = weights or self.parameters
-        parts = [weights[name].detach().flatten() for name in self.parameters]
+    def _sample(self) -> torch.Tensor:
+        parts = [live.detach().flatten() for live in self.parameters.values()]
         return torch.cat([part[:: max(1, len(part) // _SAMPLED)].float() for part in parts])

@@ -8,7 +8,7 @@ the trainer's start, takes no time of the model.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from lab.cpu_engine.pace.model_clock import ModelClock
@@ -16,6 +16,8 @@ from lab.cpu_engine.pace.update_costs import UpdateCosts
 
 if TYPE_CHECKING:
     # The engine may run without the plugin.
+    from torch import Tensor
+
     from engine_shim.training.exchange import Message
 
 # The longest that a pass waits for the trainer: it is slow, or it hangs.
@@ -40,6 +42,8 @@ class UpdateWatch:
         self._seconds = self._left = 0.0
         # Of one that the present pass has handed over: it begins when the pass ends.
         self._handed = 0.0
+        # Of the round that was written last, of the longest request.
+        self._positions = 0
         # The trainer has not answered yet; it begins by saying that it is ready.
         self._owes = True
 
@@ -71,9 +75,15 @@ class UpdateWatch:
         vars(step_reports)["perf_counter"] = self._clock.now
         if self._costs is None:
             return
+        from engine_shim.sglang.learning.windows import Windows
         from engine_shim.training.exchange import Channel, Message
 
-        send, receive = Channel.send, Channel.receive
+        send, receive, write = Channel.send, Channel.receive, Windows.write
+
+        def written(windows: Windows, tensors: "Mapping[str, Tensor]", gamma: int) -> int:
+            requests = write(windows, tensors, gamma)
+            self.writing(tensors, requests)
+            return requests
 
         def sent(channel: Channel, message: Message) -> bool:
             self.sending(message)
@@ -82,8 +92,16 @@ class UpdateWatch:
         def received(channel: Channel, *, wait: bool) -> Message | None:
             return self.receive(lambda: receive(channel, wait=wait))
 
+        setattr(Windows, "write", written)  # noqa: B010
         setattr(Channel, "send", sent)  # noqa: B010
         setattr(Channel, "receive", received)  # noqa: B010
+
+    def writing(self, tensors: "Mapping[str, Tensor]", requests: int) -> None:
+        """Takes note of how long the windows of a round are that is about to be handed over."""
+        from engine_shim.training.rings import SPANS
+
+        _, starts, ends = tensors[SPANS][:requests].unbind(-1)
+        self._positions = int((ends - starts).max()) if requests else 0
 
     def sending(self, message: "Message") -> None:
         """Takes note of what the plugin asks of the trainer."""
@@ -91,7 +109,7 @@ class UpdateWatch:
 
         self._owes = True
         if message.kind is MessageKind.LEARN and self._costs is not None:
-            self._handed = self._costs.seconds(message.requests, message.positions, message.gamma)
+            self._handed = self._costs.seconds(message.requests, self._positions, message.gamma)
 
     def receive(self, look: Callable[[], "Message | None"]) -> "Message | None":
         """Returns the trainer's answer once it is due; None before, or if none is owed.

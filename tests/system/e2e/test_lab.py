@@ -19,13 +19,17 @@ def lab(folder: Path, *parts: str) -> dict[str, object]:
     return found
 
 
-def test_parts_and_a_claim_are_measured_and_shown(tmp_path: Path):
-    found = lab(tmp_path, "strides", "tts-length")
-    strides, claim = found["strides"], found["tts-length"]
-    assert isinstance(strides, dict)
-    assert set(strides["by"]) == {"off", "online:5"}
-    for row in strides["by"].values():
-        assert row["same tokens as without updates"]
+def test_claims_are_measured_and_shown(tmp_path: Path):
+    found = lab(tmp_path, "tts-strides", "tts-length")
+    paced, claim = found["tts-strides"], found["tts-length"]
+    assert isinstance(paced, dict)
+    assert paced["facts"]["same tokens"]
+    strides = paced["facts"]["by price"]["1"]
+    assert set(strides) == {"off", "5", "1"}
+    assert strides["off"]["updates"] == 0
+    # They land at the imposed moment, whatever the machine is busy with.
+    assert strides["1"]["updates"] > strides["5"]["updates"] > 0
+    for row in strides.values():
         assert row["tokens/s"]["median"] > 0
     assert isinstance(claim, dict)
     assert [len(row) for row in claim["rows"]] == [len(claim["columns"])] * 4
@@ -43,6 +47,26 @@ def test_a_claim_is_counted_and_shown(tmp_path: Path):
     assert [row[0] for row in found["rows"]] == list(found["facts"])
     for row in found["facts"].values():
         assert all(0 <= cell["median"] <= 8 for cell in row.values())
+
+
+def test_tides_claims_are_looked_at_on_one_engines_signals(tmp_path: Path):
+    parts = ("tide-domains", "tide-matrix", "tide-time")
+    done = run_lab("lab.learning", *parts, "--quick", "--output", str(tmp_path))
+    assert not done.returncode, done.stdout
+    found = json.loads((tmp_path / "result.json").read_text())
+    lengths = found["tide-matrix"]["facts"]["acceptance length"]
+    assert set(lengths) == {"json", "csv"}
+    for row in lengths.values():
+        assert set(row) == {"as loaded", "json", "csv"}
+        assert all(1 <= length["median"] <= 4 for length in row.values())
+    once, again = (
+        found["tide-time"]["facts"][f"prefill {often}"]["median"]
+        for often in ("once", "in each epoch")
+    )
+    assert 1 < once < again
+    served = found["tide-domains"]["facts"]["served"]
+    assert all(sum(domain["accepted"][0]) > 50 for domain in served.values())
+    assert len(found["tide-domains"]["rows"]) == 3
 
 
 def test_an_unknown_part_is_refused():

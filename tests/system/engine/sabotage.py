@@ -126,27 +126,42 @@ def retract_often() -> None:
 
 
 def show_served_weights() -> None:
-    """Each rank leaves what it serves in SERVED_WEIGHTS, and rank 1 may be kept from reading.
+    """Each rank leaves what it serves, and what is good, in the folder SERVED_WEIGHTS.
 
-    It cannot read a version while the file `unreadable` is in that folder.
+    Rank 0 also leaves what a trainer beside the engine has made.  Rank 1 cannot read a version
+    while the file `unreadable` is there.
     """
     if sglang_api.SCHEDULER_MODULE not in sys.modules:
         return
     import torch
 
     from engine_shim.sglang.api import ranks
+    from engine_shim.sglang.learning.online_weights import OnlineWeights
     from engine_shim.sglang.learning.weights import DrafterWeights
     from engine_shim.training.versions import Versions
 
     folder = Path(os.environ["SERVED_WEIGHTS"])
-    serve, load = DrafterWeights.serve, Versions.load
+    serve, keep, load, land = (
+        DrafterWeights.serve, DrafterWeights.keep, Versions.load, OnlineWeights.land,
+    )  # fmt: skip
+
+    def show(name: str, weights: Any) -> None:
+        part = folder / f"{name}{ranks.peers().rank}.part"
+        torch.save(dict(weights), part)
+        part.rename(part.with_suffix(".pt"))
 
     def serve_and_show(self: DrafterWeights, weights: Any) -> None:
         serve(self, weights)
-        rank = ranks.peers().rank
-        part = folder / f"rank{rank}.part"
-        torch.save(self.copy(), part)
-        part.rename(folder / f"rank{rank}.pt")
+        show("rank", self.copy())
+
+    def keep_and_show(self: DrafterWeights) -> None:
+        keep(self)
+        show("good", self.good)
+
+    def land_and_show(self: OnlineWeights, whole: Any, generation: int) -> Any:
+        if whole:
+            show("made", whole)
+        return land(self, whole, generation)
 
     def load_or_fail(self: Versions, version: int, like: Any) -> Any:
         if ranks.peers().rank and (folder / "unreadable").exists():
@@ -154,4 +169,6 @@ def show_served_weights() -> None:
         return load(self, version, like)
 
     type.__setattr__(DrafterWeights, "serve", serve_and_show)
+    type.__setattr__(DrafterWeights, "keep", keep_and_show)
+    type.__setattr__(OnlineWeights, "land", land_and_show)
     type.__setattr__(Versions, "load", load_or_fail)

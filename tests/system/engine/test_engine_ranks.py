@@ -1,13 +1,16 @@
 """One real SGLang over two ranks, with two drafters, steered by one scripted sidecar.
 
-Its own drafter knows code only, and learns: by versions.
+Its own drafter knows code only, and learns: by versions, and online.
 """
 
+import os
 import random
 import re
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -31,7 +34,7 @@ from tests.support.engine import (
 from tests.support.eventually import eventually
 from tests.support.learning_engine import between_steps, status, wave
 from tests.support.mixture_rules import rules_of
-from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
+from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -117,6 +120,7 @@ def engine(
         "PYTHONPATH": str(install_plugin(served / "plugin", target, name="zz_sabotage")),
         "SERVED_WEIGHTS": str(served),
         "SPECULATION_SIGNALS_FOLDER": str(served / "signals"),
+        "SPECULATION_ONLINE_UPDATES": "1",
         **MODES[way],
         "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
@@ -190,9 +194,9 @@ def test_a_plan_runs_out_on_all_ranks_at_once(
     assert set(ran) == {("dflash", 7), ("eagle3", 3)}
 
 
-def joined(folder: Path) -> dict[str, torch.Tensor]:
-    """What both ranks serve, put together as SGLang's layers divide it (4 heads, 2 of keys)."""
-    parts = [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+def joined(folder: Path, what: str = "rank") -> dict[str, torch.Tensor]:
+    """What both ranks serve, or hold to be good, as a whole (4 heads, 2 of keys and values)."""
+    parts = [torch.load(folder / f"{what}{rank}.pt") for rank in range(2)]
     fused = {"qkv_proj": (64, 32, 32), "gate_up_proj": (192, 192)}
     found = {}
     for name, first in parts[0].items():
@@ -274,6 +278,65 @@ def check_signals(signals: list[Signal]) -> None:
     # Without what came before the signal, its positions see almost the same.
     assert same.median() > 0.9, same
     assert torch.equal(found.top_tokens[:-1, 0].long(), found.tokens[1:])
+
+
+@pytest.mark.parametrize("way", ["overlapped"], indirect=True)
+def test_an_update_lands_on_all_ranks_in_the_same_step(
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    served: Path,
+    plain_waves: list[list[list[int]]],
+) -> None:
+    assert sidecar.server.introductions[0].capabilities.can_update_online
+    sidecar.run(lambda _: (3, False))
+    between_steps(engine, "online", "state", "ready")
+    before = wave(engine, 0, plain_waves)
+    sidecar.stride = 2
+    sidecar.run(lambda _: (3, False))
+    for number in range(1, PLAYS_MAX):
+        after = wave(engine, number % WAVES_PLAYED, plain_waves)
+        updates = status(engine, "online")["updates"]
+        if updates > 20 and after > before + 0.5:
+            break
+    print(f"acceptance length {before:.2f}, then {after:.2f} after {updates} updates")
+    assert updates > 20
+    assert after > before + 0.5
+    found = status(engine, "online")
+    assert (found["refused"], found["replaced"]) == (0, 0)
+    # Nothing more is learnt: both ranks together serve what the trainer has made.
+    sidecar.stride = 0
+    sidecar.run(lambda _: (3, False))
+    between_steps(engine, "online", "updates", status(engine, "online")["rounds"])
+    check_served(served, torch.load(served / "made0.pt"))
+
+
+@pytest.mark.parametrize("way", ["overlapped"], indirect=True)
+def test_when_the_trainer_has_gone_all_ranks_serve_the_last_good_weights(
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    served: Path,
+    plain_waves: list[list[list[int]]],
+) -> None:
+    updates = status(engine, "online")["updates"]
+    sidecar.stride = 1
+    sidecar.run(lambda _: (3, False))
+
+    def has_learnt() -> bool:
+        wave(engine, 0, plain_waves)
+        return bool(status(engine, "online")["updates"] > updates)
+
+    eventually(has_learnt, what="it learns")
+    family = psutil.Process(engine.process.pid).children(recursive=True)
+    (trainer,) = [p for p in family if "engine_shim.training.trainer" in p.cmdline()]
+    os.kill(trainer.pid, signal.SIGKILL)
+    between_steps(engine, "online", "state", "the trainer has ended with status -9")
+    wave(engine, 1, plain_waves)
+    # What nobody has judged yet is taken back.
+    names = [name for name in ("good", "made") if (served / f"{name}0.pt").exists()]
+    last = [joined(served, n) if n == "good" else torch.load(served / "made0.pt") for n in names]
+    found = joined(served)
+    assert any(all(torch.equal(found[n], part) for n, part in one.items()) for one in last)
+    assert engine.log.read_text().count("the drafter is no longer updated") == 1
 
 
 def test_ranks_that_were_set_up_differently_do_not_start(tmp_path: Path) -> None:

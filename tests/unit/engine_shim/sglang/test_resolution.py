@@ -175,7 +175,7 @@ def test_what_cannot_be_steered_is_refused(resolved: dict[str, dict[str, Any]], 
         ("SPECULATION_DFLASH_MODEL_PATH", str(DFLASH), "a DFlash drafter is untested with it"),
         ("SPECULATION_SIGNALS_FOLDER", "/tmp", "SPECULATION_SIGNALS_FOLDER is untested with it"),
         ("SPECULATION_LOOKUP", "1", "SPECULATION_LOOKUP would have an idle rank draft"),
-        ("SPECULATION_ONLINE_UPDATES", "1", "SPECULATION_ONLINE_UPDATES updates a drafter of one"),
+        ("SPECULATION_ONLINE_UPDATES", "1", "SPECULATION_ONLINE_UPDATES is untested with it"),
     ],
 )
 def test_with_data_parallel_attention_what_is_untested_is_refused(

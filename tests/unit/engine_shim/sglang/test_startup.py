@@ -21,6 +21,8 @@ OTHERS: dict[str, Any] = {
     "dflash_revision": "5a1c0de",
     "learner": "dflash",
     "lookup": True,
+    "online_updates": True,
+    "online_scope": "request",
     "signals_folder": "/var/lib/signals",
 }
 # Rank 0 alone has the link, and writes signals; all read versions from their folder.
@@ -31,8 +33,9 @@ RANK_0 = {
     "signals_megabytes", "signals_device_megabytes", "signals_top",
     "signals_final_states",
 }  # fmt: skip
-# An engine of several ranks does not start with online updates.
-ONE_RANK = {name for name in PluginSettings.model_fields if name.startswith("online_")}
+# Rank 0 alone has the trainer.
+TRAINERS = {name for name in PluginSettings.model_fields if name.startswith("online_")}
+TRAINERS -= {"online_updates", "online_scope"}
 # They only decide whether a rank starts; where one does not, no rank serves.
 STARTS_OR_NOT = {"allow_unknown_version", "require_drafters"}
 
@@ -50,7 +53,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch, *facts: dict[str, Any]) -> None:
 
 
 def test_every_setting_is_compared_or_need_not_be() -> None:
-    free = RANK_0 | ONE_RANK | STARTS_OR_NOT
+    free = RANK_0 | TRAINERS | STARTS_OR_NOT
     assert not free & set(AGREED_SETTINGS)
     assert free | set(AGREED_SETTINGS) == set(PluginSettings.model_fields)
     assert set(OTHERS) == set(AGREED_SETTINGS)

@@ -191,7 +191,7 @@ def test_the_likeliest_tokens_alone_say_a_little_less() -> None:
         {"discount": 1.5},
         {"discount": 0.0},
         {"anchors": 0},
-        {"anchors": 48},
+        {"anchors": OnlineSettings().window},
         {"steps": 0},
         {"top": 0},
         {"clip": 0.0},

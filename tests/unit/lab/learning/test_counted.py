@@ -32,6 +32,11 @@ def test_only_steps_of_one_request_with_drafts_count() -> None:
     )  # fmt: skip
 
 
+def test_of_a_request_that_was_played_twice_the_second_play_counts() -> None:
+    reports = [report(100, 0), report(200, 0), report(100, 2), report(200, 3), report(300, 1)]
+    assert [step.gained for step in steps_of(reports)] == [3, 4, 2]
+
+
 def test_acceptance_is_of_the_contexts_asked_for() -> None:
     found = answer(1, 2, 3, 4)
     assert acceptance(found) == 2.5

@@ -3,45 +3,34 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine_shim.sglang.api.shards import Piece, Shard
 from engine_shim.sglang.learning import deployment
 from engine_shim.sglang.learning.deployment import Deployment
-from engine_shim.sglang.learning.rank_shares import RankShares
 from engine_shim.sglang.learning.student import LiveDrafter
 from engine_shim.sglang.learning.weights import DrafterWeights
 from engine_shim.training.versions import FOLDER, Made, Versions
 from tests.support.eventually import eventually
-from tests.support.rank_pair import SIZE, RankPair
+from tests.support.rank_pair import RankPair
 from tests.support.training_rounds import make_student, make_target
 
 MADE = Made(0, 0.3, 0.6, 0.4, 50, 1.0)
-HEAD = "lm_head.weight"
 Load = Callable[[Versions, int, Any], Any]
 
 
 class Engine:
-    """Two ranks, each with one half of the head, and everything else whole."""
+    """Two ranks and a trainer's folder."""
 
     def __init__(self, folder: Path) -> None:
         student = make_student(make_target())
         self.first = {name: part.detach().clone() for name, part in student.named_parameters()}
-        rows = len(self.first[HEAD])
-        shards = {name: Shard() for name in self.first}
-        shards[HEAD] = Shard(0, (Piece(rows, rows // SIZE),))
         self.pair = RankPair()
-        described = LiveDrafter(student.shape, self.first, student.borrowed, 64)
-        self.live = []
-        for peers in self.pair.peers:
-            held = {n: shards[n].cut(p, peers.rank).clone() for n, p in self.first.items()}
-            ranked = RankShares(held, peers, held, shards)
-            self.live.append(replace(described, ranked=ranked))
+        whole = LiveDrafter(student.shape, self.first, student.borrowed, 64)
+        self.live = self.pair.divided(whole)
         self.deployments = [
             Deployment(folder, live, orders)
             for live, orders in zip(self.live, self.pair.orders, strict=True)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine_shim.link.orders import Orders
+from engine_shim.sglang.api.ranks import ALONE
 from engine_shim.sglang.api.settings import load_settings
 from engine_shim.sglang.learning.online_updates import (
     OnlineCounters,
@@ -56,9 +58,15 @@ class Driver:
         self._rounds = [
             make_round(target, GAMMA + 1, seed, top=SHAPE.vocabulary) for seed in range(20)
         ]
-        self.online = OnlineUpdates(drafter, load_settings(), GAMMA)
+        self.online = self.made(drafter)
         self._steps = self._length = 0
         self.update_status: list[UpdateStatus] = []
+
+    def made(self, drafter: LiveDrafter) -> OnlineUpdates:
+        return OnlineUpdates(drafter, load_settings(), GAMMA)
+
+    def between_steps(self) -> None:
+        """What SGLang does there."""
 
     @property
     def counters(self) -> OnlineCounters:
@@ -77,6 +85,7 @@ class Driver:
         undrafted: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         """accepted: tokens gained, 1 for none of the drafts."""
+        self.between_steps()
         self.online.before_step()
         self.update_status.append(self.online.update_status())
         self._steps += 1
@@ -288,17 +297,19 @@ def test_each_request_begins_with_the_first_weights(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("device", "ranks", "reason"),
-    [("cuda", 1, "on cuda this is untested"), ("cpu", 2, "2 ranks share the drafter's weights")],
+    ("device", "window", "reason"),
+    [("cuda", None, "on cuda this is untested"), ("cpu", 64, "it sees the last 64 positions only")],
 )
 def test_an_engine_whose_drafter_cannot_learn_is_refused(
-    monkeypatch: pytest.MonkeyPatch, device: str, ranks: int, reason: str
+    monkeypatch: pytest.MonkeyPatch, device: str, window: int | None, reason: str
 ) -> None:
     monkeypatch.setenv("SPECULATION_SIDECAR", "unix:/nowhere")
-    worker = worker_of(LlamaForCausalLMEagle3(make_student(make_target())))
+    model = LlamaForCausalLMEagle3(make_student(make_target()))
+    model.window = window
+    worker = worker_of(model)
     said = f"SPECULATION_ONLINE_UPDATES is set, but the drafter cannot learn: {reason}"
     with pytest.raises(UnsupportedEngineError, match=said):
-        updates_for(worker, device, ranks, load_settings())
+        updates_for(worker, device, ALONE, load_settings(), Orders())
 
 
 def test_a_window_that_takes_more_memory_than_is_allowed_is_refused(

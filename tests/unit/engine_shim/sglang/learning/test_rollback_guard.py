@@ -54,6 +54,30 @@ class Drafts:
         return verdicts
 
 
+@pytest.mark.parametrize(("rests", "verdict"), [(True, [GuardVerdict.WORSE]), (False, [])])
+def test_a_small_fall_is_a_fall_only_once_updates_rest(
+    rests: bool, verdict: list[GuardVerdict]
+) -> None:
+    rollback_guard = RollbackGuard()
+    for _ in range(50):
+        rollback_guard.add(3, 4)
+    rollback_guard.updated()
+    # 0.75 to 0.70, of 200 and 400 drafts: 1.3 standard errors.
+    found = [rollback_guard.add(14, 20, rests=rests) for _ in range(20)]
+    assert [one for one in found if one is not GuardVerdict.NONE] == verdict
+    assert rollback_guard.hold == (400 if rests else 0)
+
+
+def test_weights_that_are_as_good_as_before_stay_when_updates_rest() -> None:
+    rollback_guard = RollbackGuard()
+    for _ in range(50):
+        rollback_guard.add(3, 4)
+    rollback_guard.updated()
+    found = [rollback_guard.add(15, 20, rests=True) for _ in range(20)]
+    assert found[-1] is GuardVerdict.GOOD
+    assert set(found[:-1]) == {GuardVerdict.NONE}
+
+
 def test_nothing_is_learnt_before_there_is_something_to_compare_with() -> None:
     rollback_guard = RollbackGuard()
     assert rollback_guard.hold > 0

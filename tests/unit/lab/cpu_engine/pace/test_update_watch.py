@@ -5,14 +5,18 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from engine_shim.training import rings
 from engine_shim.training.exchange import Channel, Message, MessageKind
 from lab.cpu_engine.pace.model_clock import ModelClock
 from lab.cpu_engine.pace.update_costs import UpdateCosts
 from lab.cpu_engine.pace.update_watch import UpdateWatch
 
 COSTS = UpdateCosts()
-ROUND = Message(MessageKind.LEARN, requests=4, positions=48, gamma=3)
+ROUND = Message(MessageKind.LEARN, requests=4, gamma=3)
+# Ring, first position and end of each of them; the longest has 48.
+SPANS = torch.tensor([[0, 100, 148], [1, 10, 20], [2, 0, 40], [5, 7, 15]])
 SECONDS = COSTS.seconds(4, 48, 3)
 WORK = COSTS.work_seconds(4, 48, 3)
 STEP = 0.005
@@ -40,6 +44,7 @@ class Engine:
         self.watch.begin(0.0)
         landed = self.look()
         if hand_over:
+            self.watch.writing({rings.SPANS: SPANS}, 4)
             self.watch.sending(ROUND)
             self.channel.send(ROUND)
         return landed, self.watch.end(STEP, DILATION)

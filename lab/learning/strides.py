@@ -1,0 +1,335 @@
+"""Measures the stride of online updates on the paced engine: fixed ones, and the sidecar's own.
+
+Tokens are real, and so is what updates do to acceptance; seconds are those of an H100 that serves
+Llama-3.1-8B and trains its drafter beside (lab/cpu_engine/pace).
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final
+
+from controller.core.training.stride_planner import STRIDES
+from lab.cpu_engine.pace.update_costs import UpdateCosts
+from lab.harness.spread import Spread
+from lab.learning.engines_at_work import LabSetting
+from lab.learning.headline import Curve, Headline, Paper, Verdict
+from lab.learning.paced_lab import PacedLab, PacedPlay, paced
+
+# The student as published, and a more expensive one.
+SCALES: Final = (1.0, 4.0)
+# By how much an interior stride has to beat both ends to count as the best.
+_CLEARLY: Final = 1.01
+_GAMMA: Final = 3
+_PER_REQUEST: Final = {"SPECULATION_ONLINE_SCOPE": "request"}
+# Drafts that are seen before anything is learnt, and some.
+_BASELINE_TOKENS: Final = 400
+_PACED: Final = (
+    "The real SGLang with a small target, paced as an H100 that serves Llama-3.1-8B; an update has "
+    "the price of that model's EAGLE3 student by a roofline."
+)
+
+OWN: Final = "chosen"
+_FIXED: Final = ("off", "online:50", "online:20", "online:5")
+# What the sidecar's choice is to reach of the best fixed stride, over whole streams.
+BAR: Final = 0.97
+_PROFILE_SECONDS: Final = 10.0
+_SIDE_BY_SIDE: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """`waves` batches of `count` requests of one domain, with that drafter to begin with."""
+
+    draft: str
+    domain: str
+    count: int
+    waves: int
+
+
+# Something to learn, nothing to learn, and as many requests as the engine runs at once.
+STREAMS: Final = {
+    "learnable": _Stream("draft-code", "csv", 4, 14),
+    "aligned": _Stream("draft-mixed", "json", 4, 10),
+    "large batch": _Stream("draft-mixed", "prose", 16, 5),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StrideFigures:
+    """Holds acceptance length and tokens/s of one stride at one price, over the seeds."""
+
+    lengths: Spread
+    speeds: Spread
+    updates: int
+
+
+def tts_strides(setting: LabSetting) -> Headline:
+    """Measures every fixed stride, each request from the first weights, at two prices."""
+    strides = (0, 5, 1) if setting.quick else STRIDES
+    found: dict[float, dict[int, StrideFigures]] = {}
+    plain: list[float] = []
+    tokens: set[tuple[tuple[tuple[int, ...], ...], ...]] = set()
+    for scale in SCALES[:1] if setting.quick else SCALES:
+        name = f"tts-strides-{scale:g}"
+        costs = UpdateCosts(scale=scale)
+        with paced(setting, name, "draft-code", (0, _GAMMA), costs, 1, _PER_REQUEST) as lab:
+            plays = _by_stride(setting, lab, strides)
+            plain += [play.tokens / play.seconds for play in plays.pop(None)]
+        tokens |= {tuple(play.answers for play in played) for played in plays.values()}
+        found[scale] = {stride or 0: _figures(played) for stride, played in plays.items()}
+    return strides_headline(found, Spread(tuple(plain)), same_tokens=len(tokens) == 1)
+
+
+def _by_stride(
+    setting: LabSetting, lab: PacedLab, strides: Sequence[int]
+) -> dict[int | None, list[PacedPlay]]:
+    """Plays the same requests at every stride; None: without drafts."""
+    new_tokens, seeds = (64, 1) if setting.quick else (500, setting.seeds)
+    requests = [("csv", 1, new_tokens, 200 + seed) for seed in range(seeds)]
+    found: dict[int | None, list[PacedPlay]] = {}
+    with lab.lab.regime("off"):
+        with lab.lab.pinned(0):
+            found[None] = [lab.play(*requests[0])]
+        with lab.lab.pinned(_GAMMA):
+            # The reference for what updates change: as many drafts as the engine asks for.
+            lab.play("csv", 1, _BASELINE_TOKENS, 7)
+    for stride in strides:
+        with lab.lab.regime(f"online:{stride}" if stride else "off"), lab.lab.pinned(_GAMMA):
+            found[stride] = [lab.play(*request) for request in requests]
+    return found
+
+
+def _figures(plays: Sequence[PacedPlay]) -> StrideFigures:
+    return StrideFigures(
+        Spread(tuple(play.acceptance_length for play in plays)),
+        Spread(tuple(play.tokens / play.seconds for play in plays)),
+        sum(play.updates for play in plays),
+    )
+
+
+def strides_headline(
+    found: Mapping[float, Mapping[int, StrideFigures]], plain: Spread, *, same_tokens: bool
+) -> Headline:
+    """Judges the figures, by price and stride.
+
+    The claim reproduces if acceptance rises from no updates to the most frequent ones, and at every
+    price some stride in between makes more tokens/s than both ends, by 1 % or more; in part, if
+    that is so at one price.  plain: tokens/s without drafts.
+    """
+    best = {scale: _best(figures) for scale, figures in found.items()}
+    interior = {scale: _is_interior(figures) for scale, figures in found.items()}
+    rises = all(
+        figures[min(filter(None, figures))].lengths.median > figures[0].lengths.median
+        for figures in found.values()
+    )
+    count = sum(interior.values()) if rises else 0
+    verdict = Verdict.NOT if not count else Verdict.PARTLY
+    if count == len(found):
+        verdict = Verdict.REPRODUCES
+    prices = ", ".join(f"{scale:g}× the price" for scale in found)
+    bests = " and ".join(
+        f"S = {_name(best[scale])} at {scale:g}× the price "
+        f"({'in between' if interior[scale] else 'not clearly in between'})"
+        for scale in found
+    )
+    rising = "rises" if rises else "does not rise"
+    return Headline(
+        Paper.TTS,
+        "the best stride",
+        "Acceptance grows the more often the drafter is updated, but each update costs time: "
+        "tokens/s is highest at a stride between never and always (Tables 3, 7 and 8).",
+        f"{_PACED} A drafter that has only seen code, on CSV, one answer of 500 tokens at a time, "
+        f"each from the first weights, γ = {_GAMMA}; {prices}. An update takes longer than a step: "
+        "below some stride the engine is never without one.",
+        (
+            "S",
+            *(
+                title
+                for scale in found
+                for title in (f"tokens a step, {scale:g}×", f"tokens/s, {scale:g}×")
+            ),
+        ),
+        tuple(
+            (
+                _name(stride),
+                *(
+                    text
+                    for figures in found.values()
+                    for text in (_text(figures[stride].lengths, 2), _text(figures[stride].speeds))
+                ),
+            )
+            for stride in next(iter(found.values()))
+        ),
+        verdict,
+        f"The most tokens/s are made at {bests}; acceptance {rising} with the rate of updates. "
+        f"Without drafts it is {plain.median:.0f} tokens/s. Tokens are "
+        f"{'the same' if same_tokens else 'NOT the same'} at every stride.",
+        {
+            "tokens/s without drafts": plain.as_json(),
+            "same tokens": same_tokens,
+            "by price": {
+                f"{scale:g}": {
+                    _name(stride): {
+                        "acceptance length": one.lengths.as_json(),
+                        "tokens/s": one.speeds.as_json(),
+                        "updates": one.updates,
+                    }
+                    for stride, one in figures.items()
+                }
+                for scale, figures in found.items()
+            },
+        },
+        tuple(
+            Curve(
+                f"{scale:g}× the price",
+                # Against the rate of updates: off is 0, every step is 1.
+                tuple((1 / s if s else 0.0, one.speeds.median) for s, one in figures.items()),
+            )
+            for scale, figures in found.items()
+        ),
+        ("updates asked for per step, 1/S", "tokens/s"),
+    )
+
+
+def _best(figures: Mapping[int, StrideFigures]) -> int:
+    return max(figures, key=lambda stride: figures[stride].speeds.median)
+
+
+def _is_interior(figures: Mapping[int, StrideFigures]) -> bool:
+    most = min(filter(None, figures))
+    ends = max(figures[end].speeds.median for end in (0, most))
+    return figures[_best(figures)].speeds.median >= _CLEARLY * ends
+
+
+def _name(stride: int) -> str:
+    return str(stride) if stride else "off"
+
+
+def _text(spread: Spread, digits: int = 0) -> str:
+    low, high = f"{spread.low:.{digits}f}", f"{spread.high:.{digits}f}"
+    return f"{spread.median:.{digits}f} ({low}–{high})"
+
+
+def tts_choice(setting: LabSetting) -> Headline:
+    """Compares the sidecar's choice with fixed strides, each on an engine of its own."""
+    found: dict[str, dict[str, list[list[PacedPlay]]]] = {}
+    for name in ("aligned",) if setting.quick else STREAMS:
+        jobs = [(seed, choice) for seed in range(setting.seeds) for choice in (*_FIXED, OWN)]
+        if setting.quick:
+            jobs = [(0, "off"), (0, OWN)]
+        # The first engine measures what steps cost; the others receive it.
+        played = [_played(setting, name, *jobs[0])]
+        with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
+            started = [pool.submit(_played, setting, name, *job) for job in jobs[1:]]
+            played += [job.result() for job in started]
+        by_choice: dict[str, list[list[PacedPlay]]] = {choice: [] for _, choice in jobs}
+        for (_, choice), waves in zip(jobs, played, strict=True):
+            by_choice[choice].append(waves)
+        found[name] = by_choice
+    return choice_headline(
+        {
+            name: {
+                choice: [[(p.tokens, p.seconds) for p in waves] for waves in by_seed]
+                for choice, by_seed in by_choice.items()
+            }
+            for name, by_choice in found.items()
+        }
+    )
+
+
+def _played(setting: LabSetting, name: str, seed: int, choice: str) -> list[PacedPlay]:
+    """Plays a stream on a new engine."""
+    stream = STREAMS[name]
+    waves, new_tokens = (2, 40) if setting.quick else (stream.waves, 200)
+    title = f"tts-choice-{name}-{choice}-{seed}".replace(" ", "-").replace(":", "-")
+    profiles = {"CONTROLLER_PROFILE_DIRECTORY": str(setting.scratch / f"profiles of {name}")}
+    with ExitStack() as stack:
+        lab = stack.enter_context(
+            paced(
+                setting, title, stream.draft, (0, 1, _GAMMA), UpdateCosts(), stream.count,
+                sidecar=profiles,
+            )
+        )  # fmt: skip
+        if not lab.lab.sidecar.status().profile_id:
+            lab.lab.profile(_PROFILE_SECONDS)
+        if choice != OWN:
+            stack.enter_context(lab.lab.regime(choice))
+        return [
+            lab.play(stream.domain, stream.count, new_tokens, 1000 * seed + wave)
+            for wave in range(waves)
+        ]
+
+
+# By seed: tokens and seconds of each wave.
+Waves = Sequence[Sequence[tuple[int, float]]]
+
+
+def choice_headline(found: Mapping[str, Mapping[str, Waves]]) -> Headline:
+    """Judges streams by choice.
+
+    It reproduces if the sidecar's choice makes `BAR` or more of the tokens/s of the best fixed
+    stride, in the median over seeds, on every stream; in part, if on some.
+    """
+    rows, facts, reached = [], {}, []
+    for name, by_choice in found.items():
+        speeds = {choice: _speeds(waves) for choice, waves in by_choice.items()}
+        best = max((c for c in speeds if c != OWN), key=lambda choice: sum(speeds[choice].values))
+        over = {
+            title: _over(_speeds(by_choice[OWN], half), _speeds(by_choice[other], half))
+            for title, other, half in (
+                ("best fixed", best, False),
+                ("off", "off", False),
+                ("best fixed, second half", best, True),
+            )
+        }
+        reached.append(over["best fixed"].median >= BAR)
+        rows.append(
+            (
+                name,
+                best.removeprefix("online:"),
+                *(_text(speeds[choice]) for choice in ("off", best, OWN)),
+                *(_text(ratio, 3) for ratio in over.values()),
+            )
+        )
+        facts[name] = _facts(best, speeds, over)
+    verdict = Verdict.PARTLY if any(reached) else Verdict.NOT
+    if all(reached):
+        verdict = Verdict.REPRODUCES
+    failed = [name for name, is_so in zip(found, reached, strict=True) if not is_so]
+    return Headline(
+        Paper.TTS,
+        "a stride that adapts",
+        "The stride is fixed by hand; one that adapts is left to future work (appendix C.2). Here "
+        f"the sidecar chooses it, and is to reach {BAR} of the best fixed stride over whole "
+        "streams, what it loses while it finds out included.",
+        f"{_PACED} Streams of 500 to 2500 steps; γ, 0 included, is the sidecar's in all of them. "
+        "Fixed strides: off, 50, 20, 5.",
+        (
+            "stream", "best S", "off, tokens/s", "best S, tokens/s", "chosen, tokens/s",
+            "chosen ÷ best", "chosen ÷ off", "second half ÷ best",
+        ),
+        tuple(rows),
+        verdict,
+        f"It falls short on: {', '.join(failed)}." if failed else "It does so on every stream.",
+        facts,
+    )  # fmt: skip
+
+
+def _speeds(waves: Waves, half: bool = False) -> Spread:
+    """Returns tokens/s over a stream, or its second half, by seed."""
+    parts = [one[len(one) // 2 if half else 0 :] for one in waves]
+    return Spread(tuple(sum(t for t, _ in part) / sum(s for _, s in part) for part in parts))
+
+
+def _over(ours: Spread, theirs: Spread) -> Spread:
+    return Spread(tuple(a / b for a, b in zip(ours.values, theirs.values, strict=True)))
+
+
+def _facts(best: str, speeds: Mapping[str, Spread], over: Mapping[str, Spread]) -> dict[str, Any]:
+    return {
+        "best fixed": best,
+        "tokens/s": {choice: spread.as_json() for choice, spread in speeds.items()},
+        **{f"chosen over {title}": ratio.as_json() for title, ratio in over.items()},
+    }

@@ -1,0 +1,202 @@
+"""Online updates of a drafter that two ranks share: both change in the same step, or neither."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine_shim.link.orders import OrderKind
+from engine_shim.sglang.api.settings import load_settings
+from engine_shim.sglang.learning import online_updates
+from engine_shim.sglang.learning.online_updates import OnlineUpdates
+from engine_shim.sglang.learning.online_weights import OnlineWeights
+from engine_shim.sglang.learning.student import LiveDrafter
+from engine_shim.sglang.learning.weights import DrafterWeights
+from engine_shim.training import trainer
+from engine_shim.training.exchange import Channel, SharedTensors
+from tests.support.rank_pair import HEAD, RankPair
+from tests.unit.engine_shim.sglang.learning.test_online_updates import GAMMA, Driver
+
+
+def trained_by_a_thread(order: str, memory: SharedTensors) -> tuple[Any, Channel]:
+    """Runs the trainer in this process, which takes seconds less than a process of its own."""
+    ours, theirs = Channel.pair()
+    hangs_up = theirs.dup()
+    arguments = os.dup(memory.fd), theirs.detach(), order
+    threading.Thread(target=trainer.main, args=arguments, daemon=True).start()
+
+    def kill() -> None:
+        with suppress(OSError), hangs_up:
+            hangs_up.shutdown(socket.SHUT_RDWR)
+
+    return SimpleNamespace(kill=kill, wait=lambda: None, poll=lambda: -9), Channel(ours)
+
+
+@pytest.fixture(autouse=True)
+def _quick_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(online_updates, "_started", trained_by_a_thread)
+    monkeypatch.setattr("os.nice", lambda _: 0)
+
+
+class RankDriver(Driver):
+    """The same steps on both ranks; what rank 0 learns goes to both."""
+
+    def made(self, drafter: LiveDrafter) -> OnlineUpdates:
+        self.pair = RankPair()
+        self.ranks = self.pair.divided(drafter)
+        per_request = load_settings().online_scope == "request"
+        self.follower = OnlineWeights(self.ranks[1], per_request=per_request)
+        self.follower.follow(self.pair.orders[1])
+        return OnlineUpdates(self.ranks[0], load_settings(), GAMMA, self.pair.orders[0])
+
+    def between_steps(self) -> None:
+        self.pair.step()
+
+    def request(self, rid: str) -> None:
+        self._rid, self._length = rid, 10
+        begins = [self.online.before_prefill, self.follower.follow_prefill]
+        self.pair.both(lambda rank: begins[rank]([rid]))
+
+    def weights(self) -> torch.Tensor:
+        """Those of both ranks together; what both hold is alike."""
+        first, second = (rank.shares.live for rank in self.ranks)
+        for name, part in first.items():
+            assert name == HEAD or torch.equal(part, second[name]), name
+        parts = [*first.values(), second[HEAD]]
+        return torch.cat([part.flatten() for part in parts])
+
+    def given(self, rank: int) -> None:
+        """Somebody else gives this rank other weights."""
+        for part in self.ranks[rank].shares.live.values():
+            part.mul_(0.5)
+
+    def trainers(self) -> torch.Tensor:
+        """What the trainer has made, or was told."""
+        made: dict[str, torch.Tensor] = self.online._made
+        half = len(made[HEAD]) // 2
+        cut = made | {HEAD: made[HEAD][:half]}
+        return torch.cat([part.flatten() for part in [*cut.values(), made[HEAD][half:]]])
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankDriver]:
+    made = RankDriver(monkeypatch, LEARNING_RATE="0.01")
+    made.request("first")
+    yield made
+    made.online.close()
+
+
+def test_both_serve_what_the_trainer_has_made(driver: RankDriver) -> None:
+    before = driver.weights()
+    driver.until(lambda: driver.counters.updates > 0)
+    assert not torch.equal(driver.weights(), before)
+    # Without a stride nothing more is learnt, and what was learnt lands a step later.
+    driver.until(lambda: not driver.update_status[-1].updating, stride=0)
+    driver.step(accepted=2, stride=0)
+    assert torch.equal(driver.weights(), driver.trainers())
+
+
+def test_a_fall_takes_both_back(driver: RankDriver) -> None:
+    before = driver.weights()
+    driver.until(lambda: driver.counters.updates > 0)
+    driver.until(lambda: driver.counters.restored == 1, accepted=1)
+    assert torch.equal(driver.weights(), before)
+    # The trainer goes on from there, and what is good then is good on both.
+    driver.request("second")
+    updates = driver.counters.updates
+    driver.until(lambda: driver.counters.updates > updates + 2)
+    assert (driver.weights() - before).abs().max() > 0
+
+
+def test_the_last_good_weights_stay_when_the_trainer_has_gone(driver: RankDriver) -> None:
+    before = driver.weights()
+    driver.until(lambda: driver.counters.updates > 0)
+    driver.online._process.kill()
+    driver.until(lambda: "has ended" in driver.counters.state, stride=0)
+    driver.step(accepted=2)
+    assert torch.equal(driver.weights(), before)
+    driver.request("second")
+    driver.step(accepted=2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_weights_that_somebody_else_has_given_one_rank_stay_on_both(
+    driver: RankDriver, rank: int
+) -> None:
+    """As where a weight update changes rows that one rank alone holds."""
+    driver.until(lambda: driver.counters.updates > 2)
+    driver.given(rank)
+    driver.until(lambda: driver.counters.replaced == 1)
+    held = driver.ranks[rank].shares.live[HEAD].clone()
+    # The trainer was told, and has gone on from the weights of both: by AdamW's steps, of 0.01.
+    updates = driver.counters.updates
+    driver.until(lambda: driver.counters.updates > updates)
+    now, steps = driver.ranks[rank].shares.live[HEAD], driver.counters.updates - updates
+    assert 0 < (now - held).abs().max() < 0.011 * steps
+    driver.weights()
+    assert driver.counters.replaced == 1
+
+
+def test_each_request_begins_with_the_first_weights_on_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = RankDriver(monkeypatch, SCOPE="request", LEARNING_RATE="0.01")
+    try:
+        before = driver.weights()
+        driver.request("first")
+        driver.until(lambda: driver.counters.updates > 1)
+        assert not torch.equal(driver.weights(), before)
+        driver.request("second")
+        assert torch.equal(driver.weights(), before)
+        assert driver.counters.resets == 1
+        # What the trainer has still learnt of the first request is served by nobody.
+        updates = driver.counters.updates
+        for _ in range(3):
+            driver.step(accepted=2, stride=0)
+        assert (driver.counters.updates > updates) or torch.equal(driver.weights(), before)
+        driver.until(lambda: driver.counters.updates > updates + 1)
+    finally:
+        driver.online.close()
+
+
+def test_an_update_that_a_reset_has_overtaken_is_served_by_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = RankDriver(monkeypatch, SCOPE="request", LEARNING_RATE="0.01")
+    try:
+        before = driver.weights()
+        driver.request("first")
+        driver.until(lambda: driver.counters.updates > 1)
+        # Ordered before the next request begins, and carried out after it.
+        driver.pair.orders[0].propose(OrderKind.LAND, driver.online._weights.generation)
+        driver.request("second")
+        driver.pair.step()
+        assert torch.equal(driver.weights(), before)
+    finally:
+        driver.online.close()
+
+
+def test_a_rank_that_cannot_write_ends_learning_on_both(
+    driver: RankDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = driver.weights()
+    serve, own = DrafterWeights.serve, driver.follower._weights
+    fails = [True]
+
+    def serve_or_fail(self: DrafterWeights, weights: Any) -> None:
+        if self is own and fails:
+            fails.clear()
+            raise MemoryError("no room")
+        serve(self, weights)
+
+    monkeypatch.setattr(DrafterWeights, "serve", serve_or_fail)
+    driver.until(lambda: driver.online.over != "")
+    driver.step(accepted=2)
+    assert driver.online.over == "RankFailedError: rank 1: MemoryError: no room"
+    assert torch.equal(driver.weights(), before)

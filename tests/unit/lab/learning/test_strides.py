@@ -1,0 +1,87 @@
+"""How figures by stride, and seconds by choice, are judged and told; no engine."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from lab.harness.spread import Spread
+from lab.learning.headline import Verdict
+from lab.learning.strides import OWN, StrideFigures, choice_headline, strides_headline
+
+PLAIN = Spread((140.0,))
+
+
+def figures(speeds: Mapping[int, float], lengths: Mapping[int, float]) -> dict[int, StrideFigures]:
+    return {
+        stride: StrideFigures(
+            Spread((lengths[stride], lengths[stride] + 0.1)), Spread((speed, speed)), 7
+        )
+        for stride, speed in speeds.items()
+    }
+
+
+LENGTHS = {0: 1.2, 5: 1.8, 1: 2.0}
+BETWEEN = figures({0: 100.0, 5: 130.0, 1: 90.0}, LENGTHS)
+# The most frequent updates are as good as those in between, but for less than 1 %.
+AT_THE_END = figures({0: 100.0, 5: 130.0, 1: 129.0}, LENGTHS)
+WITHOUT_EFFECT = figures({0: 100.0, 5: 130.0, 1: 90.0}, {0: 2.0, 5: 1.9, 1: 1.8})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "verdict"),
+    [
+        (BETWEEN, BETWEEN, Verdict.REPRODUCES),
+        (AT_THE_END, BETWEEN, Verdict.PARTLY),
+        (AT_THE_END, AT_THE_END, Verdict.NOT),
+        (WITHOUT_EFFECT, BETWEEN, Verdict.NOT),
+    ],
+)
+def test_the_best_stride_has_to_beat_both_ends_clearly(
+    first: dict[int, StrideFigures], second: dict[int, StrideFigures], verdict: Verdict
+) -> None:
+    found = strides_headline({1.0: first, 4.0: second}, PLAIN, same_tokens=True)
+    assert found.verdict is verdict
+
+
+def test_strides_stand_in_the_table_with_their_spread() -> None:
+    found = strides_headline({1.0: BETWEEN, 4.0: AT_THE_END}, PLAIN, same_tokens=False)
+    assert [row[0] for row in found.rows] == ["off", "5", "1"]
+    assert found.rows[1] == (
+        "5", "1.85 (1.80–1.90)", "130 (130–130)", "1.85 (1.80–1.90)", "130 (130–130)",
+    )  # fmt: skip
+    assert "S = 5 at 1× the price (in between)" in found.because
+    assert "S = 5 at 4× the price (not clearly in between)" in found.because
+    assert "Tokens are NOT the same" in found.because
+    assert found.curves[0].points == ((0.0, 100.0), (0.2, 130.0), (1.0, 90.0))
+
+
+def waves(*seconds: float) -> list[tuple[int, float]]:
+    return [(1000, one) for one in seconds]
+
+
+def test_the_choice_is_compared_over_the_whole_stream_and_its_second_half() -> None:
+    stream = {
+        "off": [waves(4.0, 4.0, 4.0, 4.0)],
+        "online:20": [waves(4.0, 4.0, 2.0, 2.0)],
+        "online:5": [waves(4.0, 2.0, 2.0, 2.0)],
+        OWN: [waves(4.0, 4.0, 2.0, 1.0)],
+    }
+    found = choice_headline({"learnable": stream})
+    row = found.facts["learnable"]
+    assert row["best fixed"] == "online:5"
+    assert row["tokens/s"]["online:5"]["median"] == 400.0
+    assert row["chosen over best fixed"]["repeats"] == [round(10 / 11, 4)]
+    assert row["chosen over off"]["median"] == round(16 / 11, 4)
+    assert row["chosen over best fixed, second half"]["median"] == round(4 / 3, 4)
+    assert found.verdict is Verdict.NOT
+    assert found.because == "It falls short on: learnable."
+    assert found.rows[0][:2] == ("learnable", "5")
+
+
+def test_a_choice_has_to_reach_the_bar_on_every_stream() -> None:
+    good = {"off": [waves(4.0)], OWN: [waves(4.1)]}
+    bad = {"off": [waves(4.0)], OWN: [waves(4.2)]}
+    assert choice_headline({"a": good}).verdict is Verdict.REPRODUCES
+    found = choice_headline({"a": good, "b": bad})
+    assert found.verdict is Verdict.PARTLY
+    assert found.because == "It falls short on: b."

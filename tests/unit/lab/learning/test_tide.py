@@ -1,0 +1,89 @@
+"""What is concluded of TIDE's claims, by rules that were there before the numbers; no engine."""
+
+import pytest
+
+from lab.harness.spread import Spread
+from lab.learning.headline import Verdict
+from lab.learning.tide import judged_matrix, judged_time
+from lab.learning.tide_control import judged_domains, judged_eq5
+from lab.learning.tide_signals import DomainServed
+
+
+def test_what_was_accepted_gives_the_curve_and_the_length():
+    served = DomainServed((), (), (40, 30, 20, 10))
+    assert served.conditional == pytest.approx((0.6, 0.5, 1 / 3))
+    assert served.acceptance_length == pytest.approx(2.0)
+    assert DomainServed((), (), (5, 0, 0, 0)).conditional == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("own", "verdict"),
+    [
+        ((2.0, 2.0, 2.0), Verdict.REPRODUCES),
+        ((2.0, 2.0, 1.0), Verdict.PARTLY),
+        ((2.0, 1.0, 1.0), Verdict.NOT),
+    ],
+)
+def test_each_domains_own_drafter_has_to_be_the_best_one_there(
+    own: tuple[float, ...], verdict: Verdict
+):
+    names = ("code", "json", "csv")
+    lengths = {
+        name: {other: mine if other == name else 1.5 for other in names} | {"as loaded": 9.0}
+        for name, mine in zip(names, own, strict=True)
+    }
+    found, because = judged_matrix(lengths)
+    assert found is verdict
+    assert "25% in the mean" in because or verdict is not Verdict.REPRODUCES
+
+
+def spread(*values: float) -> Spread:
+    return Spread(values)
+
+
+@pytest.mark.parametrize(
+    ("offline", "computed", "verdict"),
+    [
+        ((1.4, 1.5), 2.0, Verdict.REPRODUCES),
+        ((1.1, 1.5), 2.0, Verdict.PARTLY),
+        ((1.01, 1.5), 2.0, Verdict.NOT),
+        # Time that is saved at the price of the drafter is none.
+        ((1.4, 1.5), 2.5, Verdict.NOT),
+    ],
+)
+def test_time_is_saved_where_the_drafter_becomes_as_good(
+    offline: tuple[float, ...], computed: float, verdict: Verdict
+):
+    assert judged_time(spread(*offline), spread(2.0), spread(computed))[0] is verdict
+
+
+@pytest.mark.parametrize(
+    ("tables", "fitted", "verdict"),
+    [
+        (0.01, 0.2, Verdict.REPRODUCES),
+        (0.1, 0.2, Verdict.PARTLY),
+        (0.01, 0.3, Verdict.NOT),
+    ],
+)
+def test_eq_5_has_to_be_as_close_as_in_the_paper(tables: float, fitted: float, verdict: Verdict):
+    errors = {"tide-gpt-oss-120b": tables, "tide-qwen3-235b": 0.0, "h100-llama3.1-8b": fitted}
+    assert judged_eq5(errors)[0] is verdict
+
+
+@pytest.mark.parametrize(
+    ("one", "total", "verdict"),
+    [
+        (1.3, 1.1, Verdict.REPRODUCES),
+        (1.01, 1.0, Verdict.PARTLY),
+        (1.3, 0.99, Verdict.PARTLY),
+        (1.3, 0.9, Verdict.NOT),
+    ],
+)
+def test_adaptive_has_to_be_no_slower_and_somewhere_faster(
+    one: float, total: float, verdict: Verdict
+):
+    def over(ratio: float) -> dict[str, Spread]:
+        return {"always on": spread(ratio), "off": spread(1.0)}
+
+    ratios = {"code": over(1.0), "csv": over(one), "all in turn": over(total)}
+    assert judged_domains(ratios)[0] is verdict
