@@ -64,6 +64,13 @@ def test_frozen(alone: float, steered: float, verdict: Verdict) -> None:
     assert judge_frozen(found)[0] is verdict
 
 
+def test_frozen_asks_every_cell() -> None:
+    found = cells(**{PRETRAINED: (1.0,) * 4, "alone": (1.5,) * 4, STEERED: (3.0, 1.4, 3.0, 1.4)})
+    judged, because = judge_frozen(found)
+    assert judged is Verdict.PARTLY
+    assert "more in 2 of 4 cells" in because
+
+
 @pytest.mark.parametrize(
     ("blocks", "verdict"),
     [(0.97, Verdict.REPRODUCES), (1.04, Verdict.PARTLY), (0.9, Verdict.NOT), (1.1, Verdict.NOT)],
