@@ -24,8 +24,9 @@ def install() -> None:
     before_step = OnlineUpdates.before_step
 
     def wait_before_step(self: OnlineUpdates) -> None:
-        if self._channel is not None and not self._idle:
-            select([self._channel._socket], [], [], _MOST_SECONDS)
+        channel = self._trainer._channel
+        if channel is not None and not self._idle:
+            select([channel._socket], [], [], _MOST_SECONDS)
         before_step(self)
 
     type.__setattr__(OnlineUpdates, "before_step", wait_before_step)

@@ -14,10 +14,8 @@ becomes, tokens stay the target's.
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,14 +24,13 @@ from engine_shim.link.orders import OrderKind, Orders
 from engine_shim.sglang.learning.online_weights import OnlineWeights, Outcome
 from engine_shim.sglang.learning.rollback_guard import GuardVerdict, RollbackGuard
 from engine_shim.sglang.learning.student import live_drafter
+from engine_shim.sglang.learning.trainer_process import TrainerProcess, rings_for
 from engine_shim.sglang.learning.verified_step import UpdateStatus
 from engine_shim.sglang.learning.windows import Windows
 from engine_shim.steering.errors import UnsupportedEngineError
-from engine_shim.training import trainer
 from engine_shim.training.configs import UnsupportedDrafterError
 from engine_shim.training.dflash import DFlashShape
-from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors
-from engine_shim.training.rings import RingShape
+from engine_shim.training.exchange import Message, MessageKind
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +40,6 @@ if TYPE_CHECKING:
     from engine_shim.sglang.learning.student import LiveDrafter
     from engine_shim.sglang.learning.verified_step import Verification
 
-# Requests of a batch that a round is learnt from, at most.
-MOST_REQUESTS: Final = 16
 # Steps without drafts after which a drafter counts as unused.
 _UNUSED_STEPS: Final = 64
 # Draft positions that a round without drafts (gamma = 0) is learnt for.
@@ -108,34 +103,6 @@ def updates_for(
     return OnlineUpdates(drafter, settings, settings.gammas[-1], orders)
 
 
-def rings_for(drafter: LiveDrafter, settings: PluginSettings, largest_gamma: int) -> RingShape:
-    """Returns the sizes of the rings.
-
-    Raises UnsupportedEngineError if they would take more than the setting allows, before anything
-    is allocated.
-    """
-    shape = RingShape(
-        MOST_REQUESTS,
-        settings.online.window + largest_gamma + 1,
-        drafter.feature_width,
-        min(settings.online.top, drafter.shape.decoder.vocabulary),
-        str(drafter.borrowed.embedding.dtype).removeprefix("torch."),
-    )
-    # The engine's own and those that it shares with the trainer.
-    position = 2 * replace(shape, positions=1).bytes
-    allowed = settings.online_megabytes << 20
-    if position * shape.positions > allowed:
-        most = max(0, allowed // position - largest_gamma - 1)
-        raise UnsupportedEngineError(
-            f"SPECULATION_ONLINE_WINDOW={settings.online.window} takes "
-            f"{position * shape.positions / (1 << 20):.0f} MiB of the host's memory "
-            f"({MOST_REQUESTS} requests at {position // MOST_REQUESTS} bytes a position) and "
-            f"SPECULATION_ONLINE_MEGABYTES is {settings.online_megabytes}: raise that, or keep "
-            f"{most} positions or fewer"
-        )
-    return shape
-
-
 class OnlineUpdates:
     """Updates the drafter of one engine, on rank 0.  orders: of this rank."""
 
@@ -149,16 +116,10 @@ class OnlineUpdates:
         self.counters = OnlineCounters()
         self._per_request = settings.online_scope == "request"
         self._orders = orders or Orders()
-        online, parameters = settings.online, drafter.parameters
-        self._borrowed = borrowed = {
-            trainer.BORROWED + name: part.detach()
-            for name, part in drafter.borrowed._asdict().items()
-            if part is not None
-        }
         self._targets, self._borrowed_stale = 0, False
         self._weights = OnlineWeights(drafter, per_request=self._per_request)
         rings = rings_for(drafter, settings, largest_gamma)
-        self._windows = Windows(rings, online.window)
+        self._windows = Windows(rings, settings.online.window)
         self._rollback_guard = RollbackGuard()
         self._since = 0
         self._undrafted = 0
@@ -179,23 +140,6 @@ class OnlineUpdates:
         self._copied = self._changes
         # Their drafter's cache was filled by weights that are not served any more.
         self._tainted: set[str] = set()
-        layouts = {
-            **rings.layouts(),
-            **{
-                name: Layout(tuple(part.shape), "float32" if part.is_floating_point() else "int64")
-                for name, part in borrowed.items()
-            },
-            **{
-                trainer.WEIGHT + name: Layout(tuple(live.shape), "float32")
-                for name, live in parameters.items()
-            },
-        }
-        self._memory = SharedTensors(layouts)
-        for name, part in borrowed.items():
-            self._memory.tensors[name].copy_(part)
-        self._made = {name: self._memory.tensors[trainer.WEIGHT + name] for name in parameters}
-        for name, part in parameters.items():
-            self._made[name].copy_(part.detach())
         for kind, obey in {
             OrderKind.LAND: self._land,
             OrderKind.KEEP: self._keep,
@@ -205,13 +149,12 @@ class OnlineUpdates:
             OrderKind.END: self._end,
         }.items():
             self._orders.register(kind, partial(self._obey, obey))
-        order = trainer.order(drafter.shape, online, layouts, threads=1)
-        self._process, self._channel = _started(order, self._memory)
+        self._trainer = TrainerProcess(drafter, rings, settings.online)
 
     @property
     def over(self) -> str:
         """Explains why nothing is learnt any longer; "" while something is."""
-        return self.counters.state if self._channel is None else ""
+        return "" if self._trainer.is_open else self.counters.state
 
     @property
     def has_learnt(self) -> bool:
@@ -232,7 +175,7 @@ class OnlineUpdates:
     def learnt_weights(self) -> dict[str, torch.Tensor]:
         """Returns a copy of the weights that serve, whole; for when they may be stored."""
         self._copied = self._changes
-        return {name: part.clone() for name, part in self._made.items()}
+        return {name: part.clone() for name, part in self._trainer.weights.items()}
 
     def were_stored(self) -> bool:
         """Takes the weights that were last copied, and stored, for those to begin from.
@@ -246,7 +189,7 @@ class OnlineUpdates:
 
     def others_serve(self) -> None:
         """Runs once a trainer's version has replaced what was learnt."""
-        if self._channel is not None:
+        if self._trainer.is_open:
             self._orders.propose(OrderKind.ADOPT)
 
     def before_prefill(self, request_ids: list[str]) -> None:
@@ -265,12 +208,12 @@ class OnlineUpdates:
 
     def before_step(self) -> None:
         """Runs as a decode step begins, before anything drafts."""
-        if self._channel is None:
+        if not self._trainer.is_open:
             return
         try:
-            message = self._channel.receive(wait=False)
+            message = self._trainer.receive()
         except EOFError:
-            self.close(f"the trainer has ended with status {self._process.poll()}")
+            self.close(f"the trainer has ended with status {self._trainer.status}")
             return
         if message is not None:
             self._take(message)
@@ -284,7 +227,7 @@ class OnlineUpdates:
 
     def after_verify(self, found: Verification, stride: int) -> None:
         """Runs before a step's draft-extend.  stride: rounds between two updates, 0 for none."""
-        if self._channel is None:
+        if not self._trainer.is_open:
             return
         gamma = found.gamma
         drafted = gamma > 0 and found.by_learner
@@ -309,7 +252,7 @@ class OnlineUpdates:
         return self._idle and (self._rollback_guard.may_learn or idle) and alone
 
     def _hand_over(self, gamma: int, depth: int) -> None:
-        requests = self._windows.write(self._memory.tensors, gamma)
+        requests = self._windows.write(self._trainer.tensors, gamma)
         if not requests:
             return
         self._since = 0
@@ -361,7 +304,7 @@ class OnlineUpdates:
 
     def _land(self, generation: int) -> None:
         self._idle = True
-        outcome = self._weights.land(self._made, generation)
+        outcome = self._weights.land(self._trainer.weights, generation)
         if outcome is Outcome.REPLACED:
             self._were_replaced()
         elif outcome is Outcome.DONE:
@@ -419,41 +362,28 @@ class OnlineUpdates:
 
     def _share(self, _: int) -> None:
         if self._borrowed_stale:
-            for name, part in self._borrowed.items():
-                self._memory.tensors[name].copy_(part)
+            self._trainer.share_borrowed()
             self._borrowed_stale = False
-        self._weights.share(self._made)
+        self._weights.share(self._trainer.weights)
         self._send(Message(MessageKind.TAKE_WEIGHTS))
 
     def _end(self, restores: int) -> None:
         self._weights.end(restores=bool(restores))
 
     def _send(self, message: Message) -> None:
-        if self._channel is None:
+        if not self._trainer.is_open:
             return
         # One that cannot be sent finds its end noticed at the next step.
-        self._idle = not self._channel.send(message)
+        self._idle = not self._trainer.send(message)
 
     def close(self, why: str = "closed") -> None:
         """Ends the trainer; from then on nothing is learnt."""
-        if self._channel is None:
+        if not self._trainer.is_open:
             return
         self.counters.state = why
-        self._channel.close()
-        self._channel = None
+        self._trainer.close()
         self._learning = False
-        self._process.kill()
-        self._process.wait()
         self._windows.clear()
         # Nobody would find out any more whether weights that are not judged yet are worse.
         self._orders.propose(OrderKind.END, int(self._rollback_guard.unjudged))
         _log.warning("the drafter is no longer updated: %s", why)
-
-
-def _started(order: str, memory: SharedTensors) -> tuple[subprocess.Popen[bytes], Channel | None]:
-    ours, theirs = Channel.pair()
-    with theirs:
-        fds = memory.fd, theirs.fileno()
-        command = [sys.executable, "-m", trainer.__name__, *map(str, fds), order]
-        process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
-    return process, Channel(ours)

@@ -13,7 +13,7 @@ import torch
 
 from engine_shim.link.orders import OrderKind
 from engine_shim.sglang.api.settings import load_settings
-from engine_shim.sglang.learning import online_updates
+from engine_shim.sglang.learning import trainer_process
 from engine_shim.sglang.learning.online_updates import OnlineUpdates
 from engine_shim.sglang.learning.online_weights import OnlineWeights
 from engine_shim.sglang.learning.student import LiveDrafter
@@ -40,7 +40,7 @@ def trained_by_a_thread(order: str, memory: SharedTensors) -> tuple[Any, Channel
 
 @pytest.fixture(autouse=True)
 def _quick_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(online_updates, "_started", trained_by_a_thread)
+    monkeypatch.setattr(trainer_process, "_started", trained_by_a_thread)
     monkeypatch.setattr("os.nice", lambda _: 0)
 
 
@@ -78,7 +78,7 @@ class RankDriver(Driver):
 
     def trainers(self) -> torch.Tensor:
         """What the trainer has made, or was told."""
-        made: dict[str, torch.Tensor] = self.online._made
+        made: dict[str, torch.Tensor] = self.online._trainer.weights
         half = len(made[HEAD]) // 2
         cut = made | {HEAD: made[HEAD][:half]}
         return torch.cat([part.flatten() for part in [*cut.values(), made[HEAD][half:]]])
@@ -117,7 +117,7 @@ def test_a_fall_takes_both_back(driver: RankDriver) -> None:
 def test_the_last_good_weights_stay_when_the_trainer_has_gone(driver: RankDriver) -> None:
     before = driver.weights()
     driver.until(lambda: driver.counters.updates > 0)
-    driver.online._process.kill()
+    driver.online._trainer.process.kill()
     driver.until(lambda: "has ended" in driver.counters.state, stride=0)
     driver.step(accepted=2)
     assert torch.equal(driver.weights(), before)

@@ -14,10 +14,10 @@ from engine_shim.sglang.api.settings import load_settings
 from engine_shim.sglang.learning.online_updates import (
     OnlineCounters,
     OnlineUpdates,
-    rings_for,
     updates_for,
 )
 from engine_shim.sglang.learning.student import LiveDrafter, live_drafter
+from engine_shim.sglang.learning.trainer_process import rings_for
 from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
 from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.training.blocks import Borrowed
@@ -206,7 +206,7 @@ def test_weights_that_somebody_else_has_set_stay(driver: Driver) -> None:
     driver.until(lambda: driver.counters.replaced == 2)
     updates = driver.counters.updates
     driver.until(lambda: driver.counters.updates > updates)
-    assert torch.equal(driver.online._memory.tensors["borrowed:embedding"], embedding)
+    assert torch.equal(driver.online._trainer.tensors["borrowed:embedding"], embedding)
     assert driver.counters.replaced == 2
 
 
@@ -249,7 +249,7 @@ def test_requests_that_must_not_be_drafted_for_are_not_held_against_it(driver: D
 def test_what_nobody_has_judged_goes_with_the_trainer(driver: Driver) -> None:
     before = driver.weights()
     driver.until(lambda: driver.counters.updates > 0)
-    driver.online._process.kill()
+    driver.online._trainer.process.kill()
     driver.until(lambda: "has ended" in driver.counters.state, stride=0)
     assert torch.equal(driver.weights(), before)
     driver.step(accepted=2)  # and steps go on

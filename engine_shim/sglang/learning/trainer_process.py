@@ -1,0 +1,131 @@
+"""The trainer of online updates as the engine has it: a process, shared memory, a socket."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from engine_shim.steering.errors import UnsupportedEngineError
+from engine_shim.training import trainer
+from engine_shim.training.exchange import Channel, Layout, Message, SharedTensors
+from engine_shim.training.rings import RingShape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from engine_shim.sglang.api.settings import PluginSettings
+    from engine_shim.sglang.learning.student import LiveDrafter
+    from engine_shim.training.online import OnlineSettings
+
+# Requests of a batch that a round is learnt from, at most.
+MOST_REQUESTS: Final = 16
+
+
+def rings_for(drafter: LiveDrafter, settings: PluginSettings, largest_gamma: int) -> RingShape:
+    """Returns the sizes of the rings.
+
+    Raises UnsupportedEngineError if they would take more than the setting allows, before anything
+    is allocated.
+    """
+    shape = RingShape(
+        MOST_REQUESTS,
+        settings.online.window + largest_gamma + 1,
+        drafter.feature_width,
+        min(settings.online.top, drafter.shape.decoder.vocabulary),
+        str(drafter.borrowed.embedding.dtype).removeprefix("torch."),
+    )
+    # The engine's own and those that it shares with the trainer.
+    position = 2 * replace(shape, positions=1).bytes
+    allowed = settings.online_megabytes << 20
+    if position * shape.positions > allowed:
+        most = max(0, allowed // position - largest_gamma - 1)
+        raise UnsupportedEngineError(
+            f"SPECULATION_ONLINE_WINDOW={settings.online.window} takes "
+            f"{position * shape.positions / (1 << 20):.0f} MiB of the host's memory "
+            f"({MOST_REQUESTS} requests at {position // MOST_REQUESTS} bytes a position) and "
+            f"SPECULATION_ONLINE_MEGABYTES is {settings.online_megabytes}: raise that, or keep "
+            f"{most} positions or fewer"
+        )
+    return shape
+
+
+class TrainerProcess:
+    """Runs the trainer of one drafter, until `close`.
+
+    tensors: the memory that both have, by name: rings, spans, weights, what the drafter borrows.
+    weights: of the whole drafter in it, float32, by the names of its parameters.
+    """
+
+    def __init__(self, drafter: LiveDrafter, rings: RingShape, settings: OnlineSettings) -> None:
+        """Starts the process, with the drafter's weights as they are."""
+        self._borrowed = {
+            trainer.BORROWED + name: part.detach()
+            for name, part in drafter.borrowed._asdict().items()
+            if part is not None
+        }
+        layouts = {
+            **rings.layouts(),
+            **{
+                name: Layout(tuple(part.shape), "float32" if part.is_floating_point() else "int64")
+                for name, part in self._borrowed.items()
+            },
+            **{
+                trainer.WEIGHT + name: Layout(tuple(live.shape), "float32")
+                for name, live in drafter.parameters.items()
+            },
+        }
+        memory = SharedTensors(layouts)
+        self.tensors: Mapping[str, Tensor] = memory.tensors
+        self.weights = {name: self.tensors[trainer.WEIGHT + name] for name in drafter.parameters}
+        self.share_borrowed()
+        for name, part in drafter.parameters.items():
+            self.weights[name].copy_(part.detach())
+        order = trainer.order(drafter.shape, settings, layouts, threads=1)
+        self.process, channel = _started(order, memory)
+        self._channel: Channel | None = channel
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed."""
+        return self._channel is not None
+
+    @property
+    def status(self) -> int | None:
+        """The exit status of the process, None while it runs."""
+        return self.process.poll()
+
+    def share_borrowed(self) -> None:
+        """Copies what the drafter borrows of the target into the memory."""
+        for name, part in self._borrowed.items():
+            self.tensors[name].copy_(part)
+
+    def receive(self) -> Message | None:
+        """Returns what the trainer has answered, if anything.  Raises EOFError once it has gone."""
+        assert self._channel is not None
+        return self._channel.receive(wait=False)
+
+    def send(self, message: Message) -> bool:
+        """Tells the trainer something; False where it cannot be told."""
+        assert self._channel is not None
+        return self._channel.send(message)
+
+    def close(self) -> None:
+        """Ends the process; what it has written stays."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+            self.process.kill()
+            self.process.wait()
+
+
+def _started(order: str, memory: SharedTensors) -> tuple[subprocess.Popen[bytes], Channel]:
+    ours, theirs = Channel.pair()
+    with theirs:
+        fds = memory.fd, theirs.fileno()
+        command = [sys.executable, "-m", trainer.__name__, *map(str, fds), order]
+        process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+    return process, Channel(ours)
