@@ -44,7 +44,7 @@ def test_online_updates_are_off_unless_asked_for() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("ANCHORS", "90", "anchors 90 must be 1 or more, and fewer than window 48"),
+        ("ANCHORS", "256", "anchors 256 must be 1 or more, and fewer than window 256"),
         ("LEARNING_RATE", "0", "learning rate 0.0 must lie in"),
         ("LEARNING_RATE", "fast", "SPECULATION_ONLINE_LEARNING_RATE"),
         ("DISCOUNT", "2", "discount 2.0 must lie in"),

@@ -183,7 +183,8 @@ def test_the_end_of_the_regime_ends_the_runs_and_they_are_written(
     assert kept(tmp_path) == []
     collector.after_verify(verification(STEPS), collecting=False)
     eventually(lambda: collector.status()["signals"] == 1, what="the signal is written")
-    assert not collector.status()["open"]
+    # The reading thread says so a moment later.
+    eventually(lambda: not collector.status()["open"], what="nothing is under way")
     assert [len(signal.tokens) for signal in kept(tmp_path)] == [STEPS * ACCEPTED]
 
 
