@@ -1,8 +1,7 @@
 """Measures what Test-Time Speculation (arXiv:2605.09329) says, in counted tokens and updates.
 
 Every engine runs in lockstep with its trainer (lab.cpu_engine.lockstep), so that an update of every
-S-th round lands before the next step: what is accepted does not depend on the machine.  Prices are
-the trainer's seconds over those of a step without an update, in the same engine.
+S-th round lands before the next step: what is accepted does not depend on the machine.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Final
 
 from lab.cpu_engine.engine_command import SHALLOW, eagle3_flags
@@ -109,21 +107,12 @@ def gain(
     )
 
 
-def net(answers: Sequence[Answer], others: Sequence[Answer]) -> float:
-    """Computes the median gain if the trainer's time came out of the engine's own."""
-    return gain(answers, others).median / (1 + price(answers) / STRIDE)
+def net(answers: Sequence[Answer], others: Sequence[Answer], price: float) -> float:
+    """Computes the median gain if updates took their time from the steps.
 
-
-def price(answers: Sequence[Answer]) -> float:
-    """Computes the trainer's median seconds of an update over the median seconds of a step."""
-    updates = [step.update for answer in answers for step in answer if step.update]
-    plain = [
-        step.seconds
-        for answer in answers
-        for before, step in pairwise(answer)
-        if not step.update and not before.update
-    ]
-    return median(updates) / median(plain) if updates and plain else 0.0
+    price: of an update, in steps (`update_price`).
+    """
+    return gain(answers, others).median / (1 + price / STRIDE)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ The rules of the verdicts are in the docstrings; they were written before any nu
 from collections.abc import Mapping
 from typing import Any, Final
 
+from engine_shim.training.online import OnlineSettings
 from lab.harness.spread import Spread
 from lab.learning.counted import (
     SHORT_TRAINED,
@@ -18,15 +19,12 @@ from lab.learning.counted import (
     gain,
     learning,
     net,
-    price,
 )
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Curve, Headline, Paper, Verdict
-from lab.learning.update_work import update_flops
+from lab.learning.update_work import update_price
 
 _WINDOW: Final = "SPECULATION_ONLINE_WINDOW"
-# The former default, with which the result was made that is kept.
-_LENGTH_WINDOW: Final = 48
 _WINDOWS: Final = (48, 256, 512, 1536)
 _OPTIMISER_STEPS: Final = (1, 2, 4)
 # Up to here an answer is short, and from here on it is long.
@@ -56,8 +54,7 @@ def length(setting: LabSetting) -> Headline:
     facts: dict[str, Any] = {}
     compared = drafters(setting, SHORT_TRAINED)
     for drafter in compared:
-        variables = {_WINDOW: str(_LENGTH_WINDOW)}
-        with learning(setting, drafter, f"length-{drafter.name}", variables) as lab:
+        with learning(setting, drafter, f"length-{drafter.name}", {}) as lab:
             off = answers_of(lab, drafter, tokens, setting.seeds, learn=False)
             on = answers_of(lab, drafter, tokens, setting.seeds, learn=True)
         gains = [gain(on.steps, off.steps, *bound) for bound in bounds]
@@ -90,7 +87,7 @@ def length(setting: LabSetting) -> Headline:
         "DFlash the gain rises from 15-17 % in the first 10,000 tokens to 183-245 % after 20,000 "
         "(section 6.3, Figure 5), and EAGLE-3 gains as well (Table 2).",
         f"{_ENGINE}. {_names(compared)} Answers of {tokens} tokens to {setting.seeds} prompts; "
-        f"windows of {_LENGTH_WINDOW} positions.",
+        f"windows of {OnlineSettings().window} positions.",
         ("drafter", "output tokens", "tokens a verification, off", "with updates", "gain"),
         tuple(rows),
         _verdict(list(grows.values())),
@@ -116,14 +113,16 @@ def steps(setting: LabSetting) -> Headline:
         variables = {count: {"SPECULATION_ONLINE_STEPS": str(count)} for count in counts}
         off, by = _by(setting, drafter, "steps", variables, tokens)
         gains = {count: gain(found.steps, off.steps) for count, found in by.items()}
-        nets = {count: net(found.steps, off.steps) for count, found in by.items()}
+        window = OnlineSettings().window
+        prices = {count: update_price(drafter.name, window, count) for count in by}
+        nets = {count: net(found.steps, off.steps, prices[count]) for count, found in by.items()}
         best_alone.append(max(one.median for one in gains.values()) <= gains[1].median + _NOISE)
         best_net.append(max(nets.values()) <= nets[1] + _NOISE)
         rows.append((drafter.name, "off", _text(_accepted(off)), "1", "0", "1"))
         for count, found in by.items():
-            cells = _text(_accepted(found)), _text(gains[count]), f"{price(found.steps):.2f}"
+            cells = _text(_accepted(found)), _text(gains[count]), f"{prices[count]:.2f}"
             rows.append((drafter.name, f"K = {count}", *cells, f"{nets[count]:.2f}"))
-        facts[drafter.name] = _facts(off, by)
+        facts[drafter.name] = _facts(off, by, prices)
     verdict = (
         Verdict.REPRODUCES if all(best_alone) else Verdict.PARTLY if all(best_net) else Verdict.NOT
     )
@@ -172,17 +171,16 @@ def window(setting: LabSetting) -> Headline:
             part[windows[-1]].median >= max(one.median for one in part.values()) - _NOISE
             for part in parts
         ]
-        work: dict[int, float] = {}
+        # No window holds more than the answer.
+        prices = {size: update_price(drafter.name, min(size, tokens)) for size in by}
         for size, found in by.items():
-            nets[size].append(net(found.steps, off.steps))
+            nets[size].append(net(found.steps, off.steps, prices[size]))
             cells = *(_text(part[size]) for part in parts), _text(gain(found.steps, off.steps))
-            work[size] = update_flops(drafter.name, size) / update_flops(drafter.name, windows[0])
-            priced = f"{price(found.steps):.2f}", f"{nets[size][-1]:.2f}", f"{work[size]:.2f}"
+            priced = f"{prices[size]:.2f}", f"{nets[size][-1]:.2f}"
             rows.append((drafter.name, str(size), *cells, *priced))
         points = tuple((float(size), gain(one.steps, off.steps).median) for size, one in by.items())
         curves.append(Curve(drafter.name, points))
-        facts[drafter.name] = _facts(off, by)
-        facts[drafter.name]["work"] = {str(size): round(one, 3) for size, one in work.items()}
+        facts[drafter.name] = _facts(off, by, prices)
     means = {size: sum(found) / len(found) for size, found in nets.items()}
     facts["priced gain"] = {str(size): round(mean, 4) for size, mean in means.items()}
     chosen = min(size for size, mean in means.items() if mean >= max(means.values()) - _NOISE)
@@ -193,11 +191,10 @@ def window(setting: LabSetting) -> Headline:
         "1), as the drafter does that serves. A window is an approximation of this project.",
         f"{_ENGINE}. {_names(compared)} Answers of {tokens} tokens to {setting.seeds} prompts of "
         f"{_PROMPT}, which no window contains; {windows[-1]} positions are everything else. "
-        f"{_PRICED} The work is the arithmetic of an update of one request, counted at the widths "
-        f"of published 8B drafters, over that with {windows[0]} positions.",
+        f"{_PRICED}",
         (
             "drafter", "window", f"gain up to {short} tokens of context", f"from {long} on",
-            "gain of the whole answer", "price", "priced gain", "work at 8B",
+            "gain of the whole answer", "price", "priced gain",
         ),
         tuple(rows),
         _verdict(best),
@@ -216,8 +213,10 @@ _PRICES: Final = (
     "drafter", "optimiser steps", "tokens a verification", "gain", "price", "priced gain",
 )  # fmt: skip
 _PRICED: Final = (
-    "The price is the trainer's seconds of an update over those of a step; the priced gain is what "
-    f"would be left if every {STRIDE}th step took so much longer."
+    "The price is that of an update of one request for published drafters of 8B models on an H100, "
+    "in steps of the paced model: its arithmetic is counted, and what it moves in memory is that "
+    f"of the paced engine. The priced gain is what is left if every {STRIDE}th step takes so much "
+    "longer."
 )
 
 
@@ -239,7 +238,7 @@ def _by(
     return off, by
 
 
-def _facts(off: Answers, by: Mapping[int, Answers]) -> dict[str, Any]:
+def _facts(off: Answers, by: Mapping[int, Answers], prices: Mapping[int, float]) -> dict[str, Any]:
     return {
         "off": _accepted(off).as_json(),
         "same tokens": all(found.tokens == off.tokens for found in by.values()),
@@ -247,7 +246,7 @@ def _facts(off: Answers, by: Mapping[int, Answers]) -> dict[str, Any]:
             str(value): {
                 "tokens a verification": _accepted(found).as_json(),
                 "gain": gain(found.steps, off.steps).as_json(),
-                "price": round(price(found.steps), 4),
+                "price": round(prices[value], 4),
                 "updates": _updates(found),
                 "gain by update": _by_update(found, off),
             }

@@ -37,7 +37,7 @@ PARAMETERS = (
 OPTIMISER_BYTES = 3 * 8 + 8 + 2
 WEIGHT_BYTES = 2
 UTILISATION = 0.5
-_DEVICE = "H100"
+DEVICE = "H100"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class UpdateCosts:
 
         requests, positions: of its round.  drafts: positions that it is unrolled to.
         """
-        gpu = device(_DEVICE)
+        gpu = device(DEVICE)
         operations = 6.0 * PARAMETERS * requests * positions * drafts
         transferred = PARAMETERS * (OPTIMISER_BYTES + 2 * WEIGHT_BYTES * drafts)
         arithmetic = operations / (UTILISATION * gpu.peak_flops)

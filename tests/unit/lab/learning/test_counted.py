@@ -2,8 +2,9 @@
 
 import pytest
 
-from lab.learning.counted import Step, acceptance, gain, net, price, steps_of
-from lab.learning.update_work import update_flops
+from lab.cpu_engine.pace.update_costs import UpdateCosts
+from lab.learning.counted import Step, acceptance, gain, net, steps_of
+from lab.learning.update_work import update_flops, update_price
 from speculation.v1.engine_pb2 import StepReport
 
 
@@ -50,19 +51,19 @@ def test_a_gain_compares_answers_to_the_same_prompt() -> None:
     assert found.values == (2.0, 1.5)
 
 
-def test_the_price_is_an_update_over_a_step_that_has_none_beside_it() -> None:
-    slow = Step(700, 1, 9.0, 0.03)
-    assert price([answer(1, 1, 1, 1, 1, update=0.02)]) == pytest.approx(2.0)
-    # A step beside an update says nothing of a step without.
-    assert price([(*answer(1, 1), slow)]) == pytest.approx(3.0)
-    assert price([answer(1, 1)]) == 0.0
-
-
 def test_what_is_left_of_a_gain_is_less_the_dearer_updates_are() -> None:
     off = [answer(1, 1, 1, 1, 1)]
     # An update of every fifth step lengthens it by 0.4 of a step for each.
-    assert net([answer(2, 2, 2, 2, 2, update=0.02)], off) == pytest.approx(2 / 1.4)
-    assert net([answer(2, 2, 2, 2, 2)], off) == 2.0
+    assert net([answer(2, 2, 2, 2, 2)], off, 2.0) == pytest.approx(2 / 1.4)
+    assert net([answer(2, 2, 2, 2, 2)], off, 0.0) == 2.0
+
+
+def test_a_price_is_that_of_the_paced_engine_but_for_what_is_counted() -> None:
+    """Every position of the window is unrolled to every draft there, and 16 anchors here."""
+    imposed = UpdateCosts().work_seconds(1, 48, 3) / 9.32e-3
+    assert 0.7 * imposed < update_price("EAGLE3", 48) < imposed
+    assert update_price("EAGLE3", 48) < update_price("EAGLE3", 256)
+    assert update_price("EAGLE3", 48, 4) == pytest.approx(4 * update_price("EAGLE3", 48))
 
 
 @pytest.mark.parametrize("drafter", ["EAGLE3", "DFlash"])
