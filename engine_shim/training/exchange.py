@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT: Final = 64
-_MESSAGE: Final = struct.Struct("<BIIIdd")
+_MESSAGE: Final = struct.Struct("<BIIdd")
 _MOST_TEXT: Final = 400
 
 
@@ -82,13 +82,11 @@ class MessageKind(IntEnum):
 class Message(NamedTuple):
     """A message of one packet.
 
-    LEARN carries requests and gamma of the round and the positions of its longest window, LEARNT
-    loss and seconds, REFUSED the text.
+    LEARN carries requests and gamma of the round, LEARNT loss and seconds, REFUSED the text.
     """
 
     kind: MessageKind
     requests: int = 0
-    positions: int = 0
     gamma: int = 0
     loss: float = 0.0
     seconds: float = 0.0

@@ -258,8 +258,7 @@ class OnlineUpdates:
         self._since = 0
         self.counters.rounds += 1
         self._learning = True
-        positions = self._windows.longest
-        self._send(Message(MessageKind.LEARN, requests=requests, positions=positions, gamma=depth))
+        self._send(Message(MessageKind.LEARN, requests=requests, gamma=depth))
 
     def _take(self, message: Message) -> None:
         self._learning = False

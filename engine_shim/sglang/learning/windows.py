@@ -62,11 +62,6 @@ class Windows:
         with torch.inference_mode(False):
             self._rings = shape.made()
 
-    @property
-    def longest(self) -> int:
-        """Counts the positions of the newest round's longest window, its canvas included."""
-        return max((window.end - window.start for window in self._newest), default=0)
-
     def clear(self) -> None:
         """Forgets all requests."""
         self._windows.clear()
