@@ -76,6 +76,13 @@ class RankDriver(Driver):
         for part in self.ranks[rank].shares.live.values():
             part.mul_(0.5)
 
+    def whole(self) -> torch.Tensor:
+        """The weights of both ranks, in the order of the whole drafter's."""
+        first, second = (rank.shares.live for rank in self.ranks)
+        joined = dict(first)
+        joined[HEAD] = torch.cat([first[HEAD], second[HEAD]])
+        return torch.cat([part.flatten() for part in joined.values()])
+
     def trainers(self) -> torch.Tensor:
         """What the trainer has made, or was told."""
         made: dict[str, torch.Tensor] = self.online._trainer.weights
@@ -200,3 +207,31 @@ def test_a_rank_that_cannot_write_ends_learning_on_both(
     driver.step(accepted=2)
     assert driver.online.over == "RankFailedError: rank 1: MemoryError: no room"
     assert torch.equal(driver.weights(), before)
+
+
+def test_weights_that_were_stored_are_those_to_begin_from_on_both(driver: RankDriver) -> None:
+    def rest() -> None:
+        driver.until(lambda: driver.online.may_be_stored, stride=0)
+
+    driver.until(lambda: driver.counters.updates > 1)
+    rest()
+    stored = driver.online.learnt_weights()
+    assert torch.equal(torch.cat([part.flatten() for part in stored.values()]), driver.whole())
+    # Others have landed meanwhile: those were not stored.
+    updates = driver.counters.updates
+    driver.until(lambda: driver.counters.updates > updates)
+    rest()
+    assert not driver.online.were_stored()
+    driver.online.learnt_weights()
+    now = driver.weights()
+    assert driver.online.were_stored()
+    driver.between_steps()
+    assert not driver.online.has_learnt
+    assert not driver.follower.has_changed
+    # A fall after that takes both back to them, and not to what was loaded.
+    updates = driver.counters.updates
+    driver.until(lambda: driver.counters.updates > updates)
+    restored = driver.counters.restored
+    driver.until(lambda: driver.counters.restored > restored, accepted=1)
+    driver.between_steps()
+    assert torch.equal(driver.weights(), now)
