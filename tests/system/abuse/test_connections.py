@@ -120,7 +120,9 @@ def test_messages_that_claim_more_than_they_may_are_refused(besieged: Besieged):
         call = channel.unary_unary(INTRODUCE)
         with pytest.raises(grpc.RpcError) as refused:
             call(bytes(5_000_000), timeout=60)
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        # The end of the call may overtake its status while the client still sends.
+        codes = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
+        assert refused.value.code() in codes
 
 
 def test_a_gigabyte_of_messages_begun_and_never_ended_stays_outside(besieged: Besieged, scale: int):
