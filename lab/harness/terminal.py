@@ -14,7 +14,7 @@ class Terminal:
     def __init__(self) -> None:
         # Without a terminal rich falls back to 80 columns, which breaks the tables' rows.
         probe = Console()
-        self._console = Console(highlight=False, width=None if probe.is_terminal else 110)
+        self._console = Console(highlight=False, width=None if probe.is_terminal else 140)
 
     def say(self, text: str) -> None:
         """Prints one line."""
@@ -29,7 +29,8 @@ class Terminal:
         """Prints a table; the first column is left-aligned, the others are numbers."""
         table = Table()
         for index, column in enumerate(columns):
-            table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+            # A cell that does not fit takes two lines rather than an ellipsis.
+            table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
         for row in rows:
             table.add_row(*row)
         self.heading(title)  # not the table's own title, which breaks at the table's width

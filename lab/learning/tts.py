@@ -183,25 +183,28 @@ def window(setting: LabSetting) -> Headline:
         facts[drafter.name] = _facts(off, by, prices)
     means = {size: sum(found) / len(found) for size, found in nets.items()}
     facts["priced gain"] = {str(size): round(mean, 4) for size, mean in means.items()}
-    chosen = min(size for size, mean in means.items() if mean >= max(means.values()) - _NOISE)
+    highest = max(means, key=lambda size: means[size])
+    chosen = min(size for size, mean in means.items() if mean >= means[highest] - _NOISE)
     return Headline(
         Paper.TTS,
         "The student drafts from the whole context",
         "The loss of a round conditions on everything before the canvas (section 4.1, Algorithm "
         "1), as the drafter does that serves. A window is an approximation of this project.",
         f"{_ENGINE}. {_names(compared)} Answers of {tokens} tokens to {setting.seeds} prompts of "
-        f"{_PROMPT}, which no window contains; {windows[-1]} positions are everything else. "
+        f"{_PROMPT}, which no window contains; {windows[-1]} positions are everything else. Gains "
+        f"are of tokens a verification in contexts of up to {short} tokens, of {long} and more, "
+        "and of the whole answer. "
         f"{_PRICED}",
         (
-            "drafter", "window", f"gain up to {short} tokens of context", f"from {long} on",
-            "gain of the whole answer", "price", "priced gain",
+            "drafter", "window", f"gain to {short}", f"from {long} on", "whole answer", "price",
+            "priced gain",
         ),
         tuple(rows),
         _verdict(best),
         f"The largest window accepts as much as any other in {sum(best)} of {len(best)} cells of "
         "drafter and context. "
-        f"The smallest window whose priced gain, mean of the drafters, is within {_NOISE} of the "
-        f"highest has {chosen} positions. "
+        f"The window with the highest priced gain, mean of the drafters, has {highest} positions; "
+        f"the smallest one within {_NOISE} of it has {chosen}. "
         f"{_exact({name: facts[name] for name in facts if name != 'priced gain'})}",
         facts,
         tuple(curves),
