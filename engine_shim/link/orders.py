@@ -69,7 +69,7 @@ class Orders:
         self._proposed.append(Order(self._last, kind, value))
 
     def outgoing(self) -> list[Order]:
-        """On rank 0, between two steps: what has to reach all ranks."""
+        """Returns what has to reach all ranks; rank 0 calls it between two steps."""
         return list(self._proposed)
 
     def adopt(self, order: Order) -> None:
@@ -84,7 +84,7 @@ class Orders:
         self._adopted.append(order)
 
     def carry_out(self) -> None:
-        """Carries out, on every rank as the same pass begins, what was adopted."""
+        """Carries out what was adopted; every rank calls it as the same pass begins."""
         while self._adopted:
             order = self._adopted.pop(0)
             self._obey[order.kind](order.value)

@@ -163,9 +163,13 @@ class OnlineUpdates:
 
     @property
     def may_be_stored(self) -> bool:
-        """Whether the weights were changed, are judged, and are those in the trainer's memory."""
-        pending = self._learning or self._orders.are_open or not self._idle
-        return self.has_learnt and not pending and not self._rollback_guard.unjudged
+        """Whether the weights were changed, no update is under way, and none is unjudged.
+
+        Where ranks share them, rank 0 has them whole in the trainer's memory, while it rests there.
+        """
+        is_whole = not self._weights.are_shared or (self._trainer.is_open and self._idle)
+        pending = self._learning or self._orders.are_open or self._rollback_guard.unjudged
+        return self.has_learnt and is_whole and not pending
 
     @property
     def _changes(self) -> tuple[int, ...]:
@@ -175,7 +179,9 @@ class OnlineUpdates:
     def learnt_weights(self) -> dict[str, torch.Tensor]:
         """Returns a copy of the weights that serve, whole; for when they may be stored."""
         self._copied = self._changes
-        return {name: part.clone() for name, part in self._trainer.weights.items()}
+        if self._weights.are_shared:
+            return {name: part.clone() for name, part in self._trainer.weights.items()}
+        return self._weights.copy()
 
     def were_stored(self) -> bool:
         """Takes the weights that were last copied, and stored, for those to begin from.
@@ -368,6 +374,8 @@ class OnlineUpdates:
 
     def _end(self, restores: int) -> None:
         self._weights.end(restores=bool(restores))
+        # What serves from now on has been judged, or was never changed.
+        self._rollback_guard.restart()
 
     def _send(self, message: Message) -> None:
         if not self._trainer.is_open:

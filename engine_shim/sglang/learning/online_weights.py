@@ -79,6 +79,15 @@ class OnlineWeights:
         """Whether updates have changed what serves."""
         return self._has_changed
 
+    @property
+    def are_shared(self) -> bool:
+        """Whether this rank holds a share of the weights only."""
+        return self._ranks.several
+
+    def copy(self) -> Whole:
+        """Returns what this rank serves."""
+        return self._weights.copy()
+
     def follow(self, orders: Orders) -> None:
         """Has a rank other than rank 0 carry out its orders."""
         ordered: dict[OrderKind, Callable[[int], object]] = {

@@ -340,3 +340,16 @@ def test_a_window_that_takes_more_memory_than_is_allowed_is_refused(
         else:
             with pytest.raises(UnsupportedEngineError):
                 rings_for(drafter, load_settings(), GAMMA)
+
+
+def test_what_is_stored_is_what_serves_also_when_the_trainer_has_gone(driver: Driver) -> None:
+    driver.until(lambda: driver.counters.updates > 1)
+    driver.until(lambda: driver.online.may_be_stored, stride=0)
+    # One more, which nobody has judged: it goes with the trainer, whose memory still has it.
+    updates = driver.counters.updates
+    driver.until(lambda: driver.counters.updates > updates)
+    driver.online._trainer.process.kill()
+    driver.until(lambda: "has ended" in driver.counters.state, stride=0)
+    assert driver.online.may_be_stored
+    for name, part in driver.online.learnt_weights().items():
+        assert torch.equal(part, driver.model.get_parameter(name)), name
