@@ -172,6 +172,8 @@ def test_what_it_has_learnt_becomes_a_version_once_signals_are_collected(
 
         eventually(it_is, within=90.0, what=f"version {version} serves, learnt from {learnt_from}")
 
+    sidecar.stride = 0
+    sidecar.run(lambda _: (3, False))
     served(0, 0)
     sidecar.collect = True
     sidecar.run(lambda _: (3, False))
