@@ -1,4 +1,4 @@
-"""Every method of vLLM with a small model, its draft length drawn anew at every plan.
+"""Every method of vLLM with a small model, another draft length in every plan.
 
 All engines run one after the other in one process; what they answered and reported is then looked
 at by each test.
@@ -46,21 +46,26 @@ def target_of(name: str) -> str:
 
 
 class RandomSidecar:
-    """Answers every message with a plan for another draft length, drawn with a seed."""
+    """Answers every message with a plan for another draft length, in an order drawn with a seed.
+
+    Each length comes once before any comes again: a busy machine takes up few of the plans.
+    """
 
     def __init__(self, server: FakeSidecar) -> None:
         self.server = server
         self.plans: dict[int, Plan] = {}
         self._random = random.Random(7)
+        self._coming: list[int] = []
         server.first_plan = self._plan
         server.answer = self._answer
 
     def _plan(self) -> Plan:
         epoch = len(self.plans) + 1
+        self._coming = self._coming or self._random.sample(GAMMAS, len(GAMMAS))
         row = PlanRow(
             max_batch_size=8,
             drafter=self.server.introductions[-1].drafters[0].name,
-            gamma=self._random.choice(GAMMAS),
+            gamma=self._coming.pop(),
             reason=REASON_EXPLOIT,
         )
         plan = Plan(epoch=epoch, rows=[row], lease_ms=60_000, reason=REASON_EXPLOIT)
