@@ -195,6 +195,7 @@ class Beside:
     engine: EngineProcess
     sidecar: ScriptedSidecar
     folder: Path
+    waits: Path
 
     def wave(self, number: int, drafter: int, plain_waves: list[list[list[int]]]) -> float:
         """The acceptance length where one drafter drafts all steps."""
@@ -206,12 +207,15 @@ class Beside:
 def beside(
     plain_waves: list[list[list[int]]], draft: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Beside]:
-    """It runs its passes as most GPUs do."""
+    """It runs its passes, and copies between host and device, as most GPUs do."""
     folder = tmp_path_factory.mktemp("signals-beside") / "store"
+    waits = tmp_path_factory.mktemp("waits-beside") / "waits.json"
     with scripted_sidecar(tmp_path_factory.mktemp("sidecar-beside")) as scripted:
         variables = {
             **scripted.variables,
             **MODES["overlapped"],
+            "CPU_ENGINE_LATE_COPIES": "3",
+            "CPU_ENGINE_SYNCHRONISATIONS": str(waits),
             "SPECULATION_DFLASH_MODEL_PATH": str(draft),
             "SPECULATION_GAMMAS": "0,1,3,7",
             "SPECULATION_LEARNER": "dflash",
@@ -221,7 +225,7 @@ def beside(
         }
         with serving(tmp_path_factory.mktemp("beside"), EAGLE3, variables) as running:
             eventually(lambda: scripted.server.introductions, what="the engine introduces itself")
-            yield Beside(running, scripted, folder)
+            yield Beside(running, scripted, folder, waits)
 
 
 def test_beside_eagle3_what_it_reads_is_collected(
@@ -267,6 +271,12 @@ def test_beside_eagle3_it_learns_and_eagle3_stays_as_it_is(
     assert found["refused"] == 0
     assert after > before + 0.2
     assert other == untouched
+
+
+def test_beside_eagle3_nothing_waits_for_the_device(beside: Beside) -> None:
+    """Where copies are late as on a GPU, and after drafts were collected and learnt from."""
+    assert status(beside.engine, "online")["updates"] > 0
+    assert json.loads(beside.waits.read_text()) == {}
 
 
 def test_beside_eagle3_a_killed_trainer_takes_nothing_with_it(
