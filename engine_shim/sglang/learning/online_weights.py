@@ -7,8 +7,8 @@ Every rank calls each of them in the same step: what a rank decides here depends
 know alike, or is asked of all of them.  With one rank nobody is asked.
 
 On a GPU, which one rank has, weights travel on a side stream: `fetch` brings what the trainer has
-made, `share` takes what serves to it, and `look` finds out some steps later what elsewhere
-`_are_ours` is told at once.
+made, `share` takes what serves to it, and `look` finds out some steps later what `_are_ours` finds
+out at once on a CPU.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class OnlineWeights:
     def __init__(
         self, drafter: LiveDrafter, *, per_request: bool, side: SideStream | None = None
     ) -> None:
-        """side: of the device, None for the CPU."""
+        """Makes room for what is fetched.  side: of the device, None for the CPU."""
         self._per_request = per_request
         self._shares = drafter.shares
         self._ranks = self._shares.peers

@@ -39,7 +39,7 @@ class WeightChanges(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What the host knows of a step as it is launched.
+    """Holds what the host knows of a step as it is launched.
 
     request_ids: B of them.  gamma: drafts of each.  drafted: the learner drafted them.  undrafted:
     rows that must not be drafted for.  weights: that served.  kept: R rows of the batch whose
@@ -56,7 +56,7 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class HostRound:
-    """What a step has verified, on the host.
+    """Holds what a step has verified, on the host.
 
     accepted, starts: of the first `JUDGED` requests, tokens that each gained, bonus included, and
     the position of its canvas's first token.  rows: the canvases that were wanted, [R, gamma + 1,

@@ -20,7 +20,7 @@ from engine_shim.training.specforge import export_signals, import_draft
 from engine_shim.training.versions import FOLDER, Versions
 from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
-from tests.support.learning_engine import between_steps, status, wave
+from tests.support.learning_engine import between_steps, run_heard, status, wave
 from tests.support.long_contexts import EVERYTHING, agreement, recorder
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVES
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
@@ -199,7 +199,7 @@ class Beside:
 
     def wave(self, number: int, drafter: int, plain_waves: list[list[list[int]]]) -> float:
         """The acceptance length where one drafter drafts all steps."""
-        self.sidecar.run(lambda _: (GAMMA, False, drafter))
+        run_heard(self.engine, self.sidecar, lambda _: (GAMMA, False, drafter))
         return wave(self.engine, number, plain_waves)
 
 

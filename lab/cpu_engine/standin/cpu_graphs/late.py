@@ -24,7 +24,7 @@ class Patcher(Protocol):
     """Sets attributes, as `setattr` and pytest's monkeypatch do."""
 
     def __call__(self, of: Any, name: str, value: Any, /) -> None:
-        """Sets one."""
+        """Sets one attribute."""
 
 
 class LateEvent:
@@ -60,7 +60,7 @@ class LateStream:
         self._given = self._ran = 0
 
     def wait_stream(self, _: object) -> None:
-        """Does nothing: what other streams were given has run."""
+        """Waits for nothing, as what other streams were given has run."""
 
     def record_event(self) -> LateEvent:
         """Returns the event of all that was given so far."""
