@@ -29,7 +29,7 @@ def run_heard(engine: EngineProcess, sidecar: ScriptedSidecar, script: Script) -
 
     def heard() -> bool:
         engine.generate(WAVES[0][:1], [4])
-        return sidecar.reports[-1].plan_epoch >= first
+        return any(report.plan_epoch >= first for report in sidecar.reports[-1:])
 
     eventually(heard, within=90.0, what="the engine runs under a plan of the script")
 

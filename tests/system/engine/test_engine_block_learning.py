@@ -152,6 +152,15 @@ def check_features(signals: list[Signal]) -> None:
     known = torch.cat(features, dim=-1)[0]
     same = torch.nn.functional.cosine_similarity(known[40:], found.features[40:].float(), dim=-1)
     assert same.median() > 0.9, same
+    # Those of a whole prompt have seen all that came before them.
+    prompts = [one for one in signals if not one.start and one.context > 40]
+    for one in prompts:
+        with torch.no_grad():
+            _, features = target.logits_and_features(one.tokens[None], layers)
+        read = slice(one.context)
+        known, kept = torch.cat(features, dim=-1)[0][read], one.features[read].float()
+        assert torch.nn.functional.cosine_similarity(known, kept, dim=-1).min() > 0.99
+    assert prompts
 
 
 def test_it_learns_while_it_serves_and_never_changes_a_token(
