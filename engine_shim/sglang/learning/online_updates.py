@@ -366,10 +366,10 @@ class OnlineUpdates:
             self._orders.propose(OrderKind.SHARE)
 
     def _share(self, _: int) -> None:
+        self._weights.share(self._trainer.weights)
         if self._borrowed_stale:
             self._trainer.share_borrowed()
             self._borrowed_stale = False
-        self._weights.share(self._trainer.weights)
         self._send(Message(MessageKind.TAKE_WEIGHTS))
 
     def _end(self, restores: int) -> None:

@@ -52,8 +52,7 @@ class OnlineWeights:
 
     per_request: every request begins with the first weights.  generation: counts the times that
     what the trainer was working on became worthless.  targets: counts the times that somebody gave
-    the target other weights, which goes unnoticed where several ranks share it, because rank 0 has
-    a copy of what the drafter borrows.
+    the target other weights.
     """
 
     def __init__(self, drafter: LiveDrafter, *, per_request: bool) -> None:
@@ -61,10 +60,13 @@ class OnlineWeights:
         self._shares = drafter.shares
         self._ranks = self._shares.peers
         self._weights = DrafterWeights(self._shares.live, drafter.refresh)
-        # What the drafter borrows of the target, and its values when they were last looked at.
+        # What this rank holds of what the drafter borrows, and its values when it last looked.
         self._borrowed = [part for part in drafter.borrowed if part is not None]
+        if self._ranks.several:
+            self._borrowed = [part.held for part in self._shares.borrowed]
         self._borrowed_seen = sample_of(self._borrowed)
-        self.targets = 0
+        # Changes of the target: those that were seen, and those that rank 0 has copies of.
+        self.targets = self._targets_copied = 0
         self.generation = 0
         # What `DrafterWeights` knows, too, but here alike on all ranks, whatever failed on one.
         self._has_changed = self._has_kept = False
@@ -164,9 +166,13 @@ class OnlineWeights:
 
     def share(self, memory: Mapping[str, torch.Tensor]) -> None:
         """Copies the served weights into the trainer's memory, which rank 0 has."""
-        if not self._ended:
-            for name, part in self._shares.whole():
-                memory[name].copy_(part.detach())
+        if self._ended:
+            return
+        if self._targets_copied != self.targets:
+            self._shares.copy_borrowed()
+            self._targets_copied = self.targets
+        for name, part in self._shares.whole():
+            memory[name].copy_(part.detach())
 
     def end(self, *, restores: bool) -> None:
         """Serves these weights from now on, or the last good ones."""
@@ -178,33 +184,40 @@ class OnlineWeights:
 
     def _are_ours(self) -> bool:
         """Whether all ranks still serve what was written here.  Raises RankFailedError."""
-        replaced, failed = self._were_replaced(), bool(self._failed)
-        any_replaced, any_failed = self._ranks.any_of(replaced, failed)
+        replaced, is_other_target = self._were_replaced()
+        any_replaced, any_other_target, any_failed = self._ranks.any_of(
+            replaced, is_other_target, bool(self._failed)
+        )
         if any_failed:
             reasons = enumerate(self._ranks.told(self._failed))
             self._serve_good()
             self._ended = True
             raise RankFailedError("; ".join(f"rank {rank}: {why}" for rank, why in reasons if why))
+        self.targets += any_other_target
         if any_replaced:
             if not replaced:
                 self._write(self._weights.adopt)
-            self.generation += 1
             self._has_changed = self._has_kept = False
-        return not any_replaced
+        elif any_other_target:
+            # Nothing was judged beside this target, so there is nothing better to return to.
+            self._has_kept = self._has_changed = self._has_changed and not self._per_request
+            self._write(self._weights.serve_first if self._per_request else self._weights.keep)
+        self.generation += any_replaced or any_other_target
+        return not (any_replaced or any_other_target)
 
-    def _were_replaced(self) -> bool:
-        found = False
+    def _were_replaced(self) -> tuple[bool, bool]:
+        """Whether somebody else has given the drafter weights, and the target."""
+        replaced = is_other_target = False
 
         def look() -> None:
-            nonlocal found
+            nonlocal replaced, is_other_target
             borrowed = sample_of(self._borrowed)
-            is_other = not torch.equal(borrowed, self._borrowed_seen)
+            is_other_target = not torch.equal(borrowed, self._borrowed_seen)
             self._borrowed_seen = borrowed
-            self.targets += is_other
-            found = self._weights.were_replaced() or is_other
+            replaced = self._weights.were_replaced()
 
         self._write(look)
-        return found
+        return replaced, is_other_target
 
     def _serve_good(self) -> None:
         self.generation += 1
