@@ -7,9 +7,9 @@ _CPU_ONLY = "A GPU is asked by `OnlineWeights.look`, on its side stream."
 # Where weights serve by versions or learn online, and copies are not late.
 WAITS = {
     "learning/online_weights.py look: "
-    "found = bool(self._weights.are_replaced()) or is_other: __bool__": _CPU_ONLY,
-    "learning/online_weights.py look: "
-    "is_other = not torch.equal(borrowed, self._borrowed_seen): equal": _CPU_ONLY,
+    "is_other_target = not torch.equal(borrowed, self._borrowed_seen): equal": _CPU_ONLY,
+    "learning/online_weights.py look: replaced = bool(self._weights.are_replaced()): __bool__"
+    : _CPU_ONLY,
     "learning/weights.py _compare: "
     "if not torch.equal(live, weights[name].to(live.dtype)):: equal"
     : "Weights are compared on the CPU only.",

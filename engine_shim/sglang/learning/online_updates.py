@@ -409,13 +409,11 @@ class OnlineUpdates:
             self._orders.propose(OrderKind.SHARE)
 
     def _share(self, _: int) -> None:
+        copied = self._weights.share(self._trainer.weights)
         if self._borrowed_stale:
             self._trainer.share_borrowed()
             self._borrowed_stale = False
-        self._after(
-            self._weights.share(self._trainer.weights),
-            lambda: self._send(Message(MessageKind.TAKE_WEIGHTS)),
-        )
+        self._after(copied, lambda: self._send(Message(MessageKind.TAKE_WEIGHTS)))
 
     def _after(self, copied: torch.Event | None, follow: Callable[[], None]) -> None:
         """Goes on once a copy is complete.  copied: None where it is."""

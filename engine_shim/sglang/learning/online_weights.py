@@ -60,8 +60,7 @@ class OnlineWeights:
 
     per_request: every request begins with the first weights.  generation: counts the times that
     what the trainer was working on became worthless.  targets: counts the times that somebody gave
-    the target other weights, which goes unnoticed where several ranks share it, because rank 0 has
-    a copy of what the drafter borrows.
+    the target other weights.
     """
 
     def __init__(
@@ -80,10 +79,13 @@ class OnlineWeights:
         self._flags_cpu = None if side is None else host_buffer((2,), torch.bool, side.device)
         self._looked: torch.Event | None = None
         self._unlooked = 0
-        # What the drafter borrows of the target, and its values when they were last looked at.
+        # What this rank holds of what the drafter borrows, and its values when it last looked.
         self._borrowed = [part for part in drafter.borrowed if part is not None]
+        if self._ranks.several:
+            self._borrowed = [part.held for part in self._shares.borrowed]
         self._borrowed_seen = sample_of(self._borrowed)
-        self.targets = 0
+        # Changes of the target: those that were seen, and those that rank 0 has copies of.
+        self.targets = self._targets_copied = 0
         self.generation = 0
         # What `DrafterWeights` knows, too, but here alike on all ranks, whatever failed on one.
         self._has_changed = self._has_kept = False
@@ -161,13 +163,10 @@ class OnlineWeights:
             return False
         self._looked = None
         assert self._flags_cpu is not None
-        replaced, borrowed = self._flags_cpu.tolist()
-        if borrowed:
+        replaced, other_target = self._flags_cpu.tolist()
+        if other_target:
             self._borrowed_seen = sample_of(self._borrowed)
-            self.targets += 1
-        if replaced or borrowed:
-            self._others_serve()
-        return bool(replaced or borrowed)
+        return self._continue_from(replaced=replaced, other_target=other_target)
 
     def keep(self) -> Outcome:
         """Marks what is served as good."""
@@ -187,7 +186,8 @@ class OnlineWeights:
         if self._ended:
             return Outcome.NOTHING
         if others and self._side is not None:
-            self._others_serve()
+            self._looked = None
+            self._continue_from(replaced=True, other_target=False)
             return Outcome.REPLACED
         if not self._are_ours():
             return Outcome.REPLACED
@@ -232,6 +232,9 @@ class OnlineWeights:
             # What serves may change before it has been read.
             served = self._weights.copy()
             return self._side.copy((memory[name], part) for name, part in served.items())
+        if self._targets_copied != self.targets:
+            self._shares.copy_borrowed()
+            self._targets_copied = self.targets
         for name, part in self._shares.whole():
             memory[name].copy_(part.detach())
         return None
@@ -249,35 +252,45 @@ class OnlineWeights:
         if self._side is not None:
             # What is written yields, and `look` tells.
             return True
-        replaced, failed = self._were_replaced(), bool(self._failed)
-        any_replaced, any_failed = self._ranks.any_of(replaced, failed)
+        replaced, is_other_target = self._were_replaced()
+        any_replaced, any_other_target, any_failed = self._ranks.any_of(
+            replaced, is_other_target, bool(self._failed)
+        )
         if any_failed:
             reasons = enumerate(self._ranks.told(self._failed))
             self._serve_good()
             self._ended = True
             raise RankFailedError("; ".join(f"rank {rank}: {why}" for rank, why in reasons if why))
-        if any_replaced:
-            if not replaced:
-                self._write(self._weights.adopt)
-            self.generation += 1
-            self._has_changed = self._has_kept = False
-        return not any_replaced
+        return not self._continue_from(replaced=any_replaced, other_target=any_other_target)
 
-    def _were_replaced(self) -> bool:
-        found = False
+    def _continue_from(self, *, replaced: bool, other_target: bool) -> bool:
+        """Continues from what somebody else has written; returns whether anybody has."""
+        if not replaced and not other_target:
+            return False
+        self.targets += other_target
+        self.generation += 1
+        if replaced:
+            self._has_changed = self._has_kept = False
+            self._write(self._weights.adopt)
+        else:
+            # Nothing was judged beside this target, so there is nothing better to return to.
+            self._has_kept = self._has_changed = self._has_changed and not self._per_request
+            self._write(self._weights.serve_first if self._per_request else self._weights.keep)
+        return True
+
+    def _were_replaced(self) -> tuple[bool, bool]:
+        """Whether somebody else has given the drafter weights, and the target."""
+        replaced = is_other_target = False
 
         def look() -> None:
-            nonlocal found
+            nonlocal replaced, is_other_target
             borrowed = sample_of(self._borrowed)
-            is_other = not torch.equal(borrowed, self._borrowed_seen)
+            is_other_target = not torch.equal(borrowed, self._borrowed_seen)
             self._borrowed_seen = borrowed
-            self.targets += is_other
-            found = bool(self._weights.are_replaced()) or is_other
-            if found:
-                self._weights.adopt()
+            replaced = bool(self._weights.are_replaced())
 
         self._write(look)
-        return found
+        return replaced, is_other_target
 
     def _look(self) -> None:
         """Asks the device what `look` will tell, if it was not asked yet."""
@@ -285,13 +298,6 @@ class OnlineWeights:
             borrowed = (sample_of(self._borrowed) != self._borrowed_seen).any()
             flags = torch.stack([self._weights.are_replaced(), borrowed])
             self._looked, self._unlooked = self._side.copy([(self._flags_cpu, flags)]), 0
-
-    def _others_serve(self) -> None:
-        """Takes what somebody else has written for the first weights."""
-        self._looked = None
-        self._weights.adopt()
-        self.generation += 1
-        self._has_changed = self._has_kept = False
 
     def _serve_good(self) -> None:
         self.generation += 1
