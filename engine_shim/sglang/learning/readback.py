@@ -96,10 +96,13 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """A step on its way.  there: once it has arrived; None where it was never away."""
+    """A step on its way.
+
+    lengths: accepted tokens and starts.  there: once it has arrived; None where it was never away.
+    """
 
     facts: StepFacts
-    lengths: Tensor
+    lengths: tuple[Tensor, ...]
     rows: RingRows | None
     slot: _Slot | None = None
     there: torch.Event | None = None
@@ -141,18 +144,30 @@ class Readback:
         facts = StepFacts(
             found.request_ids, found.gamma, drafted, found.undrafted, weights, list(kept)
         )
+        lengths = found.result.accept_lens[:JUDGED], found.batch.seq_lens[:JUDGED]
+        rows = self._rows(found, kept) if kept else None
+        if self._side is None:
+            self._coming.append(_Coming(facts, lengths, rows))
+        else:
+            self._send(self._side, facts, lengths, rows)
+
+    def _send(
+        self,
+        side: transfer.SideStream,
+        facts: StepFacts,
+        lengths: tuple[Tensor, ...],
+        rows: RingRows | None,
+    ) -> None:
+        """Copies a step into a slot, on the side stream."""
+        slot = self._free.pop()
         with torch.inference_mode(False), torch.no_grad():
-            lengths, rows = _lengths(found), self._rows(found, kept) if kept else None
-            if self._side is None:
-                self._coming.append(_Coming(facts, lengths, rows))
-                return
-            slot = self._free.pop()
-            pairs = [(slot.lengths(lengths), lengths)]
+            both = torch.stack([part.long() for part in lengths])
             held = None if rows is None else slot.rows(rows)
+            pairs = [(slot.lengths(both), both)]
             if rows is not None and held is not None:
                 pairs += zip(held, rows, strict=True)
-            there = self._side.copy(pairs)
-        self._coming.append(_Coming(facts, pairs[0][0], held, slot, there))
+            there = side.copy(pairs)
+        self._coming.append(_Coming(facts, pairs[0][0].unbind(), held, slot, there))
 
     def taken(self) -> Iterator[HostRound]:
         """Yields the steps that have arrived; each is valid until the next one is asked for."""
@@ -165,23 +180,18 @@ class Readback:
 
     def _rows(self, found: Verification, kept: list[int]) -> RingRows:
         """Copies these rows of the batch: SGLang writes into its buffers again."""
-        size, width = len(found.request_ids), found.gamma + 1
-        tokens, features = found.tokens.view(size, width), found.features.view(size, width, -1)
-        logits = found.logits.view(size, width, -1)
-        # The whole batch is not gathered first.
-        if len(kept) < size:
-            chosen = transfer.to_device(kept, tokens.device)
-            tokens, features, logits = tokens[chosen], features[chosen], logits[chosen]
-        top_tokens, top_logs = likeliest(logits.flatten(0, 1), self._shape.top)
-        return RingRows(
-            tokens.to(torch.int64, copy=True),
-            features.to(getattr(torch, self._shape.dtype), copy=True),
-            top_tokens.view(len(kept), width, -1).long(),
-            top_logs.view(len(kept), width, -1),
-        )
-
-
-def _lengths(found: Verification) -> Tensor:
-    """Returns accepted tokens and starts, int64 [2, B]."""
-    both = found.result.accept_lens, found.batch.seq_lens
-    return torch.stack([part[:JUDGED].long() for part in both])
+        with torch.inference_mode(False), torch.no_grad():
+            size, width = len(found.request_ids), found.gamma + 1
+            tokens, features = found.tokens.view(size, width), found.features.view(size, width, -1)
+            logits = found.logits.view(size, width, -1)
+            # The whole batch is not gathered first.
+            if len(kept) < size:
+                chosen = transfer.to_device(kept, tokens.device)
+                tokens, features, logits = tokens[chosen], features[chosen], logits[chosen]
+            top_tokens, top_logs = likeliest(logits.flatten(0, 1), self._shape.top)
+            return RingRows(
+                tokens.to(torch.int64, copy=True),
+                features.to(getattr(torch, self._shape.dtype), copy=True),
+                top_tokens.view(len(kept), width, -1).long(),
+                top_logs.view(len(kept), width, -1),
+            )
