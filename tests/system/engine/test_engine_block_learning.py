@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from engine_shim.training.checkpoint import load_dflash, load_target
 from engine_shim.training.signals import Signal, SignalStore
@@ -22,6 +23,7 @@ from tests.support.eventually import eventually
 from tests.support.learning_engine import (
     between_steps,
     check_features,
+    run_heard,
     save_damaged_dflash,
     status,
     wave,
@@ -145,7 +147,17 @@ def test_what_it_reads_is_collected_trains_in_specforge_and_the_version_serves(
 def check_first_features(signals: list[Signal]) -> None:
     """Those of a signal that begins with its prompt."""
     found = next(signal for signal in signals if signal.start < 100)
-    check_features(found, load_dflash(DFLASH, EMBEDDING).shape.feature_layers)
+    target, layers = load_target(TARGET), load_dflash(DFLASH, EMBEDDING).shape.feature_layers
+    check_features(found, layers)
+    # Those of a whole prompt have seen all that came before them.
+    prompts = [one for one in signals if not one.start and one.context > 40]
+    for one in prompts:
+        with torch.no_grad():
+            _, features = target.logits_and_features(one.tokens[None], layers)
+        read = slice(one.context)
+        known, kept = torch.cat(features, dim=-1)[0][read], one.features[read].float()
+        assert torch.nn.functional.cosine_similarity(known, kept, dim=-1).min() > 0.99
+    assert prompts
 
 
 def test_it_learns_while_it_serves_and_never_changes_a_token(
@@ -189,10 +201,11 @@ class Beside:
     engine: EngineProcess
     sidecar: ScriptedSidecar
     folder: Path
+    waits: Path
 
     def wave(self, number: int, drafter: int, plain_waves: list[list[list[int]]]) -> float:
         """The acceptance length where one drafter drafts all steps."""
-        self.sidecar.run(lambda _: (GAMMA, False, drafter))
+        run_heard(self.engine, self.sidecar, lambda _: (GAMMA, False, drafter))
         return wave(self.engine, number, plain_waves)
 
 
@@ -200,12 +213,15 @@ class Beside:
 def beside(
     plain_waves: list[list[list[int]]], draft: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Beside]:
-    """It runs its passes as most GPUs do."""
+    """It runs its passes, and copies between host and device, as most GPUs do."""
     folder = tmp_path_factory.mktemp("signals-beside") / "store"
+    waits = tmp_path_factory.mktemp("waits-beside") / "waits.json"
     with scripted_sidecar(tmp_path_factory.mktemp("sidecar-beside")) as scripted:
         variables = {
             **scripted.variables,
             **MODES["overlapped"],
+            "CPU_ENGINE_LATE_COPIES": "3",
+            "CPU_ENGINE_SYNCHRONISATIONS": str(waits),
             "SPECULATION_DFLASH_MODEL_PATH": str(draft),
             "SPECULATION_GAMMAS": "0,1,3,7",
             "SPECULATION_LEARNER": "dflash",
@@ -215,7 +231,7 @@ def beside(
         }
         with serving(tmp_path_factory.mktemp("beside"), EAGLE3, variables) as running:
             eventually(lambda: scripted.server.introductions, what="the engine introduces itself")
-            yield Beside(running, scripted, folder)
+            yield Beside(running, scripted, folder, waits)
 
 
 def test_beside_eagle3_what_it_reads_is_collected(
@@ -261,6 +277,12 @@ def test_beside_eagle3_it_learns_and_eagle3_stays_as_it_is(
     assert found["refused"] == 0
     assert after > before + 0.2
     assert other == untouched
+
+
+def test_beside_eagle3_nothing_waits_for_the_device(beside: Beside) -> None:
+    """Where copies are late as on a GPU, and after drafts were collected and learnt from."""
+    assert status(beside.engine, "online")["updates"] > 0
+    assert json.loads(beside.waits.read_text()) == {}
 
 
 def test_beside_eagle3_a_killed_trainer_takes_nothing_with_it(
@@ -320,6 +342,6 @@ def test_over_two_ranks_each_request_learns_for_itself(draft: Path, tmp_path: Pa
         assert found["resets"] > 0
         check_served(tmp_path, made(tmp_path))
         sidecar.stride = 0
-        engine.generate(WAVES[0][:1], [4])
+        run_heard(engine, sidecar, lambda _: (GAMMA, False))
         loaded = load_dflash(draft, EMBEDDING)
         check_served(tmp_path, dict(loaded.named_parameters()))
