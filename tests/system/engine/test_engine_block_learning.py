@@ -313,7 +313,7 @@ def test_over_two_ranks_each_request_learns_for_itself(draft: Path, tmp_path: Pa
         "SPECULATION_ONLINE_SCOPE": "request",
     }
     arguments = [*LONE[:-1], str(draft), "--tp-size", "2"]
-    request = WAVES[0][:1], [300]
+    request = WAVES[0][:1], [200]
     with (
         scripted_sidecar(tmp_path) as sidecar,
         serving(tmp_path / "engine", arguments, variables | sidecar.variables) as engine,
