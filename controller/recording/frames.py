@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from controller.recording.errors import RecordingError
 from speculation.v1 import record_pb2
 
-_VERSION: Final = 7
+_VERSION: Final = 8
 MAGIC: Final = b"speculation-record/%d\n" % _VERSION
 _FIRST_LINE = re.compile(rb"speculation-record/(\d{1,9})\n")
 _HEAD = struct.Struct("<II")

@@ -251,7 +251,8 @@ class EngineStartup:
             # On one rank, say: all of them have to know.
             losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, over)
             return None, None
-        from engine_shim.sglang.learning.online_updates import OnlineUpdates, updates_for
+        from engine_shim.sglang.learning.online_start import updates_for
+        from engine_shim.sglang.learning.online_updates import OnlineUpdates
 
         device = scheduler.tp_worker.model_runner.device
         online = updates_for(worker, device, ranks.peers(), self._settings, self._orders, second)

@@ -5,9 +5,11 @@ So the figures do not depend on how quick this machine is, or on what else runs 
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from lab.cpu_engine.engine_command import SHALLOW
@@ -43,6 +45,17 @@ class PacedPlay:
         return sum(step.seconds for step in self.steps)
 
     @property
+    def halves(self) -> tuple[tuple[int, float], tuple[int, float]]:
+        """Tokens and seconds of the passes up to half of the tokens, and of the others."""
+        gained = [step.tokens if step.is_decode else 0 for step in self.steps]
+        reached = list(accumulate(gained))
+        cut = bisect_left(reached, sum(gained) / 2) + 1
+        return self._part(gained, 0, cut), self._part(gained, cut, len(gained))
+
+    def _part(self, gained: Sequence[int], begin: int, end: int) -> tuple[int, float]:
+        return sum(gained[begin:end]), sum(step.seconds for step in self.steps[begin:end])
+
+    @property
     def acceptance_length(self) -> float:
         """Tokens of a sequence in a step that drafts; 1 without any."""
         drafted = [step for step in self.steps if step.gamma > 0]
@@ -62,10 +75,17 @@ class PacedLab:
         self.lab = lab
         self._log = log
 
-    def play(self, domain: str, count: int, new_tokens: int, seed: int) -> PacedPlay:
-        """Sends `count` requests at once and decodes them greedily.  Raises HarnessError."""
+    def play(
+        self, domain: str, count: int, new_tokens: int, seed: int, clients: int | None = None
+    ) -> PacedPlay:
+        """Decodes `count` requests greedily; clients: as in `Lab.generate`.  Raises HarnessError.
+
+        Nothing is held, so the machine decides how many passes go by before a request arrives.
+        Only with more clients than the engine runs at once has each pass the same batch size on
+        every machine: the next request is then in the engine's queue already.
+        """
         begin = read_log(self._log).end
-        played: Played = self.lab.generate(domain, count, new_tokens, seed)
+        played: Played = self.lab.generate(domain, count, new_tokens, seed, clients)
         deadline = time.monotonic() + _LOG_SECONDS
         # The engine writes as soon as it is idle.
         while len((part := read_log(self._log, begin)).requests) < count:

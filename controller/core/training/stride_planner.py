@@ -182,10 +182,13 @@ class RegimePlanner:
         elif at == best:
             self._trying = False
         self._otherwise = best if self._trying else self._at
-        # In the worst case the more frequent updates gain nothing.
-        self._trial_loss = max(0.0, 1 - float(plain[self._at] / plain[best]))
+        # What is better but has to wait until the present stride has been in force for a while is
+        # no trial.
+        self._trial_loss = 0.0
         if self._trying:
-            self._trial_loss = max(self._trial_loss, float(lost[self._at] - lost[best]))
+            # In the worst case the more frequent updates gain nothing.
+            worst = float(lost[self._at] - lost[best])
+            self._trial_loss = max(0.0, 1 - float(plain[self._at] / plain[best]), worst)
 
     def _goodput(
         self,

@@ -89,8 +89,8 @@ class Forecast:
 
 @recorded(
     "update_response",
-    "updates shifts _accepted _all_rounds _covariance _error _landed _log_evidence _mean "
-    "_reached _resets_per_round _rounds _seen _shape _state",
+    "updates shifts _accepted _covariance _error _landed _log_evidence _mean _reached "
+    "_resets_per_round _rounds _seen _shape _since_first_reset _state",
 )
 class UpdateResponse:
     """Holds the estimate for one drafter; `fold` changes it."""
@@ -113,7 +113,9 @@ class UpdateResponse:
         bg = -_GAIN_OF_MISSING * bb
         gg += _GAIN_OF_MISSING**2 * bb
         self._covariance = np.tile(np.array([bb, bg, gg])[:, None], count)
-        self._rounds = self._landed = self._all_rounds = 0
+        self._rounds = self._landed = 0
+        # Rounds since the first reset, 0 before it.
+        self._since_first_reset = 0
         self._resets_per_round = 0.0
         # Of the open block: drafts that were reached, what they count as in first ones, accepted.
         self._reached = self._seen = self._accepted = 0.0
@@ -129,14 +131,11 @@ class UpdateResponse:
 
     def fold(self, report: StepReport, *, drafted: bool) -> None:
         """Takes a report; drafted: its counts are of the drafter that learns."""
-        self._all_rounds += 1
+        self._count_resets(report)
         if report.flags.drafter_reset:
             self._close()
             self._state = np.zeros_like(self._state)
             self._covariance[0] += _REQUEST_DEVIATION**2
-        self._resets_per_round += (report.flags.drafter_reset - self._resets_per_round) * max(
-            _RESET_RATE, 1 / self._all_rounds
-        )
         self._rounds += 1
         if report.update_seconds:
             self._landed += 1
@@ -196,6 +195,15 @@ class UpdateResponse:
             self._observe((before + self._state) / 2)
         self._rounds = self._landed = 0
         self._reached = self._seen = self._accepted = 0.0
+
+    def _count_resets(self, report: StepReport) -> None:
+        """Takes the distances between resets; a single one, as after a rollback, shows none."""
+        if self._since_first_reset:
+            self._resets_per_round += (report.flags.drafter_reset - self._resets_per_round) * max(
+                _RESET_RATE, 1 / self._since_first_reset
+            )
+        if self._since_first_reset or report.flags.drafter_reset:
+            self._since_first_reset += 1
 
     def _count(self, report: StepReport) -> None:
         exact, censored = report.drafted

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import OrderKind, Orders
@@ -27,19 +27,15 @@ from engine_shim.sglang.api.transfer import side_stream
 from engine_shim.sglang.learning.online_weights import OnlineWeights, Outcome
 from engine_shim.sglang.learning.readback import JUDGED, Readback, WeightChanges
 from engine_shim.sglang.learning.rollback_guard import GuardVerdict, RollbackGuard
-from engine_shim.sglang.learning.student import live_drafter
 from engine_shim.sglang.learning.trainer_process import TrainerProcess, rings_for
 from engine_shim.sglang.learning.verified_step import UpdateStatus
 from engine_shim.sglang.learning.windows import Windows
-from engine_shim.steering.errors import UnsupportedEngineError
-from engine_shim.training.configs import UnsupportedDrafterError
 from engine_shim.training.dflash import DFlashShape
 from engine_shim.training.exchange import Message, MessageKind
 
 if TYPE_CHECKING:
     import torch
 
-    from engine_shim.sglang.api.ranks import Peers
     from engine_shim.sglang.api.settings import PluginSettings
     from engine_shim.sglang.learning.readback import HostRound
     from engine_shim.sglang.learning.student import LiveDrafter
@@ -52,8 +48,6 @@ _UNDRAFTED: Final = 3
 
 # Of an order to adopt weights that somebody else has written.
 _OTHERS: Final = 1
-
-_REFUSED: Final = "SPECULATION_ONLINE_UPDATES is set, but the drafter cannot learn"
 
 _log = logging.getLogger(__name__)
 
@@ -77,45 +71,6 @@ class OnlineCounters:
     loss: float = 0.0
     seconds: float = 0.0
     state: str = "starting"
-
-
-def refused_device(device: str, *, several: bool) -> str:
-    """Explains why drafters cannot learn on a device; "" if they can.  several: ranks share it."""
-    if device not in ("cpu", "cuda"):
-        return f"{_REFUSED}: on {device} this is untested"
-    if several and device != "cpu":
-        return (
-            f"{_REFUSED}: several ranks exchange weights over the host's network, for which the "
-            f"engine would wait on {device}"
-        )
-    return ""
-
-
-def updates_for(
-    worker: Any,
-    device: str,
-    ranks: Peers,
-    settings: PluginSettings,
-    orders: Orders,
-    second: Any = None,
-) -> OnlineUpdates | OnlineWeights:
-    """Makes the updates of this `EAGLEWorkerV2`, or what rank 0's change on another rank.
-
-    device, ranks: that it runs on, and that share it.  orders: of this rank.  second: the
-    `DFlashDrafter` beside the engine's own, if that learns.  Raises UnsupportedEngineError.
-    """
-    reason = refused_device(device, several=ranks.several)
-    if reason:
-        raise UnsupportedEngineError(reason)
-    try:
-        drafter = live_drafter(worker, ranks, second)
-    except UnsupportedDrafterError as error:
-        raise UnsupportedEngineError(f"{_REFUSED}: {error}") from error
-    if ranks.rank:
-        weights = OnlineWeights(drafter, per_request=settings.online_scope == "request")
-        weights.follow(orders)
-        return weights
-    return OnlineUpdates(drafter, settings, settings.gammas[-1], orders)
 
 
 class OnlineUpdates:

@@ -159,7 +159,7 @@ def test_a_second_opening_is_no_segment(whole: bytes, tmp_path: Path):
 def test_a_recording_of_another_format_is_refused_by_name(whole: bytes, tmp_path: Path):
     path = tmp_path / "engine-0@00000001.record"
     path.write_bytes(whole.replace(MAGIC, b"speculation-record/4\n", 1))
-    said = "has format 4, and this version of the controller reads format 7 only"
+    said = "has format 4, and this version of the controller reads format 8 only"
     with pytest.raises(RecordingError, match=said):
         replay(find(tmp_path))
     with pytest.raises(RecordingError, match=said):

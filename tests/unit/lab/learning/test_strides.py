@@ -6,7 +6,7 @@ import pytest
 
 from lab.harness.spread import Spread
 from lab.learning.headline import Verdict
-from lab.learning.strides import OWN, StrideFigures, choice_headline, strides_headline
+from lab.learning.strides import OWN, Halves, StrideFigures, choice_headline, strides_headline
 
 PLAIN = Spread((140.0,))
 
@@ -55,16 +55,16 @@ def test_strides_stand_in_the_table_with_their_spread() -> None:
     assert found.curves[0].points == ((0.0, 100.0), (0.2, 130.0), (1.0, 90.0))
 
 
-def waves(*seconds: float) -> list[tuple[int, float]]:
-    return [(1000, one) for one in seconds]
+def halves(first: float, second: float) -> Halves:
+    return (2000, first), (2000, second)
 
 
 def test_the_choice_is_compared_over_the_whole_stream_and_its_second_half() -> None:
     stream = {
-        "off": [waves(4.0, 4.0, 4.0, 4.0)],
-        "online:20": [waves(4.0, 4.0, 2.0, 2.0)],
-        "online:5": [waves(4.0, 2.0, 2.0, 2.0)],
-        OWN: [waves(4.0, 4.0, 2.0, 1.0)],
+        "off": [halves(8.0, 8.0)],
+        "online:20": [halves(8.0, 4.0)],
+        "online:5": [halves(6.0, 4.0)],
+        OWN: [halves(8.0, 3.0)],
     }
     found = choice_headline({"learnable": stream})
     row = found.facts["learnable"]
@@ -79,8 +79,8 @@ def test_the_choice_is_compared_over_the_whole_stream_and_its_second_half() -> N
 
 
 def test_a_choice_has_to_reach_the_bar_on_every_stream() -> None:
-    good = {"off": [waves(4.0)], OWN: [waves(4.1)]}
-    bad = {"off": [waves(4.0)], OWN: [waves(4.2)]}
+    good = {"off": [halves(2.0, 2.0)], OWN: [halves(2.0, 2.1)]}
+    bad = {"off": [halves(2.0, 2.0)], OWN: [halves(2.0, 2.2)]}
     assert choice_headline({"a": good}).verdict is Verdict.REPRODUCES
     found = choice_headline({"a": good, "b": bad})
     assert found.verdict is Verdict.PARTLY

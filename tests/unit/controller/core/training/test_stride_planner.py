@@ -127,6 +127,20 @@ def test_trying_keeps_to_its_account():
     assert 10 < engine.updates * engine.lost < 16 + 0.005 * 8000 + 32
 
 
+@pytest.mark.parametrize("gain", [0.0, 0.15, 0.3])
+def test_only_a_trial_uses_the_account(gain: float):
+    """A better stride that has to wait until it may be taken costs what no trial has caused."""
+    engine, before, fell = Engine(gain), None, 0
+    for _ in range(3000):
+        engine.run(1)
+        now = engine.core.updates.strides
+        if now is not None and before is not None and now.trial_steps < before.trial_steps:
+            assert now.trying or before.trying
+            fell += 1
+        before = now
+    assert fell > 10
+
+
 def test_a_trainer_that_starts_late_finds_the_account_as_it_was():
     """Trials that last until then would cost more than the account holds."""
     engine = Engine(0.3, ready=4000)

@@ -101,6 +101,34 @@ def test_resets_take_away_what_was_won():
     assert kept.forecast().mean[0, -1] > reset.forecast().mean[0, -1] + 0.04
 
 
+def test_a_single_rollback_does_not_take_away_what_is_won_after_it():
+    kept, rolled_back = (Drafter(0.6, 0.2, 0.03, 0.0) for _ in range(2))
+    for drafter in (kept, rolled_back):
+        drafter.run(145, 10)
+    rolled_back.reset()
+    for drafter in (kept, rolled_back):
+        drafter.run(400, 10)
+    assert not rolled_back.response.is_reset_repeatedly
+    # Without further updates it is expected to keep as much of it as one that never was.
+    usual, ours = kept.forecast(), rolled_back.forecast()
+    lost = ours.now - ours.mean[0, -1]
+    assert lost == pytest.approx(usual.now - usual.mean[0, -1], abs=0.02)
+
+
+def test_the_second_reset_shows_how_often_they_come():
+    drafter = Drafter(0.6, 0.2, 0.03, 0.0)
+    drafter.run(400, 10)
+    drafter.reset()
+    drafter.run(99, 10)
+    once = drafter.response.is_reset_repeatedly
+    drafter.reset()
+    assert (once, drafter.response.is_reset_repeatedly) == (False, True)
+    # What is won after it is expected to be gone with the next one.
+    drafter.run(99, 5)
+    soon = drafter.forecast(400.0)
+    assert soon.mean[0, -1] < soon.now - 0.01
+
+
 def test_longer_drafts_do_not_look_like_a_change():
     """Later positions are accepted less often; gamma moves, and nothing else does."""
     response = UpdateResponse()

@@ -11,12 +11,8 @@ import torch
 from engine_shim.link.orders import Orders
 from engine_shim.sglang.api.ranks import ALONE
 from engine_shim.sglang.api.settings import load_settings
-from engine_shim.sglang.learning.online_updates import (
-    OnlineCounters,
-    OnlineUpdates,
-    refused_device,
-    updates_for,
-)
+from engine_shim.sglang.learning.online_start import refused_device, updates_for
+from engine_shim.sglang.learning.online_updates import OnlineCounters, OnlineUpdates
 from engine_shim.sglang.learning.student import LiveDrafter, live_drafter
 from engine_shim.sglang.learning.trainer_process import rings_for
 from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
