@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -46,6 +47,9 @@ _SUFFIX: Final = ".safetensors"
 _BORROWED: Final = "target:"
 _LOCK: Final = ".lock"
 _CLAIM: Final = ".claim"
+# What is being written; untouched for so long, it was left.
+_PART: Final = ".part"
+_LEFT_SECONDS: Final = 86_400.0
 
 
 class VersionError(ValueError):
@@ -185,10 +189,17 @@ class Versions:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def forget(self, keep: set[int], most: int = 8) -> None:
-        """Deletes the oldest versions beyond `most`, but none of `keep`."""
+        """Deletes the oldest versions beyond `most`, but none of `keep`.
+
+        Deletes also what a writer that was killed has left, once it is a day old.
+        """
         for version in self.numbers()[:-most]:
             if version not in keep:
                 self._path(version).unlink(missing_ok=True)
+        for part in self.folder.glob(f"*{_PART}"):
+            with suppress(FileNotFoundError):
+                if time.time() - part.stat().st_mtime > _LEFT_SECONDS:
+                    part.unlink()
 
     def lock(self) -> IO[bytes]:
         """Locks the folder for one trainer until the file is closed.  Raises FolderTakenError."""
@@ -217,7 +228,7 @@ class Versions:
             version += 1
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor], facts: dict[str, str]) -> None:
-        aside = path.with_suffix(f".{os.getpid()}.part")
+        aside = path.with_suffix(f".{os.getpid()}{_PART}")
         try:
             whole = {name: part.detach().cpu().contiguous() for name, part in tensors.items()}
             save_file(whole, aside, {"format": FORMAT, **facts})

@@ -3,10 +3,12 @@
 Most servers are forks of a process that has imported SGLang; `fresh` ones start as a user's do.
 """
 
+import base64
 import functools
 import http.client
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -123,6 +125,15 @@ class EngineProcess:
             yield (json.loads(part) for part in parts if part and part != b"[DONE]")
         finally:
             connection.close()
+
+    def replace_target(self, weights: Mapping[str, Any], ranks: int) -> None:
+        """A weight update of the target; weights: tensors by name, of the whole."""
+        selected = {"selector": "target"}
+        payload = base64.b64encode(pickle.dumps(list(weights.items()))).decode()
+        update = {"serialized_named_tensors": [payload] * ranks}
+        self._call("/begin_weight_update", selected)
+        self._call("/update_weights_from_tensor", selected | update)
+        self._call("/end_weight_update", {})
 
     def abort(self, rid: str) -> None:
         """Ends a request early."""

@@ -1,8 +1,13 @@
 """What tests of a drafter that learns ask an engine, between its steps."""
 
+from pathlib import Path
 from typing import Any
 
-from tests.support.engine import EngineProcess
+import torch
+
+from engine_shim.training.checkpoint import load_dflash, load_target, save_dflash
+from engine_shim.training.signals import Signal
+from tests.support.engine import DFLASH, TARGET, EngineProcess
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import Script, ScriptedSidecar
@@ -42,3 +47,30 @@ def between_steps(engine: EngineProcess, part: str, name: str, value: object) ->
         return bool(status(engine, part)[name] == value)
 
     eventually(so, within=240.0, what=f"{part}: {name} is {value}")
+
+
+def save_damaged_dflash(folder: Path, embedding: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A damaged copy of the shipped drafter, which leaves something to learn; its parameters.
+
+    embedding: of its target.
+    """
+    damaged = load_dflash(DFLASH, embedding)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        damaged.fc.weight.normal_(std=0.05, generator=generator)
+    save_dflash(damaged, folder)
+    return {name: part.detach() for name, part in damaged.named_parameters()}
+
+
+def check_features(signal: Signal, layers: tuple[int, ...]) -> None:
+    """They are the target's hidden states at these layers, whole.
+
+    Without what came before the signal, its later positions see almost the same.
+    """
+    target = load_target(TARGET)
+    assert signal.features.shape[1] == len(layers) * target.shape.hidden
+    with torch.no_grad():
+        _, features = target.logits_and_features(signal.tokens[None], layers)
+    known = torch.cat(features, dim=-1)[0]
+    same = torch.nn.functional.cosine_similarity(known[40:], signal.features[40:].float(), dim=-1)
+    assert same.median() > 0.9, same

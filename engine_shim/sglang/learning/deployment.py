@@ -76,6 +76,8 @@ class Deployment:
         self._learnt = LearntVersions(self._versions)
         # The version in whose place a plan may still name the one that was learnt from it.
         self._replaced: int | None = None
+        # The version that served before the last deployment, to which a plan may go back.
+        self._before = 0
         self._reading: _Reading | None = None
         self._retry_at = self._ask_at = 0.0
         self._stopped = self._has_changed = False
@@ -112,7 +114,7 @@ class Deployment:
         if others_serve:
             online.others_serve()
         if collecting and not self._stopped:
-            stored = self._learnt.before_step(online, counters.version)
+            stored = self._learnt.before_step(online, counters.version, self._needed())
             if stored is not None:
                 _log.info("version %d is what online updates made of %d", stored, counters.version)
                 if self._replaced is None:
@@ -121,6 +123,11 @@ class Deployment:
             elif self._learnt.failing:
                 counters.state = f"what was learnt cannot be stored: {self._learnt.failing}"
         counters.learnt_from = counters.version if online.has_learnt else self._replaced
+
+    def _needed(self) -> set[int]:
+        """Returns the versions besides the serving one that a plan may name."""
+        reading = self._reading
+        return {self._before, self._replaced or 0, 0 if reading is None else reading.version}
 
     def stop(self, why: str) -> None:
         """Ends the deployments; the present weights keep serving, and are reported."""
@@ -205,9 +212,9 @@ class Deployment:
         return not self.counters.state.startswith(f"version {wanted} ")
 
     def _changed(self, version: int) -> None:
+        self._before = self.counters.version
         if self._ranks.rank == 0:
-            before = self.counters.version
-            _log.info("version %d of the drafter serves, after %d", version, before)
+            _log.info("version %d of the drafter serves, after %d", version, self._before)
         self.counters.version, self._replaced = version, None
         self.counters.deployed += 1
         self.counters.state = "ready"

@@ -3,6 +3,9 @@
 A trainer's rounds begin from a version, and a version that fails goes back to one: weights that no
 file holds could be neither.  So what was learnt is stored in the trainer's folder, on a thread, as
 soon as updates rest and its acceptance has been judged.  The served weights stay as they are.
+
+A trainer deletes old versions after each round, but there may be none: so each time that something
+is stored, the engine does, too.
 """
 
 from __future__ import annotations
@@ -39,16 +42,18 @@ class LearntVersions:
         self._storing: _Storing | None = None
         self._retry_at = 0.0
 
-    def before_step(self, online: OnlineUpdates, serving: int) -> int | None:
+    def before_step(self, online: OnlineUpdates, serving: int, needed: set[int]) -> int | None:
         """Runs as a decode step begins, while signals are collected.
 
-        serving: the version from which was learnt.  Returns the version that the served weights
-        are from now on, once they are stored; waits for nothing.
+        serving: the version from which was learnt.  needed: others that must not be deleted.
+        Returns the version that the served weights are from now on, once they are stored; waits
+        for nothing.
         """
         storing = self._storing
         if storing is None:
             if online.may_be_stored and monotonic() >= self._retry_at:
-                self._storing = _Storing(self._versions, online.learnt_weights(), serving)
+                weights = online.learnt_weights()
+                self._storing = _Storing(self._versions, weights, serving, {serving, *needed})
             return None
         if not storing.is_done:
             return None
@@ -65,15 +70,23 @@ class LearntVersions:
 
 
 class _Storing:
-    """Weights on their way to the disk.  version: their number, None for why."""
+    """Weights on their way to the disk.
+
+    version: their number, None for why.  needed: versions that must not be deleted.
+    """
 
     def __init__(
-        self, versions: Versions, weights: Mapping[str, torch.Tensor], parent: int
+        self,
+        versions: Versions,
+        weights: Mapping[str, torch.Tensor],
+        parent: int,
+        needed: set[int],
     ) -> None:
         self.version: int | None = None
         self.why = ""
         self.weights = weights
         self._versions = versions
+        self._needed = needed
         # A GPU has yet to make the copy.
         self._copied = launched(next(iter(weights.values())).device)
         self._made = Made(parent, 0.0, 0.0, 0.0, 0, 0.0)
@@ -87,8 +100,16 @@ class _Storing:
 
     def _store(self) -> None:
         try:
+            # First, as the disk may be full.
+            self._forget()
             if self._copied is not None:
                 self._copied.synchronize()
             self.version = self._versions.publish(self.weights, self._made)
         except Exception as error:  # noqa: BLE001 - a full disk, say: the weights serve on
             self.why = f"{type(error).__name__}: {error}"
+
+    def _forget(self) -> None:
+        try:
+            self._versions.forget(self._needed)
+        except OSError as error:  # they are another user's, say
+            _log.warning("old versions of the drafter cannot be deleted: %s", error)

@@ -128,8 +128,9 @@ def retract_often() -> None:
 def show_served_weights() -> None:
     """Each rank leaves what it serves, and what is good, in the folder SERVED_WEIGHTS.
 
-    Rank 0 also leaves what a trainer beside the engine has made.  Rank 1 cannot read a version
-    while the file `unreadable` is there.
+    Rank 0 also leaves what the trainer has made, and what it knows of the target.  While a file is
+    there: `unreadable`: rank 1 cannot read a version; `ruined`: what the trainer makes is noise;
+    `not_finite`: it is given NaN to learn from.
     """
     if sglang_api.SCHEDULER_MODULE not in sys.modules:
         return
@@ -159,6 +160,8 @@ def show_served_weights() -> None:
         show("good", self.good)
 
     def land_and_show(self: OnlineWeights, whole: Any, generation: int) -> Any:
+        if whole and (folder / "ruined").exists():
+            whole = {name: torch.randn_like(part) for name, part in whole.items()}
         if whole:
             show("made", whole)
         return land(self, whole, generation)
@@ -172,3 +175,27 @@ def show_served_weights() -> None:
     type.__setattr__(DrafterWeights, "keep", keep_and_show)
     type.__setattr__(OnlineWeights, "land", land_and_show)
     type.__setattr__(Versions, "load", load_or_fail)
+    _watch_trainer(folder, show)
+
+
+def _watch_trainer(folder: Path, show: Callable[[str, Any], None]) -> None:
+    import torch
+
+    from engine_shim.sglang.learning.trainer_process import TrainerProcess
+    from engine_shim.training import trainer
+    from engine_shim.training.exchange import Message, MessageKind
+
+    send, share_borrowed = TrainerProcess.send, TrainerProcess.share_borrowed
+
+    def send_or_spoil(self: TrainerProcess, message: Message) -> bool:
+        if message.kind is MessageKind.LEARN and (folder / "not_finite").exists():
+            self.tensors["features"].fill_(torch.nan)
+        return send(self, message)
+
+    def share_and_show(self: TrainerProcess) -> None:
+        share_borrowed(self)
+        tensors = self.tensors.items()
+        show("borrowed", {n: part for n, part in tensors if n.startswith(trainer.BORROWED)})
+
+    type.__setattr__(TrainerProcess, "send", send_or_spoil)
+    type.__setattr__(TrainerProcess, "share_borrowed", share_and_show)

@@ -14,15 +14,23 @@ import psutil
 import pytest
 import torch
 
-from engine_shim.training.checkpoint import load_dflash, load_target, save_dflash
+from engine_shim.training.checkpoint import load_dflash, load_target
 from engine_shim.training.signals import Signal, SignalStore
 from engine_shim.training.specforge import export_signals, import_draft
 from engine_shim.training.versions import FOLDER, Versions
 from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
-from tests.support.learning_engine import between_steps, run_heard, status, wave
+from tests.support.learning_engine import (
+    between_steps,
+    check_features,
+    run_heard,
+    save_damaged_dflash,
+    status,
+    wave,
+)
 from tests.support.long_contexts import EVERYTHING, agreement, recorder
-from tests.support.prompts_in_flight import PLAYS_MAX, WAVES
+from tests.support.prompts_in_flight import PLAYS_MAX, WAVES, play
+from tests.support.rank_weights import check_served, made, shown
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.support.specforge_runs import PASSES, Run, trained
 from tests.support.waits import WAITS
@@ -47,12 +55,8 @@ def waits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The damaged drafter."""
-    damaged = load_dflash(DFLASH, EMBEDDING)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        damaged.fc.weight.normal_(std=0.05, generator=generator)
     made = tmp_path_factory.mktemp("draft")
-    save_dflash(damaged, made)
+    save_damaged_dflash(made, EMBEDDING)
     return made
 
 
@@ -117,7 +121,7 @@ def test_what_it_reads_is_collected_trains_in_specforge_and_the_version_serves(
     between_steps(engine, "signals", "waiting", 0)
     signals = [one for one in SignalStore(folder, 1 << 30).read() if len(one.tokens) > 100]
     assert len(signals) >= 10
-    check_features(signals)
+    check_first_features(signals)
     versions = Versions(folder / FOLDER)
     out = tmp_path / "out"
     assert export_signals(folder, versions, 0, TARGET, out) >= 10
@@ -140,18 +144,11 @@ def test_what_it_reads_is_collected_trains_in_specforge_and_the_version_serves(
     assert wave(engine, 3, plain_waves) < after - 0.3
 
 
-def check_features(signals: list[Signal]) -> None:
-    """They are the target's hidden states at the layers that this drafter reads."""
-    target, layers = load_target(TARGET), load_dflash(DFLASH, EMBEDDING).shape.feature_layers
+def check_first_features(signals: list[Signal]) -> None:
+    """Those of a signal that begins with its prompt."""
     found = next(signal for signal in signals if signal.start < 100)
-    # Without what came before it, later positions see almost the same.
-    width = target.shape.hidden
-    assert found.features.shape[1] == len(layers) * width
-    with torch.no_grad():
-        _, features = target.logits_and_features(found.tokens[None], layers)
-    known = torch.cat(features, dim=-1)[0]
-    same = torch.nn.functional.cosine_similarity(known[40:], found.features[40:].float(), dim=-1)
-    assert same.median() > 0.9, same
+    target, layers = load_target(TARGET), load_dflash(DFLASH, EMBEDDING).shape.feature_layers
+    check_features(found, layers)
     # Those of a whole prompt have seen all that came before them.
     prompts = [one for one in signals if not one.start and one.context > 40]
     for one in prompts:
@@ -251,7 +248,7 @@ def test_beside_eagle3_what_it_reads_is_collected(
     between_steps(beside.engine, "signals", "open", False)
     between_steps(beside.engine, "signals", "waiting", 0)
     signals = [one for one in SignalStore(beside.folder, 1 << 30).read() if len(one.tokens) > 90]
-    check_features(signals)
+    check_first_features(signals)
     assert drafted[0] > drafted[1] + 0.3
     # EAGLE3's drafts say nothing of it.
     tried = [one.tried for one in signals]
@@ -304,3 +301,47 @@ def test_beside_eagle3_a_killed_trainer_takes_nothing_with_it(
     assert other > learnt
     (loss,) = beside.engine.internal_state()["speculation_controller"]["lost"]
     assert loss["capability"] == "CAPABILITY_UPDATE_ONLINE"
+
+
+def test_over_two_ranks_each_request_learns_for_itself(draft: Path, tmp_path: Path) -> None:
+    """And begins with the drafter as it was loaded."""
+    variables = {
+        **shown(tmp_path),
+        **MODES["overlapped"],
+        "SPECULATION_GAMMAS": "0,1,3,7",
+        "SPECULATION_ONLINE_UPDATES": "1",
+        "SPECULATION_ONLINE_SCOPE": "request",
+    }
+    arguments = [*LONE[:-1], str(draft), "--tp-size", "2"]
+    request = WAVES[0][:1], [200]
+    with (
+        scripted_sidecar(tmp_path) as sidecar,
+        serving(tmp_path / "engine", arguments, variables | sidecar.variables) as engine,
+    ):
+        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        (plain,), _ = play(engine, sidecar, lambda _: (0, False), *request)
+
+        def acceptance_length() -> float:
+            (answer,), _ = play(engine, sidecar, lambda _: (GAMMA, False), *request)
+            assert answer.tokens == plain.tokens
+            accepted: int = answer.meta["spec_num_correct_drafts"]
+            steps: int = answer.meta["spec_verify_ct"]
+            return 1 + accepted / steps
+
+        between_steps(engine, "online", "state", "ready")
+        before = acceptance_length()
+        sidecar.stride = 1
+        for _ in range(PLAYS_MAX):
+            after = acceptance_length()
+            found = status(engine, "online")
+            if found["resets"] and after > before + 0.2:
+                break
+        print(f"acceptance length {before:.2f}, then {after:.2f} in one request")
+        assert after > before + 0.2
+        assert (found["refused"], found["restored"]) == (0, 0)
+        assert found["resets"] > 0
+        check_served(tmp_path, made(tmp_path))
+        sidecar.stride = 0
+        run_heard(engine, sidecar, lambda _: (GAMMA, False))
+        loaded = load_dflash(draft, EMBEDDING)
+        check_served(tmp_path, dict(loaded.named_parameters()))

@@ -4,6 +4,7 @@ SGLang's MiMo does not emit hidden states for DFlash: the plugin has it do so.
 """
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.training.checkpoint import load_dflash, load_predictor, load_target
+from engine_shim.training.checkpoint import load_dflash, load_predictor, load_target, save_predictor
 from lab.cpu_engine.engine_command import MIMO
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP
 from tests.support.engine import MODES, MTP, EngineProcess, serving
@@ -29,6 +30,7 @@ from tests.support.prompts_in_flight import (
     play_arm,
     play_until,
 )
+from tests.support.rank_weights import check_served, made, shown
 from tests.support.scripted_sidecar import Arm, Script, ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -205,7 +207,19 @@ def test_the_predictor_learns_beside_the_block_drafter(
     assert found["updates"] > before
 
 
-def test_two_ranks_run_both(tmp_path: Path) -> None:
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """The target with a damaged predictor, so that there is something to learn."""
+    folder = Path(shutil.copytree(MIMO / "target", tmp_path / "damaged"))
+    predictor = load_predictor(folder, load_target(folder).model.embed_tokens.weight)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        predictor.model.input_proj.weight.normal_(std=0.05, generator=generator)
+    save_predictor(predictor, folder)
+    return folder
+
+
+def test_two_ranks_run_both_and_the_predictor_learns(damaged: Path, tmp_path: Path) -> None:
     target = ("--model-path", str(MIMO / "target"))
     with serving(tmp_path / "plain", [*target, *TWO_RANKS]) as engine:
         expected = [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)]
@@ -213,8 +227,10 @@ def test_two_ranks_run_both(tmp_path: Path) -> None:
     # The ranks must be given one order.
     order = choose.choices(ARMS, k=5000)
     with scripted_sidecar(tmp_path) as sidecar:
-        given = variables("overlapped", sidecar) | {"SPECULATION_SLEEP_POSITIONS": "8"}
-        with serving(tmp_path / "steered", [*MTP, *TWO_RANKS], given) as engine:
+        given = variables("overlapped", sidecar) | shown(tmp_path)
+        given |= {"SPECULATION_SLEEP_POSITIONS": "8", "SPECULATION_ONLINE_UPDATES": "1"}
+        models = [str(damaged) if part == str(MIMO / "target") else part for part in MTP]
+        with serving(tmp_path / "steered", [*models, *TWO_RANKS], given) as engine:
             eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
             asked = {("nextn", gamma) for gamma in GAMMAS}
             asked |= {("dflash", gamma) for gamma in GAMMAS[1:]}
@@ -225,6 +241,42 @@ def test_two_ranks_run_both(tmp_path: Path) -> None:
                 lambda reports: {(report.drafter, report.gamma) for report in reports} >= asked,
                 expected,
             )
+            check_learning(engine, sidecar, expected)
+            check_served(tmp_path, made(tmp_path))
+
+
+def check_learning(engine: EngineProcess, sidecar: ScriptedSidecar, plain: list[list[int]]) -> None:
+    """The predictor accepts more and more; in the end no update is under way."""
+
+    def online() -> dict[str, Any]:
+        found: dict[str, Any] = engine.internal_state()["speculation_controller"]["online"]
+        return found
+
+    def acceptance_length() -> float:
+        reports = play_arm(engine, sidecar, ("nextn", (3, False, 0)), plain)
+        drafted = [report for report in reports if (report.drafter, report.gamma) == ("nextn", 3)]
+        counts = [(k, n) for report in drafted for k, n in enumerate(report.accepted_counts)]
+        return 1 + sum(k * n for k, n in counts) / sum(n for _, n in counts)
+
+    assert sidecar.server.introductions[0].capabilities.can_update_online
+    before = acceptance_length()
+    sidecar.stride = 2
+    for _ in range(PLAYS_MAX):
+        after = acceptance_length()
+        updates = online()["updates"]
+        if updates > 20 and after > before + 0.2:
+            break
+    print(f"acceptance length {before:.2f}, then {after:.2f} after {updates} updates")
+    assert updates > 20
+    assert after > before + 0.2
+    sidecar.stride = 0
+
+    def rests() -> bool:
+        play_arm(engine, sidecar, ("nextn", (3, False, 0)), plain)
+        return bool(online()["updates"] == online()["rounds"])
+
+    eventually(rests, what="the last update has landed")
+    assert (online()["refused"], online()["replaced"]) == (0, 0)
 
 
 def test_dflash_may_be_the_only_drafter(plain: dict[str, list[list[int]]], tmp_path: Path) -> None:

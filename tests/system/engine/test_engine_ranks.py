@@ -1,13 +1,14 @@
 """One real SGLang over two ranks, with two drafters, steered by one scripted sidecar.
 
-Its own drafter knows code only, and learns: by versions, and online.
+Its own drafter knows code only, and the second one is damaged.  The former learns where passes
+overlap, by versions and online, the latter where they do not.
 """
 
 import os
 import random
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,6 @@ from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.cpu_engine.serve import with_cpu_defaults
 from tests.support.engine import (
     CODE_ONLY,
-    DFLASH,
     DRAFT,
     EAGLE3,
     MODES,
@@ -32,9 +32,16 @@ from tests.support.engine import (
     serving,
 )
 from tests.support.eventually import eventually
-from tests.support.learning_engine import between_steps, status, wave
+from tests.support.learning_engine import (
+    between_steps,
+    check_features,
+    save_damaged_dflash,
+    status,
+    wave,
+)
 from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES
+from tests.support.rank_weights import check_served, joined, made, shown
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -55,12 +62,15 @@ PROMPTS = [
     for prompt in held_out_prompts(domain, count=1, length_tokens=40, seed=3)
 ]
 LENGTHS = [25, 45, 35, 30][: len(PROMPTS)]
-# Of them, so many are played here.
+LONG = [WAVE_LENGTH] * len(WAVES[0])
+# Of the waves, so many are played here.
 WAVES_PLAYED = 2
 # The drafter that knows all domains, as a version of the one that knows code only.
 EMBEDDING = load_target(TARGET).model.embed_tokens.weight.detach()
 BETTER = {name: p.detach() for name, p in load_draft(DRAFT, EMBEDDING).named_parameters()}
 MADE = Made(0, 0.0, 1.0, 0.0, 12, 1.0)
+# By way: the drafter that learns, its place, and by how much its acceptance length is to rise.
+LEARNERS = {"eager": ("dflash", 1, 0.2), "overlapped": ("eagle3", 0, 0.5)}
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +108,19 @@ def way(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
+def learner(way: str) -> Arm:
+    """The arm in which the drafter that learns drafts."""
+    return 3, False, LEARNERS[way][1]
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A DFlash drafter and its parameters."""
+    folder = tmp_path_factory.mktemp("damaged")
+    return folder, save_damaged_dflash(folder, EMBEDDING)
+
+
+@pytest.fixture(scope="module")
 def sidecar(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSidecar]:
     """One for each way's engine."""
     with scripted_sidecar(tmp_path_factory.mktemp(f"sidecar-{way}")) as scripted:
@@ -110,19 +133,19 @@ def engine(
     way: str,
     plain: list[list[int]],
     sidecar: ScriptedSidecar,
+    damaged: tuple[Path, dict[str, torch.Tensor]],
     served: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineProcess]:
     """Every second broadcast of SGLang is left out."""
-    target = "tests.system.engine.sabotage:show_served_weights"
     variables = {
         **sidecar.variables,
-        "PYTHONPATH": str(install_plugin(served / "plugin", target, name="zz_sabotage")),
-        "SERVED_WEIGHTS": str(served),
+        **shown(served),
         "SPECULATION_SIGNALS_FOLDER": str(served / "signals"),
         "SPECULATION_ONLINE_UPDATES": "1",
+        "SPECULATION_LEARNER": LEARNERS[way][0],
         **MODES[way],
-        "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
+        "SPECULATION_DFLASH_MODEL_PATH": str(damaged[0]),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_LOOKUP": "1",
         "SPECULATION_SLEEP_POSITIONS": "8",
@@ -194,34 +217,6 @@ def test_a_plan_runs_out_on_all_ranks_at_once(
     assert set(ran) == {("dflash", 7), ("eagle3", 3)}
 
 
-def joined(folder: Path, what: str = "rank") -> dict[str, torch.Tensor]:
-    """What both ranks serve, or hold to be good, as a whole (4 heads, 2 of keys and values)."""
-    parts = [torch.load(folder / f"{what}{rank}.pt") for rank in range(2)]
-    fused = {"qkv_proj": (64, 32, 32), "gate_up_proj": (192, 192)}
-    found = {}
-    for name, first in parts[0].items():
-        second = parts[1][name]
-        sizes = next((sizes for part, sizes in fused.items() if part in name), None)
-        if sizes is not None:
-            pairs = zip(first.split(sizes), second.split(sizes), strict=True)
-            found[name] = torch.cat([one for pair in pairs for one in pair])
-        elif "o_proj" in name or "down_proj" in name:
-            found[name] = torch.cat([first, second], dim=1)
-        elif name == "lm_head.weight":
-            found[name] = torch.cat([first, second])
-        else:
-            assert torch.equal(first, second), name
-            found[name] = first
-    return found
-
-
-def check_served(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
-    found = joined(folder)
-    assert found.keys() == expected.keys()
-    for name, part in expected.items():
-        assert torch.equal(found[name], part.detach()), name
-
-
 @pytest.mark.parametrize("way", ["overlapped"], indirect=True)
 def test_a_version_is_served_by_all_ranks_or_by_none(
     engine: EngineProcess,
@@ -270,48 +265,128 @@ def check_signals(signals: list[Signal]) -> None:
     """Rank 0's hidden states and logits are the whole model's, not its share."""
     found = max(signals, key=lambda signal: len(signal.tokens))
     assert len(found.tokens) > 80
-    layers = load_draft(DRAFT, EMBEDDING).shape.feature_layers
-    with torch.no_grad():
-        _, features = load_target(TARGET).logits_and_features(found.tokens[None], layers)
-    known = torch.cat(features, dim=-1)[0]
-    same = torch.nn.functional.cosine_similarity(known[40:], found.features[40:].float(), dim=-1)
-    # Without what came before the signal, its positions see almost the same.
-    assert same.median() > 0.9, same
+    check_features(found, load_draft(DRAFT, EMBEDDING).shape.feature_layers)
     # The prompt, with which a signal may begin, was not written by the target.
     following = found.tokens[found.context + 1 :]
     assert torch.equal(found.top_tokens[:-1, 0].long(), following)
 
 
-@pytest.mark.parametrize("way", ["overlapped"], indirect=True)
 def test_an_update_lands_on_all_ranks_in_the_same_step(
+    way: str,
+    learner: Arm,
     engine: EngineProcess,
     sidecar: ScriptedSidecar,
     served: Path,
     plain_waves: list[list[list[int]]],
 ) -> None:
-    assert sidecar.server.introductions[0].capabilities.can_update_online
-    sidecar.run(lambda _: (3, False))
+    capabilities = sidecar.server.introductions[0].capabilities
+    assert capabilities.can_update_online
+    assert capabilities.learner == (LEARNERS[way][0] if LEARNERS[way][1] else "")
+    sidecar.run(lambda _: learner)
     between_steps(engine, "online", "state", "ready")
     # The versions of another test, if it has run.
     replaced = status(engine, "online")["replaced"]
     before = wave(engine, 0, plain_waves)
     sidecar.stride = 2
-    sidecar.run(lambda _: (3, False))
+    sidecar.run(lambda _: learner)
     for number in range(1, PLAYS_MAX):
         after = wave(engine, number % WAVES_PLAYED, plain_waves)
         updates = status(engine, "online")["updates"]
-        if updates > 20 and after > before + 0.5:
+        if updates > 20 and after > before + LEARNERS[way][2]:
             break
     print(f"acceptance length {before:.2f}, then {after:.2f} after {updates} updates")
     assert updates > 20
-    assert after > before + 0.5
+    assert after > before + LEARNERS[way][2]
     found = status(engine, "online")
     assert (found["refused"], found["replaced"]) == (0, replaced)
     # Nothing more is learnt: both ranks together serve what the trainer has made.
     sidecar.stride = 0
-    sidecar.run(lambda _: (3, False))
+    sidecar.run(lambda _: learner)
     between_steps(engine, "online", "updates", status(engine, "online")["rounds"])
-    check_served(served, torch.load(served / "made0.pt"))
+    check_served(served, made(served))
+
+
+@pytest.mark.parametrize("way", ["eager"], indirect=True)
+def test_a_round_that_is_not_finite_changes_neither_rank(
+    learner: Arm,
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    served: Path,
+    plain_waves: list[list[list[int]]],
+) -> None:
+    found = status(engine, "online")
+    written = {path: path.stat().st_mtime_ns for path in served.glob("rank*.pt")}
+    sidecar.stride = 1
+    (served / "not_finite").touch()
+    sidecar.run(lambda _: learner)
+
+    def so(name: str) -> bool:
+        wave(engine, 0, plain_waves)
+        return bool(status(engine, "online")[name] > found[name])
+
+    eventually(lambda: so("refused"), what="a round is refused")
+    assert status(engine, "online")["updates"] == found["updates"]
+    assert {path: path.stat().st_mtime_ns for path in served.glob("rank*.pt")} == written
+    (served / "not_finite").unlink()
+    eventually(lambda: so("updates"), what="it learns on")
+
+
+@pytest.mark.parametrize("way", ["eager"], indirect=True)
+def test_updates_that_do_harm_are_taken_back_on_both_ranks(
+    learner: Arm,
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    damaged: tuple[Path, dict[str, torch.Tensor]],
+    served: Path,
+    plain_waves: list[list[list[int]]],
+) -> None:
+    sidecar.stride = 0
+    sidecar.run(lambda _: learner)
+    before = wave(engine, 1, plain_waves)
+    sidecar.stride = 1
+    (served / "ruined").touch()
+    sidecar.run(lambda _: learner)
+
+    def taken_back() -> bool:
+        wave(engine, 0, plain_waves)
+        return bool(status(engine, "online")["restored"])
+
+    eventually(taken_back, what="the last good weights are back")
+    (served / "ruined").unlink()
+    sidecar.stride = 0
+    sidecar.run(lambda _: learner)
+    is_known = (served / "good0.pt").exists()
+    check_served(served, joined(served, "good") if is_known else damaged[1])
+    after = wave(engine, 1, plain_waves)
+    print(f"acceptance length {before:.2f}, after the harm was taken back {after:.2f}")
+    assert after > before - 0.3
+
+
+@pytest.mark.parametrize("way", ["overlapped"], indirect=True)
+def test_a_new_target_is_noticed_on_all_ranks(
+    learner: Arm, engine: EngineProcess, sidecar: ScriptedSidecar, served: Path
+) -> None:
+    """Its embedding, which the drafter reads, and which is its head as well."""
+    before = status(engine, "online")
+    noise = torch.randn(EMBEDDING.shape, generator=torch.Generator().manual_seed(4))
+    other = EMBEDDING + 0.05 * EMBEDDING.std() * noise
+    engine.replace_target({"model.embed_tokens.weight": other}, ranks=2)
+    sidecar.stride = 0
+    sidecar.run(lambda _: (0, False))
+    tokens = [answer.tokens for answer in engine.generate(WAVES[0], LONG)]
+    sidecar.stride = 1
+    sidecar.run(lambda _: learner)
+
+    def learns_on() -> bool:
+        wave(engine, 0, [tokens])
+        now = status(engine, "online")
+        is_told = now["replaced"] == before["replaced"] + 1
+        return bool(is_told and now["updates"] > before["updates"])
+
+    eventually(learns_on, what="it is noticed, and learning continues")
+    (borrowed,) = torch.load(served / "borrowed0.pt").values()
+    assert torch.equal(borrowed, other)
+    engine.replace_target({"model.embed_tokens.weight": EMBEDDING}, ranks=2)
 
 
 @pytest.mark.parametrize("way", ["overlapped"], indirect=True)
@@ -336,8 +411,7 @@ def test_when_the_trainer_has_gone_all_ranks_serve_the_last_good_weights(
     between_steps(engine, "online", "state", "the trainer has ended with status -9")
     wave(engine, 1, plain_waves)
     # What nobody has judged yet is taken back.
-    names = [name for name in ("good", "made") if (served / f"{name}0.pt").exists()]
-    last = [joined(served, n) if n == "good" else torch.load(served / "made0.pt") for n in names]
+    last = [made(served), *([joined(served, "good")] if (served / "good0.pt").exists() else [])]
     found = joined(served)
     assert any(all(torch.equal(found[n], part) for n, part in one.items()) for one in last)
     assert engine.log.read_text().count("the drafter is no longer updated") == 1

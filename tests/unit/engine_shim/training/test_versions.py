@@ -1,6 +1,8 @@
 """Versions of a drafter on disk: nothing wrong is ever loaded."""
 
 import multiprocessing
+import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -207,6 +209,17 @@ def test_old_versions_go_but_never_one_that_is_needed(versions: Versions, studen
     versions.forget({2}, most=2)
     assert versions.numbers() == [2, 5, 6]
     assert versions.publish(moved(student), MADE) == 7
+
+
+def test_what_a_killed_writer_has_left_goes_after_a_day(versions: Versions):
+    left, written = (versions.folder / f"0000000{number}.17.part" for number in (1, 2))
+    for part in (left, written):
+        part.touch()
+    long_ago = time.time() - 100_000
+    os.utime(left, (long_ago, long_ago))
+    versions.forget(set())
+    assert not left.exists()
+    assert written.exists()
 
 
 def _tries(folder: Path, answer: "multiprocessing.connection.Connection") -> None:

@@ -11,6 +11,7 @@ from engine_shim.sglang.learning.deployment import Deployment, DeploymentCounter
 from engine_shim.sglang.learning.student import LiveDrafter
 from engine_shim.sglang.learning.weights import DrafterWeights
 from engine_shim.training.versions import FOLDER, Made, VersionError, Versions
+from tests.support.eventually import eventually
 from tests.support.training_rounds import make_student, make_target
 
 MADE = Made(0, 0.3, 0.6, 0.4, 50, 1.0)
@@ -122,6 +123,29 @@ def test_what_was_learnt_becomes_a_version_once_signals_are_collected(engine: En
     # From now on, a plan that names the first version means it.
     assert learner.steps(engine, 0, collecting=True) == 1
     assert engine.serves(0)
+
+
+def test_what_was_learnt_does_not_fill_the_disk(engine: Engine):
+    """No trainer deletes anything, and the first version, which the plan left, may come back."""
+    learner, counters = Learner(engine, 1), engine.deployment.counters
+    for by in (1.0, 2.0):
+        engine.versions.publish(engine.moved(by), MADE)
+    engine.steps(1)
+    engine.steps(2)
+    for count in range(12):
+        learner.weights.serve(engine.moved(3 + count))
+        stored = 3 + count
+
+        def so(stored: int = stored) -> bool:
+            learner.steps(engine, counters.version, collecting=True, count=1)
+            return counters.version == stored
+
+        eventually(so, within=30.0)
+    # Those that are needed, the newest eight before the last one was stored, and that.
+    assert engine.versions.numbers() == [1, *range(6, 15)]
+    assert engine.serves(14)
+    engine.steps(1)
+    assert engine.serves(1)
 
 
 def test_weights_that_changed_while_they_were_stored_are_stored_again(engine: Engine):
