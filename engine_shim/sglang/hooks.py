@@ -30,12 +30,6 @@ from engine_shim.sglang import lost_parts
 from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
 from engine_shim.sglang.drafters.row_counts import Role
 from engine_shim.sglang.eager_passes import NO_PASSES
-from engine_shim.sglang.learning.verified_step import (
-    NO_UPDATE,
-    UpdateStatus,
-    Verification,
-    prompt_pass,
-)
 from engine_shim.sglang.step_reports import (
     Launch,
     StepTap,
@@ -57,16 +51,15 @@ if TYPE_CHECKING:
     from engine_shim.sglang.drafters.row_drafting import RowDrafting
     from engine_shim.sglang.eager_passes import EagerPasses
     from engine_shim.sglang.graph_states import GraphStates
-    from engine_shim.sglang.learning.deployment import Deployment
-    from engine_shim.sglang.learning.online_updates import OnlineUpdates
-    from engine_shim.sglang.learning.online_weights import OnlineWeights
-    from engine_shim.sglang.learning.signal_collector import SignalCollector
+    from engine_shim.sglang.learning.learning_steps import LearningSteps
     from engine_shim.sglang.request_wishes import RequestWishes
     from engine_shim.steering.losses import Losses
 
 # Places in the introduction: the engine's own drafter's, and a second one's.
 OWN, SECOND = 0, 1
 OWN_ALONE = Role(OWN, is_mixed=False)
+# What an engine says of its learning where nothing learns.
+NOTHING_LEARNS = {"online": None, "signals": None, "draft": None}
 
 _log = logging.getLogger(__name__)
 
@@ -79,8 +72,7 @@ class EngineHooks:
     attention_dp: they have batches of their own (see api/attention_dp.py).
     link, tap: of rank 0 only.  block: the engine's DFlash drafter, `dual`'s or the only one.
     rows: the prompt lookup, which may draft single rows.  wishes: what requests ask for.
-    learner: place of the drafter that learns.
-    online, follower: updates of the drafter, on rank 0 and on another rank.
+    learning: of one drafter, beside the steps.
     What an engine does not have is None, and what has failed is set to None.
     """
 
@@ -99,11 +91,7 @@ class EngineHooks:
     block: DFlashDrafter | None = None
     rows: RowDrafting | None = None
     wishes: RequestWishes | None = None
-    online: OnlineUpdates | None = None
-    follower: OnlineWeights | None = None
-    collector: SignalCollector | None = None
-    deployment: Deployment | None = None
-    learner: int = OWN
+    learning: LearningSteps | None = None
     # The step between its launch and the end of its draft-extend; the scheduler launches one at a
     # time.
     _launching: Launch | None = field(default=None, init=False)
@@ -172,9 +160,8 @@ class EngineHooks:
             if not idle and sleep.must_wait:
                 launch.waits = True
                 launch.choice = self._while_waiting(choice)
-        if self.online is not None or self.deployment is not None:
-            self._update(lambda online: online.before_step())
-            launch.update_status = self._update_status()
+        if self.learning is not None:
+            launch.update_status = self.learning.before_step()
         wishes = self.wishes
         if wishes is not None and (wishes.is_asked or wishes.without_prefills):
             launch.undrafted, launch.labels = wishes.of(batch.reqs)
@@ -209,18 +196,13 @@ class EngineHooks:
             self.wishes.before_prefill(batch.reqs)
         if (rows := self.rows) is not None:
             rows.attempt(lambda: rows.before_prefill(batch))
-        request_ids = [request.rid for request in batch.reqs]
-        self._update(lambda online: online.before_prefill(request_ids))
-        if self.follower is not None:
-            self.follower.follow_prefill(request_ids)
-        # The drafter's part of the prefill replaces them.
-        tokens = None if self.collector is None else batch.input_ids
+        learning = self.learning
+        tokens = None if learning is None else learning.before_prefill(batch)
         result = original(worker, batch, *args, **kwargs)
         if self.block is not None:
             self._report_lost_block(self.block)
-        if tokens is not None and self.ranks.collects():
-            split = None if self.dual is None else self.dual.split
-            self._collect(lambda c: c.after_prefill(prompt_pass(batch, tokens, result, split)))
+        if learning is not None:
+            learning.after_prefill(batch, tokens, result)
         return result
 
     def around_draft(
@@ -272,8 +254,11 @@ class EngineHooks:
         if (rows := self.rows) is not None and not batch.forward_mode.is_idle():
             reports = self.tap is not None
             rows.attempt(lambda: rows.after_verify(batch, result, reports=reports))
-        if self.online is not None or self.collector is not None:
-            self._learn(batch, result, launch)
+        if (learning := self.learning) is not None:
+            alone = Role(learning.learner, is_mixed=False)
+            own = launch is None or launch.choice.gamma == 0 or self._role_of(launch) == alone
+            undrafted = () if launch is None else launch.undrafted
+            learning.after_verify(batch, result, by_learner=own, undrafted=undrafted)
         if launch is not None and sleep is not None and (launch.asleep or launch.waits):
             try:
                 width = launch.choice.gamma + 1
@@ -325,9 +310,7 @@ class EngineHooks:
         """The state of the link and the counters of idling, as plain values."""
         return link_status(self.link) | {
             "sleep": None if self.sleep is None else asdict(self.sleep.counters),
-            "online": None if self.online is None else asdict(self.online.counters),
-            "signals": None if self.collector is None else self.collector.status(),
-            "draft": None if self.deployment is None else asdict(self.deployment.counters),
+            **(NOTHING_LEARNS if self.learning is None else self.learning.status()),
             "reporting": self.tap is not None,
             "prepared": self.graph_states.status(),
             "eager": self.eager.status(),
@@ -338,9 +321,8 @@ class EngineHooks:
         if not block.over:
             return
         lost_parts.lose_block(self.losses, block, self.rows)
-        if self.dual is None or self.learner == SECOND:
-            self._update(lambda online: online.close(block.over))
-            lost_parts.stop_training(self.losses, block.over, self.collector, self.deployment)
+        if self.learning is not None and (self.dual is None or self.learning.learner == SECOND):
+            self.learning.stop(block.over)
 
     def _catch_up(self, sleep: IdleDrafter, batch: Any, asleep: bool, unread: int) -> bool:
         """True when the drafter may sleep through the step that begins."""
@@ -363,64 +345,3 @@ class EngineHooks:
         self.sleep = None
         self.losses.lose(engine_pb2.CAPABILITY_SLEEP, reason_of(error))
         _log.exception("the drafter stays awake from now on; requests that it missed draft cold")
-
-    def _update(self, part: Callable[[OnlineUpdates], None]) -> None:
-        """Runs one part of the online updates, if there are any; after an error they are off."""
-        online = self.online
-        if online is None:
-            return
-        try:
-            part(online)
-        except Exception as error:  # noqa: BLE001 - out of memory, say
-            _log.exception("an online update of the drafter failed")
-            online.close(reason_of(error))
-        if online.over:
-            self.losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, online.over)
-
-    def _update_status(self) -> UpdateStatus:
-        """Returns the update status of the step that begins, once the plan's version serves."""
-        update_status = NO_UPDATE if self.online is None else self.online.update_status()
-        deployment = self.deployment
-        if deployment is None:
-            return update_status
-        try:
-            other = deployment.before_step(self.ranks.draft_version())
-            if self.online is not None:
-                collecting = self.ranks.collects()
-                deployment.keep_learnt(self.online, collecting=collecting, others_serve=other)
-        except Exception as error:  # noqa: BLE001 - out of memory, say: what serves goes on
-            other = False
-            deployment.stop(reason_of(error))
-            _log.exception("no more versions of the drafter are put into service")
-            self.losses.lose(engine_pb2.CAPABILITY_TAKE_VERSIONS, reason_of(error))
-        return update_status._replace(
-            reset=update_status.reset or other,
-            version=deployment.counters.version,
-            learnt_from=deployment.counters.learnt_from,
-        )
-
-    def _learn(self, batch: Any, result: Any, launch: Launch | None) -> None:
-        """Has the learner see what a step has verified, with the hidden states that it reads."""
-        features = result.logits_output.hidden_states
-        if self.dual is not None:
-            features = self.dual.split(features)[self.learner]
-        alone = Role(self.learner, is_mixed=False)
-        by_learner = launch is None or launch.choice.gamma == 0 or self._role_of(launch) == alone
-        undrafted = () if launch is None else launch.undrafted
-        found = Verification(batch, result, features, by_learner, undrafted)
-        self._update(lambda online: online.after_verify(found, self.ranks.stride()))
-        self._collect(
-            lambda collector: collector.after_verify(found, collecting=self.ranks.collects())
-        )
-
-    def _collect(self, part: Callable[[SignalCollector], None]) -> None:
-        """Keeps training signals, until an error."""
-        if self.collector is None:
-            return
-        try:
-            part(self.collector)
-        except Exception as error:  # noqa: BLE001 - out of memory, say
-            _log.exception("training signals are kept no more")
-            self.collector.give_up(reason_of(error))
-        if self.collector.over:
-            self.losses.lose(engine_pb2.CAPABILITY_COLLECT, self.collector.over)

@@ -10,8 +10,6 @@ from speculation.v1 import engine_pb2
 if TYPE_CHECKING:
     from engine_shim.sglang.drafters.dflash import DFlashDrafter
     from engine_shim.sglang.drafters.row_drafting import RowDrafting
-    from engine_shim.sglang.learning.deployment import Deployment
-    from engine_shim.sglang.learning.signal_collector import SignalCollector
     from engine_shim.steering.losses import Losses
 
 
@@ -26,15 +24,3 @@ def lose_lookup(losses: Losses, rows: RowDrafting) -> None:
     """Reports a lookup that no longer drafts, and all mixtures with it."""
     for name in rows.names:
         losses.lose(engine_pb2.CAPABILITY_DRAFTER, rows.over, name)
-
-
-def stop_training(
-    losses: Losses, why: str, collector: SignalCollector | None, deployment: Deployment | None
-) -> None:
-    """Ends the signals and the versions of a drafter that no longer drafts."""
-    if collector is not None and not collector.over:
-        collector.give_up(why)
-        losses.lose(engine_pb2.CAPABILITY_COLLECT, why)
-    if deployment is not None:
-        deployment.stop(why)
-        losses.lose(engine_pb2.CAPABILITY_TAKE_VERSIONS, why)

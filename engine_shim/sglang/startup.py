@@ -34,6 +34,7 @@ from engine_shim.sglang.engine_description import (
 )
 from engine_shim.sglang.graph_states import GraphStates
 from engine_shim.sglang.hooks import SECOND, EngineHooks
+from engine_shim.sglang.learning.learning_steps import LearningSteps
 from engine_shim.sglang.request_classes import RequestClasses, read_key
 from engine_shim.sglang.request_wishes import RequestWishes
 from engine_shim.sglang.runtime_switch import RuntimeSwitch
@@ -196,10 +197,11 @@ class EngineStartup:
                 list(gammas),
                 "may sleep" if sleepless is None else f"never sleeps ({sleepless})",
             )
+        adopted, losses = Ranks(steering, link), Losses(link, found.all)
         return EngineHooks(
             policy=policy,
-            ranks=Ranks(steering, link),
-            losses=Losses(link, found.all),
+            ranks=adopted,
+            losses=losses,
             graph_states=self._graph_states,
             eager=eager,
             orders=self._orders,
@@ -221,11 +223,18 @@ class EngineStartup:
                 scheduler.tp_worker.model_runner.model_config.vocab_size - 1,
                 without_prefills=sglang_api.config_leaf("disaggregation_mode") == "decode",
             ),
-            online=online,
-            follower=follower,
-            collector=collector,
-            deployment=deployment,
-            learner=learner,
+            learning=_learning(
+                LearningSteps(
+                    ranks=adopted,
+                    losses=losses,
+                    learner=learner,
+                    online=online,
+                    follower=follower,
+                    collector=collector,
+                    deployment=deployment,
+                    split=None if dual is None else dual.split,
+                )
+            ),
         )
 
     def _online_updates(
@@ -242,7 +251,8 @@ class EngineStartup:
             # On one rank, say: all of them have to know.
             losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, over)
             return None, None
-        from engine_shim.sglang.learning.online_updates import OnlineUpdates, updates_for
+        from engine_shim.sglang.learning.online_start import updates_for
+        from engine_shim.sglang.learning.online_updates import OnlineUpdates
 
         device = scheduler.tp_worker.model_runner.device
         online = updates_for(worker, device, ranks.peers(), self._settings, self._orders, second)
@@ -285,6 +295,12 @@ class EngineStartup:
             raise PluginError(f"SPECULATION_SIGNALS_FOLDER: {error}") from error
         atexit.register(collector.close)
         return collector, deployment
+
+
+def _learning(found: LearningSteps) -> LearningSteps | None:
+    """Returns None where nothing learns, so that a step asks nothing else."""
+    parts = found.online, found.follower, found.collector, found.deployment
+    return None if all(part is None for part in parts) else found
 
 
 def facts_to_agree_on(settings: PluginSettings, shim_version: str) -> dict[str, Any]:

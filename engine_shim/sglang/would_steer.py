@@ -199,9 +199,11 @@ def _checkpoint_checks(engine: _Engine) -> list[Check]:
     if engine.settings.class_key_file:
         found.append(_key_check(engine.settings.class_key_file))
     if engine.settings.online_updates:
-        from engine_shim.sglang.learning.online_updates import untested_device
+        from engine_shim.sglang.learning.online_start import refused_device
 
-        found.append(Check("online updates", "on", untested_device(view.device)))
+        found.append(
+            Check("online updates", "on", refused_device(view.device, several=view.tp_size > 1))
+        )
     return found
 
 

@@ -56,6 +56,8 @@ class SharedTensors:
             os.ftruncate(fd, max(size, 1))
         self.fd = fd
         self._memory = mmap.mmap(fd, max(size, 1))
+        # All of it, as bytes.
+        self.whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.tensors: dict[str, Tensor] = {
             name: torch.frombuffer(
                 self._memory,

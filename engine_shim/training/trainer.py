@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine_shim.training.blocks import Borrowed
 from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors
-from engine_shim.training.online import NotFiniteError, OnlineSettings, OnlineStudent
+from engine_shim.training.online import NotFiniteError, OnlineSettings, OnlineStudent, Round
 from engine_shim.training.rings import read_round
 from engine_shim.training.students import DraftShape, decoded, encoded, student_of
 
@@ -30,15 +30,21 @@ BORROWED = "borrowed:"
 
 
 def order(
-    shape: DraftShape, settings: OnlineSettings, layouts: dict[str, Layout], *, threads: int
+    shape: DraftShape,
+    settings: OnlineSettings,
+    layouts: dict[str, Layout],
+    *,
+    threads: int,
+    device: str,
 ) -> str:
-    """Encodes the arguments of `main` as JSON."""
+    """Encodes the arguments of `main` as JSON.  device: of torch, to compute on."""
     return json.dumps(
         {
             "shape": encoded(shape),
             "settings": asdict(settings),
             "layouts": layouts,
             "threads": threads,
+            "device": device,
         }
     )
 
@@ -49,8 +55,9 @@ class Trainer:
     def __init__(self, asked: dict[str, Any], memory: SharedTensors) -> None:
         self._tensors = memory.tensors
         self._borrowed = _starting_with(BORROWED, self._tensors)
+        self._device = torch.device(asked["device"])
         student = student_of(decoded(asked["shape"]), Borrowed(**self._borrowed))
-        self._online = OnlineStudent(student, OnlineSettings(**asked["settings"]))
+        self._online = OnlineStudent(student.to(self._device), OnlineSettings(**asked["settings"]))
         self._weights = _starting_with(WEIGHT, self._tensors)
         self.take_weights()
 
@@ -66,7 +73,8 @@ class Trainer:
         if message.kind is MessageKind.TAKE_WEIGHTS:
             self.take_weights()
             return Message(MessageKind.READY)
-        found = read_round(self._tensors, message.requests)
+        read = read_round(self._tensors, message.requests)
+        found = Round(*(part.to(self._device) for part in read))
         # Behind the first position that a draft can begin from there may be fewer.
         depth = min(message.gamma, found.tokens.shape[1] - 2)
         try:

@@ -16,7 +16,7 @@ from lab.harness.terminal import Terminal
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2  # an unknown part, or no GPU
-EXIT_EAGER = 3
+EXIT_PROBLEM = 3  # eager steps, or a drafter that does not learn
 
 
 def check(
@@ -77,10 +77,10 @@ def check(
     text = page.markdown(found)
     (output / "page.md").write_text(text + "\n")
     terminal.say(f"\n{text}\n\nTo send: {output / 'page.md'}. More: {output / 'findings.md'}")
-    if found.get("exact", {}).get("wrong"):
+    if any(found.get(part, {}).get("wrong") for part in ("exact", "learning")):
         raise typer.Exit(EXIT_FAILED)
     if report.problems(found):
-        raise typer.Exit(EXIT_EAGER)
+        raise typer.Exit(EXIT_PROBLEM)
 
 
 if __name__ == "__main__":

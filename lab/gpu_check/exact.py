@@ -16,6 +16,7 @@ from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.harness.load_generator import Answer
 from lab.harness.stream import StreamPhase, StreamRequest
 
+DRAFT = "draft-mixed"
 PLAIN, EXACT, NO_OVERLAP = "plain", "exact", "exact-no-overlap"
 GAMMAS = (0, 1, 2, 3, 5, 7)
 # At gamma 0 the drafter sleeps.
@@ -62,10 +63,15 @@ class Difference:
         )
 
 
-def command(policy: str, port: int, options: Sequence[str], *, on_cpu: bool) -> list[str]:
-    """Makes the command line of an engine; only its speculation differs from plain decoding's."""
+def command(
+    policy: str, port: int, options: Sequence[str], draft: str, *, on_cpu: bool
+) -> list[str]:
+    """Makes the command line of an engine; only its speculation differs from plain decoding's.
+
+    draft: name of the EAGLE3 drafter.
+    """
     module = "lab.cpu_engine.serve" if on_cpu else "sglang.launch_server"
-    speculation = [] if policy == PLAIN else eagle3_flags(MODELS / "draft-mixed", _STARTUP_GAMMA)
+    speculation = [] if policy == PLAIN else eagle3_flags(MODELS / draft, _STARTUP_GAMMA)
     return [
         sys.executable, "-m", module,
         "--model-path", str(MODELS / "target"),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lab.gpu_check import report
+from lab.gpu_check import learning, report
 
 _DIFFERENCES_SHOWN = 5
 
@@ -12,6 +12,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     """Makes the page of one result.json."""
     rows = [
         *([["exact", *_exact(found["exact"])]] if "exact" in found else []),
+        *([["learning", *_learning(found["learning"])]] if "learning" in found else []),
         *([["graphs", *_graphs(found)]] if "graphs" in found else []),
         *([["costs", "measured", f"{len(found['profile']['cells'])} cells"]]
           if "profile" in found else []),
@@ -40,6 +41,24 @@ def _exact(exact: Mapping[str, Any]) -> list[str]:
     return ["FAILED" if exact["wrong"] else "passed", details]
 
 
+def _learning(found: Mapping[str, Any]) -> list[str]:
+    online = found["online"] or {"updates": 0, "refused": 0, "restored": 0}
+    lengths = ", ".join(f"{length:.2f}" for length in found["acceptance_lengths"])
+    details = (
+        f"{found['wrong']} wrong tokens; {online['updates']} updates landed, {online['refused']} "
+        f"refused, {online['restored']} taken back; acceptance length by play: {lengths}; "
+        f"{_synchronisations(found['syncs'])}"
+    )
+    return ["FAILED" if learning.problems(found) else "passed", details]
+
+
+def _synchronisations(syncs: Mapping[str, Any] | None) -> str:
+    if syncs is None:
+        return "synchronisations: not watched (no CUDA)"
+    shim, others = sum(syncs["shim"].values()), sum(syncs["others"].values())
+    return f"synchronisations in {syncs['steps']} steps: {shim} shim, {others} SGLang"
+
+
 def _graphs(found: Mapping[str, Any]) -> list[str]:
     graphs = found["graphs"]
     eager, beyond, steps = (
@@ -50,11 +69,7 @@ def _graphs(found: Mapping[str, Any]) -> list[str]:
     details += f"steps with an eager pass: {passes or 'not counted (no graphs)'}; "
     if never := found["startup"]["without_graphs"]:
         details += f"no graphs at all for {', '.join(never)}; "
-    if (syncs := graphs["syncs"]) is None:
-        details += "synchronisations: not watched (no CUDA)"
-    else:
-        shim, others = sum(syncs["shim"].values()), sum(syncs["others"].values())
-        details += f"synchronisations in {syncs['steps']} steps: {shim} shim, {others} SGLang"
+    details += _synchronisations(graphs["syncs"])
     if not found["graphs_expected"]:
         return ["no graphs", details]
     return ["FAILED" if eager or never else "passed", details]

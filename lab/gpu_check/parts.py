@@ -3,8 +3,8 @@
 from lab.harness.errors import HarnessError
 
 # Methods of the check, in the order in which they run.
-PARTS = ("exact", "graphs", "costs", "arms", "switches", "asleep", "overhead")
-DEFAULT_PARTS = ("exact", "graphs", "costs")
+PARTS = ("exact", "learning", "graphs", "costs", "arms", "switches", "asleep", "overhead")
+DEFAULT_PARTS = ("exact", "learning", "graphs", "costs")
 ALL = "all"
 # The name of `costs` in earlier versions.
 _ALIASES = {"profile": "costs"}

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lab.gpu_check import learning
+
 
 def markdown(found: Mapping[str, Any]) -> str:
     """Makes the tables of one result.json."""
@@ -32,6 +34,8 @@ def problems(found: Mapping[str, Any]) -> list[str]:
     wrong = [
         one["sentence"] for one in exact.get("differences", []) if one["verdict"] != "rounding"
     ]
+    if "learning" in found:
+        wrong += learning.problems(found["learning"])
     if not found.get("graphs_expected"):
         return wrong
     never = [

@@ -1,6 +1,7 @@
 """Runs the check from end to end, with one sidecar and at most two engines at a time."""
 
 import json
+import os
 import re
 import time
 import urllib.request
@@ -13,15 +14,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from lab.cpu_engine.forking import popen
-from lab.gpu_check import acceptance, engines, exact, graphs, switches, syncs
+from lab.gpu_check import acceptance, engines, exact, graphs, learning, switches, syncs
 from lab.gpu_check.engines import OFF, PINNED, STATIC, STEERED, EngineSetting
 from lab.gpu_check.exact_run import Comparison, steered_policies
 from lab.gpu_check.load import build_stream, steady_stream
 from lab.gpu_check.parts import DEFAULT_PARTS
 from lab.gpu_check.shapes import Shape
 from lab.harness.engines import Engine, Harness, Workplace, launch_engine
-from lab.harness.load_generator import Play, paired_ratio, phase_rates
+from lab.harness.load_generator import Play, acceptance_length, paired_ratio, phase_rates
 from lab.harness.machine import run_facts, write_result
+from lab.harness.overrides import overridden
 from lab.harness.sidecar import Pin, SidecarHandle
 from lab.harness.stream import StreamPhase
 from lab.harness.terminal import Terminal
@@ -37,6 +39,9 @@ _SEED = 7
 # Prompts of each domain, tokens of an answer, and how often every engine plays them.
 _EXACT_SIZES = (4, 256, 3)
 _EXACT_SIZES_ON_CPU = (2, 48, 1)
+# Requests, tokens of an answer, and plays, of a drafter that learns.
+_LEARNING_SIZES = (8, 256, 4)
+_LEARNING_SIZES_ON_CPU = (4, 96, 2)
 # Answers so many times as long as the moving load's: hundreds of changes of the arm, and little
 # but decoding.
 _SWITCHING_TIMES = 12
@@ -97,7 +102,7 @@ class _Check(Harness):
         self._ledger = syncs.ledger_path(scratch)
         self._sidecars = {
             policy: stack.enter_context(SidecarHandle(self._place.address, policy))
-            for policy in (STEERED, PINNED, exact.EXACT, exact.NO_OVERLAP)
+            for policy in (STEERED, PINNED, exact.EXACT, exact.NO_OVERLAP, learning.LEARNING)
         }
         self._stream = build_stream(options.shape, options.shape.loads, _SEED)
 
@@ -105,11 +110,11 @@ class _Check(Harness):
         """Starts what the part needs and does not run yet: the sidecar, the steered engine."""
         if self._sidecar_child is None:
             self._start_sidecar(self._sidecars[STEERED])
-        if part == "exact" or "startup" in document:
+        if part in ("exact", "learning") or "startup" in document:
             return
         self._terminal.heading("Starting the steered engine")
         seconds = self._start(STEERED)
-        said = self._steered_status()
+        said = self._status()
         document["startup"] = {
             "seconds": {STEERED: seconds},
             "prepared": said["prepared"],
@@ -136,6 +141,37 @@ class _Check(Harness):
         self._stop(exact.PLAIN)
         document["exact"] = comparison.document()
 
+    def learning(self, document: dict[str, Any]) -> None:
+        """Has a drafter learn online; compares its tokens, and counts what waits for the device."""
+        self._terminal.heading("A drafter that learns while it serves")
+        requests, new_tokens, plays = (
+            _LEARNING_SIZES_ON_CPU if self._options.on_cpu else _LEARNING_SIZES
+        )
+        stream = learning.build_stream(requests, new_tokens)
+        plain = self._start_exact(exact.PLAIN)
+        expected = self._play(exact.PLAIN, stream, "plain decoding").answers
+        scratch = self._place.scratch / learning.LEARNING
+        scratch.mkdir()
+        watched = syncs.environment(scratch, os.environ.get("PYTHONPATH", ""))
+        self._start_exact(learning.LEARNING, learning.environment(self._place.address) | watched)
+        differing, lengths = [], []
+        ledger = syncs.ledger_path(scratch)
+        with overridden(self._place.address, *learning.RULE):
+            syncs.switch_path(ledger).touch()
+            for number in range(plays):
+                title = f"{learning.LEARNING}: {number + 1} of {plays}"
+                found = self._play(learning.LEARNING, stream, title).answers
+                lengths.append(acceptance_length(found))
+                differing += exact.differences(
+                    learning.LEARNING, expected, found,
+                    lambda context: exact.top_two(plain.url, context), f"eagle3 {learning.GAMMA}",
+                )  # fmt: skip
+            syncs.switch_path(ledger).unlink()
+            self._play(learning.LEARNING, stream, "the last steps")
+        status = self._status(learning.LEARNING)
+        self._stop(learning.LEARNING, exact.PLAIN)
+        document["learning"] = learning.document(differing, lengths, status, syncs.read(ledger))
+
     def graphs(self, document: dict[str, Any]) -> None:
         """Runs every arm at every batch size; counts eager steps and device synchronisations."""
         self._terminal.heading("Graphs and synchronisations, every arm at every batch size")
@@ -153,7 +189,7 @@ class _Check(Harness):
         self._play(STEERED, steady_stream(self._shape, 1, _SEED + 5), "the last step")
         document["graphs"] = {
             **found.document(),
-            "passes": self._steered_status()["eager"]["steps"],
+            "passes": self._status()["eager"]["steps"],
             "syncs": syncs.read(self._ledger),
         }
 
@@ -254,9 +290,9 @@ class _Check(Harness):
         document["pinned"] = {"gamma": arm[1], **ratio}
         self._stop(STATIC, PINNED)
 
-    def _steered_status(self) -> dict[str, Any]:
-        """Returns what the plugin says in the steered engine's /server_info."""
-        url = f"{self._engines[STEERED].url}/server_info"
+    def _status(self, policy: str = STEERED) -> dict[str, Any]:
+        """Returns what the plugin says in an engine's /server_info."""
+        url = f"{self._engines[policy].url}/server_info"
         with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310  # our own engine
             states: list[dict[str, Any]] = json.load(answer)["internal_states"]
         found: dict[str, Any] = states[0]["speculation_controller"]
@@ -288,13 +324,15 @@ class _Check(Harness):
             self._play(policy, steady_stream(self._shape, size, _SEED + 3), f"{policy}: warm-up")
         return seconds
 
-    def _start_exact(self, policy: str) -> Engine:
+    def _start_exact(self, policy: str, variables: Mapping[str, str] | None = None) -> Engine:
+        """Starts an engine with small trained models.  variables: instead of `exact`'s."""
         on_cpu, options = self._options.on_cpu, self._options.engine_options
+        draft = learning.DRAFT if policy == learning.LEARNING else exact.DRAFT
         engine = self._keep(
             launch_engine(
                 policy,
-                lambda port: exact.command(policy, port, options, on_cpu=on_cpu),
-                exact.environment(policy, self._place.address),
+                lambda port: exact.command(policy, port, options, draft, on_cpu=on_cpu),
+                variables or exact.environment(policy, self._place.address),
                 self._place,
                 popen,
             )

@@ -1,7 +1,5 @@
 """Runs a sidecar and one engine at a time, as the parts of the lab need them."""
 
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,8 +16,8 @@ from lab.harness.engines import (
     measure_profile,
     wait_serving,
 )
-from lab.harness.errors import HarnessError
 from lab.harness.load_generator import acceptance_length
+from lab.harness.overrides import overridden
 from lab.harness.sidecar import Pin, SidecarHandle
 from lab.harness.stream import StreamPhase, StreamRequest
 from lab.harness.terminal import Terminal
@@ -29,7 +27,6 @@ _READY_SECONDS = 150.0
 _PROMPT_TOKENS = 60
 _BATCH_MAX = 8
 _START_GAMMA = 3
-_COMMAND_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,6 @@ class Lab:
         self._engine = engine
         self.sidecar = sidecar
         self._place = place
-        self._overrides = 0
 
     def generate(self, domain: str, count: int, new_tokens: int, seed: int) -> Played:
         """Sends `count` requests at once and decodes them greedily."""
@@ -96,28 +92,8 @@ class Lab:
     @contextmanager
     def regime(self, text: str) -> Iterator[None]:
         """Sets online updates as an operator does: "off", "online:5"."""
-        # A name is not taken twice.
-        name = f"lab-{self._overrides}"
-        self._overrides += 1
-        self._controller(
-            "override", "set", "--id", name, "--fleet", "--regime", text,
-            "--author", "lab", "--reason", "a measurement",
-        )  # fmt: skip
-        try:
+        with overridden(self._place.address, "--regime", text):
             yield
-        finally:
-            self._controller("override", "clear", name, "--author", "lab", "--reason", "over")
-
-    def _controller(self, *arguments: str) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "controller.cli", *arguments, "--address", self._place.address],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_COMMAND_SECONDS,
-        )
-        if done.returncode:
-            raise HarnessError(f"controller {' '.join(arguments)}: {done.stderr.strip()}")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from engine_shim.link.orders import Orders
 from engine_shim.sglang.api.ranks import Peers
 from engine_shim.sglang.api.shards import Piece, Shard
-from engine_shim.sglang.learning.rank_shares import RankShares
+from engine_shim.sglang.learning.rank_shares import Gathered, RankShares
 from engine_shim.sglang.learning.student import LiveDrafter
 
 SIZE = 2
@@ -56,15 +56,26 @@ class RankPair:
         self._threads = ThreadPoolExecutor(SIZE)
 
     def divided(self, drafter: LiveDrafter) -> list[LiveDrafter]:
-        """The same drafter on each rank, which holds one half of its head, and all else whole."""
+        """The same drafter on each rank, which holds one half of its head, and all else whole.
+
+        It borrows one half of the target's embedding there, of which rank 0 has a copy.
+        """
         whole = {name: part.detach() for name, part in drafter.parameters.items()}
         rows = len(whole[HEAD])
         shards = {name: Shard() for name in whole}
         shards[HEAD] = Shard(0, (Piece(rows, rows // SIZE),))
+        embedding = drafter.borrowed.embedding.detach()
+        halves = Shard(0, (Piece(len(embedding), len(embedding) // SIZE),))
         found = []
         for peers in self.peers:
             held = {n: shards[n].cut(part, peers.rank).clone() for n, part in whole.items()}
-            found.append(replace(drafter, ranked=RankShares(held, peers, held, shards)))
+            is_first = peers.rank == 0
+            # What is elsewhere was never written: it may be anything.
+            copy = embedding.clone() if is_first else torch.full_like(embedding, torch.nan)
+            borrowed = Gathered(halves.cut(embedding, peers.rank).clone(), halves, copy)
+            shares = RankShares(held, peers, held, shards, (borrowed,))
+            copied = drafter.borrowed._replace(embedding=copy)
+            found.append(replace(drafter, borrowed=copied, ranked=shares))
         return found
 
     def both(self, run: Callable[[int], Any]) -> list[Any]:

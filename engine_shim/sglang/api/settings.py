@@ -110,6 +110,13 @@ class PluginSettings(ShimSettings):
         "is refused at the start.",
     )
 
+    online_device: str = Field(
+        default="",
+        pattern=r"^(|cpu|cuda(:\d+)?)$",
+        description="Where the trainer of online updates computes, as torch names it. Empty: where "
+        "the engine does, which then needs free memory there for 16 bytes a parameter and more.",
+    )
+
     learner: str = Field(
         default="",
         description="Name of the drafter that learns, by online updates or from a trainer: "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from engine_shim.sglang.api.transfer import launched
 from engine_shim.training.versions import Made, Versions
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class _Storing:
         self.why = ""
         self.weights = weights
         self._versions = versions
+        # A GPU has yet to make the copy.
+        self._copied = launched(next(iter(weights.values())).device)
         self._made = Made(parent, 0.0, 0.0, 0.0, 0, 0.0)
         self._thread = threading.Thread(target=self._store, name="speculation-learnt", daemon=True)
         self._thread.start()
@@ -84,6 +87,8 @@ class _Storing:
 
     def _store(self) -> None:
         try:
+            if self._copied is not None:
+                self._copied.synchronize()
             self.version = self._versions.publish(self.weights, self._made)
         except Exception as error:  # noqa: BLE001 - a full disk, say: the weights serve on
             self.why = f"{type(error).__name__}: {error}"

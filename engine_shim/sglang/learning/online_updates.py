@@ -1,10 +1,12 @@
 """Online updates of a drafter (test-time speculation) inside a serving engine.
 
-    after_verify    keeps what the round has verified, and every `stride` rounds hands it to the
-                    trainer; puts the last good weights back when acceptance fell
+    after_verify    has what the round has verified brought to the host (readback.py), keeps what
+                    has arrived there, and every `stride` rounds hands it to the trainer; puts the
+                    last good weights back when acceptance fell
     before_step     between two steps: copies what the trainer has made into the serving drafter
 
-The trainer is a process of its own (engine_shim.training.trainer); nothing here waits for it.
+The trainer is a process of its own (engine_shim.training.trainer); nothing here waits for it, nor
+for a GPU: what goes there or comes from there is on a side stream until its event has occurred.
 Where ranks share the drafter, all this is rank 0's, and online_weights.py is every rank's: each
 change of the weights is an order that all ranks carry out in the same step (link/orders.py).  The
 target is never touched, its embedding, which the drafter shares, included: whatever the drafter
@@ -17,26 +19,25 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import OrderKind, Orders
+from engine_shim.sglang.api.transfer import side_stream
 from engine_shim.sglang.learning.online_weights import OnlineWeights, Outcome
+from engine_shim.sglang.learning.readback import JUDGED, Readback, WeightChanges
 from engine_shim.sglang.learning.rollback_guard import GuardVerdict, RollbackGuard
-from engine_shim.sglang.learning.student import live_drafter
 from engine_shim.sglang.learning.trainer_process import TrainerProcess, rings_for
 from engine_shim.sglang.learning.verified_step import UpdateStatus
 from engine_shim.sglang.learning.windows import Windows
-from engine_shim.steering.errors import UnsupportedEngineError
-from engine_shim.training.configs import UnsupportedDrafterError
 from engine_shim.training.dflash import DFlashShape
 from engine_shim.training.exchange import Message, MessageKind
 
 if TYPE_CHECKING:
     import torch
 
-    from engine_shim.sglang.api.ranks import Peers
     from engine_shim.sglang.api.settings import PluginSettings
+    from engine_shim.sglang.learning.readback import HostRound
     from engine_shim.sglang.learning.student import LiveDrafter
     from engine_shim.sglang.learning.verified_step import Verification
 
@@ -45,7 +46,8 @@ _UNUSED_STEPS: Final = 64
 # Draft positions that a round without drafts (gamma = 0) is learnt for.
 _UNDRAFTED: Final = 3
 
-_REFUSED: Final = "SPECULATION_ONLINE_UPDATES is set, but the drafter cannot learn"
+# Of an order to adopt weights that somebody else has written.
+_OTHERS: Final = 1
 
 _log = logging.getLogger(__name__)
 
@@ -71,38 +73,6 @@ class OnlineCounters:
     state: str = "starting"
 
 
-def untested_device(device: str) -> str:
-    """Explains why drafters cannot learn on a device; "" if they can."""
-    return "" if device == "cpu" else f"{_REFUSED}: on {device} this is untested, the CPU only"
-
-
-def updates_for(
-    worker: Any,
-    device: str,
-    ranks: Peers,
-    settings: PluginSettings,
-    orders: Orders,
-    second: Any = None,
-) -> OnlineUpdates | OnlineWeights:
-    """Makes the updates of this `EAGLEWorkerV2`, or what rank 0's change on another rank.
-
-    device, ranks: that it runs on, and that share it.  orders: of this rank.  second: the
-    `DFlashDrafter` beside the engine's own, if that learns.  Raises UnsupportedEngineError.
-    """
-    reason = untested_device(device)
-    if reason:
-        raise UnsupportedEngineError(reason)
-    try:
-        drafter = live_drafter(worker, ranks, second)
-    except UnsupportedDrafterError as error:
-        raise UnsupportedEngineError(f"{_REFUSED}: {error}") from error
-    if ranks.rank:
-        weights = OnlineWeights(drafter, per_request=settings.online_scope == "request")
-        weights.follow(orders)
-        return weights
-    return OnlineUpdates(drafter, settings, settings.gammas[-1], orders)
-
-
 class OnlineUpdates:
     """Updates the drafter of one engine, on rank 0.  orders: of this rank."""
 
@@ -117,11 +87,13 @@ class OnlineUpdates:
         self._per_request = settings.online_scope == "request"
         self._orders = orders or Orders()
         self._targets, self._borrowed_stale = 0, False
-        self._weights = OnlineWeights(drafter, per_request=self._per_request)
+        side = side_stream(drafter.device)
+        self._weights = OnlineWeights(drafter, per_request=self._per_request, side=side)
         rings = rings_for(drafter, settings, largest_gamma)
         self._windows = Windows(rings, settings.online.window)
+        self._readback = Readback(rings, largest_gamma + 1, side)
         self._rollback_guard = RollbackGuard()
-        self._since = 0
+        self._stride = self._since = 0
         self._undrafted = 0
         self._stale = False
         self._idle = False
@@ -134,6 +106,8 @@ class OnlineUpdates:
             self._depth = min(self._depth, drafter.shape.block - 1)
         # What the trainer has answered, until it has landed.
         self._answer = Message(MessageKind.READY)
+        # A copy on the side stream, and what follows it; the trainer has nothing to do meanwhile.
+        self._copying: tuple[torch.Event, Callable[[], None]] | None = None
         # Of the last judgement.
         self._judged: list[str] = []
         # The changes of the weights until they were last copied.
@@ -149,7 +123,7 @@ class OnlineUpdates:
             OrderKind.END: self._end,
         }.items():
             self._orders.register(kind, partial(self._obey, obey))
-        self._trainer = TrainerProcess(drafter, rings, settings.online)
+        self._trainer = TrainerProcess(drafter, rings, settings.online, settings.online_device)
 
     @property
     def over(self) -> str:
@@ -172,9 +146,11 @@ class OnlineUpdates:
         return self.has_learnt and is_whole and not pending
 
     @property
-    def _changes(self) -> tuple[int, ...]:
+    def _changes(self) -> WeightChanges:
         counters = self.counters
-        return counters.updates, counters.restored, counters.resets, counters.replaced
+        return WeightChanges(
+            counters.updates, counters.restored, counters.resets, counters.replaced
+        )
 
     def learnt_weights(self) -> dict[str, torch.Tensor]:
         """Returns a copy of the weights that serve, whole; for when they may be stored."""
@@ -196,7 +172,7 @@ class OnlineUpdates:
     def others_serve(self) -> None:
         """Runs once a trainer's version has replaced what was learnt."""
         if self._trainer.is_open:
-            self._orders.propose(OrderKind.ADOPT)
+            self._orders.propose(OrderKind.ADOPT, _OTHERS)
 
     def before_prefill(self, request_ids: list[str]) -> None:
         """Runs as a prefill begins, before the drafter reads it."""
@@ -216,6 +192,11 @@ class OnlineUpdates:
         """Runs as a decode step begins, before anything drafts."""
         if not self._trainer.is_open:
             return
+        if self._weights.look():
+            self._were_replaced()
+        if self._copying is not None and self._copying[0].query():
+            (_, follow), self._copying = self._copying, None
+            follow()
         try:
             message = self._trainer.receive()
         except EOFError:
@@ -235,21 +216,32 @@ class OnlineUpdates:
         """Runs before a step's draft-extend.  stride: rounds between two updates, 0 for none."""
         if not self._trainer.is_open:
             return
-        gamma = found.gamma
-        drafted = gamma > 0 and found.by_learner
+        drafted = found.gamma > 0 and found.by_learner
         self._undrafted = 0 if drafted else self._undrafted + 1
-        # Learning runs on the CPU only, where the numbers need not be waited for.
-        accepted: list[int] = found.result.accept_lens.tolist() if drafted or stride else []
-        if drafted:
-            self._depth = gamma
-            self._observe(found, accepted, rests=not stride)
+        self._stride = stride
         if not stride:
             self._windows.clear()
+        if drafted or stride:
+            asked = found.request_ids[:JUDGED]
+            kept = self._windows.reserve(asked, found.undrafted) if stride else []
+            self._readback.put(found, kept, self._changes)
+        for one in self._readback.taken():
+            self._take_in(one)
+
+    def _take_in(self, found: HostRound) -> None:
+        """Takes in a step that has arrived on the host, this one or an earlier one."""
+        facts = found.facts
+        if facts.drafted:
+            self._depth = facts.gamma
+            # What other weights have drafted says nothing of those that serve now.
+            if facts.weights == self._changes:
+                self._observe(found)
+        if not self._stride or facts.weights.replaced != self.counters.replaced:
             return
-        ready = self._windows.add(found, found.batch.seq_lens.tolist(), accepted)
+        ready = self._windows.add(found)
         self._since += 1
-        if ready and self._since >= stride and self._may_learn(len(found.request_ids)):
-            self._hand_over(gamma, self._depth)
+        if ready and self._since >= self._stride and self._may_learn(len(facts.request_ids)):
+            self._hand_over(facts.gamma, self._depth)
 
     def _may_learn(self, batch_size: int) -> bool:
         alone = batch_size == 1 or not self._per_request
@@ -272,7 +264,11 @@ class OnlineUpdates:
         if message.kind is MessageKind.LEARNT and not self._stale:
             # The trainer gets nothing to do before that.
             self._answer = message
-            self._orders.propose(OrderKind.LAND, self._weights.generation)
+            generation = self._weights.generation
+            self._after(
+                self._weights.fetch(self._trainer.weights),
+                lambda: self._orders.propose(OrderKind.LAND, generation),
+            )
             return
         self._idle = True
         if self._stale:
@@ -282,18 +278,20 @@ class OnlineUpdates:
             self.counters.refused += 1
             _log.warning("an update of the drafter failed: %s", message.text)
 
-    def _observe(self, found: Verification, accepted: list[int], *, rests: bool) -> None:
+    def _observe(self, found: HostRound) -> None:
         if self._orders.are_open:
             # Other weights may serve the next step, or a verdict is yet to be carried out.
             return
-        rows = enumerate(zip(found.request_ids, accepted, strict=True))
+        facts = found.facts
         counted = [
             length > 1
-            for row, (rid, length) in rows
-            if rid not in self._tainted and row not in found.undrafted
+            for row, (rid, length) in enumerate(
+                zip(facts.request_ids, found.accepted, strict=False)
+            )
+            if rid not in self._tainted and row not in facts.undrafted
         ]
-        verdict = self._rollback_guard.add(sum(counted), len(counted), rests=rests)
-        self._judged = found.request_ids
+        verdict = self._rollback_guard.add(sum(counted), len(counted), rests=not self._stride)
+        self._judged = facts.request_ids
         if verdict is GuardVerdict.GOOD:
             self._orders.propose(OrderKind.KEEP)
         elif verdict is GuardVerdict.WORSE:
@@ -325,8 +323,8 @@ class OnlineUpdates:
         if self._weights.keep() is Outcome.REPLACED:
             self._were_replaced()
 
-    def _adopt(self, _: int) -> None:
-        if self._weights.adopt() is Outcome.REPLACED:
+    def _adopt(self, others: int) -> None:
+        if self._weights.adopt(others=bool(others)) is Outcome.REPLACED:
             self._were_replaced()
 
     def _restore(self, _: int) -> None:
@@ -366,11 +364,18 @@ class OnlineUpdates:
             self._orders.propose(OrderKind.SHARE)
 
     def _share(self, _: int) -> None:
+        copied = self._weights.share(self._trainer.weights)
         if self._borrowed_stale:
             self._trainer.share_borrowed()
             self._borrowed_stale = False
-        self._weights.share(self._trainer.weights)
-        self._send(Message(MessageKind.TAKE_WEIGHTS))
+        self._after(copied, lambda: self._send(Message(MessageKind.TAKE_WEIGHTS)))
+
+    def _after(self, copied: torch.Event | None, follow: Callable[[], None]) -> None:
+        """Goes on once a copy is complete.  copied: None where it is."""
+        if copied is None:
+            follow()
+        else:
+            self._copying = copied, follow
 
     def _end(self, restores: int) -> None:
         self._weights.end(restores=bool(restores))
@@ -389,7 +394,7 @@ class OnlineUpdates:
             return
         self.counters.state = why
         self._trainer.close()
-        self._learning = False
+        self._learning, self._copying = False, None
         self._windows.clear()
         # Nobody would find out any more whether weights that are not judged yet are worse.
         self._orders.propose(OrderKind.END, int(self._rollback_guard.unjudged))

@@ -1,10 +1,14 @@
 """The served weights as online updates change them, on every rank that shares the drafter.
 
     land, keep, adopt, restore, share, end     rank 0 orders them (link/orders.py)
-    begin                               each rank finds out by itself, as a prefill begins
+    begin                                      each rank finds out by itself, as a prefill begins
 
 Every rank calls each of them in the same step: what a rank decides here depends on what all ranks
 know alike, or is asked of all of them.  With one rank nobody is asked.
+
+On a GPU, which one rank has, weights travel on a side stream: `fetch` brings what the trainer has
+made, `share` takes what serves to it, and `look` finds out some steps later what `_are_ours` finds
+out at once on a CPU.
 """
 
 from __future__ import annotations
@@ -20,12 +24,16 @@ import torch
 
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import OrderKind, Orders
+from engine_shim.sglang.api.transfer import SideStream, host_buffer
 from engine_shim.sglang.learning.weights import DrafterWeights, sample_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from engine_shim.sglang.learning.student import LiveDrafter
+
+# Steps between two looks at whether somebody else has written weights, on a GPU.
+_LOOK_STEPS: Final = 64
 
 Whole = dict[str, torch.Tensor]
 _NOT_TOLD: Final[Whole] = {}
@@ -52,19 +60,32 @@ class OnlineWeights:
 
     per_request: every request begins with the first weights.  generation: counts the times that
     what the trainer was working on became worthless.  targets: counts the times that somebody gave
-    the target other weights, which goes unnoticed where several ranks share it, because rank 0 has
-    a copy of what the drafter borrows.
+    the target other weights.
     """
 
-    def __init__(self, drafter: LiveDrafter, *, per_request: bool) -> None:
+    def __init__(
+        self, drafter: LiveDrafter, *, per_request: bool, side: SideStream | None = None
+    ) -> None:
+        """Makes room for what is fetched.  side: of the device, None for the CPU."""
         self._per_request = per_request
         self._shares = drafter.shares
         self._ranks = self._shares.peers
-        self._weights = DrafterWeights(self._shares.live, drafter.refresh)
-        # What the drafter borrows of the target, and its values when they were last looked at.
+        self._side = side
+        live, away = self._shares.live, side is not None
+        self._weights = DrafterWeights(live, drafter.refresh, yields=away)
+        with torch.inference_mode(False):
+            # What the trainer has made, once it is on the device.
+            self._fetched = {n: torch.empty_like(part) for n, part in live.items()} if away else {}
+        self._flags_cpu = None if side is None else host_buffer((2,), torch.bool, side.device)
+        self._looked: torch.Event | None = None
+        self._unlooked = 0
+        # What this rank holds of what the drafter borrows, and its values when it last looked.
         self._borrowed = [part for part in drafter.borrowed if part is not None]
+        if self._ranks.several:
+            self._borrowed = [part.held for part in self._shares.borrowed]
         self._borrowed_seen = sample_of(self._borrowed)
-        self.targets = 0
+        # Changes of the target: those that were seen, and those that rank 0 has copies of.
+        self.targets = self._targets_copied = 0
         self.generation = 0
         # What `DrafterWeights` knows, too, but here alike on all ranks, whatever failed on one.
         self._has_changed = self._has_kept = False
@@ -94,7 +115,7 @@ class OnlineWeights:
             OrderKind.LAND: partial(self.land, _NOT_TOLD),
             OrderKind.KEEP: lambda _: self.keep(),
             OrderKind.RESTORE: lambda _: self.restore(),
-            OrderKind.ADOPT: lambda _: self.adopt(),
+            OrderKind.ADOPT: lambda value: self.adopt(others=bool(value)),
             OrderKind.SHARE: lambda _: self.share(_NOT_TOLD),
             OrderKind.END: lambda value: self.end(restores=bool(value)),
         }
@@ -116,6 +137,37 @@ class OnlineWeights:
         self._write(lambda: self._weights.serve(weights))
         return Outcome.DONE
 
+    def fetch(self, whole: Mapping[str, torch.Tensor]) -> torch.Event | None:
+        """Brings what the trainer has made to the device, where `land` finds it.
+
+        Returns an event that has occurred once it is there; None where it is there already.
+        """
+        if self._side is None:
+            return None
+        self._look()
+        return self._side.copy((room, whole[name]) for name, room in self._fetched.items())
+
+    def look(self) -> bool:
+        """Runs as a step begins: whether somebody else has given the drafter weights.
+
+        On a CPU everything else here asks that by itself.
+        """
+        if self._side is None or self._ended:
+            return False
+        if self._looked is None:
+            self._unlooked += 1
+            if self._unlooked >= _LOOK_STEPS:
+                self._look()
+            return False
+        if not self._looked.query():
+            return False
+        self._looked = None
+        assert self._flags_cpu is not None
+        replaced, other_target = self._flags_cpu.tolist()
+        if other_target:
+            self._borrowed_seen = sample_of(self._borrowed)
+        return self._continue_from(replaced=replaced, other_target=other_target)
+
     def keep(self) -> Outcome:
         """Marks what is served as good."""
         if self._ended:
@@ -126,10 +178,17 @@ class OnlineWeights:
         self._write(self._weights.keep)
         return Outcome.DONE
 
-    def adopt(self) -> Outcome:
-        """Takes what serves for the weights that updates begin from."""
+    def adopt(self, *, others: bool = False) -> Outcome:
+        """Takes what serves for the weights that updates begin from.
+
+        others: somebody else is known to have given the drafter these weights.
+        """
         if self._ended:
             return Outcome.NOTHING
+        if others and self._side is not None:
+            self._looked = None
+            self._continue_from(replaced=True, other_target=False)
+            return Outcome.REPLACED
         if not self._are_ours():
             return Outcome.REPLACED
         self._has_changed = self._has_kept = False
@@ -162,11 +221,23 @@ class OnlineWeights:
         self._write(self._weights.serve_first)
         return Outcome.DONE
 
-    def share(self, memory: Mapping[str, torch.Tensor]) -> None:
-        """Copies the served weights into the trainer's memory, which rank 0 has."""
-        if not self._ended:
-            for name, part in self._shares.whole():
-                memory[name].copy_(part.detach())
+    def share(self, memory: Mapping[str, torch.Tensor]) -> torch.Event | None:
+        """Copies the served weights into the trainer's memory, which rank 0 has.
+
+        Returns an event that has occurred once they are there; None where they are there already.
+        """
+        if self._ended:
+            return None
+        if self._side is not None:
+            # What serves may change before it has been read.
+            served = self._weights.copy()
+            return self._side.copy((memory[name], part) for name, part in served.items())
+        if self._targets_copied != self.targets:
+            self._shares.copy_borrowed()
+            self._targets_copied = self.targets
+        for name, part in self._shares.whole():
+            memory[name].copy_(part.detach())
+        return None
 
     def end(self, *, restores: bool) -> None:
         """Serves these weights from now on, or the last good ones."""
@@ -178,33 +249,55 @@ class OnlineWeights:
 
     def _are_ours(self) -> bool:
         """Whether all ranks still serve what was written here.  Raises RankFailedError."""
-        replaced, failed = self._were_replaced(), bool(self._failed)
-        any_replaced, any_failed = self._ranks.any_of(replaced, failed)
+        if self._side is not None:
+            # What is written yields, and `look` tells.
+            return True
+        replaced, is_other_target = self._were_replaced()
+        any_replaced, any_other_target, any_failed = self._ranks.any_of(
+            replaced, is_other_target, bool(self._failed)
+        )
         if any_failed:
             reasons = enumerate(self._ranks.told(self._failed))
             self._serve_good()
             self._ended = True
             raise RankFailedError("; ".join(f"rank {rank}: {why}" for rank, why in reasons if why))
-        if any_replaced:
-            if not replaced:
-                self._write(self._weights.adopt)
-            self.generation += 1
-            self._has_changed = self._has_kept = False
-        return not any_replaced
+        return not self._continue_from(replaced=any_replaced, other_target=any_other_target)
 
-    def _were_replaced(self) -> bool:
-        found = False
+    def _continue_from(self, *, replaced: bool, other_target: bool) -> bool:
+        """Continues from what somebody else has written; returns whether anybody has."""
+        if not replaced and not other_target:
+            return False
+        self.targets += other_target
+        self.generation += 1
+        if replaced:
+            self._has_changed = self._has_kept = False
+            self._write(self._weights.adopt)
+        else:
+            # Nothing was judged beside this target, so there is nothing better to return to.
+            self._has_kept = self._has_changed = self._has_changed and not self._per_request
+            self._write(self._weights.serve_first if self._per_request else self._weights.keep)
+        return True
+
+    def _were_replaced(self) -> tuple[bool, bool]:
+        """Whether somebody else has given the drafter weights, and the target."""
+        replaced = is_other_target = False
 
         def look() -> None:
-            nonlocal found
+            nonlocal replaced, is_other_target
             borrowed = sample_of(self._borrowed)
-            is_other = not torch.equal(borrowed, self._borrowed_seen)
+            is_other_target = not torch.equal(borrowed, self._borrowed_seen)
             self._borrowed_seen = borrowed
-            self.targets += is_other
-            found = self._weights.were_replaced() or is_other
+            replaced = bool(self._weights.are_replaced())
 
         self._write(look)
-        return found
+        return replaced, is_other_target
+
+    def _look(self) -> None:
+        """Asks the device what `look` will tell, if it was not asked yet."""
+        if self._looked is None and self._side is not None and self._flags_cpu is not None:
+            borrowed = (sample_of(self._borrowed) != self._borrowed_seen).any()
+            flags = torch.stack([self._weights.are_replaced(), borrowed])
+            self._looked, self._unlooked = self._side.copy([(self._flags_cpu, flags)]), 0
 
     def _serve_good(self) -> None:
         self.generation += 1
@@ -223,6 +316,8 @@ class OnlineWeights:
 
     def _spread(self, whole: Mapping[str, torch.Tensor]) -> Whole:
         """Returns this rank's share of rank 0's weights."""
+        if self._side is not None:
+            return self._fetched
         if not self._ranks.several:
             return self._shares.of(whole)
         for name, part in whole.items():

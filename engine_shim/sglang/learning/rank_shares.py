@@ -21,17 +21,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Gathered:
+    """A tensor of the model.
+
+    held: by this rank, live, with SGLang's padding.  shard: how it lies on the ranks.  whole: rank
+    0's copy; elsewhere it has the shape, and no values.
+    """
+
+    held: torch.Tensor
+    shard: Shard
+    whole: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class RankShares:
     """Keeps what this rank holds of a drafter's parameters.
 
     live: written to in place; held: the same with SGLang's padding.  shards: how they lie on the
-    ranks, {} of one rank.  All by name.
+    ranks.  All by name.  borrowed: of the target, only read.  With one rank only `live` is set.
     """
 
     live: dict[str, torch.Tensor]
     peers: Peers = ALONE
     held: dict[str, torch.Tensor] = field(default_factory=dict)
     shards: dict[str, Shard] = field(default_factory=dict)
+    borrowed: tuple[Gathered, ...] = ()
 
     def of(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns this rank's share of weights; views of them where that is possible."""
@@ -48,6 +62,12 @@ class RankShares:
             if found := self.peers.collected(self.held[name]):
                 yield name, shard.joined(found)
 
+    def copy_borrowed(self) -> None:
+        """Copies what the drafter borrows of the target to rank 0 again; a collective."""
+        for part in self.borrowed:
+            if found := self.peers.collected(part.held):
+                part.whole.copy_(part.shard.joined(found))
+
 
 class Gathering:
     """Brings a model's parameters together; every rank makes the same calls, which are collectives.
@@ -61,7 +81,7 @@ class Gathering:
         self._live: dict[str, torch.Tensor] = {}
         self._shards: dict[str, Shard] = {}
         # By the place of what is held, so that what is tied remains so.
-        self._found: dict[int, torch.Tensor] = {}
+        self._found: dict[int, Gathered] = {}
 
     def parameters(self, model: Any) -> dict[str, torch.Tensor]:
         """Returns all of them by name.  Raises UnsupportedDrafterError."""
@@ -94,11 +114,13 @@ class Gathering:
         }
         rank = self._peers.rank
         live = {name: shards[name].unpadded(part, rank) for name, part in held.items()}
-        return RankShares(live, self._peers, held, shards)
+        trained = {part.data_ptr() for part in held.values()}
+        borrowed = [part for place, part in self._found.items() if place not in trained]
+        return RankShares(live, self._peers, held, shards, tuple(borrowed))
 
     def _whole(self, module: Any, name: str, held: torch.Tensor) -> torch.Tensor:
-        whole = self._found.get(held.data_ptr())
-        if whole is None:
+        found = self._found.get(held.data_ptr())
+        if found is None:
             shard = shard_of(module, name, self._peers.size)
             parts = self._peers.collected(held)
             whole = (
@@ -106,5 +128,6 @@ class Gathering:
                 if parts
                 else torch.empty(shard.whole_shape(held), dtype=held.dtype)
             )
-            self._found[held.data_ptr()] = whole
-        return whole
+            found = Gathered(held.detach(), shard, whole)
+            self._found[held.data_ptr()] = found
+        return found.whole

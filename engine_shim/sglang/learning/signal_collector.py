@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from engine_shim.sglang.api import sglang_api
+from engine_shim.sglang.api.transfer import launched
 from engine_shim.sglang.learning.canvases import (
     Canvas,
     DeviceBudget,
@@ -181,9 +182,7 @@ class SignalCollector:
         return False
 
     def _batch(self, *, ends: bool) -> _Batch:
-        ready = None
-        if self._canvases and (device := self._canvases[-1].tokens.device).type != "cpu":
-            ready = torch.get_device_module(device).current_stream(device).record_event()
+        ready = launched(self._canvases[-1].tokens.device) if self._canvases else None
         return _Batch(self._canvases, self._canvases_bytes, ends, ready)
 
     def _put(self, *, ends: bool) -> bool:

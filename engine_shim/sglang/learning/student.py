@@ -56,6 +56,11 @@ class LiveDrafter:
         """Returns what this rank holds of the parameters, and writes to."""
         return self.ranked or RankShares(self.parameters)
 
+    @property
+    def device(self) -> torch.device:
+        """Returns where the live parameters lie."""
+        return next(iter(self.shares.live.values())).device
+
 
 def live_drafter(worker: Any, ranks: Peers = ALONE, second: Any = None) -> LiveDrafter:
     """Describes the drafter of this `EAGLEWorkerV2` for its student.

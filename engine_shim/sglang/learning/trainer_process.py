@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from engine_shim.sglang.api.transfer import lock_pages
 from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.training import trainer
 from engine_shim.training.exchange import Channel, Layout, Message, SharedTensors
@@ -60,8 +61,13 @@ class TrainerProcess:
     weights: of the whole drafter in it, float32, by the names of its parameters.
     """
 
-    def __init__(self, drafter: LiveDrafter, rings: RingShape, settings: OnlineSettings) -> None:
-        """Starts the process, with the drafter's weights as they are."""
+    def __init__(
+        self, drafter: LiveDrafter, rings: RingShape, settings: OnlineSettings, device: str = ""
+    ) -> None:
+        """Starts the process, with the drafter's weights as they are.
+
+        device: of torch, that it computes on; "" for the drafter's.
+        """
         self._borrowed = {
             trainer.BORROWED + name: part.detach()
             for name, part in drafter.borrowed._asdict().items()
@@ -79,12 +85,14 @@ class TrainerProcess:
             },
         }
         memory = SharedTensors(layouts)
+        lock_pages(memory.whole, drafter.device)
         self.tensors: Mapping[str, Tensor] = memory.tensors
         self.weights = {name: self.tensors[trainer.WEIGHT + name] for name in drafter.parameters}
         self.share_borrowed()
         for name, part in drafter.parameters.items():
             self.weights[name].copy_(part.detach())
-        order = trainer.order(drafter.shape, settings, layouts, threads=1)
+        device = device or str(drafter.device)
+        order = trainer.order(drafter.shape, settings, layouts, threads=1, device=device)
         self.process, channel = _started(order, memory)
         self._channel: Channel | None = channel
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -94,20 +94,15 @@ class PromptPass:
 def prompt_pass(
     batch: Any,
     tokens: torch.Tensor,
-    result: Any,
-    split: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None,
+    features: torch.Tensor | None,
 ) -> PromptPass | None:
     """Makes it of a `ScheduleBatch` that was prefilled; None where a prompt is not tokens alone.
 
-    tokens: its `input_ids` from before the drafter's part, which replaces them.  split: gives the
-    learning drafter's hidden states first, where the target hands out others as well.
+    tokens: its `input_ids` from before the drafter's part, which replaces them.  features: [rows,
+    width], the hidden states that the learning drafter reads; None where SGLang keeps no
+    hidden states.
     """
-    features: torch.Tensor | None = result.logits_output.hidden_states
-    if features is None:
-        return None
-    if split is not None:
-        features, _ = split(features)
-    if any(request.multimodal_inputs is not None for request in batch.reqs):
+    if features is None or any(request.multimodal_inputs is not None for request in batch.reqs):
         return None
     lengths = list(batch.extend_lens)
     if sum(lengths) != len(tokens) or len(features) != len(tokens):

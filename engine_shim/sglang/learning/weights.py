@@ -23,7 +23,9 @@ class DrafterWeights:
     """Writes the weights of the serving model.
 
     parameters: by name; good: a copy whose acceptance was good.  first: as the drafter was loaded,
-    or as somebody else has set it since.  refresh: called after each writing.
+    or as somebody else has set it since.  refresh: called after each writing.  yields: nothing is
+    written where somebody else has written since.  The device finds that out by itself, so that
+    nobody waits for it; `are_replaced` tells.
     """
 
     first: dict[str, torch.Tensor]
@@ -32,10 +34,15 @@ class DrafterWeights:
     _served: torch.Tensor
 
     def __init__(
-        self, parameters: Mapping[str, Any], refresh: Callable[[], None] | None = None
+        self,
+        parameters: Mapping[str, Any],
+        refresh: Callable[[], None] | None = None,
+        *,
+        yields: bool = False,
     ) -> None:
         self.parameters = dict(parameters)
         self._refresh = refresh
+        self._yields = yields
         self.adopt()
 
     def copy(self) -> dict[str, torch.Tensor]:
@@ -48,14 +55,18 @@ class DrafterWeights:
         weights: they may have been made on another stream, by a thread that reads files, and be
         dropped afterwards.  Raises WeightsDifferError.
         """
+        ours = ~self.are_replaced() if self._yields else None
         with torch.no_grad():
             for name, live in self.parameters.items():
-                live.data.copy_(weights[name])
-                keep_for_this_stream(weights[name])
-            self._compare(weights)
+                new = weights[name]
+                live.data.copy_(new if ours is None else torch.where(ours, new, live.data))
+                keep_for_this_stream(new)
+            if ours is None:
+                self._compare(weights)
         if self._refresh is not None:
             self._refresh()
-        self._served = self._sample()
+        served = self._sample()
+        self._served = served if ours is None else torch.where(ours, served, self._served)
         self.changed = True
 
     def _compare(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -86,12 +97,9 @@ class DrafterWeights:
         """Marks what is served now as good."""
         self.good = self.copy()
 
-    def were_replaced(self) -> bool:
-        """Whether somebody else has written since (a weight update): then those are the first."""
-        if torch.equal(self._sample(), self._served):
-            return False
-        self.adopt()
-        return True
+    def are_replaced(self) -> torch.Tensor:
+        """Returns whether somebody else has written since (a weight update), as a bool [] there."""
+        return (self._sample() != self._served).any()
 
     def adopt(self) -> None:
         """Takes what is served for the first weights."""

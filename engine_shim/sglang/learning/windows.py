@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from engine_shim.sglang.learning.likeliest import likeliest
 from engine_shim.training.rings import SPANS, RingRows, RingShape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from engine_shim.sglang.learning.verified_step import Verification
+    from engine_shim.sglang.learning.readback import HostRound
 
 # A shorter one teaches little, and drafting from it is nothing like drafting in the engine.
 LEAST: Final = 8
@@ -67,30 +66,40 @@ class Windows:
         self._windows.clear()
         self._newest = []
 
-    def add(self, found: Verification, starts: list[int], accepted: list[int]) -> bool:
+    def reserve(self, request_ids: list[str], undrafted: Sequence[int] = ()) -> list[int]:
+        """Gives rings to new requests; returns the rows of the batch that have one.
+
+        undrafted: rows that must not be drafted for, which teach nothing.
+        """
+        silent = set(undrafted)
+        teaching = [row for row in range(len(request_ids)) if row not in silent]
+        self._make_room([request_ids[row] for row in teaching])
+        return [row for row in teaching if request_ids[row] in self._windows]
+
+    def add(self, found: HostRound) -> bool:
         """Adds what a step has verified; True when there is a round to learn from.
 
-        starts: each request's position of the canvas's first token; accepted: tokens that each
-        request gained, bonus included.  Raises ValueError for a canvas that the rings have no room
-        for.
+        Raises ValueError for a canvas that the rings have no room for.
         """
-        width = found.gamma + 1
+        facts = found.facts
+        width = facts.gamma + 1
         if width > self._shape.positions - self._length:
             raise ValueError(
                 f"a canvas of {width} positions does not fit behind a window of {self._length} "
                 f"in a ring of {self._shape.positions}"
             )
-        request_ids, undrafted = found.request_ids, set(found.undrafted)
-        teaching = [row for row in range(len(request_ids)) if row not in undrafted]
-        self._make_room([request_ids[row] for row in teaching])
-        kept = [row for row in teaching if request_ids[row] in self._windows]
-        moved = [
-            self._extended(request_ids[row], starts[row], width, accepted[row]) for row in kept
-        ]
+        moved: list[_Window] = []
+        held: list[int] = []
+        for place, row in enumerate(facts.kept):
+            rid = facts.request_ids[row]
+            # Its ring may have gone to another request meanwhile.
+            if rid in self._windows:
+                moved.append(self._extended(rid, found.starts[row], width, found.accepted[row]))
+                held.append(place)
         self._newest = [window for window in moved if window.known >= LEAST]
-        if kept:
+        if found.rows is not None and moved:
             with torch.inference_mode(False), torch.no_grad():
-                self._keep(found, kept, moved)
+                self._keep(found.rows, held, moved)
         return bool(self._newest)
 
     def write(self, tensors: Mapping[str, Tensor], gamma: int) -> int:
@@ -144,24 +153,14 @@ class Windows:
         window.stale = min(window.stale, start)
         return window
 
-    def _keep(self, found: Verification, kept: list[int], windows: list[_Window]) -> None:
-        """Copies these rows of the batch into the rings: SGLang writes into its buffers again."""
-        size, width = len(found.request_ids), found.gamma + 1
-        # The whole batch is not gathered first.
-        chosen = slice(None) if len(kept) == size else torch.tensor(kept)
-        logits = found.logits.view(size, width, -1)[chosen].flatten(0, 1)
-        top_tokens, top_logs = likeliest(logits, self._shape.top)
-        of_request = len(kept), width, -1
-        rows = RingRows(
-            found.tokens.view(size, width)[chosen],
-            found.features.view(size, width, -1)[chosen],
-            top_tokens.view(of_request),
-            top_logs.view(of_request),
-        )
+    def _keep(self, rows: RingRows, held: list[int], windows: list[_Window]) -> None:
+        """Copies these rows of a round into the rings of their windows."""
+        chosen = torch.tensor(held)
+        width = rows.tokens.shape[1]
         firsts = torch.tensor([window.canvas for window in windows])[:, None]
         at = (
             torch.tensor([window.ring for window in windows])[:, None],
             (firsts + torch.arange(width)) % self._shape.positions,
         )
         for ring, part in zip(self._rings, rows, strict=True):
-            ring[at] = part.to(ring.dtype)
+            ring[at] = part if len(held) == len(part) else part[chosen]

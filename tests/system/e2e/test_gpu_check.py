@@ -89,6 +89,15 @@ def test_random_arms_gave_plain_decodings_tokens(found: dict[str, Any]):
     assert len(exact["arms"]) > 3
 
 
+def test_a_drafter_learnt_while_it_served(found: dict[str, Any]):
+    learning = found["learning"]
+    assert learning["wrong"] == 0
+    assert learning["lost"] == []
+    assert learning["online"]["updates"] > 0
+    assert len(learning["acceptance_lengths"]) == 2
+    assert learning["syncs"] is None  # there is no CUDA
+
+
 def test_every_arm_was_watched_for_eager_steps(found: dict[str, Any]):
     ran = {(arm["drafter"], arm["gamma"]) for arm in found["graphs"]["arms"]}
     assert ran >= set(SMALL.arms())
@@ -99,7 +108,13 @@ def test_every_arm_was_watched_for_eager_steps(found: dict[str, Any]):
 
 def test_the_page_has_a_verdict_for_each_part(output: Path):
     text = (output / "page.md").read_text()
-    for line in ("| exact | passed |", "| graphs | passed |", "| costs | measured |", "B=4"):
+    for line in (
+        "| exact | passed |",
+        "| learning | passed |",
+        "| graphs | passed |",
+        "| costs | measured |",
+        "B=4",
+    ):
         assert line in text
 
 

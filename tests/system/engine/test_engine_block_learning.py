@@ -20,7 +20,7 @@ from engine_shim.training.specforge import export_signals, import_draft
 from engine_shim.training.versions import FOLDER, Versions
 from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
-from tests.support.learning_engine import between_steps, status, wave
+from tests.support.learning_engine import between_steps, run_heard, status, wave
 from tests.support.long_contexts import EVERYTHING, agreement, recorder
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVES
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
@@ -152,6 +152,15 @@ def check_features(signals: list[Signal]) -> None:
     known = torch.cat(features, dim=-1)[0]
     same = torch.nn.functional.cosine_similarity(known[40:], found.features[40:].float(), dim=-1)
     assert same.median() > 0.9, same
+    # Those of a whole prompt have seen all that came before them.
+    prompts = [one for one in signals if not one.start and one.context > 40]
+    for one in prompts:
+        with torch.no_grad():
+            _, features = target.logits_and_features(one.tokens[None], layers)
+        read = slice(one.context)
+        known, kept = torch.cat(features, dim=-1)[0][read], one.features[read].float()
+        assert torch.nn.functional.cosine_similarity(known, kept, dim=-1).min() > 0.99
+    assert prompts
 
 
 def test_it_learns_while_it_serves_and_never_changes_a_token(
@@ -195,10 +204,11 @@ class Beside:
     engine: EngineProcess
     sidecar: ScriptedSidecar
     folder: Path
+    waits: Path
 
     def wave(self, number: int, drafter: int, plain_waves: list[list[list[int]]]) -> float:
         """The acceptance length where one drafter drafts all steps."""
-        self.sidecar.run(lambda _: (GAMMA, False, drafter))
+        run_heard(self.engine, self.sidecar, lambda _: (GAMMA, False, drafter))
         return wave(self.engine, number, plain_waves)
 
 
@@ -206,12 +216,15 @@ class Beside:
 def beside(
     plain_waves: list[list[list[int]]], draft: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Beside]:
-    """It runs its passes as most GPUs do."""
+    """It runs its passes, and copies between host and device, as most GPUs do."""
     folder = tmp_path_factory.mktemp("signals-beside") / "store"
+    waits = tmp_path_factory.mktemp("waits-beside") / "waits.json"
     with scripted_sidecar(tmp_path_factory.mktemp("sidecar-beside")) as scripted:
         variables = {
             **scripted.variables,
             **MODES["overlapped"],
+            "CPU_ENGINE_LATE_COPIES": "3",
+            "CPU_ENGINE_SYNCHRONISATIONS": str(waits),
             "SPECULATION_DFLASH_MODEL_PATH": str(draft),
             "SPECULATION_GAMMAS": "0,1,3,7",
             "SPECULATION_LEARNER": "dflash",
@@ -221,7 +234,7 @@ def beside(
         }
         with serving(tmp_path_factory.mktemp("beside"), EAGLE3, variables) as running:
             eventually(lambda: scripted.server.introductions, what="the engine introduces itself")
-            yield Beside(running, scripted, folder)
+            yield Beside(running, scripted, folder, waits)
 
 
 def test_beside_eagle3_what_it_reads_is_collected(
@@ -267,6 +280,12 @@ def test_beside_eagle3_it_learns_and_eagle3_stays_as_it_is(
     assert found["refused"] == 0
     assert after > before + 0.2
     assert other == untouched
+
+
+def test_beside_eagle3_nothing_waits_for_the_device(beside: Beside) -> None:
+    """Where copies are late as on a GPU, and after drafts were collected and learnt from."""
+    assert status(beside.engine, "online")["updates"] > 0
+    assert json.loads(beside.waits.read_text()) == {}
 
 
 def test_beside_eagle3_a_killed_trainer_takes_nothing_with_it(

@@ -16,6 +16,7 @@ from engine_shim.training.versions import FOLDER, Versions
 from lab.cpu_engine.models.prompts import held_out_prompts
 from tests.support.engine import EAGLE3, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
+from tests.support.learning_engine import run_heard
 from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import Script, ScriptedSidecar
 
@@ -68,15 +69,8 @@ def found_in(folder: Path) -> list[Signal]:
 
 def collect(engine: EngineProcess, sidecar: ScriptedSidecar, script: Script) -> None:
     """Collecting begins, and the engine has heard of it."""
-    first = len(sidecar.arms) + 1
     sidecar.collect = True
-    sidecar.run(script)
-
-    def heard() -> bool:
-        engine.generate(WAVES[3][:1], [4])
-        return sidecar.reports[-1].plan_epoch >= first
-
-    eventually(heard, within=90.0, what="the engine runs under a plan that collects")
+    run_heard(engine, sidecar, script)
 
 
 def settled(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:

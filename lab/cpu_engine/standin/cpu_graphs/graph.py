@@ -99,7 +99,7 @@ class Graph:
                 if storage in recording.made and not _has_owner(storage)
             ]
         for tensor in self._intermediates:
-            tensor.fill_(_garbage(tensor.dtype))
+            tensor.fill_(recorder.garbage(tensor.dtype))
 
 
 class capture:  # noqa: N801 - named like torch.cuda.graph
@@ -142,9 +142,3 @@ def _whole(alias: Tensor) -> Tensor:
     size = storage.nbytes() // alias.itemsize
     with torch.inference_mode(False):
         return torch.empty(0, dtype=alias.dtype).set_(storage, 0, (size,), (1,))
-
-
-def _garbage(kind: torch.dtype) -> float | int | bool:
-    if kind.is_floating_point:
-        return float("nan")
-    return True if kind == torch.bool else torch.iinfo(kind).min

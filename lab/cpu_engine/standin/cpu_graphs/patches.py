@@ -39,6 +39,11 @@ def install() -> None:
         _patch_torch()
         _patch_sglang()
         attention.install(host_lengths=os.environ.get("CPU_ENGINE_HOST_LENGTHS") != "0")
+    asks = int(os.environ.get("CPU_ENGINE_LATE_COPIES") or 0)
+    if asks:
+        from cpu_graphs import late
+
+        late.install(asks)
     ledger = os.environ.get("CPU_ENGINE_SYNCHRONISATIONS")
     if ledger:
         from cpu_graphs import synchronisations

@@ -253,6 +253,13 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
+def garbage(kind: torch.dtype) -> float | int | bool:
+    """Returns a value that nobody takes for a result."""
+    if kind.is_floating_point:
+        return float("nan")
+    return True if kind == torch.bool else torch.iinfo(kind).min
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 

@@ -13,8 +13,14 @@ from engine_shim.sglang.drafters.idle_kv import IdleCounters
 from engine_shim.sglang.eager_passes import EagerPasses
 from engine_shim.sglang.graph_states import GraphStates
 from engine_shim.sglang.hooks import OWN, SECOND, EngineHooks
+from engine_shim.sglang.learning.learning_steps import LearningSteps
 from engine_shim.sglang.learning.online_updates import OnlineCounters
-from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
+from engine_shim.sglang.learning.verified_step import (
+    NO_UPDATE,
+    PromptPass,
+    UpdateStatus,
+    Verification,
+)
 from engine_shim.steering.losses import Losses
 from speculation.v1.engine_pb2 import Capability, LostCapability
 
@@ -116,6 +122,14 @@ def session(*, asleep: bool, failing: str = "", gamma: int = 0) -> Any:
     return EngineHooks(losses=Losses(), graph_states=GraphStates(), eager=EagerPasses(), **parts)
 
 
+def learns(made: Any, learner: int = OWN, **parts: Any) -> None:
+    """Gives these hooks a drafter that learns."""
+    split = None if made.dual is None else made.dual.split
+    made.learning = LearningSteps(
+        ranks=made.ranks, losses=made.losses, learner=learner, split=split, **parts
+    )
+
+
 def batch(mode: str = "decode") -> Any:
     return SimpleNamespace(
         forward_mode=Mode(mode),
@@ -133,6 +147,8 @@ class Link:
     def __init__(self, made: Any) -> None:
         self.told: list[tuple[str, str]] = []
         made.losses = Losses(self)  # type: ignore[arg-type]
+        if made.learning is not None:
+            made.learning.losses = made.losses
 
     def lose(self, loss: LostCapability) -> None:
         self.told.append((Capability.Name(loss.capability), loss.reason))
@@ -194,15 +210,17 @@ def test_a_prefill_is_no_step_but_wakes_its_requests() -> None:
 
 def test_a_drafter_learns_from_every_step_awake_or_asleep() -> None:
     made = session(asleep=False, gamma=3)
-    made.online, made.ranks = Online(), adopted(chosen(3), stride=5)
+    made.ranks = adopted(chosen(3), stride=5)
+    online = Online()
+    learns(made, online=online)
     result, _ = run_step(made)
-    assert made.online.calls == ["step", "verified 5"]
-    assert result.speculation_launch.update_status == made.online.update_status() != NO_UPDATE
+    assert online.calls == ["step", "verified 5"]
+    assert result.speculation_launch.update_status == online.update_status() != NO_UPDATE
     run_step(made, "extend")
-    assert made.online.calls[2:] == ["prefill"]
+    assert online.calls[2:] == ["prefill"]
     made.ranks = adopted(chosen(0, asleep=True), stride=5)
     run_step(made)
-    assert made.online.calls[3:] == ["step", "verified 5"]
+    assert online.calls[3:] == ["step", "verified 5"]
 
 
 @pytest.mark.parametrize("failing", ["prefill", "step", "verified"])
@@ -210,7 +228,7 @@ def test_a_failure_to_learn_ends_the_learning_and_nothing_else(
     failing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = session(asleep=False, gamma=3)
-    made.online = Online(failing)
+    learns(made, online=Online(failing))
     link = Link(made)
     run_step(made, "extend")
     _, worked = run_step(made)
@@ -238,19 +256,45 @@ def test_the_learner_sees_its_columns_and_whose_drafts_they_were(
     learner: int, drafter: int, gamma: int
 ) -> None:
     made = session(asleep=False, gamma=gamma)
-    made.sleep, made.dual, made.learner = None, Dual(), learner
-    made.online, made.ranks = Online(), adopted(chosen(gamma, drafter=drafter))
+    made.sleep, made.dual = None, Dual()
+    made.ranks = adopted(chosen(gamma, drafter=drafter))
+    online = Online()
+    learns(made, learner, online=online)
     run_step(made)
-    found = made.online.found
+    found = online.found
+    assert found is not None
     assert torch.equal(found.features, torch.full((4, 3), float(learner)))
     assert found.by_learner == (drafter == learner or gamma == 0)
+
+
+@pytest.mark.parametrize("learner", [OWN, SECOND])
+def test_of_a_prompt_the_learners_columns_are_collected(learner: int) -> None:
+    found: list[PromptPass] = []
+    made = session(asleep=False)
+    made.sleep, made.dual = None, Dual()
+    made.ranks = adopted(chosen(3), 0, True)
+    collector = SimpleNamespace(over="", after_prefill=found.append)
+    learns(made, learner, collector=collector)
+    prompts = SimpleNamespace(
+        **vars(batch("extend")), input_ids=torch.arange(4), extend_lens=[4], prefix_lens=[0],
+        chunked_req=None,
+    )  # fmt: skip
+    prompts.reqs = [SimpleNamespace(rid="one", multimodal_inputs=None)]
+
+    def forward(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(logits_output=SimpleNamespace(hidden_states=torch.zeros(4, 6)))
+
+    made.around_forward(forward, None, prompts)
+    (seen,) = found
+    assert torch.equal(seen.features, torch.full((4, 3), float(learner)))
 
 
 @pytest.mark.parametrize(("learner", "ends"), [(OWN, False), (SECOND, True)])
 def test_what_learns_ends_with_its_drafter(learner: int, ends: bool) -> None:
     made = session(asleep=False, gamma=3)
-    made.sleep, made.dual, made.learner = None, Dual(), learner
-    made.block, made.online = SimpleNamespace(over="out of memory"), Online()
+    made.sleep, made.dual = None, Dual()
+    made.block = SimpleNamespace(over="out of memory")
+    learns(made, learner, online=Online())
     link = Link(made)
     for _ in range(2):
         run_step(made)
@@ -260,11 +304,12 @@ def test_what_learns_ends_with_its_drafter(learner: int, ends: bool) -> None:
 
 def test_a_trainer_that_ends_by_itself_is_reported() -> None:
     made = session(asleep=False, gamma=3)
-    made.online = Online()
+    online = Online()
+    learns(made, online=online)
     link = Link(made)
     run_step(made)
     assert link.told == []
-    made.online.over = "the trainer has ended with status -9"
+    online.over = "the trainer has ended with status -9"
     run_step(made)
     run_step(made)
     assert link.told == [("CAPABILITY_UPDATE_ONLINE", "the trainer has ended with status -9")]
@@ -355,20 +400,21 @@ class Signals:
 @pytest.mark.parametrize("asleep", [True, False])
 def test_what_every_step_has_verified_is_offered_for_collection(asleep: bool) -> None:
     made = session(asleep=asleep, gamma=0)
-    made.collector = Signals()
+    collector = Signals()
     for collects in (True, False):
         made.ranks = adopted(chosen(0, asleep=asleep), 0, collects)
+        learns(made, collector=collector)
         run_step(made)
-    assert made.collector.collecting == [True, False]
+    assert collector.collecting == [True, False]
 
 
 def test_a_failure_to_collect_ends_the_collecting_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made = session(asleep=False, gamma=3)
-    made.collector = Signals(failing=True)
-    link = Link(made)
     made.ranks = adopted(chosen(3), 0, True)
+    learns(made, collector=Signals(failing=True))
+    link = Link(made)
     _, worked = run_step(made)
     assert worked
     assert made.status()["signals"] == {"state": "RuntimeError: out of memory"}
@@ -387,11 +433,12 @@ def test_versions_that_cannot_be_served_any_more_are_reported() -> None:
             assert why == "RuntimeError: out of memory"
 
     made = session(asleep=False, gamma=3)
-    made.deployment = Deployment()
     made.ranks = adopted(chosen(3), version=4)
+    learns(made, deployment=Deployment())
     link = Link(made)
-    assert made._update_status().version == 3
-    made._update_status()
+    for _ in range(2):
+        result, _ = run_step(made)
+        assert result.speculation_launch.update_status.version == 3
     assert link.told == [("CAPABILITY_TAKE_VERSIONS", "RuntimeError: out of memory")]
 
 
@@ -420,8 +467,9 @@ def test_beside_a_second_drafter_the_own_one_learns(
 ) -> None:
     """From the columns it reads itself; and it is told whose drafts were verified."""
     made = session(asleep=False, gamma=3)
-    made.dual, made.collector = Second(drafts=drafts), Signals()
+    made.dual, collector = Second(drafts=drafts), Signals()
     made.ranks = adopted(chosen(3, drafter=drafter), 0, True)
+    learns(made, collector=collector)
 
     def forward(_: Any, found: Any, **__: Any) -> Any:
         output = SimpleNamespace(hidden_states=torch.arange(24.0).view(4, 6))
@@ -431,6 +479,6 @@ def test_beside_a_second_drafter_the_own_one_learns(
         return result
 
     made.around_forward(forward, None, batch())
-    (found,) = made.collector.found
+    (found,) = collector.found
     assert found.by_learner is by_learner
     assert torch.equal(found.features, torch.arange(24.0).view(4, 6)[:, :4])

@@ -71,7 +71,7 @@ def started(student: DraftStudent) -> Iterator[Running]:
     for name, part in student.state_dict().items():
         memory.tensors[trainer.WEIGHT + name].copy_(part)
     settings = OnlineSettings(anchors=8, top=TOP, learning_rate=3e-3)
-    order = trainer.order(student.shape, settings, layouts, threads=1)
+    order = trainer.order(student.shape, settings, layouts, threads=1, device="cpu")
     ours, theirs = Channel.pair()
     with theirs:
         fds = (memory.fd, theirs.fileno())

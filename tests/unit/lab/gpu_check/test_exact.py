@@ -86,7 +86,7 @@ def test_arms_stay_while_no_step_is_reported():
 
 def test_only_speculation_and_the_schedule_distinguish_the_command_lines():
     plain, ours, other = (
-        exact.command(policy, 1, [], on_cpu=False)
+        exact.command(policy, 1, [], exact.DRAFT, on_cpu=False)
         for policy in (PLAIN, exact.EXACT, exact.NO_OVERLAP)
     )
     assert ours[: len(plain)] == plain

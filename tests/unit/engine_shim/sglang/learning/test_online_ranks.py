@@ -53,6 +53,7 @@ class RankDriver(Driver):
         per_request = load_settings().online_scope == "request"
         self.follower = OnlineWeights(self.ranks[1], per_request=per_request)
         self.follower.follow(self.pair.orders[1])
+        self.loaded = self.weights()
         return OnlineUpdates(self.ranks[0], load_settings(), GAMMA, self.pair.orders[0])
 
     def between_steps(self) -> None:
@@ -75,6 +76,10 @@ class RankDriver(Driver):
         """Somebody else gives this rank other weights."""
         for part in self.ranks[rank].shares.live.values():
             part.mul_(0.5)
+
+    def new_target(self, rank: int) -> None:
+        """Somebody gives this rank's share of the target other weights."""
+        self.ranks[rank].shares.borrowed[0].held.mul_(0.9)
 
     def whole(self) -> torch.Tensor:
         """The weights of both ranks, in the order of the whole drafter's."""
@@ -148,6 +153,46 @@ def test_weights_that_somebody_else_has_given_one_rank_stay_on_both(
     assert 0 < (now - held).abs().max() < 0.011 * steps
     driver.weights()
     assert driver.counters.replaced == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_target_that_one_rank_was_given_is_the_trainers(driver: RankDriver, rank: int) -> None:
+    """As where a weight update changes rows of its embedding that one rank alone holds."""
+    driver.until(lambda: driver.counters.updates > 2)
+    learnt = driver.weights()
+    driver.new_target(rank)
+    driver.until(lambda: driver.counters.replaced == 1)
+    updates = driver.counters.updates
+    driver.until(lambda: driver.counters.updates > updates)
+    halves = [one.shares.borrowed[0].held for one in driver.ranks]
+    assert torch.equal(driver.online._trainer.tensors["borrowed:embedding"], torch.cat(halves))
+    assert driver.counters.replaced == 1
+    # What was learnt with the other target is where this one begins, and what a fall goes back to.
+    driver.until(lambda: driver.counters.restored == 1, accepted=1)
+    assert driver.online.has_learnt
+    assert driver.follower.has_changed
+    now = driver.weights()
+    assert (now - learnt).abs().max() < 0.05
+    assert not torch.equal(now, driver.loaded)
+
+
+def test_after_a_new_target_each_request_still_begins_with_the_first_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = RankDriver(monkeypatch, SCOPE="request", LEARNING_RATE="0.01")
+    try:
+        driver.request("first")
+        driver.until(lambda: driver.counters.updates > 1)
+        driver.new_target(1)
+        driver.until(lambda: driver.counters.replaced == 1)
+        assert torch.equal(driver.weights(), driver.loaded)
+        updates = driver.counters.updates
+        driver.until(lambda: driver.counters.updates > updates)
+        assert not torch.equal(driver.weights(), driver.loaded)
+        driver.request("second")
+        assert torch.equal(driver.weights(), driver.loaded)
+    finally:
+        driver.online.close()
 
 
 def test_each_request_begins_with_the_first_weights_on_both(

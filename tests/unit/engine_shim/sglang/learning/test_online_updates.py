@@ -11,11 +11,8 @@ import torch
 from engine_shim.link.orders import Orders
 from engine_shim.sglang.api.ranks import ALONE
 from engine_shim.sglang.api.settings import load_settings
-from engine_shim.sglang.learning.online_updates import (
-    OnlineCounters,
-    OnlineUpdates,
-    updates_for,
-)
+from engine_shim.sglang.learning.online_start import refused_device, updates_for
+from engine_shim.sglang.learning.online_updates import OnlineCounters, OnlineUpdates
 from engine_shim.sglang.learning.student import LiveDrafter, live_drafter
 from engine_shim.sglang.learning.trainer_process import rings_for
 from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
@@ -307,7 +304,7 @@ def test_each_request_begins_with_the_first_weights(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("device", "window", "reason"),
-    [("cuda", None, "on cuda this is untested"), ("cpu", 64, "it sees the last 64 positions only")],
+    [("xpu", None, "on xpu this is untested"), ("cpu", 64, "it sees the last 64 positions only")],
 )
 def test_an_engine_whose_drafter_cannot_learn_is_refused(
     monkeypatch: pytest.MonkeyPatch, device: str, window: int | None, reason: str
@@ -319,6 +316,12 @@ def test_an_engine_whose_drafter_cannot_learn_is_refused(
     said = f"SPECULATION_ONLINE_UPDATES is set, but the drafter cannot learn: {reason}"
     with pytest.raises(UnsupportedEngineError, match=said):
         updates_for(worker, device, ALONE, load_settings(), Orders())
+
+
+def test_several_ranks_learn_on_a_cpu_only() -> None:
+    assert not refused_device("cpu", several=True)
+    assert not refused_device("cuda", several=False)
+    assert "the engine would wait on cuda" in refused_device("cuda", several=True)
 
 
 def test_a_window_that_takes_more_memory_than_is_allowed_is_refused(

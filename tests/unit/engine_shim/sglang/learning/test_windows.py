@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine_shim.sglang.learning.readback import Readback, WeightChanges
 from engine_shim.sglang.learning.verified_step import Verification
 from engine_shim.sglang.learning.windows import LEAST, Windows
 from engine_shim.training.exchange import SharedTensors
@@ -22,8 +23,10 @@ VOCABULARY, WIDTH, LENGTH, TOP, MOST, CANVAS = 50, 6, 12, 5, 4, 9
 class Engine:
     """Verified steps of requests whose tokens are their positions plus 1000 times their number."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: RingShape | None = None) -> None:
+        shape = shape or shape_of(LENGTH)
         self.lengths: dict[str, int] = {}
+        self._readback = Readback(shape, CANVAS, None)
 
     def step(
         self,
@@ -49,7 +52,10 @@ class Engine:
             accept_lens=torch.tensor(list(accepted.values())),
         )
         verified = Verification(batch, result, features, undrafted=undrafted)
-        ready = windows.add(verified, starts, list(accepted.values()))
+        kept = windows.reserve(verified.request_ids, undrafted)
+        self._readback.put(verified, kept, WeightChanges())
+        [found] = self._readback.taken()
+        ready = windows.add(found)
         for rid, count in accepted.items():
             self.lengths[rid] += count
         return ready, logits
@@ -235,7 +241,7 @@ def test_steps_of_other_draft_lengths_extend_the_window_too(windows: Windows, co
 
 def test_hidden_states_are_kept_in_their_own_type_and_taught_in_float32() -> None:
     shape = replace(shape_of(LENGTH), dtype="bfloat16")
-    windows, engine = Windows(shape, LENGTH), Engine()
+    windows, engine = Windows(shape, LENGTH), Engine(shape)
     shared = SharedTensors(shape.layouts())
     for _ in range(LEAST + 1):
         engine.step(windows, 3, {"7": 1})

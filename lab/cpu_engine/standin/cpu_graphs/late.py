@@ -1,0 +1,115 @@
+"""Has the plugin's side streams run late, as on a GPU that has other work to do.
+
+What runs on such a stream is recorded.  Until the stream's events have been asked for a number of
+times, garbage is where its results belong; then it runs, on what its sources hold by then.  So what
+reads a copy too early, or writes to its source before it was read, shows in the results.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from cpu_graphs import recorder
+
+_PLUGIN = "/engine_shim/sglang/"
+
+
+class Patcher(Protocol):
+    """Sets attributes, as `setattr` and pytest's monkeypatch do."""
+
+    def __call__(self, of: Any, name: str, value: Any, /) -> None:
+        """Sets one attribute."""
+
+
+class LateEvent:
+    """Takes the place of `torch.cpu.Event`."""
+
+    def __init__(self, stream: LateStream, place: int) -> None:
+        self._stream, self._place = stream, place
+        self._due = stream.asked + stream.asks
+
+    def query(self) -> bool:
+        """Whether all that the stream was given before has run."""
+        self._stream.asked += 1
+        if self._stream.asked < self._due:
+            return False
+        self.synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        """Runs it, if it has not run."""
+        self._stream.run(self._place)
+
+
+class LateStream:
+    """Takes the place of a stream of the plugin.
+
+    asks: how often its events have to be asked for until a new one has occurred.  asked: how often
+    they were.
+    """
+
+    def __init__(self, asks: int) -> None:
+        self.asks, self.asked = asks, 0
+        self._nodes: deque[recorder.Node] = deque()
+        self._given = self._ran = 0
+
+    def wait_stream(self, _: object) -> None:
+        """Waits for nothing, as what other streams were given has run."""
+
+    def record_event(self) -> LateEvent:
+        """Returns the event of all that was given so far."""
+        return LateEvent(self, self._given)
+
+    def give(self, nodes: list[recorder.Node]) -> None:
+        """Takes what is to run later."""
+        for node in nodes:
+            for tensor in node.outputs or node.arguments[:1]:
+                tensor.fill_(recorder.garbage(tensor.dtype))
+        self._nodes.extend(nodes)
+        self._given += len(nodes)
+
+    def run(self, place: int) -> None:
+        """Runs what was given up to there, in order."""
+        with torch.no_grad():
+            while self._ran < place:
+                self._nodes.popleft().run()
+                self._ran += 1
+
+
+def install(asks: int, set_attribute: Patcher = setattr) -> None:
+    """Has streams that the plugin makes from now on run late, and the plugin expect that of a CPU.
+
+    asks: how often the events of a stream are asked for until a new one has occurred.
+    """
+    from engine_shim.sglang.api import transfer
+
+    cpu: Any = torch.cpu
+    stream_of, context_of = cpu.Stream, cpu.stream
+
+    def made(*arguments: Any, **keywords: Any) -> Any:
+        if _PLUGIN in sys._getframe(1).f_code.co_filename:
+            return LateStream(asks)
+        return stream_of(*arguments, **keywords)
+
+    def context(stream: Any) -> AbstractContextManager[Any]:
+        if isinstance(stream, LateStream):
+            return _recorded(stream)
+        found: AbstractContextManager[Any] = context_of(stream)
+        return found
+
+    set_attribute(cpu, "Stream", made)
+    set_attribute(cpu, "stream", context)
+    set_attribute(transfer, "is_asynchronous", lambda _: True)
+
+
+@contextmanager
+def _recorded(stream: LateStream) -> Iterator[None]:
+    with recorder.Recording() as recording:
+        yield
+    stream.give(recording.nodes)

@@ -1,0 +1,136 @@
+"""Steps on their way to the host, at once and late."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine_shim.sglang.api import transfer
+from engine_shim.sglang.learning.readback import HostRound, Readback, WeightChanges
+from engine_shim.sglang.learning.verified_step import Verification
+from engine_shim.training.rings import RingShape
+from tests.support import late_copies
+
+WIDTH, TOP, VOCABULARY, GAMMA, ASKS = 6, 5, 50, 3, 3
+SHAPE = RingShape(4, 40, WIDTH, TOP)
+CPU = torch.device("cpu")
+
+
+def step(number: int, requests: int = 3, *, by_learner: bool = True) -> Verification:
+    """Everything in it says which step it is."""
+    rows = requests * (GAMMA + 1)
+    batch: Any = SimpleNamespace(
+        reqs=[SimpleNamespace(rid=str(row)) for row in range(requests)],
+        seq_lens=torch.arange(requests, dtype=torch.int32) + 100 * number,
+        spec_info=SimpleNamespace(draft_token=torch.arange(rows) + 1000 * number),
+    )
+    logits = torch.arange(VOCABULARY).float().expand(rows, -1) * (0.1 / number)
+    result: Any = SimpleNamespace(
+        logits_output=SimpleNamespace(next_token_logits=logits),
+        accept_lens=torch.full((requests,), number, dtype=torch.int32),
+    )
+    return Verification(batch, result, torch.full((rows, WIDTH), float(number)), by_learner)
+
+
+def overwrite(found: Verification) -> None:
+    """What SGLang does with its buffers in the steps that follow, and with its lists."""
+    for part in (found.tokens, found.logits, found.result.accept_lens, found.batch.seq_lens):
+        part.fill_(0)
+    found.features.fill_(0)
+    found.batch.reqs.clear()
+
+
+def check(found: HostRound, number: int, kept: list[int]) -> None:
+    assert found.facts.request_ids == ["0", "1", "2"]
+    assert found.facts.weights == WeightChanges(updates=number)
+    assert found.facts.gamma == GAMMA
+    assert found.accepted == [number] * 3
+    assert found.starts == [100 * number + row for row in range(3)]
+    assert found.rows is not None
+    tokens, features, top_tokens, top_logs = found.rows
+    expected = torch.arange(3 * (GAMMA + 1)).view(3, -1)[kept] + 1000 * number
+    assert torch.equal(tokens, expected)
+    assert features.eq(number).all()
+    assert features.shape == (len(kept), GAMMA + 1, WIDTH)
+    assert top_tokens[..., 0].eq(VOCABULARY - 1).all()
+    assert top_logs[..., 0].lt(0).all()
+
+
+@pytest.fixture(params=[0, ASKS], ids=["at once", "late"])
+def asks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    found: int = request.param
+    if found:
+        late_copies.install(found, monkeypatch.setattr)
+    return found
+
+
+@pytest.fixture
+def readback(asks: int) -> Readback:
+    return Readback(SHAPE, GAMMA + 1, transfer.side_stream(CPU))
+
+
+@pytest.mark.parametrize("kept", [[0, 1, 2], [2, 0]], ids=["all", "some"])
+def test_a_step_arrives_as_it_was_verified(readback: Readback, asks: int, kept: list[int]) -> None:
+    arrived: list[int] = []
+    for number in range(1, 9):
+        found = step(number)
+        readback.put(found, kept, WeightChanges(updates=number))
+        for one in readback.taken():
+            check(one, one.facts.weights.updates, kept)
+            arrived.append(one.facts.weights.updates)
+        if asks:
+            # On a CPU nothing is left of the step by now.
+            overwrite(found)
+    # The event is asked for once with the step itself.
+    behind = max(0, asks - 1)
+    assert arrived == list(range(1, 9 - behind))
+    assert readback.dropped == 0
+
+
+def test_without_rows_it_tells_the_lengths(readback: Readback) -> None:
+    readback.put(step(4), [], WeightChanges())
+    found = [one for _ in range(ASKS) for one in readback.taken()]
+    assert [(one.accepted, one.rows) for one in found] == [([4, 4, 4], None)]
+
+
+@pytest.mark.parametrize(
+    ("gamma", "by_learner", "drafted"),
+    [(GAMMA, True, True), (GAMMA, False, False)],
+)
+def test_it_says_whether_the_learner_drafted(
+    readback: Readback, gamma: int, by_learner: bool, drafted: bool
+) -> None:
+    readback.put(step(1, by_learner=by_learner), [], WeightChanges())
+    (found,) = (one for _ in range(ASKS) for one in readback.taken())
+    assert found.facts.drafted is drafted
+
+
+def test_a_step_that_finds_no_room_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    late_copies.install(1000, monkeypatch.setattr)
+    readback = Readback(SHAPE, GAMMA + 1, transfer.side_stream(CPU))
+    for number in range(1, 8):
+        readback.put(step(number), [0], WeightChanges())
+    assert readback.dropped == 3
+    assert list(readback.taken()) == []
+
+
+def test_room_that_was_read_is_used_again(readback: Readback, asks: int) -> None:
+    def put(number: int) -> None:
+        readback.put(step(number), [1], WeightChanges(updates=number))
+
+    seen = drain(readback, put, 40)
+    assert seen == list(range(1, len(seen) + 1))
+    assert len(seen) > 40 - max(1, asks)
+    assert readback.dropped == 0
+
+
+def drain(readback: Readback, put: Callable[[int], None], count: int) -> list[int]:
+    seen: list[int] = []
+    for number in range(1, count + 1):
+        put(number)
+        for one in readback.taken():
+            check(one, number=one.facts.weights.updates, kept=[1])
+            seen.append(one.facts.weights.updates)
+    return seen
