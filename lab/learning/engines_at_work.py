@@ -63,19 +63,14 @@ class Lab:
         self.sidecar = sidecar
         self._place = place
 
-    def generate(
-        self, domain: str, count: int, new_tokens: int, seed: int, clients: int | None = None
-    ) -> Played:
-        """Decodes `count` requests greedily.
-
-        clients: how many are under way at once, each followed by the next; None: all.
-        """
+    def generate(self, domain: str, count: int, new_tokens: int, seed: int) -> Played:
+        """Sends `count` requests at once and decodes them greedily."""
         prompts = held_out_prompts(domain, count, _PROMPT_TOKENS, seed)
         requests = tuple(
             StreamRequest(index, domain, tuple(prompt), new_tokens)
             for index, prompt in enumerate(prompts)
         )
-        played = self._engine.play([StreamPhase(domain, domain, clients or count, requests)])
+        played = self._engine.play([StreamPhase(domain, domain, count, requests)])
         answers = played.answers
         return Played(
             played.tokens_per_second,

@@ -75,17 +75,15 @@ class PacedLab:
         self.lab = lab
         self._log = log
 
-    def play(
-        self, domain: str, count: int, new_tokens: int, seed: int, clients: int | None = None
-    ) -> PacedPlay:
-        """Decodes `count` requests greedily; clients: as in `Lab.generate`.  Raises HarnessError.
+    def play(self, domain: str, count: int, new_tokens: int, seed: int) -> PacedPlay:
+        """Sends `count` requests at once and decodes them greedily.  Raises HarnessError.
 
         Nothing is held, so the machine decides how many passes go by before a request arrives.
-        Only with more clients than the engine runs at once has each pass the same batch size on
-        every machine: the next request is then in the engine's queue already.
+        Many more than the engine runs at once wait in its queue from the first passes on: then
+        the batch is full on every machine until the last ones.
         """
         begin = read_log(self._log).end
-        played: Played = self.lab.generate(domain, count, new_tokens, seed, clients)
+        played: Played = self.lab.generate(domain, count, new_tokens, seed)
         deadline = time.monotonic() + _LOG_SECONDS
         # The engine writes as soon as it is idle.
         while len((part := read_log(self._log, begin)).requests) < count:

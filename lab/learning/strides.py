@@ -54,8 +54,6 @@ STREAMS: Final = {
     "aligned": _Stream("draft-mixed", "json", 4, 40),
     "large batch": _Stream("draft-mixed", "prose", 16, 80),
 }
-# Requests under way for each that the engine runs: some always wait in its queue.
-_CLIENTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +237,7 @@ def _played(setting: LabSetting, name: str, seed: int, choice: str) -> PacedPlay
         lab = stack.enter_context(_engine(setting, name, f"{choice}-{seed}"))
         if choice != OWN:
             stack.enter_context(lab.lab.regime(choice))
-        clients = _CLIENTS * stream.batch
-        return lab.play(stream.domain, requests, new_tokens, 1000 * seed, clients)
+        return lab.play(stream.domain, requests, new_tokens, 1000 * seed)
 
 
 @contextmanager
@@ -300,7 +297,7 @@ def choice_headline(found: Mapping[str, Mapping[str, Streams]]) -> Headline:
         "The stride is fixed by hand; one that adapts is left to future work (appendix C.2). Here "
         f"the sidecar chooses it, and is to reach {BAR} of the best fixed stride over whole "
         "streams, what it loses while it finds out included.",
-        f"{_PACED} Streams of 500 to 2500 steps, of 4, 4 and 16 requests at once, with others in "
+        f"{_PACED} Streams of 500 to 2500 steps, of 4, 4 and 16 requests at once, the others in "
         "the queue; γ, 0 included, is the sidecar's in all of them. Fixed strides: off, 50, 20, 5.",
         (
             "stream", "best S", "best, tokens/s", "chosen", "chosen ÷ best", "÷ off",

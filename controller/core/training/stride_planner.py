@@ -7,11 +7,13 @@ For each S the batch's tokens per second over the time ahead,
 with acceptance as `update_response` forecasts it, the price as `update_cost` has measured it, and
 gamma = 0 among the arms.  The best S is taken once it beats the present one by a margin; off is
 free, so updates have to promise more than off.  If another S might be better (the gain is
-uncertain) it is tried, within a small budget for expected losses; an aligned drafter or a
-compute-bound batch never loses more than that.  The budget pays for nothing before the first
-update has landed: a trainer may take longer to start than the budget would last.
+uncertain), and as many updates as a trial can pay for would show it, it is tried, within a small
+budget for expected losses; an aligned drafter or a compute-bound batch never loses more than that.
+The budget pays for nothing before the first update has landed: a trainer may take longer to start
+than the budget would last.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -57,7 +59,8 @@ class StrideValue:
     """Holds the numbers by which one stride (0: off) was judged.
 
     first_acceptance: of the first draft position, mean over the time ahead.  lost_seconds: of a
-    step.  tokens_per_second, optimistic_tokens_per_second: of the batch.
+    step.  tokens_per_second: of the batch.  optimistic_tokens_per_second: the same with as much of
+    what is hoped for as a trial can show.
     """
 
     stride: int
@@ -134,22 +137,31 @@ class RegimePlanner:
         feasible: [arms], what may run there; None for all.
         """
         rates = [self._price.updates_per_round(batch_size, s) if s else 0.0 for s in STRIDES]
-        forecast = self._response.forecast(rates, _HORIZON_ROUNDS, self._otherwise)
         seconds = values.costs.seconds[:, row]
         least = float(seconds[self._cheap].min())
         each = self._price.per_update(batch_size, least)
+        paid = max(self._trial_steps, 0.0) * least
+        forecast = self._response.forecast(
+            rates, _HORIZON_ROUNDS, self._otherwise, paid / each if each else math.inf
+        )
         lost = np.array(rates) * each
         if feasible is not None:
             seconds = np.where(feasible, seconds, np.inf)
         taken = seconds[:, None] + lost
-        plain = batch_size * self._goodput(values, row, forecast.mean / forecast.now, taken)
-        hopeful = batch_size * self._goodput(values, row, forecast.hopeful / forecast.now, taken)
-        self._choose(plain, hopeful, lost / least)
-        self.state = self._state(forecast, lost, plain, hopeful, each)
+        plain, hopeful, testable = (
+            batch_size * self._goodput(values, row, ahead / forecast.now, taken)
+            for ahead in (forecast.mean, forecast.hopeful, forecast.testable)
+        )
+        self._choose(plain, hopeful, testable, lost / least)
+        self.state = self._state(forecast, lost, plain, testable, each)
         return self.regime
 
     def _choose(
-        self, plain: NDArray[np.float64], hopeful: NDArray[np.float64], lost: NDArray[np.float64]
+        self,
+        plain: NDArray[np.float64],
+        hopeful: NDArray[np.float64],
+        testable: NDArray[np.float64],
+        lost: NDArray[np.float64],
     ) -> None:
         """Moves the stride, if it has been in force for a while.  lost: as shares of a step."""
         at, since = self._at, self._rounds - self._moved_at
@@ -167,14 +179,14 @@ class RegimePlanner:
         wanted = best
         if self._trial_steps > (0.0 if self._trying else _TRIAL_LEAST_STEPS):
             hope = plain[best] * (1 + _SWITCH_MARGIN)
-            if self._trying and at and since < _TRIAL_ROUNDS and hopeful[at] > hope:
+            if self._trying and at and since < _TRIAL_ROUNDS and testable[at] > hope:
                 wanted = at
             else:
                 beside = [i for i in (best - 1, best + 1) if 0 < i < len(STRIDES)]
                 if at and self._response.updates and not self._response.is_reset_repeatedly:
                     beside.append(0)
-                most = max(beside if best else [_FIRST_TRIAL], key=lambda i: float(hopeful[i]))
-                wanted = most if hopeful[most] > hope else best
+                most = max(beside if best else [_FIRST_TRIAL], key=lambda i: float(testable[i]))
+                wanted = most if testable[most] > hope else best
         spent = self._trying and self._trial_steps <= 0
         if wanted != at and (since >= _DWELL_ROUNDS or spent):
             self._at, self._moved_at = wanted, self._rounds
@@ -218,13 +230,13 @@ class RegimePlanner:
         forecast: Forecast,
         lost: NDArray[np.float64],
         plain: NDArray[np.float64],
-        hopeful: NDArray[np.float64],
+        testable: NDArray[np.float64],
         each: float,
     ) -> RegimeState:
         first = forecast.mean.mean(axis=1)
         strides = tuple(
             StrideValue(
-                stride, float(first[i]), float(lost[i]), float(plain[i]), float(hopeful[i]),
+                stride, float(first[i]), float(lost[i]), float(plain[i]), float(testable[i]),
                 i == self._at,
             )
             for i, stride in enumerate(STRIDES)

@@ -15,8 +15,13 @@ lengths that the paper of test-time speculation reports over strides (arXiv:2605
 eta and delta are not known: a grid of them runs side by side, each with its own z, its own Kalman
 filter for base and gain, and a weight that says how well it has predicted.  The base moves
 faster than the gain, as requests differ: what counts as gain is what moves with z.
+
+A trial of a few updates shows a gain only as far as it moves z: if it brings z to r, the
+expectation of a gain with deviation s moves by k s,  k^2 = (r s)^2 / ((r s)^2 + n^2),  where n is
+what requests differ by (the knowledge gradient of Frazier, Powell and Dayanik, 2008).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,7 +51,7 @@ _PROCESS_NOISE = (3e-4, 2e-4)
 _BLOCK_ROUNDS = 16
 # After so many rounds the evidence for an eta and a delta has faded to a third.
 _GRID_MEMORY_ROUNDS = 50_000.0
-# By how much the base may differ between requests, if each resets the drafter.
+# By how much the base may differ between requests.
 _REQUEST_DEVIATION = 0.03
 # How quickly the mean distance of resets is forgotten, a round.
 _RESET_RATE = 1e-4
@@ -76,13 +81,14 @@ class Forecast:
     """Forecasts first-position acceptance.
 
     now: its present value.  mean: [strides, POINTS] over the horizon.  hopeful: the same if each
-    stride were better than the present one by `_HOPE` standard deviations more.  gain, deviation:
-    of the most that updates can achieve.
+    stride were better than the present one by `_HOPE` standard deviations more.  testable: by as
+    much of them as a trial would show.  gain, deviation: of the most that updates can achieve.
     """
 
     now: float
     mean: NDArray[np.float64]
     hopeful: NDArray[np.float64]
+    testable: NDArray[np.float64]
     gain: float
     deviation: float
 
@@ -146,9 +152,16 @@ class UpdateResponse:
             self._close()
 
     def forecast(
-        self, updates_per_round: Sequence[float], horizon_rounds: float, present: int
+        self,
+        updates_per_round: Sequence[float],
+        horizon_rounds: float,
+        present: int,
+        trial_updates: float = math.inf,
     ) -> Forecast:
-        """Forecasts for each number of updates a round; present: index of the present one."""
+        """Forecasts for each number of updates a round; present: index of the present one.
+
+        trial_updates: how many a trial may make.
+        """
         weight = self._weights()
         base, gain = self._base_and_gain()
         ahead = horizon_rounds * (np.arange(POINTS) + 0.5) / POINTS
@@ -162,15 +175,25 @@ class UpdateResponse:
         # The variance of the difference between each of them and the present one.
         apart = state - state[present]
         most = np.square(_DEVIATION_OF_MISSING * (1 - np.clip(base, 0.0, 1.0)))
-        variance = (
-            np.square(gain * apart) + np.minimum(self._covariance[2], most) * np.square(apart)
-        ) @ weight - np.square((gain * apart) @ weight)
-        hope = plain + _HOPE * np.sqrt(np.maximum(variance, 0.0))
+        unsure = np.clip(self._covariance[2], 0.0, most)
+        expected = (gain * apart) @ weight
+        parts = np.square(gain * apart - expected[..., None]) + unsure * np.square(apart)
+        hope = plain + _HOPE * np.sqrt(parts @ weight)
+        shown = self._shown(unsure + np.square(gain - weight @ gain), trial_updates)
+        # Without updates there is nothing that a trial would have to reach.
+        shown = np.where(learning > 0, shown, 1.0)
+        testable = plain + _HOPE * np.sqrt((parts * shown[:, None, :]) @ weight)
         mean_gain = float(weight @ gain)
         spread = float(weight @ (self._covariance[2] + np.square(gain - mean_gain)))
         now = float(np.clip(weight @ (base + gain * self._state), *_BOUNDS))
-        plain, hope = np.clip(plain, *_BOUNDS), np.clip(hope, *_BOUNDS)
-        return Forecast(now, plain, hope, mean_gain, float(np.sqrt(spread)))
+        plain, hope, testable = (np.clip(one, *_BOUNDS) for one in (plain, hope, testable))
+        return Forecast(now, plain, hope, testable, mean_gain, float(np.sqrt(spread)))
+
+    def _shown(self, variance: NDArray[np.float64], updates: float) -> NDArray[np.float64]:
+        """Returns the share of the gain's variance that so many further updates would show."""
+        reached = 1 - (1 - self._state) * (1 - self._eta) ** updates
+        seen = np.square(reached) * variance
+        return seen / (seen + _REQUEST_DEVIATION**2)
 
     def _weights(self) -> NDArray[np.float64]:
         log_weight = self._log_prior + self._log_evidence

@@ -3,8 +3,10 @@
     before the first update     a baseline is measured; nothing is learnt yet, unless nothing is
                                 drafted either: then what was learnt meanwhile is the baseline
     then, every 400 drafts      (and at once when acceptance collapses) against the last good ones
-    while updates rest          the same, but what is not as good as before goes: a trial of updates
-                                that gained nothing leaves no weights behind
+    while updates rest          the same, but no more will come of these weights: they are looked at
+                                until they have risen or fallen by a standard error, or for 1600
+                                drafts, and go if they have fallen.  A trial of updates that harmed
+                                leaves no weights behind
     after a fall                a baseline again, the longer the more often nothing good came of it
 
 First positions, because their acceptance does not depend on how many are drafted.
@@ -22,8 +24,9 @@ _EVERY: Final = 400
 _BASELINE: Final = 200
 # The fewest that anything is judged by.
 _LEAST: Final = 50
-# What is still open then counts as good.
+# What is still open then counts as good; while updates rest, as what it seems to be.
 _MOST: Final = 4000
+_MOST_AT_REST: Final = 1600
 _MOST_DOUBLINGS: Final = 6
 # Standard errors: a smaller fall is noise, a larger one is a fall; between them more steps are
 # observed, so that many small falls do not pass one by one.
@@ -126,12 +129,16 @@ class RollbackGuard:
         if found.trials < self._due:
             collapsed = fall > _EARLY_LIMIT and found.trials >= _LEAST
             return self._worse() if collapsed else GuardVerdict.NONE
-        if fall > (_NO_FALL if rests else _LIMIT):
+        at_rest = rests and self._updated
+        most = _MOST_AT_REST if at_rest else _MOST
+        is_last = found.trials >= most
+        bound = 0.0 if is_last else _NO_FALL
+        if fall > (bound if at_rest else _LIMIT):
             return self._worse()
-        if fall > _NO_FALL and found.trials < _MOST:
+        if fall > (-_NO_FALL if at_rest else _NO_FALL) and not is_last:
             self._due += _EVERY
             return GuardVerdict.NONE
-        if not self._updated or fall <= 0 or found.trials >= _MOST:
+        if not self._updated or fall <= 0 or is_last:
             self.before = found
         self._look_on()
         if not self._updated:

@@ -127,6 +127,15 @@ def test_trying_keeps_to_its_account():
     assert 10 < engine.updates * engine.lost < 16 + 0.005 * 8000 + 32
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_trial_ends_when_what_is_left_of_it_would_show_nothing(seed: int):
+    """A drafter that has nothing to learn, and updates of more than a step: 7 instead of 13."""
+    engine = Engine(0.0, lost=1.2, base=0.78)
+    engine.rng = np.random.default_rng(seed)
+    engine.run(700)
+    assert 0 < engine.updates * engine.lost < 0.6 * 16
+
+
 @pytest.mark.parametrize("gain", [0.0, 0.15, 0.3])
 def test_only_a_trial_uses_the_account(gain: float):
     """A better stride that has to wait until it may be taken costs what no trial has caused."""

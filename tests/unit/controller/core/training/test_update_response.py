@@ -57,6 +57,36 @@ def test_before_any_evidence_more_updates_are_expected_to_help():
     assert forecast.hopeful[0] == pytest.approx(forecast.mean[0])
 
 
+def test_a_trial_shows_what_its_updates_reach():
+    """What takes many updates to come true is hoped for, and no short trial can show it."""
+    drafter = Drafter(0.75, 0.0, 0.03, 0.001)
+    drafter.run(100, 0)
+    never, short, longer, always = (
+        drafter.response.forecast(RATES, 5000.0, 0, most) for most in (0.0, 5.0, 100.0, np.inf)
+    )
+    for found in (never, short, longer, always):
+        assert found.mean == pytest.approx(always.mean)
+        assert found.hopeful == pytest.approx(always.hopeful)
+        # Of what runs now nothing has to be shown.
+        assert found.testable[0] == pytest.approx(found.hopeful[0])
+    assert never.testable[1:] == pytest.approx(never.mean[1:])
+    hoped = [float((found.testable - found.mean)[2, -1]) for found in (short, longer, always)]
+    assert hoped == sorted(hoped)
+    most = float((always.hopeful - always.mean)[2, -1])
+    assert 0.2 * most < hoped[0] < 0.7 * most
+    assert 0.8 * most < hoped[2] < most
+
+
+def test_what_is_reached_already_needs_no_trial_to_show_it():
+    drafter = Drafter(0.6, 0.2, 0.1, 0.0)
+    drafter.run(100, 0)
+    before = drafter.response.forecast(RATES, 5000.0, 0, 0.0)
+    drafter.run(300, 5)
+    after = drafter.response.forecast(RATES, 5000.0, 0, 0.0)
+    assert before.testable[2, -1] == pytest.approx(before.mean[2, -1])
+    assert after.testable[2, -1] > after.mean[2, -1] + 0.001
+
+
 def test_the_gain_is_found():
     drafter = Drafter(0.6, 0.2, 0.03, 0.001)
     for rounds, stride in ((300, 0), (1500, 5), (2500, 0), (800, 5)):
