@@ -79,7 +79,12 @@ class SideStream:
         Exactly one of the two lies on the host, in memory that the device can reach (`host_buffer`,
         `lock_pages`).  Nothing may write to either until the event that is returned has occurred.
         Values change their type on the device: on the host, the caller would have to wait for that.
+        Raises ValueError for a part that is not contiguous: torch would copy it by way of pageable
+        memory of the host, which takes until the device has done it.
         """
+        pairs = list(pairs)
+        if not all(part.is_contiguous() for pair in pairs for part in pair):
+            raise ValueError("only contiguous tensors are copied without a wait")
         self._stream.wait_stream(self._module.current_stream(self.device))
         with self._module.stream(self._stream):
             for to, source in pairs:

@@ -142,7 +142,8 @@ class OnlineUpdates:
         Where ranks share them, rank 0 has them whole in the trainer's memory, while it rests there.
         """
         is_whole = not self._weights.are_shared or (self._trainer.is_open and self._idle)
-        pending = self._learning or self._orders.are_open or self._rollback_guard.unjudged
+        under_way = self._learning or self._copying is not None or self._orders.are_open
+        pending = under_way or self._rollback_guard.unjudged
         return self.has_learnt and is_whole and not pending
 
     @property
@@ -171,8 +172,7 @@ class OnlineUpdates:
 
     def others_serve(self) -> None:
         """Runs once a trainer's version has replaced what was learnt."""
-        if self._trainer.is_open:
-            self._orders.propose(OrderKind.ADOPT, _OTHERS)
+        self._orders.propose(OrderKind.ADOPT, _OTHERS)
 
     def before_prefill(self, request_ids: list[str]) -> None:
         """Runs as a prefill begins, before the drafter reads it."""

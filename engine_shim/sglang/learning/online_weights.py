@@ -184,6 +184,8 @@ class OnlineWeights:
         others: somebody else is known to have given the drafter these weights.
         """
         if self._ended:
+            # Nothing is written any more, but what serves is no longer what only updates have made.
+            self._has_changed = self._has_kept = False
             return Outcome.NOTHING
         if others and self._side is not None:
             self._looked = None
@@ -192,7 +194,7 @@ class OnlineWeights:
         if not self._are_ours():
             return Outcome.REPLACED
         self._has_changed = self._has_kept = False
-        self._write(self._weights.adopt)
+        self._write(self._weights.begin_here)
         return Outcome.DONE
 
     def restore(self) -> Outcome:

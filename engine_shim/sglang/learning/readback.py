@@ -74,7 +74,7 @@ class _Slot:
 
     def __init__(self, shape: RingShape, canvas: int, device: torch.device) -> None:
         layouts = shape.layouts()
-        self._lengths = transfer.host_buffer((2, JUDGED), torch.int64, device)
+        self._lengths = transfer.host_buffer((2 * JUDGED,), torch.int64, device)
         self._rows = [
             transfer.host_buffer(
                 (shape.requests * canvas, *layouts[name].shape[2:]),
@@ -86,7 +86,7 @@ class _Slot:
 
     def lengths(self, like: Tensor) -> Tensor:
         """Returns the part of the memory that these lengths need."""
-        return self._lengths[:, : like.shape[1]]
+        return self._lengths[: like.numel()].view(like.shape)
 
     def rows(self, like: RingRows) -> RingRows:
         """Returns the part of the memory that these rows need."""

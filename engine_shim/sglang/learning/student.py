@@ -107,6 +107,9 @@ def _eagle3(model: Any, whole: Gathering) -> LiveDrafter:
         # SGLang pads it to a round number of rows.
         parameters[_HEAD] = parameters[_HEAD].detach()[: shape.drafts]
     tokens = draft_tokens(model.hot_token_id, shape)
+    if tokens is not None:
+        # SGLang leaves the list where its loader has made it, on the host.
+        tokens = tokens.to(embedding.device)
     width = shape.features * shape.decoder.hidden
     return LiveDrafter(shape, parameters, _cut(shape, embedding, head, tokens), width)
 

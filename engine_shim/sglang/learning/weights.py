@@ -102,10 +102,17 @@ class DrafterWeights:
         return (self._sample() != self._served).any()
 
     def adopt(self) -> None:
-        """Takes what is served for the first weights."""
+        """Takes what is served for the first weights, whoever has written it."""
+        self.begin_here()
+        self._served = self._sample()
+
+    def begin_here(self) -> None:
+        """Takes what was written here for the first weights.
+
+        `are_replaced` goes on telling of what somebody else has written meanwhile.
+        """
         self.first = self.good = self.copy()
         self.changed = False
-        self._served = self._sample()
 
     def _sample(self) -> torch.Tensor:
         return sample_of(self.parameters.values())

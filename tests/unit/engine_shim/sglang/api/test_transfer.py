@@ -7,6 +7,7 @@ import torch
 
 from engine_shim.sglang.api import transfer
 from engine_shim.sglang.learning.weights import DrafterWeights
+from tests.support import late_copies
 
 
 class OtherStreamsTensor(torch.Tensor):
@@ -58,3 +59,16 @@ def test_a_version_of_a_drafter_is_kept_until_its_copies_are_over() -> None:
 def test_a_list_becomes_a_tensor() -> None:
     found = transfer.to_device([3, 1], "cpu", torch.int32)
     assert (found.tolist(), found.dtype) == ([3, 1], torch.int32)
+
+
+def test_a_part_that_is_not_contiguous_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    late_copies.install(1, monkeypatch.setattr)
+    side = transfer.side_stream(torch.device("cpu"))
+    assert side is not None
+    whole = torch.zeros(2, 4)
+    for pair in ((whole[:, :3], torch.ones(2, 3)), (torch.ones(2, 3), whole[:, :3])):
+        with pytest.raises(ValueError, match="only contiguous tensors"):
+            side.copy([pair])
+    side.copy([(whole, torch.ones(2, 4))]).synchronize()
+    assert whole.eq(1).all()

@@ -5,7 +5,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from engine_shim.sglang.api import transfer
+from engine_shim.sglang.learning.online_weights import OnlineWeights, Outcome
+from engine_shim.sglang.learning.student import live_drafter
 from tests.support import late_copies
+from tests.support.live_drafters import LlamaForCausalLMEagle3, worker_of
+from tests.support.training_rounds import make_student, make_target
 from tests.unit.engine_shim.sglang.learning import test_online_updates as elsewhere
 from tests.unit.engine_shim.sglang.learning.test_online_updates import Driver
 
@@ -46,6 +51,35 @@ def test_what_lands_is_what_the_trainer_has_made(driver: Driver) -> None:
     assert made
     for name, part in made.items():
         assert torch.equal(driver.model.get_parameter(name), part), name
+    # While the next ones are on their way, these will not serve for long.
+    driver.until(lambda: driver.online._copying is not None)
+    assert not driver.online.may_be_stored
+
+
+def test_what_was_written_unseen_is_told_also_after_what_was_learnt_was_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late_copies.install(ASKS, monkeypatch.setattr)
+    model = LlamaForCausalLMEagle3(make_student(make_target()))
+    side = transfer.side_stream(torch.device("cpu"))
+    weights = OnlineWeights(live_drafter(worker_of(model)), per_request=False, side=side)
+    with torch.no_grad():
+        model.get_parameter("lm_head.weight").mul_(0.5)
+    assert weights.adopt() is Outcome.DONE
+    assert [weights.look() for _ in range(64 + ASKS)].count(True) == 1
+    assert not any(weights.look() for _ in range(64 + ASKS))
+
+
+def test_what_serves_after_the_end_may_be_adopted() -> None:
+    weights = OnlineWeights(
+        live_drafter(worker_of(LlamaForCausalLMEagle3(make_student(make_target())))),
+        per_request=False,
+    )
+    assert weights.land({n: part + 1 for n, part in weights.copy().items()}, 0) is Outcome.DONE
+    weights.end(restores=False)
+    assert weights.has_changed
+    assert weights.adopt(others=True) is Outcome.NOTHING
+    assert not weights.has_changed
 
 
 def test_what_somebody_writes_while_weights_are_on_their_way_stays(driver: Driver) -> None:

@@ -356,3 +356,7 @@ def test_what_is_stored_is_what_serves_also_when_the_trainer_has_gone(driver: Dr
     assert driver.online.may_be_stored
     for name, part in driver.online.learnt_weights().items():
         assert torch.equal(part, driver.model.get_parameter(name)), name
+    # Once is enough.
+    assert driver.online.were_stored()
+    assert not driver.online.has_learnt
+    assert not driver.online.may_be_stored

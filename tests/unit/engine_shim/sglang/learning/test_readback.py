@@ -134,3 +134,23 @@ def drain(readback: Readback, put: Callable[[int], None], count: int) -> list[in
             check(one, number=one.facts.weights.updates, kept=[1])
             seen.append(one.facts.weights.updates)
     return seen
+
+
+@pytest.mark.parametrize("kept", [[0, 1, 2], [2, 0], []], ids=["all", "some", "none"])
+def test_nothing_goes_by_way_of_pageable_memory(
+    monkeypatch: pytest.MonkeyPatch, kept: list[int]
+) -> None:
+    """A CUDA device would make torch do that for parts that are not contiguous, and wait."""
+    late_copies.install(ASKS, monkeypatch.setattr)
+    seen: list[torch.Tensor] = []
+    original = transfer.SideStream.copy
+
+    def copy(side: transfer.SideStream, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        seen.extend(part for pair in pairs for part in pair)
+        return original(side, pairs)
+
+    monkeypatch.setattr(transfer.SideStream, "copy", copy)
+    readback = Readback(SHAPE, GAMMA + 1, transfer.side_stream(CPU))
+    readback.put(step(1), kept, WeightChanges())
+    assert len(seen) == (10 if kept else 2)
+    assert all(part.is_contiguous() for part in seen)

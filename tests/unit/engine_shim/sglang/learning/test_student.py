@@ -146,3 +146,13 @@ def test_what_was_copied_is_compared_by_value() -> None:
     weights.serve({"one": torch.ones(4), "other": torch.ones(4)})
     with pytest.raises(WeightsDifferError, match="one has other values"):
         weights.serve({"one": torch.ones(4), "other": torch.zeros(4)})
+
+
+def test_a_draft_vocabulary_lies_where_the_drafter_does() -> None:
+    """SGLang's loader makes it on the host; here the drafter lies on a device without values."""
+    model = LlamaForCausalLMEagle3(make_pruned_student(make_target()))
+    expected = model.hot_token_id
+    model.to("meta")
+    found = live_drafter(worker_of(model))
+    assert {part.device.type for part in found.borrowed if part is not None} == {"meta"}
+    assert model.hot_token_id is expected
