@@ -18,7 +18,7 @@ from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from engine_shim.link.losses import reason_of
-from engine_shim.sglang.api import sglang_api
+from engine_shim.sglang.api import fused_keys, sglang_api
 from engine_shim.sglang.api.transfer import to_device
 from engine_shim.sglang.drafters import dflash_checkpoint
 from engine_shim.sglang.drafters.attempts import Attempts
@@ -110,9 +110,9 @@ class DFlashDrafter(Attempts):
         return found
 
     def refresh(self) -> None:
-        """Rebuilds what SGLang derives from the weights: keys and values side by side."""
+        """Derives anew what SGLang derives from the weights: keys and values side by side."""
         if self._worker._fused_kv_helper is not None:
-            self._worker._init_fused_kv_helper()
+            fused_keys.refresh(self._worker._fused_kv_helper, self._worker.draft_model.layers)
 
     def lend_layout(self, draft: Any) -> None:
         """Has a draft worker lie on the ranks as this drafter does."""

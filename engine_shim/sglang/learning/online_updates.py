@@ -58,7 +58,8 @@ class OnlineCounters:
 
     rounds: handed to the trainer; updates: weights that were copied in; refused: rounds without a
     usable result; restored: returns to the last good weights; resets: returns to the first ones;
-    replaced: times that somebody else gave the drafter weights.
+    replaced: times that somebody else gave the drafter weights.  unread: steps that were left out,
+    because a GPU was too far behind to read them back.
     loss (nats), seconds: of the last update.  state: what it does, or why it does nothing.
     """
 
@@ -68,6 +69,7 @@ class OnlineCounters:
     restored: int = 0
     resets: int = 0
     replaced: int = 0
+    unread: int = 0
     loss: float = 0.0
     seconds: float = 0.0
     state: str = "starting"
@@ -181,12 +183,16 @@ class OnlineUpdates:
             return
         # Reported even where nothing was learnt: a new set of requests is a fact by itself.
         self._reset = True
+        self._windows.clear()
         if begun is Outcome.REPLACED:
             self._were_replaced()
         elif begun is Outcome.DONE:
             self._rollback_guard.restart()
             self._tell_weights()
             self.counters.resets += 1
+        elif not self._idle:
+            # It may be learning from the requests before.
+            self._tell_weights()
 
     def before_step(self) -> None:
         """Runs as a decode step begins, before anything drafts."""
@@ -225,6 +231,7 @@ class OnlineUpdates:
             asked = found.request_ids[:JUDGED]
             kept = self._windows.reserve(asked, found.undrafted) if stride else []
             self._readback.put(found, kept, self._changes)
+            self.counters.unread = self._readback.dropped
         for one in self._readback.taken():
             self._take_in(one)
 

@@ -214,11 +214,12 @@ class OnlineWeights:
         if not self._per_request or self._ended or request_ids == self._requests:
             return None
         self._requests = request_ids
+        # What the trainer is working on is of the requests before.
+        self.generation += 1
         if not self._has_changed:
             return Outcome.NOTHING
         if not self._are_ours():
             return Outcome.REPLACED
-        self.generation += 1
         self._has_changed = self._has_kept = False
         self._write(self._weights.serve_first)
         return Outcome.DONE
@@ -245,9 +246,9 @@ class OnlineWeights:
         """Serves these weights from now on, or the last good ones."""
         if self._ended:
             return
+        self._ended = True
         if restores and self._are_ours():
             self._serve_good()
-        self._ended = True
 
     def _are_ours(self) -> bool:
         """Whether all ranks still serve what was written here.  Raises RankFailedError."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from threading import Thread
 from typing import TYPE_CHECKING, Final
 
 from engine_shim.sglang.api.transfer import lock_pages
@@ -85,7 +87,12 @@ class TrainerProcess:
             },
         }
         memory = SharedTensors(layouts)
-        lock_pages(memory.whole, drafter.device)
+        try:
+            lock_pages(memory.whole, drafter.device)
+        except RuntimeError as error:
+            raise UnsupportedEngineError(
+                f"the device cannot reach the trainer's memory: {error}"
+            ) from error
         self.tensors: Mapping[str, Tensor] = memory.tensors
         self.weights = {name: self.tensors[trainer.WEIGHT + name] for name in drafter.parameters}
         self.share_borrowed()
@@ -107,7 +114,10 @@ class TrainerProcess:
         return self.process.poll()
 
     def share_borrowed(self) -> None:
-        """Copies what the drafter borrows of the target into the memory."""
+        """Copies what the drafter borrows of the target into the memory, and waits for a device.
+
+        That is after a weight update of the target, which has stopped the engine for longer.
+        """
         for name, part in self._borrowed.items():
             self.tensors[name].copy_(part)
 
@@ -127,7 +137,10 @@ class TrainerProcess:
             self._channel.close()
             self._channel = None
             self.process.kill()
-            self.process.wait()
+            # One that computes on a GPU takes a while to end.  As the interpreter ends, no thread
+            # can be started, and nobody is left to wait for the process.
+            with suppress(RuntimeError):
+                Thread(target=self.process.wait, name="speculation-trainer", daemon=True).start()
 
 
 def _started(order: str, memory: SharedTensors) -> tuple[subprocess.Popen[bytes], Channel]:

@@ -57,17 +57,25 @@ class LateStream:
     def __init__(self, asks: int) -> None:
         self.asks, self.asked = asks, 0
         self._nodes: deque[recorder.Node] = deque()
+        self._has_waited = False
         self._given = self._ran = 0
 
     def wait_stream(self, _: object) -> None:
-        """Waits for nothing, as what other streams were given has run."""
+        """Waits for nothing, as what other streams were given has run, and keeps that it did."""
+        self._has_waited = True
 
     def record_event(self) -> LateEvent:
         """Returns the event of all that was given so far."""
         return LateEvent(self, self._given)
 
     def give(self, nodes: list[recorder.Node]) -> None:
-        """Takes what is to run later."""
+        """Takes what is to run later.
+
+        Raises RuntimeError where another stream may not have made it yet, or not read it yet.
+        """
+        if not self._has_waited:
+            raise RuntimeError("a side stream was given work without waiting for the steps' stream")
+        self._has_waited = False
         for node in nodes:
             for tensor in node.outputs or node.arguments[:1]:
                 tensor.fill_(recorder.garbage(tensor.dtype))

@@ -70,7 +70,6 @@ USED = {
         "*, bonus_tokens, new_seq_lens"
     ),
     "sglang.srt.speculative.dflash_utils.parse_dflash_draft_config": "*, draft_hf_config",
-    f"{DFLASH}._init_fused_kv_helper": "self",
     f"{DFLASH}._append_target_hidden_to_draft_kv_by_loc": (
         "self, *, target_hidden, cache_loc, positions, cache_loc_2d=None, commit_lens=None, "
         "extend_lens=None"
@@ -110,6 +109,10 @@ USED = {
 }
 # Written again in the plugin, or relied on step by step: any change of their code counts.
 SAME_CODE = {
+    "sglang.kernels.ops.speculative.fused_kv_materialize.FusedKVMaterializeHelper.__init__": (
+        "dab1916a9495434d",
+        "fused_keys.refresh makes the same of weights that have changed",
+    ),
     sglang_api.APPLY_RUNTIME_STATE: (
         "be794e7bda48639a",
         "switch.RuntimeSwitch does the same without the log",

@@ -82,6 +82,21 @@ def test_what_serves_after_the_end_may_be_adopted() -> None:
     assert not weights.has_changed
 
 
+def test_what_the_trainer_is_given_is_what_served_when_it_was_asked_to_take_it(
+    driver: Driver,
+) -> None:
+    driver.until(lambda: driver.counters.updates > 0)
+    driver.until(lambda: driver.counters.restored == 1, accepted=1)
+    driver.until(lambda: driver.online._copying is not None, stride=0)
+    given = {name: part.detach().clone() for name, part in driver.model.named_parameters()}
+    with torch.no_grad():
+        for parameter in driver.model.parameters():
+            parameter.mul_(0.5)
+    driver.until(lambda: driver.online._copying is None, stride=0)
+    for name, part in driver.online._trainer.weights.items():
+        assert torch.equal(part, given[name]), name
+
+
 def test_what_somebody_writes_while_weights_are_on_their_way_stays(driver: Driver) -> None:
     driver.until(lambda: driver.counters.updates > 2)
     # The trainer has answered, and its weights have not landed yet.

@@ -302,6 +302,28 @@ def test_each_request_begins_with_the_first_weights(monkeypatch: pytest.MonkeyPa
         driver.online.close()
 
 
+def test_what_is_learnt_of_a_request_never_lands_in_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(monkeypatch, SCOPE="request")
+    try:
+        before = driver.weights()
+        driver.request("first")
+        driver.until(lambda: driver.counters.rounds == 1)
+        # Nothing has landed, and the trainer is at work.
+        assert driver.counters.updates == 0
+        driver.request("second")
+        driver.until(lambda: driver.online._idle, stride=0)
+        assert driver.counters.updates == 0
+        assert torch.equal(driver.weights(), before)
+        # The trainer has gone back to what serves, too.
+        for name, part in driver.online._trainer.weights.items():
+            assert torch.equal(part, driver.model.get_parameter(name)), name
+        driver.until(lambda: driver.counters.updates > 0)
+    finally:
+        driver.online.close()
+
+
 @pytest.mark.parametrize(
     ("device", "window", "reason"),
     [("xpu", None, "on xpu this is untested"), ("cpu", 64, "it sees the last 64 positions only")],

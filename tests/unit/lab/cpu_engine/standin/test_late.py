@@ -44,6 +44,12 @@ def test_what_was_given_first_has_run_by_then(side: transfer.SideStream) -> None
     assert [one.tolist() for one in both] == [[1, 1], [1, 1]]
 
 
+def test_work_that_waits_for_no_other_stream_is_an_error(side: transfer.SideStream) -> None:
+    to, stream = torch.zeros(2), side._stream
+    with pytest.raises(RuntimeError, match="without waiting"), torch.cpu.stream(stream):
+        to.copy_(torch.ones(2))
+
+
 def test_streams_of_others_are_as_they_were(side: transfer.SideStream) -> None:
     to = torch.zeros(2)
     with torch.cpu.stream(torch.cpu.Stream()):
