@@ -12,7 +12,7 @@ import torch
 
 
 def refresh(helper: Any, layers: Iterable[Any]) -> None:
-    """Makes them anew in place, once the layers' weights have changed; waits for no device.
+    """Makes them again in place, once the layers' weights have changed; waits for no device.
 
     A new helper would be made with numbers of the host, for which the host waits.
     """

@@ -110,7 +110,7 @@ class DFlashDrafter(Attempts):
         return found
 
     def refresh(self) -> None:
-        """Derives anew what SGLang derives from the weights: keys and values side by side."""
+        """Derives again what SGLang derives from the weights: keys and values side by side."""
         if self._worker._fused_kv_helper is not None:
             fused_keys.refresh(self._worker._fused_kv_helper, self._worker.draft_model.layers)
 
