@@ -22,8 +22,10 @@ from typing import Final
 _EVERY: Final = 400
 # Of the first baseline.
 _BASELINE: Final = 200
-# The fewest that anything is judged by.
+# The fewest that anything is judged by, and that the newest weights are seen in before they count
+# as good: so many show a collapse.
 _LEAST: Final = 50
+_LEAST_OF_NEWEST: Final = 24
 # What is still open then counts as good; while updates rest, as what it seems to be.
 _MOST: Final = 4000
 _MOST_AT_REST: Final = 1600
@@ -55,6 +57,12 @@ class Acceptance:
         self.successes += successes
         self.trials += trials
 
+    def without(self, part: Acceptance) -> Acceptance:
+        """Returns what remains of this without a part of it."""
+        found = Acceptance()
+        found.add(self.successes - part.successes, self.trials - part.trials)
+        return found
+
     @property
     def rate(self) -> float:
         """Share of them that were accepted; 0 of none."""
@@ -78,6 +86,8 @@ class RollbackGuard:
     def __init__(self) -> None:
         self.before = Acceptance()
         self.found = Acceptance()
+        # Of `found`, those since the last update.
+        self._newest = Acceptance()
         # Drafts still to be seen, with weights that are good, before anything is learnt.
         self.hold = _BASELINE
         self._due = _EVERY
@@ -86,8 +96,8 @@ class RollbackGuard:
 
     @property
     def may_learn(self) -> bool:
-        """Whether there is something to compare with."""
-        return not self.hold
+        """Whether there is something to compare with, and no verdict waits for newer drafts."""
+        return not self.hold and not (self._is_due and self._waits_for_newest)
 
     @property
     def knows_nothing(self) -> bool:
@@ -101,6 +111,7 @@ class RollbackGuard:
 
     def updated(self) -> None:
         """The weights have changed by learning; drafts until then were the good ones'."""
+        self._newest = Acceptance()
         if not self._updated:
             self._updated = True
             if self.hold:
@@ -121,14 +132,19 @@ class RollbackGuard:
 
     def add(self, successes: int, trials: int, *, rests: bool = False) -> GuardVerdict:
         """One step's first drafts.  rests: no updates are asked for."""
-        found = self.found
-        found.add(successes, trials)
+        self.found.add(successes, trials)
+        self._newest.add(successes, trials)
         if self.hold:
-            return self._baseline(found)
+            return self._baseline(self.found)
+        if self._has_collapsed():
+            return self._worse()
+        if not self._is_due or self._waits_for_newest:
+            return GuardVerdict.NONE
+        return self._verdict(self.found, rests=rests)
+
+    def _verdict(self, found: Acceptance, *, rests: bool) -> GuardVerdict:
+        """Judges by as many drafts as are due."""
         fall = found.fell_from(self.before) if self._updated else 0.0
-        if found.trials < self._due:
-            collapsed = fall > _EARLY_LIMIT and found.trials >= _LEAST
-            return self._worse() if collapsed else GuardVerdict.NONE
         at_rest = rests and self._updated
         most = _MOST_AT_REST if at_rest else _MOST
         is_last = found.trials >= most
@@ -146,6 +162,32 @@ class RollbackGuard:
         self._updated, self._falls = False, 0
         return GuardVerdict.GOOD
 
+    @property
+    def _is_due(self) -> bool:
+        return self.found.trials >= self._due
+
+    @property
+    def _waits_for_newest(self) -> bool:
+        """Whether an update has landed so recently that nothing is known of it."""
+        return self._updated and self._newest.trials < _LEAST_OF_NEWEST
+
+    def _has_collapsed(self) -> bool:
+        """Whether acceptance fell so far, at all or by the last update, that few drafts show it."""
+        found, newest, before = self.found, self._newest, self.before
+        if not self._updated or found.trials < _LEAST:
+            return False
+        if found.fell_from(before) > _EARLY_LIMIT:
+            return True
+        # The drafts between the good weights and the newest may have been better than either.
+        earlier = found.without(newest)
+        best = earlier if earlier.rate > before.rate else before
+        return (
+            newest.trials >= _LEAST_OF_NEWEST
+            # Of so few drafts near certainty, chance alone is many standard errors.
+            and newest.rate < best.rate / 2
+            and newest.fell_from(best) > _EARLY_LIMIT
+        )
+
     def _baseline(self, found: Acceptance) -> GuardVerdict:
         if found.trials < self.hold:
             return GuardVerdict.NONE
@@ -156,7 +198,7 @@ class RollbackGuard:
         return GuardVerdict.GOOD if learnt else GuardVerdict.NONE
 
     def _look_on(self) -> None:
-        self.found, self._due = Acceptance(), _EVERY
+        self.found, self._newest, self._due = Acceptance(), Acceptance(), _EVERY
 
     def _worse(self) -> GuardVerdict:
         """`before` and `found` stay until `restart`, for whoever tells about it."""

@@ -231,3 +231,32 @@ def test_false_alarms_are_rare(rate: float) -> None:
             rollback_guard.forget()
             drafts.draft(rate, 400)
     assert worse <= 3
+
+
+@pytest.mark.parametrize("before", [0.57, 0.97])
+@pytest.mark.parametrize("seen", [380, 396])
+def test_an_update_that_has_hardly_been_seen_is_not_called_good(before: float, seen: int) -> None:
+    """The drafts before it would outweigh its own."""
+    guard = RollbackGuard()
+    drafts = Drafts(guard)
+    drafts.draft(0.3, 600)
+    guard.updated()
+    assert drafts.draft(before, seen) == []
+    guard.updated()
+    # It has ruined the drafter.
+    assert drafts.draft(0.0, 100) == [GuardVerdict.WORSE]
+
+
+def test_while_a_verdict_waits_for_the_newest_weights_nothing_more_is_learnt() -> None:
+    guard = RollbackGuard()
+    drafts = Drafts(guard)
+    drafts.draft(0.6, 600)
+    guard.updated()
+    drafts.draft(0.7, 396)
+    guard.updated()
+    learns = [guard.may_learn]
+    drafts.draft(0.7, 4)
+    learns.append(guard.may_learn)
+    assert drafts.draft(0.7, 20) == [GuardVerdict.GOOD]
+    learns.append(guard.may_learn)
+    assert learns == [True, False, True]
