@@ -168,7 +168,7 @@ class RollbackGuard:
 
     @property
     def _waits_for_newest(self) -> bool:
-        """Whether an update has landed so recently that nothing is known of it."""
+        """Whether an update has landed so recently that nothing is known about it."""
         return self._updated and self._newest.trials < _LEAST_OF_NEWEST
 
     def _has_collapsed(self) -> bool:
