@@ -61,8 +61,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_neox: bool) -> None:
         one, other = rotated[..., ::2], rotated[..., 1::2]
     a, b = one.float(), other.float()
     cos, sin = cos[:, None].float(), sin[:, None].float()
-    one.copy_(a * cos - b * sin)
-    other.copy_(b * cos + a * sin)
+    # In float32 these are the heads' own memory, so both are computed before one is written.
+    turned = a * cos - b * sin, b * cos + a * sin
+    one.copy_(turned[0])
+    other.copy_(turned[1])
 
 
 def rotary_embedding(

@@ -57,11 +57,27 @@ def _compile_in_torch(loader: ModuleType) -> None:
 
 
 def _interpret_triton() -> None:
-    """Gives Triton's interpreter what it lacks of CUDA's.
+    """Has Triton's interpreter launch as on CUDA.
 
     A kernel waits for the one before it, and lets the next one begin; here none overlaps another.
     """
+    from emulated_cuda.torch import places
     from triton.language.extra import cuda
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def launch_on_device(executor: Any, *arguments: Any, **keywords: Any) -> None:
+        for value in (*arguments, *keywords.values()):
+            if isinstance(value, torch.Tensor) and not places.is_on_device(value):
+                raise ValueError(
+                    "Pointer argument cannot be accessed from Triton (cpu tensor?): a tensor of "
+                    f"shape {list(value.shape)} for {executor.fn.__name__}"
+                )
+        with torch._C.DisableTorchFunction():
+            launch(executor, *arguments, **keywords)
+
+    type.__setattr__(GridExecutor, "__call__", launch_on_device)
 
     for name in ("gdc_wait", "gdc_launch_dependents"):
         setattr(cuda, name, lambda: None)

@@ -121,7 +121,7 @@ _REPLACED: Final[dict[str, Any]] = {
     "current_stream": streams.current_stream,
     "default_stream": lambda device=None: streams.default_stream,
     "set_stream": streams.set_stream,
-    "CUDAGraph": graph.Graph,
+    "CUDAGraph": streams.Graph,
     "graph": streams.Capture,
     "graph_pool_handle": lambda: (0, 0),
     "is_current_stream_capturing": graph.is_capturing,

@@ -10,6 +10,7 @@ import threading
 import time
 from typing import Any, Final, Self
 
+import torch
 from cpu_graphs import graph
 
 from emulated_cuda.torch import places, waits
@@ -130,6 +131,15 @@ def current_stream(device: object = None) -> Stream:
 def set_stream(stream: Stream) -> None:
     """Takes the place of `torch.cuda.set_stream`."""
     _current.stream = stream
+
+
+class Graph(graph.Graph):
+    """Takes the place of `torch.cuda.CUDAGraph`."""
+
+    def replay(self) -> None:
+        """Runs the recorded operators, which have their memory, and need not be told where."""
+        with torch._C.DisableTorchFunction():
+            super().replay()
 
 
 class Capture(graph.capture):
