@@ -29,6 +29,14 @@ _MIXING: Final = frozenset(
     }
 )  # fmt: skip
 
+_IN_PLACE: Final = frozenset(
+    {
+        "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__", "__imod__", "__imul__",
+        "__ior__", "__ipow__", "__irshift__", "__isub__", "__itruediv__", "__ixor__", "__set__",
+        "__setitem__",
+    }
+)  # fmt: skip
+
 
 class _Running(threading.local):
     """Whether the call that is under way in this thread runs on the device."""
@@ -120,7 +128,7 @@ def _moved(result: Tensor, source: Tensor, target: bool | None) -> Tensor:  # no
 
 def _is_in_place(name: str, keywords: dict[str, Any]) -> bool:
     if name.startswith("__"):
-        return name.startswith("__i") or name == "__setitem__"
+        return name in _IN_PLACE
     return name.endswith("_") or keywords.get("out") is not None
 
 
