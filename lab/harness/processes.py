@@ -93,6 +93,11 @@ class Child:
             self._signal(signal.SIGKILL)
             self._process.wait()
 
+    def kill(self) -> None:
+        """Kills the whole group at once, as a machine that runs out of memory would."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
     def check(self) -> None:
         """Raises EngineFailedError, with the log's tail, when the process has ended."""
         code = self._process.poll()
