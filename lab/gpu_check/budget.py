@@ -54,7 +54,7 @@ class Prices:
 
     @classmethod
     def read(cls, path: Path = PRICE_FILE) -> "Prices":
-        """Reads the price list.  Raises HarnessError for a file that is none."""
+        """Reads the price list.  Raises HarnessError for any other file."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
@@ -65,7 +65,7 @@ class Prices:
         return asdict(self)
 
     def seconds(self, work: Work) -> float:
-        """Prices work."""
+        """Returns the seconds that the work takes."""
         return (
             work.launches * self.launch
             + work.captures * self.capture
@@ -102,7 +102,7 @@ class Deadline:
 
 
 class Tally:
-    """What a check has really done, and how long it took, for the next price list."""
+    """Counts what a check has really done, and how long it took, for the next price list."""
 
     def __init__(self) -> None:
         self.launches = self.captures = self.passes = self.requests = 0

@@ -61,7 +61,7 @@ class ShimTimes:
     def around_run_batch(
         self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **named: Any
     ) -> Any:
-        """Wraps `Scheduler.run_batch`; a step's report is sent while the next one is prepared."""
+        """Wraps the method `Scheduler.run_batch`; a step is reported while the next one runs."""
         self._watch.begin()
         result = original(scheduler, batch, *args, **named)
         seconds = self._watch.take_seconds()
@@ -71,7 +71,7 @@ class ShimTimes:
         return result
 
     def around_idle(self, original: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
-        """Wraps `Scheduler.on_idle`; writes what is new, then forgets it."""
+        """Wraps the method `Scheduler.on_idle`: writes what is new, then forgets it."""
         if not self._is_written:
             document = {str(size): list(values) for size, values in self._steps.items()}
             partial = self._path.with_suffix(".partial")

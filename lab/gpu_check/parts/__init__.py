@@ -1,26 +1,19 @@
-"""The parts of the check, each a module with the functions that `Part` names."""
+"""Names the parts of the check, and reads a choice of them."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
 
-from lab.gpu_check.budget import Work
-from lab.gpu_check.check import Check
-from lab.gpu_check.parts import (
-    arms,
-    asleep,
-    costs,
-    exact,
-    graphs,
-    learning,
-    outage,
-    overhead,
-    rounding,
-    switches,
-)
-from lab.gpu_check.plan import Planner
+from lab.gpu_check.parts.arms import ArmsPart
+from lab.gpu_check.parts.asleep import AsleepPart
+from lab.gpu_check.parts.costs import CostsPart
+from lab.gpu_check.parts.exact import ExactPart
+from lab.gpu_check.parts.graphs import GraphsPart
+from lab.gpu_check.parts.learning import LearningPart
+from lab.gpu_check.parts.outage import OutagePart
+from lab.gpu_check.parts.overhead import OverheadPart
+from lab.gpu_check.parts.part import Part
+from lab.gpu_check.parts.rounding import RoundingPart
+from lab.gpu_check.parts.switches import SwitchesPart
 from lab.harness.errors import HarnessError
-
-Document = Mapping[str, Any]
 
 ALL = "all"
 DEFAULT_PARTS = ("exact", "costs", "graphs", "rounding")
@@ -28,42 +21,18 @@ DEFAULT_PARTS = ("exact", "costs", "graphs", "rounding")
 _ALIASES = {"profile": "costs"}
 
 
-class Part(Protocol):
-    """One part of the check.
-
-    What a part finds is in the result file under KEY.
-    """
-
-    KEY: str
-
-    def plan(self, planner: Planner) -> Work:
-        """Counts the work, with the functions by which `run` does it."""
-
-    def run(self, check: Check) -> None:
-        """Measures, and adds what was found to the check's document, bit by bit."""
-
-    def summary(self, document: Document) -> tuple[str, str]:
-        """Returns the verdict and the details, for a line of the page."""
-
-    def problems(self, document: Document) -> list[str]:
-        """Returns what is wrong, in sentences."""
-
-    def sections(self, document: Document) -> list[str]:
-        """Returns the tables and paragraphs of the page, as Markdown."""
-
-
 # In the order of their worth, in which they run by default.
 PARTS: Mapping[str, Part] = {
-    "exact": exact,
-    "costs": costs,
-    "graphs": graphs,
-    "rounding": rounding,
-    "arms": arms,
-    "asleep": asleep,
-    "switches": switches,
-    "overhead": overhead,
-    "outage": outage,
-    "learning": learning,
+    "exact": ExactPart(),
+    "costs": CostsPart(),
+    "graphs": GraphsPart(),
+    "rounding": RoundingPart(),
+    "arms": ArmsPart(),
+    "asleep": AsleepPart(),
+    "switches": SwitchesPart(),
+    "overhead": OverheadPart(),
+    "outage": OutagePart(),
+    "learning": LearningPart(),
 }
 
 

@@ -1,4 +1,4 @@
-"""costs: C(drafter, B, gamma, context), measured by `controller profile` through the engine.
+"""Measures C(drafter, B, gamma, context) with `controller profile`, through the engine.
 
 Two tables: one at a short context, with which the sidecar plans from then on, and one at a long
 context for the batches that fit.
@@ -14,12 +14,12 @@ from typing import Any
 from lab.gpu_check.budget import Work
 from lab.gpu_check.check import Arm, Check
 from lab.gpu_check.engines import STEERED
+from lab.gpu_check.parts.part import Document, Part
 from lab.gpu_check.plan import Planner
 from lab.gpu_check.shapes import Shape
 from lab.gpu_check.tables import arm_name, table
 from lab.harness.engines import measure_profile
 
-KEY = "costs"
 # Of the time for the first table, for the second one.
 _LONG_SHARE = 0.5
 # `controller profile` needs this much besides its budget.
@@ -31,37 +31,59 @@ _POOL_SHARE, _GROWTH_TOKENS = 0.8, 96
 _LEAST_STEPS = 3
 
 
-def plan(planner: Planner) -> Work:
-    """Counts the work."""
-    planner.has_profile = True
-    seconds = planner.scale.profile_seconds + _SPARE_SECONDS
-    if planner.shape.long_context_tokens:
-        seconds += _LONG_SHARE * planner.scale.profile_seconds + _SPARE_SECONDS
-    return planner.only(STEERED) + Work(wait_seconds=seconds)
+class CostsPart(Part):
+    """Measures both cost tables."""
 
+    KEY = "costs"
 
-def run(check: Check) -> None:
-    """Measures both tables; every few seconds the cells so far are written down."""
-    check.terminal.heading("Measuring step costs: controller profile")
-    check.only(STEERED)
-    found = check.document.setdefault(KEY, {})
-    shape, pool = check.shape, check.setting.pool_tokens
-    tokens = short_context(shape, pool)
-    seconds = min(check.scale.profile_seconds, check.deadline.left - _SPARE_SECONDS)
-    text = _measure(check, "short", tokens, check.setting.graph_sizes, seconds)
-    for folder in filter(None, (check.options.output, check.options.keep_profile)):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / profile_name(check)).write_text(text)
-    found["short"] = {"context_tokens": tokens, "profile": json.loads(text)}
-    check.save()
-    sizes = [s for s in check.setting.graph_sizes if fits(s, shape.long_context_tokens, pool)]
-    seconds = min(seconds * _LONG_SHARE, check.deadline.left - _SPARE_SECONDS)
-    if not shape.long_context_tokens or not sizes or seconds < _LEAST_SECONDS:
-        return
-    text = _measure(check, "long", shape.long_context_tokens, sizes, seconds)
-    found["long"] = {"context_tokens": shape.long_context_tokens, "profile": json.loads(text)}
-    # The sidecar has the newest table; this puts the first one, which is on disk, back into use.
-    _measure(check, "short", tokens, check.setting.graph_sizes, _LEAST_SECONDS)
+    def plan(self, planner: Planner) -> Work:
+        """Counts the work."""
+        planner.has_profile = True
+        seconds = planner.scale.profile_seconds + _SPARE_SECONDS
+        if planner.shape.long_context_tokens:
+            seconds += _LONG_SHARE * planner.scale.profile_seconds + _SPARE_SECONDS
+        return planner.only(STEERED) + Work(wait_seconds=seconds)
+
+    def run(self, check: Check) -> None:
+        """Measures both tables; every few seconds the cells so far are written down."""
+        check.terminal.heading("Measuring step costs: controller profile")
+        check.only(STEERED)
+        found = check.document.setdefault(self.KEY, {})
+        shape, pool = check.shape, check.setting.pool_tokens
+        tokens = short_context(shape, pool)
+        seconds = min(check.scale.profile_seconds, check.deadline.left - _SPARE_SECONDS)
+        text = _measure(check, "short", tokens, check.setting.graph_sizes, seconds)
+        for folder in filter(None, (check.options.output, check.options.keep_profile)):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / profile_name(check)).write_text(text)
+        found["short"] = {"context_tokens": tokens, "profile": json.loads(text)}
+        check.save()
+        sizes = [s for s in check.setting.graph_sizes if fits(s, shape.long_context_tokens, pool)]
+        seconds = min(seconds * _LONG_SHARE, check.deadline.left - _SPARE_SECONDS)
+        if not shape.long_context_tokens or not sizes or seconds < _LEAST_SECONDS:
+            return
+        text = _measure(check, "long", shape.long_context_tokens, sizes, seconds)
+        found["long"] = {"context_tokens": shape.long_context_tokens, "profile": json.loads(text)}
+        # The sidecar has the newest table; this puts the first one back, which is on disk.
+        _measure(check, "short", tokens, check.setting.graph_sizes, _LEAST_SECONDS)
+
+    def summary(self, document: Document) -> tuple[str, str]:
+        """Counts the cells."""
+        tables = document[self.KEY]
+        counts = [
+            f"{len(cells_of(found))} cells at {found['context_tokens']} tokens"
+            for found in tables.values()
+        ]
+        whole = bool(tables) and all("profile" in found for found in tables.values())
+        return "measured" if whole else "unfinished", "; ".join(counts)
+
+    def sections(self, document: Document) -> list[str]:
+        """Makes the tables of milliseconds a step."""
+        return [
+            f"Milliseconds a step, contexts of {found['context_tokens']} tokens"
+            f"{'' if 'profile' in found else ' (unfinished)'}:\n\n{cost_table(cells_of(found))}"
+            for found in document[self.KEY].values()
+        ]
 
 
 def short_context(shape: Shape, pool_tokens: int) -> int:
@@ -90,7 +112,7 @@ def _measure(
     check.deadline.require(_LEAST_SECONDS, "the cost table")
     output = check.place.scratch / f"profile-{name}.json"
     partial = PartialTable(output.with_name(f"profile-{name}.partial.json"))
-    found = check.document[KEY]
+    found = check.document[CostsPart.KEY]
 
     def keep(line: str) -> None:
         work.update(line)
@@ -144,33 +166,8 @@ def cells_of(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list(found.get("cells_so_far", []))
 
 
-def summary(document: Mapping[str, Any]) -> tuple[str, str]:
-    """Counts the cells."""
-    tables = document[KEY]
-    counts = [
-        f"{len(cells_of(found))} cells at {found['context_tokens']} tokens"
-        for found in tables.values()
-    ]
-    whole = bool(tables) and all("profile" in found for found in tables.values())
-    return "measured" if whole else "unfinished", "; ".join(counts)
-
-
-def problems(document: Mapping[str, Any]) -> list[str]:
-    """Finds no problem: costs are figures."""
-    return []
-
-
-def sections(document: Mapping[str, Any]) -> list[str]:
-    """Makes the tables of milliseconds a step."""
-    return [
-        f"Milliseconds a step, contexts of {found['context_tokens']} tokens"
-        f"{'' if 'profile' in found else ' (unfinished)'}:\n\n{cost_table(cells_of(found))}"
-        for found in document[KEY].values()
-    ]
-
-
 def _place(arm: Arm) -> tuple[bool, bool, str, int]:
-    """Orders arms: no draft, then the engine's own drafter, then others."""
+    """Returns an arm's place in the table: no draft, the engine's own drafter, then others."""
     drafter, gamma = arm
     return gamma > 0, drafter != "eagle3", drafter, gamma
 

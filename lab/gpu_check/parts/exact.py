@@ -1,9 +1,9 @@
-"""exact: every token of the small trained models under random arms is plain decoding's.
+"""Compares every token of the small trained models under random arms with plain decoding's.
 
 In float32, with CUDA graphs, with and without the overlap schedule where SGLang has one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from lab.gpu_check import comparison, small_engines
 from lab.gpu_check.budget import Work
 from lab.gpu_check.check import Check
 from lab.gpu_check.comparison import Difference
+from lab.gpu_check.parts.part import Document, Part
 from lab.gpu_check.plan import Planner
 from lab.gpu_check.small_engines import ARMS, PLAIN
 from lab.harness.errors import HarnessError
@@ -19,57 +20,53 @@ from lab.harness.random_arms import RandomArms
 from lab.harness.sidecar import SidecarHandle
 from lab.harness.stream import StreamPhase
 
-KEY = "exact"
 # Plays a stream on the engine of a policy.
 Player = Callable[[str, Sequence[StreamPhase], str], Play]
 
 _SEED = 11
 
 
-def plan(planner: Planner) -> Work:
-    """Counts the work."""
-    sizes = planner.scale.exact
-    stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
-    work = planner.play(stream)
-    for policy in small_engines.compared_policies(planner.device, planner.scale):
-        work += planner.only(PLAIN, policy) + planner.play(stream).times(sizes.plays)
-    return work
+class ExactPart(Part):
+    """Compares every token with plain decoding's."""
 
+    KEY = "exact"
 
-def run(check: Check) -> None:
-    """Plays the prompts on each engine while its arms change at random."""
-    check.terminal.heading("Tokens under random arms, against plain decoding")
-    sizes = check.scale.exact
-    stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
-    found = None
-    for policy in small_engines.compared_policies(check.options.device, check.scale):
-        check.only(PLAIN, policy)
-        if found is None:
-            found = Comparison(check.play, check.url(PLAIN), stream)
-        for number in range(sizes.plays):
-            found.compare(policy, check.sidecar(policy), number)
-            check.document[KEY] = found.document()
-            check.save()
+    def plan(self, planner: Planner) -> Work:
+        """Counts the work."""
+        sizes = planner.scale.exact
+        stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
+        work = planner.play(stream)
+        for policy in small_engines.compared_policies(planner.device, planner.scale):
+            work += planner.only(PLAIN, policy) + planner.play(stream).times(sizes.plays)
+        return work
 
+    def run(self, check: Check) -> None:
+        """Plays the prompts on each engine while its arms change at random."""
+        check.terminal.heading("Tokens under random arms, against plain decoding")
+        sizes = check.scale.exact
+        stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
+        found = None
+        for policy in small_engines.compared_policies(check.options.device, check.scale):
+            check.only(PLAIN, policy)
+            if found is None:
+                found = Comparison(check.play, check.url(PLAIN), stream)
+            for number in range(sizes.plays):
+                found.compare(policy, check.sidecar(policy), number)
+                check.document[self.KEY] = found.document()
+                check.save()
 
-def summary(document: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the verdict and the counts."""
-    exact = document[KEY]
-    details = (
-        f"{exact['tokens']} tokens, {len(exact['arms'])} arms, {exact['wrong']} wrong, "
-        f"{exact['rounding']} near-ties that rounding decided"
-    )
-    return "FAILED" if exact["wrong"] else "passed", details
+    def summary(self, document: Document) -> tuple[str, str]:
+        """Returns the verdict and the counts."""
+        exact = document[self.KEY]
+        details = (
+            f"{exact['tokens']} tokens, {len(exact['arms'])} arms, {exact['wrong']} wrong, "
+            f"{exact['rounding']} near-ties that rounding decided"
+        )
+        return "FAILED" if exact["wrong"] else "passed", details
 
-
-def problems(document: Mapping[str, Any]) -> list[str]:
-    """Lists the wrong tokens."""
-    return comparison.wrong_sentences(document[KEY]["differences"])
-
-
-def sections(document: Mapping[str, Any]) -> list[str]:
-    """Returns nothing: the line says it all."""
-    return []
+    def problems(self, document: Document) -> list[str]:
+        """Lists the wrong tokens."""
+        return comparison.wrong_sentences(document[self.KEY]["differences"])
 
 
 class Comparison:

@@ -1,4 +1,4 @@
-"""learning: a small trained drafter learns online while it serves; its tokens are compared.
+"""Lets a small trained drafter learn online while it serves, and compares its tokens.
 
 The drafter has only seen code, and serves CSV, so that there is something to learn.
 """
@@ -13,13 +13,13 @@ from lab.gpu_check.budget import Work
 from lab.gpu_check.check import Check
 from lab.gpu_check.comparison import Difference
 from lab.gpu_check.device import Device
+from lab.gpu_check.parts.part import Document, Part
 from lab.gpu_check.plan import Planner
 from lab.gpu_check.small_engines import LEARNING, LEARNING_GAMMA, PLAIN
 from lab.harness.load_generator import acceptance_length
 from lab.harness.overrides import overridden
 from lab.harness.stream import StreamPhase, StreamRequest
 
-KEY = "learning"
 # What is asked of the sidecar: that draft length, and an update every few steps.
 RULE = ("--gamma", str(LEARNING_GAMMA), "--regime", "online:2")
 
@@ -35,41 +35,76 @@ _TRAINER_SECONDS = 180.0
 _LOOK_SECONDS = 0.5
 
 
-def plan(planner: Planner) -> Work:
-    """Counts the work; one play more ends the ledger's steps, and some wait for the trainer."""
-    _, _, plays = _sizes(planner.device)
-    stream = build_stream(planner.device)
-    work = planner.only(PLAIN, LEARNING) + planner.play(stream)
-    return work + planner.play(stream).times(plays + 2)
+class LearningPart(Part):
+    """Has a drafter learn online, and compares its tokens."""
 
+    KEY = "learning"
 
-def run(check: Check) -> None:
-    """Has the drafter learn; compares its tokens, and counts what waits for the device."""
-    check.terminal.heading("A drafter that learns while it serves")
-    _, _, plays = _sizes(check.options.device)
-    stream = build_stream(check.options.device)
-    check.only(PLAIN, LEARNING)
-    plain = check.url(PLAIN)
-    expected = check.play(PLAIN, stream, "plain decoding").answers
-    differing: list[Difference] = []
-    lengths: list[float] = []
-    ledger = check.ledger.with_stem(LEARNING)
-    with overridden(check.place.address, *RULE):
-        wait_for_trainer(check, stream)
-        switch = syncs.switch_path(ledger)
-        switch.touch()
-        for number in range(plays):
-            found = check.play(LEARNING, stream, f"{LEARNING}: {number + 1} of {plays}").answers
-            lengths.append(acceptance_length(found))
-            differing += comparison.differences(
-                LEARNING, expected, found, lambda context: comparison.top_two(plain, context),
-                f"eagle3 {LEARNING_GAMMA}",
-            )  # fmt: skip
-            check.document[KEY] = _document(differing, lengths, check.status(LEARNING), None)
-            check.save()
-        switch.unlink()
-        check.play(LEARNING, stream, "the last steps")
-    check.document[KEY] = _document(differing, lengths, check.status(LEARNING), syncs.read(ledger))
+    def plan(self, planner: Planner) -> Work:
+        """Counts the work; one play more ends the ledger's steps, and some wait for the trainer."""
+        _, _, plays = _sizes(planner.device)
+        stream = build_stream(planner.device)
+        work = planner.only(PLAIN, LEARNING) + planner.play(stream)
+        return work + planner.play(stream).times(plays + 2)
+
+    def run(self, check: Check) -> None:
+        """Has the drafter learn; compares its tokens, and counts what waits for the device."""
+        check.terminal.heading("A drafter that learns while it serves")
+        _, _, plays = _sizes(check.options.device)
+        stream = build_stream(check.options.device)
+        check.only(PLAIN, LEARNING)
+        plain = check.url(PLAIN)
+        expected = check.play(PLAIN, stream, "plain decoding").answers
+        differing: list[Difference] = []
+        lengths: list[float] = []
+        ledger = check.ledger.with_stem(LEARNING)
+        with overridden(check.place.address, *RULE):
+            wait_for_trainer(check, stream)
+            switch = syncs.switch_path(ledger)
+            switch.touch()
+            for number in range(plays):
+                found = check.play(LEARNING, stream, f"{LEARNING}: {number + 1} of {plays}").answers
+                lengths.append(acceptance_length(found))
+                differing += comparison.differences(
+                    LEARNING, expected, found, lambda context: comparison.top_two(plain, context),
+                    f"eagle3 {LEARNING_GAMMA}",
+                )  # fmt: skip
+                check.document[self.KEY] = _document(
+                    differing, lengths, check.status(LEARNING), None
+                )
+                check.save()
+            switch.unlink()
+            check.play(LEARNING, stream, "the last steps")
+        check.document[self.KEY] = _document(
+            differing, lengths, check.status(LEARNING), syncs.read(ledger)
+        )
+
+    def summary(self, document: Document) -> tuple[str, str]:
+        """Returns the verdict, updates, acceptance and synchronisations."""
+        found = document[self.KEY]
+        online = found["online"] or {"updates": 0, "refused": 0, "restored": 0}
+        lengths = ", ".join(f"{length:.2f}" for length in found["acceptance_lengths"])
+        details = (
+            f"{found['wrong']} wrong tokens; {online['updates']} updates landed, "
+            f"{online['refused']} refused, {online['restored']} taken back; "
+            f"acceptance length by play: {lengths}; "
+            f"{syncs.sentence(found['syncs'])}"
+        )
+        return "FAILED" if self.problems(document) else "passed", details
+
+    def problems(self, document: Document) -> list[str]:
+        """Lists wrong tokens, and says where nothing was learnt."""
+        found = document[self.KEY]
+        wrong = [
+            f"while learning, {one}" for one in comparison.wrong_sentences(found["differences"])
+        ]
+        online = found["online"]
+        if not online or not online["updates"]:
+            state = online["state"] if online else "there was no trainer"
+            wrong.append(f"no online update landed: {state}")
+        return wrong + [
+            f"{loss['capability']} was lost: {loss['reason']}" for loss in found["lost"]
+        ]
 
 
 def wait_for_trainer(check: Check, stream: Sequence[StreamPhase]) -> None:
@@ -119,32 +154,3 @@ def _document(
         "lost": status["lost"],
         "syncs": ledger,
     }
-
-
-def summary(document: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the verdict, updates, acceptance and synchronisations."""
-    found = document[KEY]
-    online = found["online"] or {"updates": 0, "refused": 0, "restored": 0}
-    lengths = ", ".join(f"{length:.2f}" for length in found["acceptance_lengths"])
-    details = (
-        f"{found['wrong']} wrong tokens; {online['updates']} updates landed, {online['refused']} "
-        f"refused, {online['restored']} taken back; acceptance length by play: {lengths}; "
-        f"{syncs.sentence(found['syncs'])}"
-    )
-    return "FAILED" if problems(document) else "passed", details
-
-
-def problems(document: Mapping[str, Any]) -> list[str]:
-    """Lists wrong tokens, and says where nothing was learnt."""
-    found = document[KEY]
-    wrong = [f"while learning, {one}" for one in comparison.wrong_sentences(found["differences"])]
-    online = found["online"]
-    if not online or not online["updates"]:
-        state = online["state"] if online else "there was no trainer"
-        wrong.append(f"no online update landed: {state}")
-    return wrong + [f"{loss['capability']} was lost: {loss['reason']}" for loss in found["lost"]]
-
-
-def sections(document: Mapping[str, Any]) -> list[str]:
-    """Returns nothing: the line says it all."""
-    return []

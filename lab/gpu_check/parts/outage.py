@@ -1,4 +1,4 @@
-"""outage: the sidecar is killed while the engine answers, and comes back.
+"""Kills the sidecar while the engine answers, and starts it again.
 
 Every request is answered with plain decoding's tokens, the engine goes on unsteered, and is steered
 again.
@@ -12,13 +12,13 @@ from lab.gpu_check import comparison
 from lab.gpu_check.budget import Work
 from lab.gpu_check.check import Check
 from lab.gpu_check.comparison import Difference
+from lab.gpu_check.parts.part import Document, Part
 from lab.gpu_check.plan import Planner
 from lab.gpu_check.small_engines import EXACT, PLAIN
 from lab.harness.background_thread import BackgroundThread
 from lab.harness.errors import HarnessError
 from lab.harness.load_generator import Answer, Play
 
-KEY = "outage"
 # Plays of the stream that an outage takes, for the plan: before, during and after it.
 _PLAYS = 6
 # Longer than a lease and its grace, and than an agent waits before it dials again.
@@ -26,48 +26,74 @@ _MOST_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
 
 
-def plan(planner: Planner) -> Work:
-    """Counts the work."""
-    sizes = planner.scale.exact
-    stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
-    return planner.only(PLAIN, EXACT) + planner.play(stream).times(_PLAYS + 1)
+class OutagePart(Part):
+    """Kills the sidecar under load, and brings it back."""
 
+    KEY = "outage"
 
-def run(check: Check) -> None:
-    """Kills the sidecar once it steers, waits until the engine notices, and starts it again."""
-    check.terminal.heading("The sidecar is killed, and comes back")
-    sizes = check.scale.exact
-    stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
-    check.only(PLAIN, EXACT)
-    expected = check.play(PLAIN, stream, "plain decoding").answers
-    with (
-        check.terminal.working("requests without a pause") as work,
-        PlayAgain(lambda: check.play_unshown(EXACT, stream)) as player,
-    ):
-        wait_until(check, lambda: _is_steered(check), player, "the engine is steered")
-        before = check.status(EXACT)
-        check.kill_sidecar()
-        killed = time.monotonic()
-        wait_until(check, lambda: not _is_steered(check), player, "the engine noticed")
-        noticed = time.monotonic()
-        away = check.status(EXACT)
-        check.restart_sidecar()
-        wait_until(check, lambda: _is_steered(check), player, "the engine is steered again")
-        work.result = "steered again"
-        steered_again = time.monotonic()
-    after = check.status(EXACT)
-    for played in player.plays:
-        check.count(played)
-    plain = check.url(PLAIN)
-    check.document[KEY] = _document(
-        expected, player.plays, lambda context: comparison.top_two(plain, context)
-    ) | {
-        "seconds_until_unsteered": round(noticed - killed, 2),
-        "seconds_until_steered": round(steered_again - noticed, 2),
-        "source_meanwhile": away["source"],
-        "lapses": after["lapses"] - before["lapses"],
-        "reports_dropped": after["reports_dropped"] - before["reports_dropped"],
-    }
+    def plan(self, planner: Planner) -> Work:
+        """Counts the work."""
+        sizes = planner.scale.exact
+        stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
+        return planner.only(PLAIN, EXACT) + planner.play(stream).times(_PLAYS + 1)
+
+    def run(self, check: Check) -> None:
+        """Kills the sidecar once it steers, waits until the engine notices, and starts it again."""
+        check.terminal.heading("The sidecar is killed, and comes back")
+        sizes = check.scale.exact
+        stream = comparison.build_stream(sizes.prompts, sizes.new_tokens)
+        check.only(PLAIN, EXACT)
+        expected = check.play(PLAIN, stream, "plain decoding").answers
+        with (
+            check.terminal.working("requests without a pause") as work,
+            PlayAgain(lambda: check.play_unshown(EXACT, stream)) as player,
+        ):
+            wait_until(check, lambda: _is_steered(check), player, "the engine is steered")
+            before = check.status(EXACT)
+            check.kill_sidecar()
+            killed = time.monotonic()
+            wait_until(check, lambda: not _is_steered(check), player, "the engine noticed")
+            noticed = time.monotonic()
+            away = check.status(EXACT)
+            check.restart_sidecar()
+            wait_until(check, lambda: _is_steered(check), player, "the engine is steered again")
+            work.result = "steered again"
+            steered_again = time.monotonic()
+        after = check.status(EXACT)
+        for played in player.plays:
+            check.count(played)
+        plain = check.url(PLAIN)
+        check.document[self.KEY] = _document(
+            expected, player.plays, lambda context: comparison.top_two(plain, context)
+        ) | {
+            "seconds_until_unsteered": round(noticed - killed, 2),
+            "seconds_until_steered": round(steered_again - noticed, 2),
+            "source_meanwhile": away["source"],
+            "lapses": after["lapses"] - before["lapses"],
+            "reports_dropped": after["reports_dropped"] - before["reports_dropped"],
+        }
+
+    def summary(self, document: Document) -> tuple[str, str]:
+        """Returns the verdict, counts and seconds."""
+        found = document[self.KEY]
+        details = (
+            f"{found['answers']} answers, {len(found['lost'])} lost, {found['wrong']} wrong; "
+            f"unsteered {found['seconds_until_unsteered']:.1f} s after the sidecar was killed, "
+            f"steered {found['seconds_until_steered']:.1f} s after it was started again; "
+            f"{found['reports_dropped']} reports dropped"
+        )
+        return "FAILED" if self.problems(document) else "passed", details
+
+    def problems(self, document: Document) -> list[str]:
+        """Lists lost requests and wrong tokens."""
+        found = document[self.KEY]
+        return [
+            *(f"without its sidecar, {lost}" for lost in found["lost"]),
+            *(
+                f"without its sidecar, {one}"
+                for one in comparison.wrong_sentences(found["differences"])
+            ),
+        ]
 
 
 class PlayAgain(BackgroundThread):
@@ -123,32 +149,3 @@ def _document(
         "wrong": sum(one.verdict == comparison.WRONG for one in differing),
         "differences": [one.as_json() for one in differing],
     }
-
-
-def summary(document: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the verdict, counts and seconds."""
-    found = document[KEY]
-    details = (
-        f"{found['answers']} answers, {len(found['lost'])} lost, {found['wrong']} wrong; unsteered "
-        f"{found['seconds_until_unsteered']:.1f} s after the sidecar was killed, steered "
-        f"{found['seconds_until_steered']:.1f} s after it was started again; "
-        f"{found['reports_dropped']} reports dropped"
-    )
-    return "FAILED" if problems(document) else "passed", details
-
-
-def problems(document: Mapping[str, Any]) -> list[str]:
-    """Lists lost requests and wrong tokens."""
-    found = document[KEY]
-    return [
-        *(f"without its sidecar, {lost}" for lost in found["lost"]),
-        *(
-            f"without its sidecar, {one}"
-            for one in comparison.wrong_sentences(found["differences"])
-        ),
-    ]
-
-
-def sections(document: Mapping[str, Any]) -> list[str]:
-    """Returns nothing: the line says it all."""
-    return []

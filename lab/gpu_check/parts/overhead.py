@@ -1,4 +1,4 @@
-"""overhead: what the plugin adds to a step at a pinned draft length.
+"""Measures what the plugin adds to a step at a pinned draft length.
 
 Twice: the time by which a whole step is longer than in SGLang alone, and the time that the shim
 keeps the engine's thread.  The second may hide behind the device, with the overlap schedule.
@@ -15,13 +15,13 @@ from lab.gpu_check.budget import Work
 from lab.gpu_check.check import Check, decode_steps
 from lab.gpu_check.engines import PINNED, PINNED_NO_OVERLAP, STATIC, STATIC_NO_OVERLAP
 from lab.gpu_check.load import steady_load, steady_stream
+from lab.gpu_check.parts.part import Document, Part
 from lab.gpu_check.plan import Planner
 from lab.gpu_check.shapes import Shape
 from lab.gpu_check.tables import spread, table
 from lab.harness.load_generator import Play
 from lab.harness.spread import Spread
 
-KEY = "overhead"
 _BATCH_SIZES = (1, 8, 64)
 _SEED = 12
 # The file is written when the engine has become idle.
@@ -32,36 +32,55 @@ _PAIRS = {
 }
 
 
-def plan(planner: Planner) -> Work:
-    """Counts the work."""
-    work = Work()
-    arm = ("eagle3", planner.shape.static_gamma)
-    for pair in _pairs(planner.scale.both_schedules).values():
-        work += planner.only(*pair)
-        for size in batch_sizes(planner.shape):
-            play = planner.play([steady_load(planner.shape, size)], arm)
-            work += play.times(2 * (planner.scale.repeats + 1))
-    return work
+class OverheadPart(Part):
+    """Measures what the plugin adds to a step."""
 
+    KEY = "overhead"
 
-def run(check: Check) -> None:
-    """Plays steady loads with and without the plugin in turns (A B B A), with equal KV pools."""
-    check.terminal.heading("The same draft length with and without the plugin")
-    arm = ("eagle3", check.shape.static_gamma)
-    found = check.document.setdefault(KEY, {"gamma": arm[1]})
-    both = check.scale.both_schedules and check.options.device.overlaps
-    for schedule, (ours, theirs) in _pairs(both).items():
-        check.only(ours, theirs)
-        for size in batch_sizes(check.shape):
-            stream = steady_stream(check.shape, size, _SEED)
-            check.shim_times.unlink(missing_ok=True)
-            plays = check.pairs((ours, arm), (theirs, None), stream)
-            # One more play, since the file holds the newest one alone.
-            check.shim_times.unlink(missing_ok=True)
-            check.play_pinned(ours, arm, stream)
-            row = _compared(*plays, _shim_microseconds(check, size))
-            found.setdefault(schedule, {})[str(size)] = row
-            check.save()
+    def plan(self, planner: Planner) -> Work:
+        """Counts the work."""
+        work = Work()
+        arm = ("eagle3", planner.shape.static_gamma)
+        for pair in _pairs(planner.scale.both_schedules).values():
+            work += planner.only(*pair)
+            for size in batch_sizes(planner.shape):
+                play = planner.play([steady_load(planner.shape, size)], arm)
+                work += play.times(2 * (planner.scale.repeats + 1))
+        return work
+
+    def run(self, check: Check) -> None:
+        """Plays steady loads with and without the plugin in turns (A B B A), with equal pools."""
+        check.terminal.heading("The same draft length with and without the plugin")
+        arm = ("eagle3", check.shape.static_gamma)
+        found = check.document.setdefault(self.KEY, {"gamma": arm[1]})
+        both = check.scale.both_schedules and check.options.device.overlaps
+        for schedule, (ours, theirs) in _pairs(both).items():
+            check.only(ours, theirs)
+            for size in batch_sizes(check.shape):
+                stream = steady_stream(check.shape, size, _SEED)
+                check.shim_times.unlink(missing_ok=True)
+                plays = check.pairs((ours, arm), (theirs, None), stream)
+                # One more play, since the file holds the newest one alone.
+                check.shim_times.unlink(missing_ok=True)
+                check.play_pinned(ours, arm, stream)
+                row = _compared(*plays, _shim_microseconds(check, size))
+                found.setdefault(schedule, {})[str(size)] = row
+                check.save()
+
+    def summary(self, document: Document) -> tuple[str, str]:
+        """Returns what is added to a step."""
+        found = document[self.KEY]
+        parts = [f"{row[0]}: {row[2]} µs of {row[1]}" for row in _rows(found)]
+        return "measured", f"added to a step at γ = {found['gamma']}, " + "; ".join(parts)
+
+    def sections(self, document: Document) -> list[str]:
+        """Makes the table."""
+        found = document[self.KEY]
+        columns = [
+            "load", "µs a step in SGLang alone", "µs more with the plugin",
+            "speed over SGLang alone", "µs on the engine's thread (p50 / p99)",
+        ]  # fmt: skip
+        return [f"The plugin at γ = {found['gamma']}:\n\n" + table(columns, _rows(found))]
 
 
 def _pairs(both: bool) -> dict[str, tuple[str, str]]:
@@ -118,25 +137,3 @@ def _rows(found: Mapping[str, Any]) -> list[list[str]]:
                 ]
             )
     return rows
-
-
-def summary(document: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns what is added to a step."""
-    found = document[KEY]
-    parts = [f"{row[0]}: {row[2]} µs of {row[1]}" for row in _rows(found)]
-    return "measured", f"added to a step at γ = {found['gamma']}, " + "; ".join(parts)
-
-
-def problems(document: Mapping[str, Any]) -> list[str]:
-    """Finds no problem: microseconds are figures."""
-    return []
-
-
-def sections(document: Mapping[str, Any]) -> list[str]:
-    """Makes the table."""
-    found = document[KEY]
-    columns = [
-        "load", "µs a step in SGLang alone", "µs more with the plugin",
-        "speed over SGLang alone", "µs on the engine's thread (p50 / p99)",
-    ]  # fmt: skip
-    return [f"The plugin at γ = {found['gamma']}:\n\n" + table(columns, _rows(found))]

@@ -1,4 +1,4 @@
-"""switches: how much longer a step takes that runs another arm, or wakes a drafter."""
+"""Measures how much longer a step takes that runs another arm, or wakes a drafter."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ from lab.gpu_check.budget import Work
 from lab.gpu_check.check import Arm, Check
 from lab.gpu_check.engines import STEERED
 from lab.gpu_check.load import build_stream, steady_load
+from lab.gpu_check.parts.part import Document, Part
 from lab.gpu_check.plan import Planner
 from lab.gpu_check.shapes import Load, Shape
 from lab.gpu_check.tables import table
@@ -16,39 +17,50 @@ from lab.harness.background_thread import BackgroundThread
 from lab.harness.sidecar import Pin
 from speculation.v1 import engine_pb2
 
-KEY = "switches"
 _SEED = 8
 # Answers of the moving load, so many times as long: hundreds of changes of the arm.
 _ANSWER_SHARE = 4.0
 _TURN_SECONDS = 0.1
 
 
-def plan(planner: Planner) -> Work:
-    """Counts the work."""
-    work = planner.only(STEERED)
-    loads = [_load(planner.shape)]
-    for arms in (changing_arms(planner.shape), waking_arms(planner.shape)):
-        gain = sum(map(planner.tokens_a_step, arms)) / len(arms)
-        work += planner.play(loads, tokens_a_step=gain).times(planner.scale.repeats)
-    return work
+class SwitchesPart(Part):
+    """Measures a change of the arm, and a drafter's waking."""
 
+    KEY = "switches"
 
-def run(check: Check) -> None:
-    """Plays a steady load while the arm changes; once among drafts, once from and to sleep."""
-    check.terminal.heading("Changing the arm, and waking the drafter, under a steady load")
-    check.only(STEERED)
-    load = _load(check.shape)
-    stream, size = build_stream(check.shape, [load], _SEED), load.concurrency
-    found: dict[str, Any] = check.document.setdefault(KEY, {"batch_size": size})
-    for name, arms in (
-        ("change", changing_arms(check.shape)), ("wake", waking_arms(check.shape)),
-    ):  # fmt: skip
-        with check.sidecar(STEERED).pinned(arms[0][1], arms[0][0]) as pin:
-            with ArmRotation(pin, arms):
-                for _ in range(check.scale.repeats):
-                    check.play(STEERED, stream, f"×{size}, {len(arms)} arms in turn")
-            found[name] = cost(pin.reports, size, into_drafting=name == "wake")
-        check.save()
+    def plan(self, planner: Planner) -> Work:
+        """Counts the work."""
+        work = planner.only(STEERED)
+        loads = [_load(planner.shape)]
+        for arms in (changing_arms(planner.shape), waking_arms(planner.shape)):
+            gain = sum(map(planner.tokens_a_step, arms)) / len(arms)
+            work += planner.play(loads, tokens_a_step=gain).times(planner.scale.repeats)
+        return work
+
+    def run(self, check: Check) -> None:
+        """Plays a steady load while the arm changes; once among drafts, once from and to sleep."""
+        check.terminal.heading("Changing the arm, and waking the drafter, under a steady load")
+        check.only(STEERED)
+        load = _load(check.shape)
+        stream, size = build_stream(check.shape, [load], _SEED), load.concurrency
+        found: dict[str, Any] = check.document.setdefault(self.KEY, {"batch_size": size})
+        for name, arms in (
+            ("change", changing_arms(check.shape)), ("wake", waking_arms(check.shape)),
+        ):  # fmt: skip
+            with check.sidecar(STEERED).pinned(arms[0][1], arms[0][0]) as pin:
+                with ArmRotation(pin, arms):
+                    for _ in range(check.scale.repeats):
+                        check.play(STEERED, stream, f"×{size}, {len(arms)} arms in turn")
+                found[name] = cost(pin.reports, size, into_drafting=name == "wake")
+            check.save()
+
+    def summary(self, document: Document) -> tuple[str, str]:
+        """Returns the prices."""
+        return "measured", "; ".join(": ".join(pair) for pair in _words(document[self.KEY]))
+
+    def sections(self, document: Document) -> list[str]:
+        """Makes a table of the prices."""
+        return [table(["price of", "more than a step of the same arm"], _words(document[self.KEY]))]
 
 
 def changing_arms(shape: Shape) -> list[Arm]:
@@ -124,18 +136,3 @@ def _words(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         for name, words in names.items()
         if name in found
     ]
-
-
-def summary(document: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the prices."""
-    return "measured", "; ".join(": ".join(pair) for pair in _words(document[KEY]))
-
-
-def problems(document: Mapping[str, Any]) -> list[str]:
-    """Finds no problem: prices are figures."""
-    return []
-
-
-def sections(document: Mapping[str, Any]) -> list[str]:
-    """Makes a table of the prices."""
-    return [table(["price of", "more than a step of the same arm"], _words(document[KEY]))]
