@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from lab.harness.crash_dumps import without_crash_dumps
 from lab.harness.errors import EngineFailedError, HarnessError
 from lab.harness.load_generator import Play, play
 from lab.harness.ports import free_port
@@ -90,13 +91,13 @@ def launch_engine(
     """Starts an engine and does not wait for it.
 
     command: makes the command line from the port to serve on.  environment: its variables; it
-    inherits no other SPECULATION_*.  popen: starts the process.
+    inherits no other SPECULATION_*, and ends without SGLang's dumps if it crashes, unless a
+    variable asks for them.  popen: starts the process.
     """
     port = free_port()
     inherited = {name: None for name in os.environ if name.startswith("SPECULATION_")}
-    child = Child(
-        f"engine {policy}", command(port), place.log(policy), {**inherited, **environment}, popen
-    )
+    variables = {**inherited, **without_crash_dumps(os.environ), **environment}
+    child = Child(f"engine {policy}", command(port), place.log(policy), variables, popen)
     return Engine(policy, f"http://127.0.0.1:{port}", child)
 
 
