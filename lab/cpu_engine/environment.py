@@ -5,6 +5,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from lab.harness.crash_dumps import without_crash_dumps
+
 STANDIN_FOLDER = Path(__file__).resolve().parent / "standin"
 STANDIN_PLUGIN = "sglang_cpu_standin"
 # How long the steps of an engine last (see pace/).
@@ -54,6 +56,7 @@ def cpu_engine_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
     env = dict(os.environ if base is None else base)
     env.pop(EMULATION, None)
     env.update(_SETTINGS)
+    env.update(without_crash_dumps(env))
     folder = str(STANDIN_FOLDER)
     others = [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part]
     env["PYTHONPATH"] = os.pathsep.join([folder, *(part for part in others if part != folder)])
