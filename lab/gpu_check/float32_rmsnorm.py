@@ -1,7 +1,9 @@
-"""Computes RMSNorm of float32 in torch, as an SGLang plugin of the check's own engines.
+"""Lets SGLang run in float32 on CUDA, as an SGLang plugin of the check's own engines.
 
-sglang-kernel normalises half and bfloat16 only, and SGLang calls it on CUDA whatever the type is;
-the parts that compare every token run in float32.  SGLang's own layer has the torch code as well.
+The parts that compare every token run in float32.  sglang-kernel normalises half and bfloat16 only,
+and SGLang calls it on CUDA whatever the type is; SGLang's own layer has the torch code as well.  A
+pass without a graph is handed embeddings in bfloat16, which a DFlash drafter in float32 cannot
+multiply.
 """
 
 import os
@@ -18,6 +20,7 @@ def register() -> None:
         return
     import torch
     from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.models.dflash import DFlashDraftModel
 
     kernel = RMSNorm.forward_cuda
 
@@ -26,3 +29,12 @@ def register() -> None:
         return forward(x, *arguments, **named)
 
     RMSNorm.forward_cuda = forward_cuda
+
+    draft = DFlashDraftModel.forward
+
+    def forward(model: Any, *arguments: Any, input_embeds: Any = None, **named: Any) -> Any:
+        if input_embeds is not None:
+            input_embeds = input_embeds.to(next(model.parameters()).dtype)
+        return draft(model, *arguments, input_embeds=input_embeds, **named)
+
+    DFlashDraftModel.forward = forward
