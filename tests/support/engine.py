@@ -22,7 +22,7 @@ from typing import Any
 
 import engine_shim
 from lab.cpu_engine.engine_command import MIMO, MODELS, SHALLOW
-from lab.cpu_engine.environment import cpu_engine_env
+from lab.cpu_engine.environment import EMULATION, cpu_engine_env, emulated_cuda_env
 from lab.cpu_engine.forking import DESCRIPTOR, PRELOAD
 from lab.harness.fork_server import ForkedProcess, ForkServer
 from lab.harness.ports import free_port
@@ -60,6 +60,8 @@ MODES: Mapping[str, Mapping[str, str]] = {
 }
 ONLINE = {"SPECULATION_ONLINE_UPDATES": "1", "SPECULATION_GAMMAS": "0,1,3"}
 START_SECONDS = 240.0
+SERVE = "lab.cpu_engine.serve"
+EMULATED_SERVE = "lab.cpu_engine.serve_emulated_cuda"
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,11 @@ class EngineProcess:
         return json.loads(content) if content else None
 
 
-def environment(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """This process's, without SPECULATION_* but for `variables`, with the plugin installed."""
+def environment(folder: Path, variables: Mapping[str, str], module: str = SERVE) -> dict[str, str]:
+    """This process's, without SPECULATION_* but for `variables`, with the plugin installed.
+
+    module: that serves, on the processor or on an emulated GPU.
+    """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("SPECULATION_")}
     paths = [str(ROOT), str(ROOT / "proto")]
     if not any(
@@ -183,7 +188,8 @@ def environment(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
         paths.append(str(install_plugin(folder, "engine_shim.sglang.plugin:register")))
     added = [variables.get("PYTHONPATH", ""), inherited.get("PYTHONPATH", "")]
     path = os.pathsep.join([*paths, *filter(None, added)])
-    return cpu_engine_env(inherited | dict(variables) | {"PYTHONPATH": path})
+    make = emulated_cuda_env if module == EMULATED_SERVE else cpu_engine_env
+    return make(inherited | dict(variables) | {"PYTHONPATH": path})
 
 
 def install_plugin(folder: Path, target: str, name: str = "speculation_controller") -> Path:
@@ -195,9 +201,6 @@ def install_plugin(folder: Path, target: str, name: str = "speculation_controlle
     return folder
 
 
-SERVE = "lab.cpu_engine.serve"
-
-
 def forked(
     module: str, arguments: Sequence[str], folder: Path, variables: Mapping[str, str], log: Path
 ) -> ForkedProcess:
@@ -206,8 +209,9 @@ def forked(
     paths = variables.get("PYTHONPATH", "").split(os.pathsep)
     other = tuple(path for path in paths if path and Path(path, "sglang").exists())
     with log.open("wb") as output:
-        return _fork_server(other).start(
-            module, arguments, environment(folder, variables), folder, output.fileno()
+        variable = f"{EMULATION}=1" if module == EMULATED_SERVE else ""
+        return _fork_server(other, variable).start(
+            module, arguments, environment(folder, variables, module), folder, output.fileno()
         )
 
 
@@ -282,7 +286,7 @@ def launched(
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *options],
-                env=environment(folder, variables),
+                env=environment(folder, variables, module),
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -322,4 +326,5 @@ def _fork_server(other: tuple[str, ...] = (), variable: str = "") -> ForkServer:
     if variable:
         name, _, own_value = variable.partition("=")
         own[name] = own_value
-    return ForkServer(PRELOAD, cpu_engine_env({**os.environ, **own}))
+    make = emulated_cuda_env if EMULATION in own else cpu_engine_env
+    return ForkServer(PRELOAD, make({**os.environ, **own}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, Final
 
@@ -84,7 +85,7 @@ def decode_attention(
     Sequence i has the slots ``kv_indices[kv_indptr[i] : kv_indptr[i + 1]]``.  Writes to ``o``.
     """
     ends = kv_indptr[: len(q) + 1].tolist()
-    for row, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for row, (start, end) in enumerate(pairwise(ends)):
         slots = kv_indices[start:end]
         keys, values = k_buffer[slots], v_buffer[slots]
         found = _attend(q[row : row + 1], keys, values, sm_scale * k_scale, None)

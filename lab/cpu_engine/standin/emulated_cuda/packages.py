@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from enum import IntEnum
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 _DUAL_GEMM: Final = "sglang.kernels.ops.gemm.cutedsl_dual_gemm"
 
@@ -24,7 +24,7 @@ class _DualGemmQuantMode(IntEnum):
 class _Missing(ModuleType):
     """A module whose functions can be imported, and fail when they are called."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -28,11 +28,12 @@ def install_in_sglang() -> None:
     if _SCHEDULER not in sys.modules:
         return
     from cpu_graphs.patches import record_triton
-    from emulated_cuda import attention
     from sglang.kernels.jit.utils.compile import loader
     from sglang.kernels.ops.attention import decode_attention, extend_attention
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
     from sglang.srt.utils import custom_op
+
+    from emulated_cuda import attention
 
     _compile_in_torch(loader)
     # A GPU's engine has none of the modes that the emulation is made of.
@@ -61,9 +62,10 @@ def _interpret_triton() -> None:
 
     A kernel waits for the one before it, and lets the next one begin; here none overlaps another.
     """
-    from emulated_cuda.torch import places
     from triton.language.extra import cuda
     from triton.runtime.interpreter import GridExecutor
+
+    from emulated_cuda.torch import places
 
     launch = GridExecutor.__call__
 

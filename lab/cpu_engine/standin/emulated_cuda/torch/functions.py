@@ -119,7 +119,7 @@ def _wants_pinned(keywords: dict[str, Any]) -> bool:
     return bool(keywords) and keywords.get("pin_memory") is True
 
 
-def _moved(result: Tensor, source: Tensor, target: bool | None) -> Tensor:  # noqa: FBT001
+def _moved(result: Tensor, source: Tensor, target: bool | None) -> Tensor:
     """Returns a copy where a tensor has changed sides and torch, on the CPU, has made none."""
     if target is None or target == places.is_on_device(source):
         return result

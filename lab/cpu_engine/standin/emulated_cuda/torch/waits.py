@@ -50,7 +50,7 @@ def tell(
     function: Any,
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
-    target: bool | None,  # noqa: FBT001
+    target: bool | None,
 ) -> None:
     """Warns of a call that waits, or refuses it, if asked to.
 
@@ -73,16 +73,14 @@ def waiting_reason(
 ) -> str | None:
     """Takes the place of the recorder's, which takes every tensor for one of the device."""
     name = getattr(function, "__name__", "")
-    return _reason(
-        function, arguments, keywords, places.named_place(name, arguments, keywords)
-    )
+    return _reason(function, arguments, keywords, places.named_place(name, arguments, keywords))
 
 
 def _reason(
     function: Any,
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
-    target: bool | None,  # noqa: FBT001
+    target: bool | None,
 ) -> str | None:
     name = getattr(function, "__name__", "")
     first = arguments[0] if arguments else keywords.get("input")
@@ -104,7 +102,7 @@ def _copy_reason(
     first: Any,
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
-    target: bool | None,  # noqa: FBT001
+    target: bool | None,
 ) -> str | None:
     if keywords.get("non_blocking") or any(value is True for value in arguments[2:]):
         return None
