@@ -6,7 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm check format docs test bench faults soak fuzz golden demo demo-vllm lab gpu-check models proto lock licences sbom audit upstream clean
+.PHONY: help setup setup-vllm check format docs test bench faults soak fuzz golden demo demo-vllm lab gpu-check demo-gpu gpu-kit models proto lock licences sbom audit upstream clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { \
@@ -77,6 +77,12 @@ lab: setup ## What the papers say of drafters that learn, claim by claim, on sma
 gpu-check: ## Measures every arm with CUDA graphs, where SGLang and this project are installed
 	@$(PYTHON) -m lab.gpu_check --keep-profile profiles $(ARGS)
 
+demo-gpu: ## The day of the demo at the GPU's own pace, where SGLang and this project are installed
+	@$(PYTHON) -m lab.demo.gpu $(ARGS)
+
+gpu-kit: ## Makes .kit, with which gpu-check and demo-gpu run on a GPU machine without a network (0.7 GB)
+	@scripts/gpu_kit/build.sh
+
 models: setup ## Trains the small models anew (they are checked in)
 	@$(PYTHON_IN) -m lab.cpu_engine.models.make $(ARGS)
 
@@ -99,5 +105,5 @@ upstream: setup ## Holds the newest version of each engine against what the plug
 	@$(PYTHON_IN) scripts/upstream.py
 
 clean: ## Removes everything that was made, .venv included
-	@rm -rf .venv .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-vllm .kit build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
