@@ -79,9 +79,10 @@ trim() {
 
 write_pieces() {
   local sum count=0 piece
-  rm -rf "$output" "$work"/piece.*
+  rm -f "$work"/piece.*
   tar -C "$work/root" --sort=name --owner=0 --group=0 --mtime=@0 -cf - . | xz -T1 -6 -c >"$work/kit.tar.xz"
   sum=$(sha256sum "$work/kit.tar.xz" | cut -d' ' -f1)
+  rm -rf "$output"
   split -b "$piece_bytes" -a 1 "$work/kit.tar.xz" "$work/piece."
   for piece in "$work"/piece.?; do
     mkdir -p "$output/${piece##*.}"
