@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from engine_shim.sglang.api import sglang_api
+from engine_shim.sglang.attention_memory import MIB
+from engine_shim.sglang.graph_memory import Prediction
 
 _log = logging.getLogger(__name__)
 
@@ -20,12 +22,14 @@ _log = logging.getLogger(__name__)
 class GraphState:
     """Describes one state.
 
-    seconds: of its capture; device_bytes: 0 on a CPU; largest_batch: that its graphs were captured
-    for, None where it is the engine's.
+    seconds: of its capture; device_bytes: 0 on a CPU; predicted_bytes: of the device, as
+    `engine_shim.sglang.memory` predicts it; largest_batch: that its graphs were captured for, None
+    where it is the engine's.
     """
 
     seconds: float
     device_bytes: int
+    predicted_bytes: int
     largest_batch: int | None
 
 
@@ -37,6 +41,11 @@ class GraphStates:
         self._limits = dict(limits or {})
         self._states: dict[int, GraphState] = {}
         self._has_graphs = False
+        self._predicted: dict[int, int] = {}
+
+    def expect(self, prediction: Prediction) -> None:
+        """Takes what the draft lengths are predicted to take, to show it beside what they took."""
+        self._predicted = {row.gamma: round(row.total * MIB) for row in prediction.reserves}
 
     def around_build(
         self, original: Callable[..., Any], worker: Any, speculative_num_steps: int,
@@ -68,6 +77,7 @@ class GraphStates:
         self._states[speculative_num_steps] = GraphState(
             perf_counter() - started,
             max(0, free - _free_bytes()),
+            self._predicted.get(speculative_num_steps, 0),
             None if not everything or largest >= everything[-1] else largest,
         )
         return state
@@ -90,10 +100,11 @@ class GraphStates:
         """One line over all of them."""
         states = self._states.values()
         _log.info(
-            "prepared %d more draft lengths in %.1f s, %.2f GiB",
+            "prepared %d more draft lengths in %.1f s, %.2f GiB (%.2f GiB were predicted)",
             len(states),
             sum(state.seconds for state in states),
             sum(state.device_bytes for state in states) / 2**30,
+            sum(state.predicted_bytes for state in states) / 2**30,
         )
 
     def status(self) -> dict[str, dict[str, Any]]:

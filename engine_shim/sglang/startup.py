@@ -38,6 +38,7 @@ from engine_shim.sglang.learning.learning_steps import LearningSteps
 from engine_shim.sglang.request_classes import RequestClasses, read_key
 from engine_shim.sglang.request_wishes import RequestWishes
 from engine_shim.sglang.runtime_switch import RuntimeSwitch
+from engine_shim.sglang.server_args import SteeredConfiguration
 from engine_shim.sglang.step_reports import StepTap
 from engine_shim.steering.errors import HookError, PluginError
 from engine_shim.steering.losses import Losses
@@ -117,6 +118,7 @@ class EngineStartup:
                 required=self._settings.require_drafters,
             )
             dual.register()
+        self._predict_memory(scheduler.server_args)
         _apply_hooks()
         for target in sglang_api.STEP_TARGETS:
             # What SGLang has moved is missed before the weights are read, not after.
@@ -128,6 +130,13 @@ class EngineStartup:
         )
         self._start(scheduler, dual).register()
         _apply_hooks()
+
+    def _predict_memory(self, server_args: Any) -> None:
+        """Predicts what the draft lengths take; a prediction that fails is left out and logged."""
+        try:
+            self._graph_states.expect(SteeredConfiguration(self._settings).predict(server_args))
+        except Exception:  # noqa: BLE001 - a figure for people must not end an engine
+            _log.exception("the memory of the draft lengths is not predicted")
 
     def _start(self, scheduler: Any, dual: DualDrafter | None) -> EngineHooks:
         """Checks what was built, introduces the engine, starts the link.  Raises PluginError."""

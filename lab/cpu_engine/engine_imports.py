@@ -1,10 +1,17 @@
-"""Imports, for a fork server, what a server of SGLang on a CPU imports before it starts."""
+"""Imports, for a fork server, what a server of SGLang on a CPU imports before it starts.
 
+Or what one on an emulated GPU imports, in a process with its environment.
+"""
+
+import os
 import warnings
 
-from lab.cpu_engine.environment import enter_cpu_environment
+from lab.cpu_engine.environment import EMULATION, enter_cpu_environment, enter_emulated_cuda
 
-enter_cpu_environment()
+if EMULATION in os.environ:
+    enter_emulated_cuda()
+else:
+    enter_cpu_environment()
 
 with warnings.catch_warnings():
     # Of what a CPU has not.

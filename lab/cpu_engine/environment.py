@@ -5,6 +5,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from lab.harness.crash_dumps import without_crash_dumps
+
 STANDIN_FOLDER = Path(__file__).resolve().parent / "standin"
 STANDIN_PLUGIN = "sglang_cpu_standin"
 # How long the steps of an engine last (see pace/).
@@ -29,6 +31,20 @@ _SETTINGS = {
     # torch finds the stand-in as it finds device backends, unless told not to look.
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
 }
+# What tells SGLang that it runs on a CPU.
+_CPU_ONLY = ("SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND")
+# Switches the emulated GPU on.
+EMULATION = "EMULATED_CUDA"
+_EMULATED_CUDA = {
+    EMULATION: "1",
+    # The stand-in is no build of sgl_kernel.
+    "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+    # The one in Rust makes tensors behind Python's back, on a real device.
+    "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
+    # A crash would be looked into for a minute.
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+}
 
 
 def cpu_engine_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -38,7 +54,9 @@ def cpu_engine_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
     ``sglang.Engine``, ``lab.cpu_engine.serve``), since the processes SGLang spawns inherit it.
     """
     env = dict(os.environ if base is None else base)
+    env.pop(EMULATION, None)
     env.update(_SETTINGS)
+    env.update(without_crash_dumps(env))
     folder = str(STANDIN_FOLDER)
     others = [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part]
     env["PYTHONPATH"] = os.pathsep.join([folder, *(part for part in others if part != folder)])
@@ -49,18 +67,47 @@ def cpu_engine_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
     return env
 
 
+def emulated_cuda_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns a copy of ``base``, or of the current environment, with an emulated GPU.
+
+    In it SGLang takes the paths that it takes on CUDA (see standin/emulated_cuda), and nvidia-smi
+    lists the emulated device.  Whatever starts SGLang may be used, as for ``cpu_engine_env``.
+    """
+    env = {name: value for name, value in cpu_engine_env(base).items() if name not in _CPU_ONLY}
+    env.update(_EMULATED_CUDA)
+    folder = str(STANDIN_FOLDER / "emulated_cuda" / "bin")
+    others = [part for part in env.get("PATH", os.defpath).split(os.pathsep) if part != folder]
+    env["PATH"] = os.pathsep.join([folder, *others])
+    return env
+
+
 def enter_cpu_environment() -> None:
     """Turns the running process, and those it will start, into one where SGLang runs on a CPU.
 
     Raises:
         RuntimeError: if torch is imported already; it reads its settings while it is imported.
     """
-    if os.environ.items() >= cpu_engine_env().items() and str(STANDIN_FOLDER) in sys.path:
+    _enter(cpu_engine_env())
+
+
+def enter_emulated_cuda() -> None:
+    """Turns the running process, and those it will start, into one with an emulated GPU.
+
+    Raises:
+        RuntimeError: as `enter_cpu_environment`.
+    """
+    _enter(emulated_cuda_env())
+
+
+def _enter(environment: Mapping[str, str]) -> None:
+    if os.environ.items() >= environment.items() and str(STANDIN_FOLDER) in sys.path:
         return
     if "torch" in sys.modules:
         raise RuntimeError(
-            "the CPU environment has to be entered before torch is imported: call "
-            "enter_cpu_environment() first, or start the process with cpu_engine_env()"
+            "the environment of an engine has to be entered before torch is imported: enter it "
+            "first, or start the process with cpu_engine_env() or emulated_cuda_env()"
         )
-    os.environ.update(cpu_engine_env())
+    for name in (*_CPU_ONLY, EMULATION):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
     sys.path.insert(0, str(STANDIN_FOLDER))

@@ -12,25 +12,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from lab.cpu_engine.environment import cpu_engine_env
+from lab.cpu_engine.environment import EMULATION, cpu_engine_env, emulated_cuda_env
 from lab.harness.fork_server import ForkClient, ForkedProcess, ForkServer
 
-_ENGINE = [sys.executable, "-m", "lab.cpu_engine.serve"]
 # Names the descriptors of fork servers' control sockets, and after a colon the variables of SGLang
 # that a server was started with beside this process's own: "7 9:SGLANG_SIMULATE_ACC_LEN=1".
+# EMULATED_CUDA=1 among them names one for emulated GPUs.
 DESCRIPTOR = "FORK_SERVER_DESCRIPTOR"
 PRELOAD = "lab.cpu_engine.engine_imports"
-# By the variables that SGLang reads while it is imported.
-_servers: dict[frozenset[tuple[str, str]], ForkClient] = {}
+# Makes the environment of each module that serves.
+_ENVIRONMENTS = {
+    "lab.cpu_engine.serve": cpu_engine_env,
+    "lab.cpu_engine.serve_emulated_cuda": emulated_cuda_env,
+}
+_Key = frozenset[tuple[str, str]]
+# By the variables that the modules read while they are imported.
+_servers: dict[_Key, ForkClient] = {}
 
 
 def popen(
     command: Sequence[str], *, env: Mapping[str, str], stdout: IO[bytes], **options: Any
 ) -> "subprocess.Popen[bytes] | ForkedProcess":
     """Starts a command as `subprocess.Popen` does, and a CPU engine as a fork."""
-    if list(command[:3]) != _ENGINE:
+    *python, module = command[:3]
+    if python != [sys.executable, "-m"] or module not in _ENVIRONMENTS:
         return subprocess.Popen(command, env=env, stdout=stdout, **options)
-    env = cpu_engine_env(env)
+    env = _ENVIRONMENTS[module](env)
     key = _key(env)
     if key not in _servers:
         descriptor = _descriptors().get(key)
@@ -39,17 +46,22 @@ def popen(
             if descriptor is None
             else ForkClient(socket.socket(fileno=descriptor))
         )
-    return _servers[key].start(command[2], command[3:], env, Path.cwd(), stdout.fileno())
+    return _servers[key].start(module, command[3:], env, Path.cwd(), stdout.fileno())
 
 
-def _descriptors() -> dict[frozenset[tuple[str, str]], int]:
+def _descriptors() -> dict[_Key, int]:
     found = {}
     for word in os.environ.get(DESCRIPTOR, "").split():
         descriptor, _, variables = word.partition(":")
         more = dict(one.split("=", 1) for one in variables.split(",") if one)
-        found[_key(cpu_engine_env() | more)] = int(descriptor)
+        environment = emulated_cuda_env if EMULATION in more else cpu_engine_env
+        found[_key(environment() | more)] = int(descriptor)
     return found
 
 
-def _key(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]:
-    return frozenset(item for item in environment.items() if item[0].startswith("SGLANG_"))
+def _key(environment: Mapping[str, str]) -> _Key:
+    return frozenset(
+        (name, value)
+        for name, value in environment.items()
+        if name.startswith("SGLANG_") or name == EMULATION
+    )

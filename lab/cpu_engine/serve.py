@@ -107,14 +107,14 @@ def main() -> None:
     # A data-parallel controller starts its schedulers from threads, where a fork may hang; with
     # data-parallel attention it starts them from its main thread.
     if server_args.dp_size == 1 or server_args.enable_dp_attention:
-        _fork()
+        fork_processes()
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def _fork() -> None:
+def fork_processes() -> None:
     """Makes SGLang fork its processes, so that they begin with what is imported already.
 
     SGLang spawns them for CUDA's sake, and each of the three then imports it again for seconds.

@@ -1,86 +1,141 @@
 """The command line of the check."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lab.gpu_check import page, report
+from lab.gpu_check import page
+from lab.gpu_check.check import GpuCheckOptions
+from lab.gpu_check.device import Device
 from lab.gpu_check.parts import ALL, DEFAULT_PARTS, PARTS, UnknownPartError, parse_parts
-from lab.gpu_check.run import GpuCheckOptions, run
-from lab.gpu_check.shapes import QWEN3_8B, SHAPES, SMALL
+from lab.gpu_check.plan import total_seconds
+from lab.gpu_check.run import choose_scale, planned_parts, run
+from lab.gpu_check.scale import SCALES, parse_scale
+from lab.gpu_check.shapes import EMULATED, QWEN3_8B, SHAPES, SMALL, load_shape
 from lab.harness.errors import HarnessError
 from lab.harness.machine import gpus
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2  # an unknown part, or no GPU
-EXIT_PROBLEM = 3  # eager steps, or a drafter that does not learn
+EXIT_FAILED = 1  # a wrong token, or a check that could not go on
+EXIT_USAGE = 2  # an option that cannot be used, or no GPU
+EXIT_PROBLEM = 3  # eager steps, lost requests, or a drafter that does not learn
 
 
 def check(
     options: Annotated[
-        list[str] | None, typer.Argument(help="Further options for SGLang, after --.")
+        list[str] | None,
+        typer.Argument(help="Further options for SGLang, for the engines of the shape, after --."),
     ] = None,
-    shape: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)}.")] = QWEN3_8B.name,
-    cpu: Annotated[
-        bool, typer.Option("--cpu", help="On this processor: tries the check itself out.")
+    minutes: Annotated[float, typer.Option(min=0.5, help="The budget of the whole check.")] = 10.0,
+    parts: Annotated[
+        str, typer.Option(help=f"Of {', '.join(PARTS)}, or {ALL}; run in the order given.")
+    ] = ",".join(DEFAULT_PARTS),
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print what would run, and its seconds; run nothing.")
     ] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="How many pairs of plays are compared.")] = 3,
-    profile_seconds: Annotated[
-        float, typer.Option(min=1, help="Time for measuring the step costs.")
-    ] = 120.0,
-    output: Annotated[Path, typer.Option(help="Where the findings and the logs go.")] = Path(
+    scale: Annotated[
+        str,
+        typer.Option(help=f"Of {', '.join(s.name for s in SCALES)}; the largest that fits."),
+    ] = "",
+    shape: Annotated[
+        str, typer.Option(help=f"{', '.join(SHAPES)}, or a JSON file.")
+    ] = QWEN3_8B.name,
+    graph_sizes: Annotated[
+        str, typer.Option(help="Batch sizes with CUDA graphs and a row in the cost table: 1,4,16.")
+    ] = "",
+    startup_seconds: Annotated[
+        float, typer.Option(min=1, help="The most that one engine may take to start.")
+    ] = 600.0,
+    small_options: Annotated[
+        str, typer.Option(help="Further options for SGLang, for the small trained models.")
+    ] = "",
+    output: Annotated[Path, typer.Option(help="Where page, result and logs go.")] = Path(
         "build/gpu-check"
     ),
-    parts: Annotated[
-        str, typer.Option(help=f"Of {', '.join(PARTS)}, or {ALL}; always run in this order.")
-    ] = ",".join(DEFAULT_PARTS),
     keep_profile: Annotated[
         Path | None, typer.Option(help="A folder that gets the profile too.")
     ] = None,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="SGLang's CPU paths: tries the check itself out.")
+    ] = False,
+    emulated: Annotated[
+        bool,
+        typer.Option(
+            "--emulated",
+            envvar="LAB_EMULATED_CUDA",
+            help="SGLang's CUDA paths on this processor, with tiny models whatever the shape.",
+        ),
+    ] = False,
 ) -> None:
-    """Runs SGLang with CUDA graphs on a model-shaped target and measures every arm."""
+    """Measures SGLang with CUDA graphs: exact tokens, costs, and steered against other policies."""
     end_on_sigterm()
     terminal = Terminal()
-    if shape not in SHAPES:
-        terminal.say(f"--shape {shape!r} is unknown: choose one of {', '.join(SHAPES)}")
-        raise typer.Exit(EXIT_FAILED)
+    device = Device.EMULATED if emulated else Device.CPU if cpu else Device.GPU
     try:
-        wanted = parse_parts(parts)
-    except UnknownPartError as error:
+        asked = GpuCheckOptions(
+            shape=EMULATED if emulated else load_shape(shape),
+            device=device,
+            parts=parse_parts(parts),
+            seconds=60.0 * minutes,
+            output=output,
+            scale=parse_scale(scale),
+            graph_sizes=() if emulated else parse_sizes(graph_sizes),
+            startup_seconds=startup_seconds,
+            engine_options=tuple(options or ()),
+            small_options=tuple(shlex.split(small_options)),
+            keep_profile=keep_profile,
+        )
+    except (UnknownPartError, HarnessError, ValueError) as error:
         terminal.say(str(error))
         raise typer.Exit(EXIT_USAGE) from error
-    if not cpu and not gpus():
+    if plan:
+        show_plan(asked, terminal)
+        return
+    if device is Device.GPU and not gpus():
         terminal.say(
-            "no GPU was found (nvidia-smi lists none); `--cpu --shape "
-            f"{SMALL.name}` runs the same check on the processor"
+            "no GPU was found (nvidia-smi lists none); `--emulated` runs the same check through "
+            f"SGLang's CUDA paths on the processor, `--cpu --shape {SMALL.name}` through its others"
         )
         raise typer.Exit(EXIT_USAGE)
-    asked = GpuCheckOptions(
-        shape=SHAPES[shape],
-        on_cpu=cpu,
-        repeats=repeats,
-        profile_seconds=profile_seconds,
-        output=output,
-        engine_options=tuple(options or ()),
-        keep_profile=keep_profile,
-        parts=wanted,
-    )
     try:
         found = run(asked, terminal)
     except HarnessError as error:
         terminal.say(f"\nThe check failed: {error}")
         raise typer.Exit(EXIT_FAILED) from error
-    (output / "findings.md").write_text(report.markdown(found) + "\n")
-    text = page.markdown(found)
-    (output / "page.md").write_text(text + "\n")
-    terminal.say(f"\n{text}\n\nTo send: {output / 'page.md'}. More: {output / 'findings.md'}")
-    if any(found.get(part, {}).get("wrong") for part in ("exact", "learning")):
+    terminal.say(f"\n{page.markdown(found)}\n\nTo send: {output / 'page.md'}")
+    if page.wrong_tokens(found):
         raise typer.Exit(EXIT_FAILED)
-    if report.problems(found):
+    if page.problems(found):
         raise typer.Exit(EXIT_PROBLEM)
+
+
+def parse_sizes(given: str) -> tuple[int, ...]:
+    """Reads batch sizes separated by commas, ascending.  Raises ValueError."""
+    words = [word.strip() for word in given.split(",") if word.strip()]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise ValueError(f"--graph-sizes {given!r}: name batch sizes of 1 or more, as in 1,4,16")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def show_plan(asked: GpuCheckOptions, terminal: Terminal) -> None:
+    """Prints counts and estimated seconds of each part."""
+    scale = choose_scale(asked)
+    planned = planned_parts(asked, scale)
+    terminal.table(
+        f"Scale {scale.name}, of {asked.seconds / 60:g} minutes",
+        ["part", "launches", "captures", "passes", "requests", "waits", "seconds"],
+        [
+            [
+                part.name, str(part.work.launches), str(part.work.captures), str(part.work.passes),
+                str(part.work.requests), f"{part.work.wait_seconds:.0f}", f"{part.seconds:.0f}",
+            ]
+            for part in planned
+        ],
+    )  # fmt: skip
+    terminal.say(f"Together {total_seconds(planned):.0f} s. Prices: {asked.prices.source}.")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ place: draft j is accepted with the drafter's probability if those before it wer
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 VARIABLE = "GPU_CHECK_ACCEPTANCE"
@@ -18,20 +17,9 @@ ASSUMED: Mapping[str, float] = {"eagle3": 0.75, "dflash": 0.8}
 _TOKEN = 100
 
 
-def environment(scratch: Path, probabilities: Mapping[str, float] = ASSUMED) -> dict[str, str]:
-    """Makes the variables of an engine that accepts so; registers the plugin in `scratch`."""
-    info = scratch / "gpu_check_acceptance-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    lines = ("Metadata-Version: 2.1", "Name: gpu-check-acceptance", "Version: 0")
-    (info / "METADATA").write_text("\n".join(lines) + "\n")
-    (info / "entry_points.txt").write_text(
-        f"[sglang.srt.plugins]\ngpu_check_acceptance = {__name__}:register\n"
-    )
-    # The engine imports this module, which is in no wheel, from the clone.
-    clone = str(Path(__file__).parents[2])
-    paths = [str(scratch), os.environ.get("PYTHONPATH", ""), clone]
+def variables(probabilities: Mapping[str, float] = ASSUMED) -> dict[str, str]:
+    """Makes the variables of an engine that accepts so."""
     return {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         # Any length above 0 has SGLang ask; the answer comes from here.
         "SGLANG_SIMULATE_ACC_LEN": "1",
         VARIABLE: ",".join(f"{name}={value}" for name, value in probabilities.items()),

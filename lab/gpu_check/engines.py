@@ -3,7 +3,9 @@
 OFF           no speculation configured
 STATIC        EAGLE3 with one draft length, without the plugin
 PINNED        the same drafter with the plugin, held to that draft length
+ADAPTIVE      SGLang's own adaptive mode
 STEERED       both drafters, every draft length
+*_NO_OVERLAP  without the overlap schedule
 """
 
 import os
@@ -13,48 +15,77 @@ from dataclasses import dataclass
 
 from lab.cpu_engine.engine_command import eagle3_flags
 from lab.cpu_engine.forking import popen
+from lab.gpu_check.device import Device
 from lab.gpu_check.shapes import ModelFolders, Shape
+from lab.gpu_check.small_engines import chain_captures
 from lab.harness.engines import Engine, Workplace, launch_engine
 
-OFF, STATIC, PINNED, STEERED = "off", "static", "pinned", "steered"
-# Loading, and preparing every draft length's graphs.
-READY_SECONDS = 1200.0
-# Of the GPU for the steered engine, so that another fits beside it.
-_STEERED_MEMORY = 0.45
-_OTHER_MEMORY = 0.75
+OFF, STATIC, PINNED, ADAPTIVE, STEERED = "off", "static", "pinned", "sglang-adaptive", "steered"
+STATIC_NO_OVERLAP, PINNED_NO_OVERLAP = "static-no-overlap", "pinned-no-overlap"
+SHAPE_ENGINES = (
+    OFF, STATIC, PINNED, ADAPTIVE, STEERED, STATIC_NO_OVERLAP, PINNED_NO_OVERLAP,
+)  # fmt: skip
+# Draft lengths that SGLang's adaptive mode prepares by default.
+_ADAPTIVE_GAMMAS = (1, 3, 7)
+# Of the GPU's free memory: for an engine that is alone, for the steered one where another engine
+# has to fit beside it, and for that other one.  The KV pools are equal, see --max-total-tokens.
+_ALONE, _STEERED_OF_TWO, _OTHER_OF_TWO = 0.85, 0.45, 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSetting:
-    """The shape and the place of all engines.  options: further options for SGLang."""
+    """The shape and the place of all engines.
+
+    graph_sizes: batch sizes with CUDA graphs, ascending.  in_pairs: whether two engines are alive
+    at a time in any part, so that all have the smaller pool.  options: further options for SGLang.
+    """
 
     shape: Shape
     models: ModelFolders
-    on_cpu: bool
+    device: Device
+    graph_sizes: tuple[int, ...]
+    in_pairs: bool
     options: tuple[str, ...] = ()
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens of each engine's KV pool."""
+        return self.shape.pair_pool_tokens if self.in_pairs else self.shape.pool_tokens
 
 
 def command(policy: str, setting: EngineSetting, port: int) -> list[str]:
     """Makes the command line of an engine."""
     shape = setting.shape
-    module = "lab.cpu_engine.serve" if setting.on_cpu else "sglang.launch_server"
-    memory = _STEERED_MEMORY if policy == STEERED else _OTHER_MEMORY
     return [
-        sys.executable, "-m", module,
+        sys.executable, "-m", setting.device.server_module,
         "--model-path", str(setting.models.target),
         "--load-format", "dummy",
         "--skip-tokenizer-init",
         "--host", "127.0.0.1",
         "--port", str(port),
         "--max-running-requests", str(shape.max_batch),
+        "--max-total-tokens", str(setting.pool_tokens),
         "--context-length", str(shape.context_length),
         "--random-seed", "1",
         "--log-level-http", "warning",
         # The engine that waits must leave the machine alone.
         "--sleep-on-idle",
-        *([] if setting.on_cpu else ["--mem-fraction-static", str(memory)]),
+        *(_cuda_options(policy, setting) if setting.device.takes_cuda_options else ()),
         *speculation_flags(policy, setting),
+        *(["--disable-overlap-schedule"] if policy.endswith("-no-overlap") else []),
         *setting.options,
+    ]  # fmt: skip
+
+
+def _cuda_options(policy: str, setting: EngineSetting) -> list[str]:
+    memory = _ALONE
+    if setting.in_pairs:
+        memory = _STEERED_OF_TWO if policy == STEERED else _OTHER_OF_TWO
+    return [
+        "--mem-fraction-static", str(memory),
+        # Graphs of prompts would multiply the captures; prompts are not what is measured.
+        "--cuda-graph-backend-prefill", "disabled",
+        "--cuda-graph-bs-decode", *map(str, setting.graph_sizes),
     ]  # fmt: skip
 
 
@@ -62,16 +93,22 @@ def speculation_flags(policy: str, setting: EngineSetting) -> list[str]:
     """Returns the flags that distinguish the command lines; STATIC and PINNED have the same."""
     if policy == OFF:
         return []
+    if policy == ADAPTIVE:
+        return [
+            "--speculative-algorithm", "EAGLE3",
+            "--speculative-draft-model-path", str(setting.models.eagle3),
+            "--speculative-adaptive",
+        ]  # fmt: skip
     return eagle3_flags(setting.models.eagle3, setting.shape.static_gamma)
 
 
 def environment(policy: str, setting: EngineSetting, address: str) -> dict[str, str]:
     """Makes the variables of the plugin; address: the sidecar's."""
     shape = setting.shape
-    if policy in (OFF, STATIC):
+    if policy not in (PINNED, PINNED_NO_OVERLAP, STEERED):
         return {}
     common = {"SPECULATION_SIDECAR": address, "SPECULATION_ENGINE_ID": policy}
-    if policy == PINNED:
+    if policy != STEERED:
         return common | {"SPECULATION_GAMMAS": f"0,{shape.static_gamma}"}
     return common | {
         "SPECULATION_GAMMAS": ",".join(map(str, shape.gammas)),
@@ -81,17 +118,35 @@ def environment(policy: str, setting: EngineSetting, address: str) -> dict[str, 
 
 
 def launch(
-    policy: str, setting: EngineSetting, place: Workplace, acceptance: Mapping[str, str]
+    policy: str, setting: EngineSetting, place: Workplace, variables: Mapping[str, str]
 ) -> Engine:
-    """Starts an engine; acceptance: the variables that have it accept drafts."""
-    variables = environment(policy, setting, place.address) | dict(acceptance)
+    """Starts an engine.  variables: further ones, of the check's own plugins."""
+    own = environment(policy, setting, place.address)
     return launch_engine(
-        policy, lambda port: command(policy, setting, port), variables, place, popen
+        policy, lambda port: command(policy, setting, port), own | dict(variables), place, popen
     )
 
 
-def graphs_expected(options: Sequence[str], *, on_cpu: bool) -> bool:
+def captures(policy: str, shape: Shape, sizes: Sequence[int]) -> int:
+    """Counts the CUDA graphs of an engine whose graphs have these batch sizes."""
+    if policy == OFF:
+        return len(sizes)
+    if policy == ADAPTIVE:
+        return chain_captures(_ADAPTIVE_GAMMAS, len(sizes))
+    if policy in (STATIC, STATIC_NO_OVERLAP):
+        return chain_captures((shape.static_gamma,), len(sizes))
+    if policy != STEERED:
+        return chain_captures((0, shape.static_gamma), len(sizes))
+    limits = shape.limits()
+    own = sum(
+        chain_captures((gamma,), sum(size <= limits.get(gamma, size) for size in sizes))
+        for gamma in shape.gammas
+    )
+    return own + len(sizes)  # DFlash's block
+
+
+def graphs_expected(options: Sequence[str], device: Device) -> bool:
     """Whether every step should replay a graph; on a CPU, one of the emulated ones."""
-    if on_cpu:
+    if device is Device.CPU:
         return os.environ.get("CPU_ENGINE_GRAPHS") == "1"
     return "--disable-cuda-graph" not in options

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 from lab.gpu_check.shapes import Load, Shape
 from lab.harness.stream import StreamPhase, StreamRequest
@@ -10,6 +11,11 @@ from lab.harness.stream import StreamPhase, StreamRequest
 _FIRST_ID = 16
 # Of the context length, which SGLang keeps for drafts.
 _SPARE_TOKENS = 64
+# A shorter answer would be prompt reading and little else.
+_LEAST_NEW_TOKENS = 12
+_MOVING_SEED, _WARM_UP_SEED = 7, 10
+# Of an answer in the stream that warms an engine up.
+_WARM_UP_TOKENS = 16
 
 
 def build_stream(shape: Shape, loads: Iterable[Load], seed: int) -> tuple[StreamPhase, ...]:
@@ -28,10 +34,47 @@ def build_stream(shape: Shape, loads: Iterable[Load], seed: int) -> tuple[Stream
     return tuple(phases)
 
 
+def moving_loads(shape: Shape, answer_share: float) -> tuple[Load, ...]:
+    """Returns the shape's moving load with answers of that share of their length."""
+    return tuple(
+        replace(load, new_tokens=max(_LEAST_NEW_TOKENS, round(load.new_tokens * answer_share)))
+        for load in shape.loads
+    )
+
+
+def moving_stream(shape: Shape, answer_share: float) -> tuple[StreamPhase, ...]:
+    """Builds the stream of `moving_loads`."""
+    return build_stream(shape, moving_loads(shape, answer_share), _MOVING_SEED)
+
+
+def steady_load(shape: Shape, batch_size: int, share: float = 1.0) -> Load:
+    """Returns one full batch of like requests.
+
+    share: length of an answer over those of the moving load with the next smaller concurrency.
+    """
+    load = max(
+        (load for load in shape.loads if load.concurrency <= batch_size),
+        key=lambda load: (load.concurrency, -load.prompt_tokens),
+        default=shape.loads[0],
+    )
+    most = shape.context_length - load.prompt_tokens - _SPARE_TOKENS
+    tokens = min(max(_LEAST_NEW_TOKENS, round(share * load.new_tokens)), most)
+    return Load(batch_size, batch_size, load.prompt_tokens, tokens)
+
+
 def steady_stream(
-    shape: Shape, batch_size: int, seed: int, times: int = 1
+    shape: Shape, batch_size: int, seed: int, share: float = 1.0
 ) -> tuple[StreamPhase, ...]:
-    """Builds one full batch of like requests; answers are `times` as long as the moving load's."""
-    load = next((x for x in shape.loads if x.concurrency == batch_size), shape.loads[0])
-    tokens = min(times * load.new_tokens, shape.context_length - load.prompt_tokens - _SPARE_TOKENS)
-    return build_stream(shape, [Load(batch_size, batch_size, load.prompt_tokens, tokens)], seed)
+    """Builds the stream of `steady_load`."""
+    return build_stream(shape, [steady_load(shape, batch_size, share)], seed)
+
+
+def warm_up_loads(shape: Shape) -> tuple[Load, ...]:
+    """Returns a short full batch for each concurrency of the moving load."""
+    loads = (steady_load(shape, size) for size in dict.fromkeys(x.concurrency for x in shape.loads))
+    return tuple(replace(load, new_tokens=min(load.new_tokens, _WARM_UP_TOKENS)) for load in loads)
+
+
+def warm_up_stream(shape: Shape) -> tuple[StreamPhase, ...]:
+    """Builds the stream of `warm_up_loads`."""
+    return build_stream(shape, warm_up_loads(shape), _WARM_UP_SEED)

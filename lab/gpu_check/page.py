@@ -1,80 +1,71 @@
-"""Writes the one page that somebody with a GPU sends: machine, verdicts, counts and costs."""
+"""Writes the one page that somebody with a GPU sends: machine, verdicts, and every figure."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from lab.gpu_check import learning, report
+from lab.gpu_check.parts import PARTS
+from lab.gpu_check.tables import text_table
 
-_DIFFERENCES_SHOWN = 5
+_PROBLEMS_SHOWN = 8
 
 
-def markdown(found: Mapping[str, Any]) -> str:
-    """Makes the page of one result.json."""
-    rows = [
-        *([["exact", *_exact(found["exact"])]] if "exact" in found else []),
-        *([["learning", *_learning(found["learning"])]] if "learning" in found else []),
-        *([["graphs", *_graphs(found)]] if "graphs" in found else []),
-        *([["costs", "measured", f"{len(found['profile']['cells'])} cells"]]
-          if "profile" in found else []),
-    ]  # fmt: skip
-    sections = [
-        f"# GPU check: {report.where(found)}",
-        f"Shape of `graphs` and `costs`: {found['shape']}. Seconds: {found['seconds']}.",
+def markdown(document: Mapping[str, Any]) -> str:
+    """Makes the page of one result file, which may be that of an unfinished check."""
+    found = {name: part for name, part in PARTS.items() if document.get(part.KEY)}
+    texts = [f"# GPU check: {where(document)}", _facts(document)]
+    if "stopped" in document:
+        texts.append(f"The check was stopped ({document['stopped']}); this is what it had found.")
+    if found:
+        rows = [[name, *part.summary(document)] for name, part in found.items()]
+        texts.append(text_table(["part", "verdict", "details"], rows))
+    if left := document.get("left_out"):
+        lines = [f"- {name}: {reason}" for name, reason in left.items()]
+        texts.append("Not finished within the budget:\n\n" + "\n".join(lines))
+    if all_problems := problems(document):
+        lines = [f"- {problem}" for problem in all_problems[:_PROBLEMS_SHOWN]]
+        if more := len(all_problems) - len(lines):
+            lines.append(f"- and {more} more, in result.json")
+        texts.append("Problems:\n\n" + "\n".join(lines))
+    if seconds := document.get("startup", {}).get("seconds"):
+        texts.append(
+            "Seconds until an engine was ready: "
+            + ", ".join(f"{name} {value}" for name, value in seconds.items())
+            + "."
+        )
+    for part in found.values():
+        texts += part.sections(document)
+    return "\n\n".join(texts)
+
+
+def problems(document: Mapping[str, Any]) -> list[str]:
+    """Returns the problems of all parts, in sentences; empty for a check that passed."""
+    return [
+        problem
+        for part in PARTS.values()
+        if document.get(part.KEY)
+        for problem in part.problems(document)
     ]
-    if rows:
-        sections.append(_text_table(["part", "verdict", "details"], rows))
-    if problems := report.problems(found):
-        shown = [f"- {problem}" for problem in problems[:_DIFFERENCES_SHOWN]]
-        if more := len(problems) - len(shown):
-            shown.append(f"- and {more} more, in result.json")
-        sections.append("Problems:\n\n" + "\n".join(shown))
-    if "profile" in found:
-        sections.append(report.costs(found["profile"]))
-    return "\n\n".join(sections)
 
 
-def _exact(exact: Mapping[str, Any]) -> list[str]:
-    details = (
-        f"{exact['tokens']} tokens, {len(exact['arms'])} arms, {exact['wrong']} wrong, "
-        f"{exact['rounding']} near-ties that rounding decided"
+def wrong_tokens(document: Mapping[str, Any]) -> int:
+    """Counts the wrong tokens of all parts that compare them."""
+    parts = (document.get(name) or {} for name in ("exact", "learning", "outage"))
+    return sum(part.get("wrong", 0) for part in parts)
+
+
+def where(document: Mapping[str, Any]) -> str:
+    """Names the machine and the versions."""
+    machine, versions = document["machine"], document["versions"]
+    device = document.get("device", "GPU")
+    gpus = ", ".join(machine["gpus"]) if device == "GPU" else ""
+    named = gpus or f"{machine['processor']} (no GPU: {device})"
+    return f"{named}; SGLang {versions['sglang']}, torch {versions['torch']}"
+
+
+def _facts(document: Mapping[str, Any]) -> str:
+    assumed = ", ".join(f"{name} {value}" for name, value in document["acceptance"].items())
+    return (
+        f"Shape: {document['shape']}, weights are dummies; scale: {document['scale']}; "
+        f"{document['seconds']} s. Acceptance of the shape's drafts is drawn by chance: {assumed} "
+        "a position. `exact`, `rounding`, `learning` and `outage` use small trained models instead."
     )
-    return ["FAILED" if exact["wrong"] else "passed", details]
-
-
-def _learning(found: Mapping[str, Any]) -> list[str]:
-    online = found["online"] or {"updates": 0, "refused": 0, "restored": 0}
-    lengths = ", ".join(f"{length:.2f}" for length in found["acceptance_lengths"])
-    details = (
-        f"{found['wrong']} wrong tokens; {online['updates']} updates landed, {online['refused']} "
-        f"refused, {online['restored']} taken back; acceptance length by play: {lengths}; "
-        f"{_synchronisations(found['syncs'])}"
-    )
-    return ["FAILED" if learning.problems(found) else "passed", details]
-
-
-def _synchronisations(syncs: Mapping[str, Any] | None) -> str:
-    if syncs is None:
-        return "synchronisations: not watched (no CUDA)"
-    shim, others = sum(syncs["shim"].values()), sum(syncs["others"].values())
-    return f"synchronisations in {syncs['steps']} steps: {shim} shim, {others} SGLang"
-
-
-def _graphs(found: Mapping[str, Any]) -> list[str]:
-    graphs = found["graphs"]
-    eager, beyond, steps = (
-        sum(arm[name] for arm in graphs["arms"]) for name in ("eager_steps", "beyond", "steps")
-    )
-    details = f"{eager} of {steps} steps eager ({beyond} more beyond the captured batch sizes); "
-    passes = ", ".join(f"{name} {count}" for name, count in graphs["passes"].items())
-    details += f"steps with an eager pass: {passes or 'not counted (no graphs)'}; "
-    if never := found["startup"]["without_graphs"]:
-        details += f"no graphs at all for {', '.join(never)}; "
-    details += _synchronisations(graphs["syncs"])
-    if not found["graphs_expected"]:
-        return ["no graphs", details]
-    return ["FAILED" if eager or never else "passed", details]
-
-
-def _text_table(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

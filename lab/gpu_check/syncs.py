@@ -23,26 +23,9 @@ _SKIPPED = (f"{os.sep}torch{os.sep}", f"{os.sep}warnings.py", __file__)
 _WRITE_EVERY_STEPS = 32
 
 
-def environment(scratch: Path, inherited_path: str) -> dict[str, str]:
-    """Makes the variables of an engine that keeps a ledger; registers the plugin in `scratch`."""
-    info = scratch / "gpu_check_syncs-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    lines = ("Metadata-Version: 2.1", "Name: gpu-check-syncs", "Version: 0")
-    (info / "METADATA").write_text("\n".join(lines) + "\n")
-    (info / "entry_points.txt").write_text(
-        f"[sglang.srt.plugins]\ngpu_check_syncs = {__name__}:register\n"
-    )
-    clone = str(Path(__file__).parents[2])
-    paths = dict.fromkeys([str(scratch), *inherited_path.split(os.pathsep), clone])
-    return {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        VARIABLE: str(ledger_path(scratch)),
-    }
-
-
-def ledger_path(scratch: Path) -> Path:
-    """Names the ledger's file."""
-    return scratch / "syncs.json"
+def variables(ledger: Path) -> dict[str, str]:
+    """Makes the variables of an engine that keeps a ledger."""
+    return {VARIABLE: str(ledger)}
 
 
 def switch_path(ledger: Path) -> Path:
@@ -135,3 +118,11 @@ def innermost(frames: Iterable[tuple[str, int]]) -> str:
         if not any(part in filename for part in _SKIPPED):
             return f"{filename}:{line}"
     return "unknown"
+
+
+def sentence(ledger: dict[str, Any] | None) -> str:
+    """Counts a ledger's synchronisations in words."""
+    if ledger is None:
+        return "synchronisations: not watched (no CUDA)"
+    shim, others = sum(ledger["shim"].values()), sum(ledger["others"].values())
+    return f"synchronisations in {ledger['steps']} steps: {shim} shim, {others} SGLang"

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from lab.harness.crash_dumps import without_crash_dumps
 from lab.harness.errors import EngineFailedError, HarnessError
 from lab.harness.load_generator import Play, play
 from lab.harness.ports import free_port
@@ -90,13 +91,13 @@ def launch_engine(
     """Starts an engine and does not wait for it.
 
     command: makes the command line from the port to serve on.  environment: its variables; it
-    inherits no other SPECULATION_*.  popen: starts the process.
+    inherits no other SPECULATION_*, and ends without SGLang's dumps if it crashes, unless a
+    variable asks for them.  popen: starts the process.
     """
     port = free_port()
     inherited = {name: None for name in os.environ if name.startswith("SPECULATION_")}
-    child = Child(
-        f"engine {policy}", command(port), place.log(policy), {**inherited, **environment}, popen
-    )
+    variables = {**inherited, **without_crash_dumps(os.environ), **environment}
+    child = Child(f"engine {policy}", command(port), place.log(policy), variables, popen)
     return Engine(policy, f"http://127.0.0.1:{port}", child)
 
 
@@ -132,19 +133,22 @@ def measure_profile(
     sidecar: SidecarHandle,
     budget_seconds: float,
     *options: str,
+    output: Path | None = None,
     update: Callable[[str], None] = lambda _: None,
 ) -> str:
     """Measures the engine's step costs with `controller profile`; returns the profile as JSON.
 
+    output: the profile's file, None for the run's own.  update: called with the newest line.
     Raises EngineFailedError when the command fails, HarnessError when the sidecar does not use the
     profile.
     """
+    output = output or place.profile
     command = [
         sys.executable, "-m", "controller.cli", "profile",
         "--sidecar", place.address,
         "--engine-id", sidecar.engine_id,
         "--engine-url", engine.url,
-        "--output", str(place.profile),
+        "--output", str(output),
         "--budget", str(budget_seconds),
         *options,
     ]  # fmt: skip
@@ -152,7 +156,7 @@ def measure_profile(
         child.wait(budget_seconds + _PROFILE_SPARE_SECONDS, lambda: update(child.last_line()))
         if not sidecar.status().profile_id:
             raise HarnessError(f"the sidecar did not load the measured profile.\n{child.tail()}")
-    return place.profile.read_text()
+    return output.read_text()
 
 
 class Harness:
@@ -168,6 +172,10 @@ class Harness:
     def _start_sidecar(self, sidecar: SidecarHandle) -> None:
         self._sidecar_child = self._stack.enter_context(launch_sidecar(self._place))
         wait_serving(self._sidecar_child, sidecar)
+
+    def engine(self, policy: str) -> Engine:
+        """Returns a running engine."""
+        return self._engines[policy]
 
     def _keep(self, engine: Engine) -> Engine:
         self._engines[engine.policy] = engine

@@ -1,7 +1,7 @@
 """Runs child processes, each with a log file, a readiness check, and an end.
 
-Every child leads its own process group, so that what it started itself (an engine's scheduler,
-the shim's agent) goes with it.
+Every child leads its own session, so that what it started itself (an engine's scheduler, the
+shim's agent) goes with it.  When this process is killed, a guard ends those sessions.
 """
 
 import contextlib
@@ -17,10 +17,12 @@ from types import FrameType
 from typing import Any, Self
 
 from lab.harness.errors import EngineFailedError
+from lab.harness.orphan_guard import OrphanGuard
 
 _TAIL_LINES = 25
 _TERM_SECONDS = 2.0
 _PREFERRED_NICE = -10
+_GUARD = OrphanGuard()
 
 # Returns a process with the attributes and methods of `subprocess.Popen`.
 Popen = Callable[..., Any]
@@ -59,6 +61,7 @@ class Child:
                 env=variables,
                 start_new_session=True,
             )
+        _GUARD.watch(self.pid)
 
     @property
     def pid(self) -> int:
@@ -92,6 +95,12 @@ class Child:
             # Also what the process left behind; its group lives as long as any member does.
             self._signal(signal.SIGKILL)
             self._process.wait()
+            _GUARD.forget(self.pid)
+
+    def kill(self) -> None:
+        """Kills the whole group at once, as a machine that runs out of memory would."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
 
     def check(self) -> None:
         """Raises EngineFailedError, with the log's tail, when the process has ended."""

@@ -67,21 +67,19 @@ class SharedCapture:
             return
         target_capture.enable(model)
         holder = target_capture.holder_of(model)
-        wanted = {}
-        for who, other in (
-            ("own", "dflash_use_aux_hidden_state"),
-            ("block", "eagle_use_aux_hidden_state"),
-        ):
-            holder.layers_to_capture = []
-            original(model=model, **{**arguments, other: False})
-            wanted[who] = sorted(holder.layers_to_capture)
-        union = sorted({*wanted["own"], *wanted["block"]})
-        holder.layers_to_capture = union
-        own = [union.index(layer) for layer in wanted["own"]]
+        holder.layers_to_capture = []
+        original(model=model, **{**arguments, "dflash_use_aux_hidden_state": False})
+        wanted_own = sorted(holder.layers_to_capture)
+        only_block = {**arguments, "eagle_use_aux_hidden_state": False}
+        wanted_block = target_capture.configure_block(original, model=model, **only_block)
+        union = sorted({*wanted_own, *wanted_block})
+        # The last layer's output is added to what the layers emit.
+        holder.layers_to_capture = [layer for layer in union if layer < len(holder.layers)]
+        own = [union.index(layer) for layer in wanted_own]
         self._appends_last = not own
         device = next(model.parameters()).device
         self._own = torch.tensor(own or [len(union)], device=device)
-        self._block = torch.tensor([union.index(layer) for layer in wanted["block"]], device=device)
+        self._block = torch.tensor([union.index(layer) for layer in wanted_block], device=device)
 
     def around_store(
         self, original: Callable[..., Any], processor: Any, hidden: Any, before_norm: Any,

@@ -3,6 +3,9 @@
 SGLang asks a target for `set_dflash_layers_to_capture`.  Several models that have an MTP head of
 their own lack it: some offer the same for EAGLE3 (GLM-4.5, LongCat), and MiMo's layers can emit
 their inputs, but its outer model does not pass them on.
+
+A model emits the inputs of layers, so that the output of its last layer is missing.  Several models
+emit that as well, most do not (Llama, Qwen): here the final norm of any model gives it.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
 from torch import nn
 
 from engine_shim.steering.errors import UnsupportedEngineError
@@ -39,7 +44,30 @@ def around_configure(original: Callable[..., None], *, model: Any, **arguments: 
     """
     if arguments["dflash_use_aux_hidden_state"]:
         enable(model)
-    original(model=model, **arguments)
+        configure_block(original, model=model, **arguments)
+    else:
+        original(model=model, **arguments)
+
+
+def configure_block(
+    original: Callable[..., None], *, model: Any, dflash_target_layer_ids: Sequence[int],
+    **arguments: Any,
+) -> list[int]:  # fmt: skip
+    """Has a target emit what DFlash reads; returns the layers of which that is the input.
+
+    A layer behind the last one stands for the last one's output, which the final norm gives.
+    Raises UnsupportedEngineError for a target whose final norm is unknown.
+    """
+    holder = holder_of(model)
+    count = len(holder.layers)
+    others = [layer for layer in dflash_target_layer_ids if layer != count - 1]
+    holder.layers_to_capture = []
+    original(model=model, dflash_target_layer_ids=others, **arguments)
+    inputs = sorted(holder.layers_to_capture)
+    if len(others) < len(dflash_target_layer_ids):
+        _emit_last(model, holder)
+        inputs.append(count)
+    return inputs
 
 
 def enable(model: Any) -> None:
@@ -77,3 +105,37 @@ def _pass_on(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None
         return None
     hidden, emitted = returned
     return (tokens, hidden, *rest, emitted)
+
+
+def _emit_last(model: nn.Module, holder: Any) -> None:
+    """Has the layers return, behind what they emit, the last one's output: what is normed at last.
+
+    Raises UnsupportedEngineError for layers without a final norm.
+    """
+    norm = getattr(holder, "norm", None)
+    if not isinstance(norm, nn.Module):
+        raise UnsupportedEngineError(
+            f"{type(model).__name__} has no final norm, before which the output of its last layer "
+            "could be read: use a DFlash drafter whose target_layer_ids leave out the last layer"
+        )
+    normed: list[torch.Tensor] = []
+
+    def keep(_: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:
+        # A fused norm adds the residual to what the layer gives, and returns the sum as well.  It
+        # may lie where the next pass writes.
+        normed[:] = [(result[1] if isinstance(result, tuple) else arguments[0]).clone()]
+
+    def append(_: nn.Module, _arguments: tuple[Any, ...], result: Any) -> Any:
+        hidden, emitted = result if isinstance(result, tuple) else (result, [])
+        if not normed and hidden.shape[0]:
+            raise UnsupportedEngineError(
+                f"{type(model).__name__} does not call its final norm, so that the output of its "
+                "last layer is unknown: use a DFlash drafter whose target_layer_ids leave it out"
+            )
+        # SGLang skips the norm of no tokens.
+        last = normed.pop() if normed else hidden
+        before = [pack_aux_hidden_states(emitted)] if len(emitted) else []
+        return hidden, [*before, last]
+
+    norm.register_forward_hook(keep)
+    holder.register_forward_hook(append)

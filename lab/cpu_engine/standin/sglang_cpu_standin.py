@@ -16,13 +16,23 @@ def _wanted() -> bool:
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
 
 
+def _emulates_cuda() -> bool:
+    return os.environ.get("EMULATED_CUDA") == "1"
+
+
 def answer_amx() -> None:
     """Say that the CPU has AMX tiles; called by torch (group ``torch.backends``) when imported.
+
+    Or, with EMULATED_CUDA=1, that there is a GPU (see ``emulated_cuda``).
 
     SGLang's only complete CPU attention backend calls itself ``intel_amx`` and asks torch for AMX
     tiles before it offers itself.  The operators of the stand-in need no tiles.
     """
-    if _wanted():
+    if _emulates_cuda():
+        from emulated_cuda import patches
+
+        patches.install_in_torch()
+    elif _wanted():
         import torch
 
         vars(torch.cpu)["_is_amx_tile_supported"] = lambda: True
@@ -30,6 +40,10 @@ def answer_amx() -> None:
 
 def prepare_sglang() -> None:
     """Called by SGLang in each of its processes (group ``sglang.srt.plugins``)."""
+    if _emulates_cuda():
+        from emulated_cuda import patches as emulation
+
+        emulation.install_in_sglang()
     if not _wanted():
         return
     accept_any_weight()

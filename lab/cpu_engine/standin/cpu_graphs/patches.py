@@ -101,7 +101,7 @@ def _patch_sglang() -> None:
     # It collects garbage around each capture, which frees memory of a GPU and takes most of the
     # time here.
     decode_cuda_graph_runner.freeze_gc = lambda _: nullcontext()
-    _record_triton()
+    record_triton()
     # NCCL has a context of its own for captures.
     GroupCoordinator.graph_capture = _graph_capture
     # A Triton kernel's place; the one for CPUs has the host read where the rows are.
@@ -112,7 +112,7 @@ def _patch_sglang() -> None:
     eagle_worker_v2._select_spec_graph_runner_cls = _runner_class
 
 
-def _record_triton() -> None:
+def record_triton() -> None:
     """Has a capture record each launch of an interpreted Triton kernel as one operator."""
     from triton.runtime.interpreter import GridExecutor
 

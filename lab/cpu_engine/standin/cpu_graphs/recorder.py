@@ -34,6 +34,14 @@ _WAITING_OPERATORS: Final = (
 _MASKS: Final = (torch.bool, torch.uint8)
 
 
+def runs_on_host() -> bool:
+    """Whether an operator is the host's own work, which no graph holds.
+
+    On the CPU every tensor stands for one of the device; `emulated_cuda` tells them apart.
+    """
+    return False
+
+
 class CaptureError(RuntimeError):
     """Something ran inside a capture that a CUDA stream refuses while it is captured."""
 
@@ -109,7 +117,7 @@ class Recording(TorchDispatchMode):
     ) -> Any:
         """Runs an operator and records it.  Raises CaptureError where it would wait."""
         keywords, name = keywords or {}, str(function)
-        if self._is_inside_kernel:
+        if self._is_inside_kernel or runs_on_host():
             return function(*arguments, **keywords)
         _refuse_operator(name, arguments, keywords)
         if name.startswith("aten.index_put") and _masks_of(arguments[1]):

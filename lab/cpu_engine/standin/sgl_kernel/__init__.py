@@ -6,6 +6,7 @@ and any page size.  In float32, on one rank and without cached prefixes, it also
 latent attention (DeepSeek V3) and gated delta networks (Qwen3-Next, Qwen3.5).
 """
 
+import os
 import sys
 
 from ._registry import MissingOperatorError as MissingOperatorError
@@ -78,6 +79,10 @@ bind_placeholders()
 # SGLang also imports operators from these modules.
 for _name in ("kvcacheio", "mamba"):
     sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]
+if os.environ.get("EMULATED_CUDA") == "1":
+    from emulated_cuda import library
+
+    library.install(sys.modules[__name__])
 
 
 def __getattr__(name: str) -> OperatorPlaceholder:

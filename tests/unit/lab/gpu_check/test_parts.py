@@ -6,13 +6,14 @@ from lab.gpu_check.parts import DEFAULT_PARTS, PARTS, UnknownPartError, parse_pa
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
-        ("costs, exact", ("exact", "costs")),
-        ("profile,arms", ("costs", "arms")),
-        ("all", PARTS),
+        ("costs, exact", ("costs", "exact")),
+        ("profile,arms,costs", ("costs", "arms")),
+        ("all", tuple(PARTS)),
+        ("outage,all", ("outage", *(name for name in PARTS if name != "outage"))),
         (",".join(DEFAULT_PARTS), DEFAULT_PARTS),
     ],
 )
-def test_parts_run_in_their_own_order(given: str, parts: tuple[str, ...]):
+def test_parts_run_in_the_order_in_which_they_are_named(given: str, parts: tuple[str, ...]):
     assert parse_parts(given) == parts
 
 

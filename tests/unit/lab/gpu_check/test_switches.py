@@ -2,7 +2,7 @@ import queue
 
 import pytest
 
-from lab.gpu_check import switches
+from lab.gpu_check.parts import switches
 from lab.harness.sidecar import Pin
 from speculation.v1 import engine_pb2, service_pb2
 
@@ -47,3 +47,14 @@ def test_the_pin_goes_round():
     with switches.ArmRotation(Pin(moves, "engine"), [("eagle3", 1), ("dflash", 7)]):
         moved = [moves.get(timeout=120) for _ in range(4)]
     assert [(m.drafter, m.gamma) for m in moved if m] == [("dflash", 7), ("eagle3", 1)] * 2
+
+
+def test_waking_is_priced_by_steps_into_drafting_alone():
+    reports = [
+        *[step(0, 0.010)] * 3,
+        *[step(3, 0.020)] * 3,
+        step(3, 0.0215, switched=True),
+        step(0, 0.0500, switched=True),
+    ]
+    found = switches.cost(reports, 8, into_drafting=True)
+    assert (found["switches"], found["microseconds"]) == (1, pytest.approx(1500.0))

@@ -1,5 +1,6 @@
 import os
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -10,7 +11,11 @@ from threading import Thread
 import pytest
 
 from lab.harness.errors import EngineFailedError
+from lab.harness.orphan_guard import OrphanGuard
 from lab.harness.processes import Child, answers_http
+from tests.support.eventually import eventually
+
+ROOT = Path(__file__).parents[4]
 
 
 def child(tmp_path: Path, code: str, **environment: str | None) -> Child:
@@ -161,3 +166,79 @@ def test_a_process_that_has_ended_is_not_preferred(tmp_path):
     with child(tmp_path, "pass") as ended:
         ended.wait(60)
     assert not ended.prefer()
+
+
+_PARENT = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from lab.harness.fork_server import ForkServer
+from lab.harness.processes import Child
+
+def popen(command, *, env, stdout, **options):
+    return server.start(command[2], command[3:], env, Path.cwd(), stdout.fileno())
+
+log = Path(sys.argv[1])
+if {forked}:
+    server = ForkServer("preloaded", {{"PYTHONPATH": {paths!r}}})
+    start = lambda: Child("the child", [sys.executable, "-m", "family"], log, popen=popen)
+else:
+    start = lambda: Child("the child", [sys.executable, "-m", "family"], log)
+# A thread that ends while its child runs.
+with ThreadPoolExecutor(1) as pool:
+    child = pool.submit(start).result()
+{then}
+"""
+_FAMILY = """
+import os, subprocess, sys, time
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(os.getpid(), grandchild.pid, flush=True)
+time.sleep(600)
+"""
+PATIENCE_SECONDS = 120.0
+
+
+def family(tmp_path: Path, then: str, *, forked: bool) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A process with a child and a grandchild, and the ids of these two."""
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "family.py").write_text(_FAMILY)
+    (modules / "preloaded.py").touch()
+    paths = os.pathsep.join([str(ROOT), str(modules)])
+    code = _PARENT.format(forked=forked, paths=paths, then=then)
+    log = tmp_path / "family.log"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(log)], env={**os.environ, "PYTHONPATH": paths}
+    )
+    return parent, [int(word) for word in wait_for(log).split()]
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_nothing_outlives_a_parent_that_is_killed(tmp_path, forked):
+    parent, pids = family(tmp_path, "time.sleep(600)", forked=forked)
+    assert all(is_alive(pid) for pid in pids)
+    parent.kill()
+    parent.wait()
+    eventually(lambda: not any(map(is_alive, pids)), within=PATIENCE_SECONDS, what="both end")
+
+
+def test_nothing_outlives_a_parent_that_leaves_it_behind(tmp_path):
+    parent, pids = family(tmp_path, f"wait = Path({str(tmp_path / 'go')!r})\n"
+                          "while not wait.exists(): time.sleep(0.01)", forked=False)  # fmt: skip
+    assert all(is_alive(pid) for pid in pids)
+    (tmp_path / "go").touch()
+    assert parent.wait(PATIENCE_SECONDS) == 0
+    eventually(lambda: not any(map(is_alive, pids)), within=PATIENCE_SECONDS, what="both end")
+
+
+def test_the_guard_leaves_alone_what_it_was_told_to_forget():
+    guard = OrphanGuard()
+    sleeps = [subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(2)]
+    for one in sleeps:
+        guard.watch(one.pid)
+    guard.forget(sleeps[1].pid)
+    guard.close()
+    assert sleeps[0].wait(PATIENCE_SECONDS) == -signal.SIGKILL
+    assert sleeps[1].poll() is None
+    sleeps[1].kill()
+    sleeps[1].wait()

@@ -10,16 +10,28 @@ from engine_shim.sglang.drafters import target_capture
 from engine_shim.steering.errors import UnsupportedEngineError
 
 
+class FusedNorm(nn.Module):
+    """Norms the sum of both, and returns the sum as well."""
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return hidden, residual
+
+
 class Layers(nn.Module):
     """The inner model: emits the inputs of the layers on its list."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(4, 2)
+        self.layers = nn.ModuleList(nn.Identity() for _ in range(3))
+        self.norm = FusedNorm()
         self.layers_to_capture: list[int] = []
+        self.calls_norm = True
 
     def forward(self, hidden: torch.Tensor) -> Any:
         emitted = [hidden * 10**layer for layer in self.layers_to_capture]
+        if self.calls_norm and hidden.shape[0]:
+            hidden, _ = self.norm(hidden, hidden * 1000)
         return (hidden, emitted) if emitted else hidden
 
 
@@ -107,3 +119,51 @@ def test_a_model_that_has_it_is_left_alone() -> None:
 def test_others_are_refused_with_a_reason(model: nn.Module, reason: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=reason):
         target_capture.enable(model)
+
+
+def configure(model: Any, **arguments: Any) -> None:
+    """As SGLang's function of this name, as far as DFlash goes."""
+    model.set_dflash_layers_to_capture(arguments["dflash_target_layer_ids"])
+
+
+def configured(layers: list[int]) -> tuple[Any, list[int]]:
+    """A model that emits the outputs of these layers, and the layers that read them."""
+    model: Any = MiMoForCausalLM()
+    target_capture.enable(model)
+    return model, target_capture.configure_block(
+        configure, model=model, dflash_target_layer_ids=layers
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "values"), [([0, 2], [10.0, 1000.0]), ([2], [1000.0]), ([0, 1], [10.0, 100.0])]
+)
+def test_the_last_layers_output_is_what_the_final_norm_reads(
+    layers: list[int], values: list[float]
+) -> None:
+    model, inputs = configured(layers)
+    assert inputs == [layer + 1 for layer in layers]
+    aux = model(torch.ones(3, 2))[-1]
+    assert [float(part[0, 0]) for part in aux] == values
+
+
+def test_no_tokens_have_no_last_output() -> None:
+    model, _ = configured([0, 2])
+    model(torch.ones(3, 2))
+    aux = model(torch.ones(0, 2))[-1]
+    assert [part.shape for part in aux] == [(0, 2), (0, 2)]
+
+
+def test_a_model_without_a_final_norm_is_refused_if_its_last_layer_is_read() -> None:
+    model: Any = MiMoForCausalLM()
+    model.model.norm = None
+    target_capture.enable(model)
+    with pytest.raises(UnsupportedEngineError, match="has no final norm"):
+        target_capture.configure_block(configure, model=model, dflash_target_layer_ids=[0, 2])
+
+
+def test_a_final_norm_that_is_not_called_is_an_error() -> None:
+    model, _ = configured([0, 2])
+    model.model.calls_norm = False
+    with pytest.raises(UnsupportedEngineError, match="does not call its final norm"):
+        model(torch.ones(3, 2))

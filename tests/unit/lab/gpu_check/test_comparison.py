@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from lab.gpu_check import exact
-from lab.gpu_check.exact import ARMS, PLAIN, ROUNDING, WRONG
+from lab.gpu_check import comparison
+from lab.gpu_check.comparison import ROUNDING, WRONG
+from lab.gpu_check.small_engines import ARMS
 from lab.harness.load_generator import Answer
 from lab.harness.random_arms import RandomArms
 from lab.harness.sidecar import Pin
@@ -19,14 +20,14 @@ def answer(*tokens: int, index: int = 4) -> Answer:
 
 def compared(
     expected: Answer, found: Answer, best: Mapping[int, float]
-) -> tuple[list[exact.Difference], list[Sequence[int]]]:
+) -> tuple[list[comparison.Difference], list[Sequence[int]]]:
     asked: list[Sequence[int]] = []
 
     def top_two(context: Sequence[int]) -> Mapping[int, float]:
         asked.append(context)
         return best
 
-    return exact.differences("exact", [expected], [found], top_two, "dflash 3"), asked
+    return comparison.differences("exact", [expected], [found], top_two, "dflash 3"), asked
 
 
 def test_equal_tokens_are_no_difference_and_nothing_is_asked():
@@ -82,18 +83,3 @@ def test_arms_stay_while_no_step_is_reported():
         requests.get(timeout=10)
         time.sleep(0.05)
     assert requests.empty()
-
-
-def test_only_speculation_and_the_schedule_distinguish_the_command_lines():
-    plain, ours, other = (
-        exact.command(policy, 1, [], exact.DRAFT, on_cpu=False)
-        for policy in (PLAIN, exact.EXACT, exact.NO_OVERLAP)
-    )
-    assert ours[: len(plain)] == plain
-    assert "--speculative-algorithm" in ours[len(plain) :]
-    assert other == [*ours, "--disable-overlap-schedule"]
-
-
-def test_tf32_is_off_everywhere():
-    for policy in (PLAIN, exact.EXACT, exact.NO_OVERLAP):
-        assert exact.environment(policy, "unix:x").items() >= exact.NO_TF32.items()

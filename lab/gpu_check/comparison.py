@@ -1,40 +1,24 @@
-"""Compares the tokens of the trained small models under random arms with plain decoding's.
+"""Compares the tokens of engines with plain decoding's, of the same prompts.
 
-Everything runs in float32 and greedily, so a token may only differ where plain decoding itself is
-nearly undecided: matrix products of other shapes round differently.
+Decoding is greedy, so in float32 a token may only differ where plain decoding itself is nearly
+undecided: matrix products of other shapes round differently.
 """
 
 import json
-import sys
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lab.cpu_engine.engine_command import MODELS, eagle3_flags
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
+from lab.gpu_check.small_engines import MAX_BATCH
 from lab.harness.load_generator import Answer
 from lab.harness.stream import StreamPhase, StreamRequest
 
-DRAFT = "draft-mixed"
-PLAIN, EXACT, NO_OVERLAP = "plain", "exact", "exact-no-overlap"
-GAMMAS = (0, 1, 2, 3, 5, 7)
-# At gamma 0 the drafter sleeps.
-ARMS = (
-    *(("eagle3", gamma) for gamma in GAMMAS),
-    *(("dflash", gamma) for gamma in GAMMAS if gamma),
-    *((name, gamma) for name in ("ngram", "eagle3+ngram", "dflash+ngram") for gamma in (3, 7)),
-)
 # Below this difference of the two best logprobs, a differing token is rounding.
 NEAR_TIE = 1e-3
 ROUNDING, WRONG = "rounding", "WRONG"
-_MAX_BATCH = 8
 _PROMPT_TOKENS = 96
-_STARTUP_GAMMA = 3
-
-# NVIDIA_TF32_OVERRIDE turns TF32 off in cuBLAS, whatever torch asks for; TRITON_F32_DEFAULT in
-# the attention kernels, whose products of float32 are TF32 otherwise.
-NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,48 +46,9 @@ class Difference:
             f"logprobs differ by {self.gap:.1e}), arm {self.arm}"
         )
 
-
-def command(
-    policy: str, port: int, options: Sequence[str], draft: str, *, on_cpu: bool
-) -> list[str]:
-    """Makes the command line of an engine; only its speculation differs from plain decoding's.
-
-    draft: name of the EAGLE3 drafter.
-    """
-    module = "lab.cpu_engine.serve" if on_cpu else "sglang.launch_server"
-    speculation = [] if policy == PLAIN else eagle3_flags(MODELS / draft, _STARTUP_GAMMA)
-    return [
-        sys.executable, "-m", module,
-        "--model-path", str(MODELS / "target"),
-        "--dtype", "float32",
-        "--skip-tokenizer-init",
-        "--host", "127.0.0.1",
-        "--port", str(port),
-        "--max-running-requests", str(_MAX_BATCH),
-        "--max-total-tokens", "16384",
-        "--context-length", "2048",
-        "--random-seed", "1",
-        "--log-level-http", "warning",
-        "--sleep-on-idle",
-        # FlashInfer and FlashAttention have no float32.
-        *([] if on_cpu else ["--mem-fraction-static", "0.2", "--attention-backend", "triton"]),
-        *speculation,
-        *(["--disable-overlap-schedule"] if policy == NO_OVERLAP else []),
-        *options,
-    ]  # fmt: skip
-
-
-def environment(policy: str, address: str) -> dict[str, str]:
-    """Makes the variables of an engine; address: the sidecar's."""
-    if policy == PLAIN:
-        return dict(NO_TF32)
-    return NO_TF32 | {
-        "SPECULATION_SIDECAR": address,
-        "SPECULATION_ENGINE_ID": policy,
-        "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
-        "SPECULATION_DFLASH_MODEL_PATH": str(MODELS / "dflash"),
-        "SPECULATION_LOOKUP": "1",
-    }
+    def as_json(self) -> dict[str, Any]:
+        """Returns the fields, and the sentence."""
+        return asdict(self) | {"sentence": self.sentence()}
 
 
 def build_stream(prompts_per_domain: int, new_tokens: int) -> tuple[StreamPhase, ...]:
@@ -121,7 +66,7 @@ def build_stream(prompts_per_domain: int, new_tokens: int) -> tuple[StreamPhase,
     alone, crowd = requests[:prompts_per_domain], requests[prompts_per_domain:]
     return (
         StreamPhase("one at a time", "held out", 1, tuple(alone)),
-        StreamPhase("in batches", "held out", _MAX_BATCH, tuple(crowd)),
+        StreamPhase("in batches", "held out", MAX_BATCH, tuple(crowd)),
     )
 
 
@@ -172,15 +117,9 @@ def top_two(url: str, context: Sequence[int]) -> dict[int, float]:
     return {entry[1]: float(entry[0]) for entry in said["meta_info"]["output_top_logprobs"][0]}
 
 
-def verdict(found: Sequence[Difference], tokens: int, arms: Sequence[str]) -> dict[str, Any]:
-    """Makes the document of the part; arms: those that ran."""
-    return {
-        "tokens": tokens,
-        "arms": list(arms),
-        "wrong": sum(one.verdict == WRONG for one in found),
-        "rounding": sum(one.verdict == ROUNDING for one in found),
-        "differences": [asdict(one) | {"sentence": one.sentence()} for one in found],
-    }
+def wrong_sentences(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the sentences of the differences that are no rounding; found: as in a result file."""
+    return [one["sentence"] for one in found if one["verdict"] == WRONG]
 
 
 def _at(tokens: Sequence[int], index: int) -> int:

@@ -1,0 +1,148 @@
+"""SGLang's Triton attention kernels in torch, because Triton's interpreter takes minutes for them.
+
+An interpreted launch runs every program of its grid in Python: one for each sequence, head, and
+split of the cache.  With EMULATED_CUDA_ATTENTION=interpreted the kernels themselves run.  Sliding
+windows, sinks, and other variants always do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from cpu_graphs import recorder
+from torch import Tensor
+
+# What SGLang passes for a variant that is not asked for.
+_PLAIN: Final[dict[str, tuple[Any, ...]]] = {
+    "logit_cap": (0.0, 0),
+    "sinks": (None,),
+    "xai_temperature_len": (-1,),
+    "score_mod": (None,),
+    "sliding_window_size": (-1,),
+    "window_kv_offsets": (None,),
+    "lse_extend": (None,),
+    "skip_prefix": (False,),
+    "skip_extend": (False,),
+    "page_size": (1,),
+    "has_mla": (False,),
+    "skip_prefix_custom_mask": (True,),
+    "identity_kv_indices": (False,),
+}
+
+
+def is_interpreted() -> bool:
+    """Whether the environment asks for the kernels themselves."""
+    return os.environ.get("EMULATED_CUDA_ATTENTION") == "interpreted"
+
+
+def install(decode: ModuleType, extend: ModuleType) -> None:
+    """Replaces the kernels' functions in SGLang's modules."""
+    if is_interpreted():
+        return
+    for module, name, kernel in (
+        (decode, "decode_attention_fwd", decode_attention),
+        (extend, "extend_attention_fwd", extend_attention),
+    ):
+        setattr(module, name, _replacement(kernel, getattr(module, name)))
+
+
+def _replacement(kernel: Callable[..., None], original: Callable[..., Any]) -> Callable[..., Any]:
+    def attend(*arguments: Any, **keywords: Any) -> Any:
+        if any(keywords.get(name, usual[0]) not in usual for name, usual in _PLAIN.items()):
+            return original(*arguments, **keywords)
+        recording = recorder.current
+        with torch._C.DisableTorchFunction():
+            if recording is None or recording.is_paused:
+                return kernel(*arguments, **keywords)
+            return recording.run_kernel(kernel, arguments, keywords)
+
+    return attend
+
+
+def decode_attention(
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    o: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    attn_logits: Tensor,
+    attn_lse: Tensor,
+    num_kv_splits: Tensor,
+    max_kv_splits: int,
+    sm_scale: float,
+    k_scale: float,
+    v_scale: float,
+    **_: Any,
+) -> None:
+    """Attends with one query ``[heads, head size]`` for each sequence, to its slots of the cache.
+
+    Sequence i has the slots ``kv_indices[kv_indptr[i] : kv_indptr[i + 1]]``.  Writes to ``o``.
+    """
+    ends = kv_indptr[: len(q) + 1].tolist()
+    for row, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        slots = kv_indices[start:end]
+        keys, values = k_buffer[slots], v_buffer[slots]
+        found = _attend(q[row : row + 1], keys, values, sm_scale * k_scale, None)
+        o[row : row + 1] = found.mul_(v_scale).view_as(o[row : row + 1])
+
+
+def extend_attention(
+    q_extend: Tensor,
+    k_extend: Tensor,
+    v_extend: Tensor,
+    o_extend: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    custom_mask: Tensor | None,
+    is_causal: bool,
+    mask_indptr: Tensor | None,
+    max_len_extend: int,
+    k_scale: float,
+    v_scale: float,
+    sm_scale: float | None = None,
+    **_: Any,
+) -> None:
+    """Attends with the new tokens of each sequence to its slots of the cache and to one another.
+
+    custom_mask: for each sequence ``[new tokens, cached and new tokens]``, flat, of which the part
+    of the new tokens counts.  Writes to ``o_extend``.
+    """
+    scale = sm_scale or q_extend.shape[-1] ** -0.5
+    queries, slots = qo_indptr.tolist(), kv_indptr.tolist()
+    masks = None if mask_indptr is None else mask_indptr.tolist()
+    for row in range(len(queries) - 1):
+        first, last = queries[row], queries[row + 1]
+        cached = kv_indices[slots[row] : slots[row + 1]]
+        new, prefix = last - first, len(cached)
+        if not new:
+            continue
+        keys = torch.cat((k_buffer[cached] * k_scale, k_extend[first:last]))
+        values = torch.cat((v_buffer[cached] * v_scale, v_extend[first:last]))
+        seen = torch.ones((new, prefix + new), dtype=torch.bool)
+        if custom_mask is not None and masks is not None:
+            given = custom_mask[masks[row] : masks[row] + new * (prefix + new)]
+            seen[:, prefix:] = given.view(new, -1)[:, prefix:].bool()
+        elif is_causal:
+            seen[:, prefix:].tril_()
+        found = _attend(q_extend[first:last], keys, values, scale, seen)
+        o_extend[first:last] = found.view_as(o_extend[first:last])
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, seen: Tensor | None) -> Tensor:
+    """Computes ``[queries, heads * head size]`` in float32; seen: ``[queries, keys]``."""
+    count, heads, size = q.shape
+    shared = keys.shape[1]
+    grouped = q.float().view(count, shared, heads // shared, size).permute(1, 2, 0, 3)
+    scores = (grouped.reshape(shared, -1, size) @ keys.float().permute(1, 2, 0)) * scale
+    if seen is not None:
+        scores.masked_fill_(~seen.repeat(heads // shared, 1), -torch.inf)
+    found = scores.softmax(-1) @ values.float().permute(1, 0, 2)
+    return found.view(shared, heads // shared, count, -1).permute(2, 0, 1, 3).reshape(count, -1)

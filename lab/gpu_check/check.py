@@ -1,0 +1,256 @@
+"""The running processes of a check: one sidecar, and at most two engines at a time."""
+
+import json
+import math
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lab.cpu_engine.forking import popen
+from lab.gpu_check import (
+    acceptance,
+    engines,
+    float32_rmsnorm,
+    plugins,
+    shim_time,
+    small_engines,
+    syncs,
+)
+from lab.gpu_check.budget import Deadline, Prices, Tally
+from lab.gpu_check.device import Device
+from lab.gpu_check.engines import PINNED, PINNED_NO_OVERLAP, STEERED, EngineSetting
+from lab.gpu_check.load import moving_stream, warm_up_stream
+from lab.gpu_check.scale import Scale
+from lab.gpu_check.shapes import Shape
+from lab.harness.engines import Harness, Workplace, launch_engine
+from lab.harness.load_generator import PhasePlay, Play, paired_ratio
+from lab.harness.sidecar import Pin, SidecarHandle
+from lab.harness.stream import StreamPhase
+from lab.harness.terminal import Terminal
+
+Arm = tuple[str, int]
+# An engine and the arm that it is held to, None for what it does by itself.
+Held = tuple[str, Arm | None]
+
+_STEERED_ENGINES = (STEERED, PINNED, PINNED_NO_OVERLAP, *small_engines.STEERED_SMALL)
+# A play is not begun when less is left, because what it would measure could not be written.
+_LEAST_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCheckOptions:
+    """The options of a check.
+
+    parts: names, in the order in which they run.  seconds: of the whole check.  scale: None for
+    what fits the seconds.  graph_sizes: () for those of shape and scale.  startup_seconds: the most
+    that an engine may take.  engine_options, small_options: further options for SGLang, for the
+    engines of the shape and for those of the small trained models.  keep_profile: a folder that
+    gets the profile too.
+    """
+
+    shape: Shape
+    device: Device
+    parts: tuple[str, ...]
+    seconds: float
+    output: Path
+    scale: Scale | None = None
+    graph_sizes: tuple[int, ...] = ()
+    startup_seconds: float = 600.0
+    engine_options: tuple[str, ...] = ()
+    small_options: tuple[str, ...] = ()
+    keep_profile: Path | None = None
+    prices: Prices = field(default_factory=Prices.read)
+
+
+class Check(Harness):
+    """Starts and stops engines and plays streams on them; what was found is in `document`.
+
+    save: writes the document and the page.
+    """
+
+    def __init__(
+        self,
+        options: GpuCheckOptions,
+        scale: Scale,
+        deadline: Deadline,
+        place: Workplace,
+        terminal: Terminal,
+        stack: ExitStack,
+        document: dict[str, Any],
+        save: Callable[[], None],
+    ) -> None:
+        super().__init__(place, terminal, stack)
+        self.options, self.shape, self.scale = options, options.shape, scale
+        self.place, self.terminal = place, terminal
+        self.deadline, self.document, self.save = deadline, document, save
+        self.tally = Tally()
+        self.stream = moving_stream(options.shape, scale.answer_share)
+        self.ledger = place.scratch / "syncs.json"
+        self.shim_times = place.scratch / "shim-times.json"
+        self._plugins = plugins.environment(place.scratch)
+        self._handles: dict[str, SidecarHandle] = {}
+        # As soon as any part compares two engines, all of them have the smaller pool.
+        self.setting = EngineSetting(
+            options.shape,
+            options.shape.write(place.scratch),
+            options.device,
+            options.graph_sizes or scale.batch_sizes(options.shape),
+            in_pairs=any(name not in _PARTS_WITH_ONE_ENGINE for name in options.parts),
+            options=options.engine_options,
+        )
+
+    # Engines.
+
+    def only(self, *policies: str) -> None:
+        """Lets these engines run, and no other: stops what is not named, starts what is missing."""
+        for policy in [policy for policy in self._engines if policy not in policies]:
+            self._engines.pop(policy).child.stop()
+        if self._sidecar_child is None:
+            self._start_sidecar(self.sidecar(STEERED))
+        for policy in policies:
+            if policy not in self._engines:
+                self._start(policy)
+
+    def sidecar(self, policy: str) -> SidecarHandle:
+        """Returns the sidecar, as far as this engine is concerned."""
+        if policy not in self._handles:
+            handle = SidecarHandle(self.place.address, policy)
+            self._handles[policy] = self._stack.enter_context(handle)
+        return self._handles[policy]
+
+    def kill_sidecar(self) -> None:
+        """Kills the sidecar, as a node that runs out of memory would."""
+        assert self._sidecar_child is not None
+        self._sidecar_child.kill()
+
+    def restart_sidecar(self) -> None:
+        """Starts a sidecar at the same address, and waits until it serves."""
+        self._start_sidecar(self.sidecar(STEERED))
+
+    def url(self, policy: str) -> str:
+        """Returns the address of a running engine's HTTP API."""
+        return self._engines[policy].url
+
+    def status(self, policy: str = STEERED) -> dict[str, Any]:
+        """Returns what the plugin says in an engine's /server_info."""
+        with urllib.request.urlopen(f"{self.url(policy)}/server_info", timeout=30) as answer:  # noqa: S310  # our own engine
+            states: list[dict[str, Any]] = json.load(answer)["internal_states"]
+        found: dict[str, Any] = states[0]["speculation_controller"]
+        return found
+
+    # Plays.
+
+    def play(self, policy: str, stream: Sequence[StreamPhase], text: str = "") -> Play:
+        """Plays a stream on an engine.  Raises OutOfTimeError when no time is left."""
+        self.deadline.require(_LEAST_SECONDS, text or policy)
+        played = self._play(policy, stream, text or policy)
+        self.count(played)
+        return played
+
+    def play_unshown(self, policy: str, stream: Sequence[StreamPhase]) -> Play:
+        """Plays a stream in another thread than the one that writes to the terminal."""
+        return self._engines[policy].play(stream)
+
+    def count(self, played: Play) -> None:
+        """Adds a play to what the check has done."""
+        self.tally.requests += len(played.answers)
+        self.tally.play_seconds += played.seconds
+        self.tally.passes += sum(map(decode_steps, played.phases))
+
+    def play_pinned(self, policy: str, arm: Arm, stream: Sequence[StreamPhase]) -> tuple[Play, Pin]:
+        """Plays a stream while the engine is held to an arm."""
+        drafter, gamma = arm
+        with self.sidecar(policy).pinned(gamma, drafter) as pin:
+            return self.play(policy, stream, f"{policy}: {drafter} γ = {gamma}"), pin
+
+    def play_held(self, held: Held, stream: Sequence[StreamPhase]) -> Play:
+        """Plays a stream on an engine, held to an arm or not."""
+        policy, arm = held
+        if arm is None:
+            return self.play(policy, stream)
+        return self.play_pinned(policy, arm, stream)[0]
+
+    def pairs(
+        self, ours: Held, theirs: Held, stream: Sequence[StreamPhase]
+    ) -> tuple[list[Play], list[Play]]:
+        """Plays in turns, in reverse order every second time (A B B A), after a warm-up pair."""
+        plays: dict[Held, list[Play]] = {ours: [], theirs: []}
+        for repeat in range(self.scale.repeats + 1):
+            for held in (ours, theirs) if repeat % 2 == 0 else (theirs, ours):
+                plays[held].append(self.play_held(held, stream))
+        return plays[ours][1:], plays[theirs][1:]
+
+    def ratio(self, ours: Held, theirs: Held, stream: Sequence[StreamPhase]) -> dict[str, Any]:
+        """Compares tokens/s, pair by pair."""
+        return paired_ratio(*self.pairs(ours, theirs, stream)).as_json()
+
+    # Starting.
+
+    def _start(self, policy: str) -> None:
+        began = time.monotonic()
+        limit = min(self.options.startup_seconds, self.deadline.left)
+        self.deadline.require(self.options.prices.launch / 2, f"the start of the engine {policy}")
+        with self.terminal.working(f"engine: {policy}") as work:
+            engine = self._keep(self._launch(policy))
+            engine.wait_ready(
+                limit,
+                lambda: work.update(f"{time.monotonic() - began:.0f} s"),
+                self.sidecar(policy) if policy in _STEERED_ENGINES else None,
+            )
+            seconds = round(time.monotonic() - began, 1)
+            work.result = f"ready after {seconds} s"
+        self.tally.launches += 1
+        self.tally.launch_seconds += seconds
+        startup = self.document.setdefault("startup", {"seconds": {}})
+        startup["seconds"][policy] = seconds
+        if policy in _STEERED_ENGINES:
+            self._count_captures(policy)
+        if policy in engines.SHAPE_ENGINES:
+            self.play(policy, warm_up_stream(self.shape), f"{policy}: warm-up")
+
+    def _launch(self, policy: str) -> Any:
+        if policy in engines.SHAPE_ENGINES:
+            variables = self._plugins | acceptance.variables() | syncs.variables(self.ledger)
+            if policy in (PINNED, PINNED_NO_OVERLAP):
+                variables |= shim_time.variables(self.shim_times)
+            return engines.launch(policy, self.setting, self.place, variables)
+        own = small_engines.environment(policy, self.place.address) | self._plugins
+        if not small_engines.is_bfloat16(policy):
+            own |= {float32_rmsnorm.VARIABLE: "1"}
+        if policy == small_engines.LEARNING:
+            own |= syncs.variables(self.ledger.with_stem(policy))
+        return launch_engine(
+            policy,
+            lambda port: small_engines.command(
+                policy, port, self.options.small_options, self.options.device
+            ),
+            own,
+            self.place,
+            popen,
+        )
+
+    def _count_captures(self, policy: str) -> None:
+        """Notes how long the captures of the further draft lengths took."""
+        prepared = self.status(policy)["prepared"]
+        sizes = (
+            small_engines.GRAPH_SIZES
+            if policy in small_engines.SMALL_ENGINES
+            else self.setting.graph_sizes
+        )
+        gammas = tuple(map(int, prepared))
+        self.tally.captures += small_engines.chain_captures(gammas, len(sizes))
+        self.tally.capture_seconds += sum(state["seconds"] for state in prepared.values())
+
+
+# Parts that never have two engines of the shape at once.
+_PARTS_WITH_ONE_ENGINE = ("exact", "rounding", "learning", "outage", "costs", "graphs", "switches")
+
+
+def decode_steps(played: PhasePlay) -> int:
+    """Counts the decode steps of a phase, as if every client had had an equal share of them."""
+    steps = sum(answer.verify_steps or len(answer.tokens) for answer in played.answers)
+    return math.ceil(steps / played.phase.concurrency)

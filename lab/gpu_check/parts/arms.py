@@ -1,0 +1,155 @@
+"""Plays a moving load steered, on every static arm, and under every other policy.
+
+Static arms, with gamma 0 among them, run in the steered engine while it is held to them.  SGLang's
+adaptive mode and decoding without any speculation are engines of their own, beside it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lab.gpu_check.budget import Work
+from lab.gpu_check.check import Arm, Check, Held
+from lab.gpu_check.engines import ADAPTIVE, OFF, STEERED
+from lab.gpu_check.load import moving_loads
+from lab.gpu_check.parts.costs import CostsPart
+from lab.gpu_check.parts.part import Document, Part
+from lab.gpu_check.plan import Planner
+from lab.gpu_check.tables import arm_name, spread, table
+from lab.harness.load_generator import Play, paired_ratio, phase_rates
+from speculation.v1 import engine_pb2
+
+# So many of the best static arms are played against the steered engine in turns.
+_FINALISTS = 2
+# What a steered engine gains in a step, for the plan; between no draft and the best arm.
+_STEERED_TOKENS_A_STEP = 2.0
+_OTHERS = (ADAPTIVE, OFF)
+
+
+class ArmsPart(Part):
+    """Compares the steered engine with every static arm and every other policy."""
+
+    KEY = "arms"
+
+    def plan(self, planner: Planner) -> Work:
+        """Counts the work."""
+        work = Work() if planner.has_profile else CostsPart().plan(planner)
+        loads = moving_loads(planner.shape, planner.scale.answer_share)
+        steered = planner.play(loads, tokens_a_step=_STEERED_TOKENS_A_STEP)
+        work += planner.only(STEERED) + steered
+        for arm in planner.shape.arms():
+            work += planner.play(loads, arm)
+        work += steered.times((_FINALISTS + 1) * planner.scale.repeats)
+        for policy in _OTHERS:
+            other = planner.play(loads) if policy == OFF else steered
+            work += planner.only(STEERED, policy)
+            work += (steered + other).times(planner.scale.repeats + 1)
+        return work
+
+    def run(self, check: Check) -> None:
+        """Plays the load steered, held to each arm, then in turns with the best and the others."""
+        if CostsPart.KEY not in check.document:
+            CostsPart().run(check)
+        check.terminal.heading("The moving load: steered, every arm in turn, other policies")
+        check.only(STEERED)
+        found: dict[str, Any] = check.document.setdefault(self.KEY, {"arms": [], "over": {}})
+        first = check.play(STEERED, check.stream)
+        found["steered"] = phase_rates([first]).as_json()
+        for arm in check.shape.arms():
+            found["arms"].append(_arm(check, arm))
+            check.save()
+        ranked = sorted(found["arms"], key=lambda one: -float(one["tokens_per_second"]))
+        finalists = [(one["drafter"], one["gamma"]) for one in ranked[:_FINALISTS]]
+        plays = _in_turns(check, [*((STEERED, arm) for arm in finalists), (STEERED, None)])
+        steered = plays[STEERED, None]
+        found["steered"] = phase_rates(steered).as_json()
+        found["over"] = {
+            arm_name(*arm): paired_ratio(steered, plays[STEERED, arm]).as_json()
+            for arm in finalists
+        }
+        found["phases"] = _phases(plays)
+        check.save()
+        for policy in _OTHERS:
+            check.only(STEERED, policy)
+            found["over"][policy] = check.ratio((STEERED, None), (policy, None), check.stream)
+            check.save()
+
+    def summary(self, document: Document) -> tuple[str, str]:
+        """Returns the steered engine's speed over each of the others."""
+        found = document[self.KEY]
+        over = "; ".join(f"over {name} {spread(ratio)}" for name, ratio in found["over"].items())
+        counts = Counter(bool(arm["eager_steps"]) for arm in found["arms"])
+        eager = f"; {counts[True]} arms ran steps eagerly" if counts[True] else ""
+        return "measured", f"steered tokens/s {over or 'not compared yet'}{eager}"
+
+    def sections(self, document: Document) -> list[str]:
+        """Makes the tables of arms and of phases."""
+        found = document[self.KEY]
+        rows = [
+            [
+                arm_name(arm["drafter"], arm["gamma"]),
+                f"{arm['tokens_per_second']:.1f}",
+                str(arm["steps"]),
+                str(arm["eager_steps"]),
+                f"{arm['acceptance_length']:.2f}",
+            ]
+            for arm in found["arms"]
+        ]
+        columns = ["arm", "tokens/s", "steps", "eager steps", "tokens a verification"]
+        texts = ["The moving load, held to one arm:\n\n" + table(columns, rows)]
+        if "steered" in found:
+            ratios = [[name, spread(ratio)] for name, ratio in found["over"].items()]
+            texts.append(
+                f"Steered: {spread(found['steered'])} tokens/s.\n\n"
+                + table(["steered over", "median (lowest to highest pair)"], ratios)
+            )
+        if phases := found.get("phases"):
+            names = [name for name in phases[0] if name != "phase"]
+            rows = [
+                [phase["phase"], *(f"{phase[name]['median']:.1f}" for name in names)]
+                for phase in phases
+            ]
+            texts.append("Tokens/s by phase (median):\n\n" + table(["phase", *names], rows))
+        return texts
+
+
+def _arm(check: Check, arm: Arm) -> dict[str, Any]:
+    played, pin = check.play_pinned(STEERED, arm, check.stream)
+    mine = [report for report in pin.reports if _arm_of(report) == arm]
+    verified = sum(sum(report.accepted_counts) for report in mine)
+    accepted = sum(k * count for report in mine for k, count in enumerate(report.accepted_counts))
+    return {
+        "drafter": arm[0],
+        "gamma": arm[1],
+        "tokens_per_second": round(played.tokens_per_second, 2),
+        "steps": len(mine),
+        "eager_steps": sum(report.flags.eager_fallback for report in mine),
+        "acceptance_length": round(1 + accepted / max(verified, 1), 3),
+    }
+
+
+def _in_turns(check: Check, turns: Sequence[Held]) -> dict[Held, list[Play]]:
+    plays: dict[Held, list[Play]] = {turn: [] for turn in turns}
+    for repeat in range(check.scale.repeats):
+        for turn in turns if repeat % 2 == 0 else turns[::-1]:
+            plays[turn].append(check.play_held(turn, check.stream))
+    return plays
+
+
+def _arm_of(report: engine_pb2.StepReport) -> Arm:
+    return (report.drafter if report.gamma else "eagle3", report.gamma)
+
+
+def _phases(plays: Mapping[Held, Sequence[Play]]) -> list[dict[str, Any]]:
+    """Tokens/s of each phase on the steered engine, and on it when held to each finalist."""
+    some = next(iter(plays.values()))[0]
+    return [
+        {
+            "phase": phase.phase.name,
+            **{
+                arm_name(*arm) if arm else "steered": phase_rates(found, number).as_json()
+                for (_, arm), found in plays.items()
+            },
+        }
+        for number, phase in enumerate(some.phases)
+    ]

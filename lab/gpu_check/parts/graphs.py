@@ -1,0 +1,128 @@
+"""Has every arm replay its graphs at every batch size, and counts what synchronises.
+
+Also what the graphs of each draft length take, beside what `engine_shim.sglang.memory` predicts.
+"""
+
+from typing import Any
+
+from lab.gpu_check import syncs
+from lab.gpu_check.budget import Work
+from lab.gpu_check.check import Check
+from lab.gpu_check.eager_steps import EagerSteps
+from lab.gpu_check.engines import STEERED, graphs_expected
+from lab.gpu_check.load import steady_load, steady_stream
+from lab.gpu_check.parts.part import Document, Part
+from lab.gpu_check.plan import Planner
+from lab.gpu_check.tables import table
+
+_SEED = 11
+# Of the moving load's answers: a few dozen steps show whether an arm runs eagerly.
+_ANSWER_SHARE = 0.15
+_PLACES_SHOWN = 8
+
+
+class GraphsPart(Part):
+    """Counts eager steps and synchronisations of every arm."""
+
+    KEY = "graphs"
+
+    def plan(self, planner: Planner) -> Work:
+        """Counts the work."""
+        work = planner.only(STEERED)
+        for arm in planner.shape.arms():
+            for size in planner.scale.batch_sizes(planner.shape):
+                work += planner.play([steady_load(planner.shape, size, _ANSWER_SHARE)], arm)
+        return work + planner.play([steady_load(planner.shape, 1)])
+
+    def run(self, check: Check) -> None:
+        """Plays a short full batch for each arm and batch size, largest batches first."""
+        check.terminal.heading("Graphs and synchronisations, every arm at every batch size")
+        check.only(STEERED)
+        captured = check.sidecar(STEERED).status().engine.fingerprint.graph_batch_sizes
+        status = check.status()
+        found = EagerSteps(tuple(captured), status["prepared"])
+        check.document[self.KEY] = {
+            "expected": graphs_expected(check.options.engine_options, check.options.device),
+            "without_graphs": status["eager"]["without_graphs"],
+            "prepared": status["prepared"],
+        }
+        switch = syncs.switch_path(check.ledger)
+        switch.touch()
+        try:
+            for size in reversed(check.setting.graph_sizes):
+                for arm in check.shape.arms():
+                    stream = steady_stream(check.shape, size, _SEED, _ANSWER_SHARE)
+                    found.add(check.play_pinned(STEERED, arm, stream)[1].reports)
+                check.document[self.KEY] |= _document(found, check)
+                check.save()
+        finally:
+            switch.unlink()
+        # The engine writes its ledger at the next step.
+        check.play(STEERED, steady_stream(check.shape, 1, _SEED), "the last step")
+        check.document[self.KEY] |= _document(found, check)
+
+    def summary(self, document: Document) -> tuple[str, str]:
+        """Returns the verdict and the counts."""
+        graphs = document[self.KEY]
+        arms = graphs.get("arms", [])
+        eager, beyond, steps = (
+            sum(arm[name] for arm in arms) for name in ("eager_steps", "beyond", "steps")
+        )
+        details = (
+            f"{eager} of {steps} steps eager ({beyond} more beyond the captured batch sizes); "
+        )
+        passes = ", ".join(f"{name} {count}" for name, count in graphs.get("passes", {}).items())
+        details += f"steps with an eager pass: {passes or 'not counted (no graphs)'}; "
+        if never := graphs["without_graphs"]:
+            details += f"no graphs at all for {', '.join(never)}; "
+        details += syncs.sentence(graphs.get("syncs"))
+        if not graphs["expected"]:
+            return "no graphs", details
+        return "FAILED" if eager or never else "passed", details
+
+    def problems(self, document: Document) -> list[str]:
+        """Lists eager steps and passes without graphs, where graphs are expected."""
+        graphs = document[self.KEY]
+        if not graphs["expected"]:
+            return []
+        never = [
+            f"SGLang captured no graphs for {name}: it runs eagerly in every step"
+            for name in graphs["without_graphs"]
+        ]
+        return never + [
+            f"{arm['drafter']} gamma {arm['gamma']}: {arm['eager_steps']} of {arm['steps']} steps "
+            "ran without a graph"
+            for arm in graphs.get("arms", [])
+            if arm["eager_steps"]
+        ]
+
+    def sections(self, document: Document) -> list[str]:
+        """Makes the tables of memory and of places that synchronise."""
+        graphs = document[self.KEY]
+        rows = [
+            [
+                gamma,
+                f"{state['seconds']:.1f}",
+                f"{state['device_bytes'] / 2**20:.0f}",
+                f"{state['predicted_bytes'] / 2**20:.0f}",
+                str(state["largest_batch"] or "all"),
+            ]
+            for gamma, state in graphs["prepared"].items()
+        ]
+        columns = ["γ prepared", "seconds", "MiB", "MiB predicted", "largest batch"]
+        found = ["What each further draft length takes at the start:\n\n" + table(columns, rows)]
+        if ledger := graphs.get("syncs"):
+            places = [
+                [where.rsplit("site-packages/", 1)[-1], who, str(count)]
+                for who in ("shim", "others")
+                for where, count in list(ledger[who].items())[:_PLACES_SHOWN]
+            ]
+            if places:
+                title = f"Calls that synchronise with the device, in {ledger['steps']} steps:"
+                found.append(f"{title}\n\n" + table(["line", "whose", "calls"], places))
+        return found
+
+
+def _document(found: EagerSteps, check: Check) -> dict[str, Any]:
+    passes = check.status()["eager"]["steps"]
+    return {**found.document(), "passes": passes, "syncs": syncs.read(check.ledger)}

@@ -1,0 +1,156 @@
+"""Lets a small trained drafter learn online while it serves, and compares its tokens.
+
+The drafter has only seen code, and serves CSV, so that there is something to learn.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lab.cpu_engine.models.prompts import held_out_prompts
+from lab.gpu_check import comparison, syncs
+from lab.gpu_check.budget import Work
+from lab.gpu_check.check import Check
+from lab.gpu_check.comparison import Difference
+from lab.gpu_check.device import Device
+from lab.gpu_check.parts.part import Document, Part
+from lab.gpu_check.plan import Planner
+from lab.gpu_check.small_engines import LEARNING, LEARNING_GAMMA, PLAIN
+from lab.harness.load_generator import acceptance_length
+from lab.harness.overrides import overridden
+from lab.harness.stream import StreamPhase, StreamRequest
+
+# What is asked of the sidecar: that draft length, and an update every few steps.
+RULE = ("--gamma", str(LEARNING_GAMMA), "--regime", "online:2")
+
+_DOMAIN = "csv"
+_PROMPT_TOKENS = 60
+_BATCH = 4
+# Requests, tokens of an answer, and plays.
+_SIZES = (8, 256, 4)
+_SIZES_ON_A_PROCESSOR = (4, 96, 2)
+# The trainer's state before it can take anything; the import of torch may take half a minute.
+_STARTING = "starting"
+_TRAINER_SECONDS = 180.0
+_LOOK_SECONDS = 0.5
+
+
+class LearningPart(Part):
+    """Has a drafter learn online, and compares its tokens."""
+
+    KEY = "learning"
+
+    def plan(self, planner: Planner) -> Work:
+        """Counts the work; one play more ends the ledger's steps, and some wait for the trainer."""
+        _, _, plays = _sizes(planner.device)
+        stream = build_stream(planner.device)
+        work = planner.only(PLAIN, LEARNING) + planner.play(stream)
+        return work + planner.play(stream).times(plays + 2)
+
+    def run(self, check: Check) -> None:
+        """Has the drafter learn; compares its tokens, and counts what waits for the device."""
+        check.terminal.heading("A drafter that learns while it serves")
+        _, _, plays = _sizes(check.options.device)
+        stream = build_stream(check.options.device)
+        check.only(PLAIN, LEARNING)
+        plain = check.url(PLAIN)
+        expected = check.play(PLAIN, stream, "plain decoding").answers
+        differing: list[Difference] = []
+        lengths: list[float] = []
+        ledger = check.ledger.with_stem(LEARNING)
+        with overridden(check.place.address, *RULE):
+            wait_for_trainer(check, stream)
+            switch = syncs.switch_path(ledger)
+            switch.touch()
+            for number in range(plays):
+                found = check.play(LEARNING, stream, f"{LEARNING}: {number + 1} of {plays}").answers
+                lengths.append(acceptance_length(found))
+                differing += comparison.differences(
+                    LEARNING, expected, found, lambda context: comparison.top_two(plain, context),
+                    f"eagle3 {LEARNING_GAMMA}",
+                )  # fmt: skip
+                check.document[self.KEY] = _document(
+                    differing, lengths, check.status(LEARNING), None
+                )
+                check.save()
+            switch.unlink()
+            check.play(LEARNING, stream, "the last steps")
+        check.document[self.KEY] = _document(
+            differing, lengths, check.status(LEARNING), syncs.read(ledger)
+        )
+
+    def summary(self, document: Document) -> tuple[str, str]:
+        """Returns the verdict, updates, acceptance and synchronisations."""
+        found = document[self.KEY]
+        online = found["online"] or {"updates": 0, "refused": 0, "restored": 0}
+        lengths = ", ".join(f"{length:.2f}" for length in found["acceptance_lengths"])
+        details = (
+            f"{found['wrong']} wrong tokens; {online['updates']} updates landed, "
+            f"{online['refused']} refused, {online['restored']} taken back; "
+            f"acceptance length by play: {lengths}; "
+            f"{syncs.sentence(found['syncs'])}"
+        )
+        return "FAILED" if self.problems(document) else "passed", details
+
+    def problems(self, document: Document) -> list[str]:
+        """Lists wrong tokens, and says where nothing was learnt."""
+        found = document[self.KEY]
+        wrong = [
+            f"while learning, {one}" for one in comparison.wrong_sentences(found["differences"])
+        ]
+        online = found["online"]
+        if not online or not online["updates"]:
+            state = online["state"] if online else "there was no trainer"
+            wrong.append(f"no online update landed: {state}")
+        return wrong + [
+            f"{loss['capability']} was lost: {loss['reason']}" for loss in found["lost"]
+        ]
+
+
+def wait_for_trainer(check: Check, stream: Sequence[StreamPhase]) -> None:
+    """Waits until the trainer's process has started; it is taken in while the engine decodes."""
+    until = time.monotonic() + min(_TRAINER_SECONDS, check.deadline.left)
+    first = stream[0].requests[:1]
+    short = [StreamPhase("one request", stream[0].domain, 1, first)]
+    with check.terminal.working("waiting for the trainer's process"):
+        while time.monotonic() < until:
+            online = check.status(LEARNING)["online"]
+            if not online or online["state"] != _STARTING:
+                return
+            check.count(check.play_unshown(LEARNING, short))
+            time.sleep(_LOOK_SECONDS)
+
+
+def build_stream(device: Device) -> tuple[StreamPhase, ...]:
+    """Builds requests for CSV, a few at a time."""
+    requests, new_tokens, _ = _sizes(device)
+    prompts = held_out_prompts(_DOMAIN, requests, _PROMPT_TOKENS, 1)
+    asked = [
+        StreamRequest(index, _DOMAIN, tuple(prompt), new_tokens)
+        for index, prompt in enumerate(prompts)
+    ]
+    return (StreamPhase(LEARNING, "held out", _BATCH, tuple(asked)),)
+
+
+def _sizes(device: Device) -> tuple[int, int, int]:
+    return _SIZES if device is Device.GPU else _SIZES_ON_A_PROCESSOR
+
+
+def _document(
+    differences: Sequence[Difference],
+    lengths: Sequence[float],
+    status: Mapping[str, Any],
+    ledger: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Makes the part's document.
+
+    lengths: acceptance length of each play.  status: what the plugin says.
+    """
+    return {
+        "wrong": sum(one.verdict == comparison.WRONG for one in differences),
+        "differences": [one.as_json() for one in differences],
+        "acceptance_lengths": [round(length, 3) for length in lengths],
+        "online": status["online"],
+        "lost": status["lost"],
+        "syncs": ledger,
+    }

@@ -1,0 +1,138 @@
+"""Measures how much longer a step takes that runs another arm, or wakes a drafter."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from lab.gpu_check.budget import Work
+from lab.gpu_check.check import Arm, Check
+from lab.gpu_check.engines import STEERED
+from lab.gpu_check.load import build_stream, steady_load
+from lab.gpu_check.parts.part import Document, Part
+from lab.gpu_check.plan import Planner
+from lab.gpu_check.shapes import Load, Shape
+from lab.gpu_check.tables import table
+from lab.harness.background_thread import BackgroundThread
+from lab.harness.sidecar import Pin
+from speculation.v1 import engine_pb2
+
+_SEED = 8
+# Answers of the moving load, so many times as long: hundreds of changes of the arm.
+_ANSWER_SHARE = 4.0
+_TURN_SECONDS = 0.1
+
+
+class SwitchesPart(Part):
+    """Measures a change of the arm, and a drafter's waking."""
+
+    KEY = "switches"
+
+    def plan(self, planner: Planner) -> Work:
+        """Counts the work."""
+        work = planner.only(STEERED)
+        loads = [_load(planner.shape)]
+        for arms in (changing_arms(planner.shape), waking_arms(planner.shape)):
+            gain = sum(map(planner.tokens_a_step, arms)) / len(arms)
+            work += planner.play(loads, tokens_a_step=gain).times(planner.scale.repeats)
+        return work
+
+    def run(self, check: Check) -> None:
+        """Plays a steady load while the arm changes; once among drafts, once from and to sleep."""
+        check.terminal.heading("Changing the arm, and waking the drafter, under a steady load")
+        check.only(STEERED)
+        load = _load(check.shape)
+        stream, size = build_stream(check.shape, [load], _SEED), load.concurrency
+        found: dict[str, Any] = check.document.setdefault(self.KEY, {"batch_size": size})
+        for name, arms in (
+            ("change", changing_arms(check.shape)), ("wake", waking_arms(check.shape)),
+        ):  # fmt: skip
+            with check.sidecar(STEERED).pinned(arms[0][1], arms[0][0]) as pin:
+                with ArmRotation(pin, arms):
+                    for _ in range(check.scale.repeats):
+                        check.play(STEERED, stream, f"×{size}, {len(arms)} arms in turn")
+                found[name] = cost(pin.reports, size, into_drafting=name == "wake")
+            check.save()
+
+    def summary(self, document: Document) -> tuple[str, str]:
+        """Returns the prices."""
+        return "measured", "; ".join(": ".join(pair) for pair in _words(document[self.KEY]))
+
+    def sections(self, document: Document) -> list[str]:
+        """Makes a table of the prices."""
+        return [table(["price of", "more than a step of the same arm"], _words(document[self.KEY]))]
+
+
+def changing_arms(shape: Shape) -> list[Arm]:
+    """Lists arms that differ in drafter and in length, none asleep."""
+    gammas = [gamma for gamma in shape.gammas if gamma]
+    corners = (("eagle3", gammas[0]), ("dflash", gammas[-1]), ("eagle3", gammas[-1]))
+    return [arm for arm in corners if arm in shape.arms()]
+
+
+def waking_arms(shape: Shape) -> list[Arm]:
+    """Lists gamma 0, at which drafters sleep, and a draft length that wakes one."""
+    return [("eagle3", 0), ("eagle3", shape.static_gamma)]
+
+
+def _load(shape: Shape) -> Load:
+    size = sorted(shape.batch_sizes)[len(shape.batch_sizes) // 2]
+    return steady_load(shape, size, _ANSWER_SHARE)
+
+
+class ArmRotation(BackgroundThread):
+    """Moves a pin from arm to arm, a tenth of a second each, while the context is open."""
+
+    def __init__(self, pin: Pin, arms: Sequence[Arm]) -> None:
+        super().__init__("arm-rotation")
+        self._pin = pin
+        self._arms = arms
+
+    def _run(self) -> None:
+        turn = 0
+        while not self._stop.wait(_TURN_SECONDS):
+            turn += 1
+            drafter, gamma = self._arms[turn % len(self._arms)]
+            self._pin.move(gamma, drafter)
+
+
+def cost(
+    reports: Sequence[engine_pb2.StepReport], batch_size: int, *, into_drafting: bool = False
+) -> dict[str, Any]:
+    """Computes how many microseconds longer a step takes when it changed the arm (median).
+
+    into_drafting: of changes, those to a gamma above 0 alone.  switches: how many steps that was.
+    share: of a plain step.  All 0 without any.
+    """
+    plain: dict[Arm, list[float]] = defaultdict(list)
+    changed: list[tuple[Arm, float]] = []
+    for report in reports:
+        flags = report.flags
+        if report.batch_size != batch_size or flags.after_gap or flags.first_use:
+            continue
+        arm = (report.drafter, report.gamma)
+        if not flags.switched:
+            plain[arm].append(report.step_seconds)
+        elif report.gamma or not into_drafting:
+            changed.append((arm, report.step_seconds))
+    usual = {arm: median(seconds) for arm, seconds in plain.items()}
+    more = [(seconds - usual[arm], usual[arm]) for arm, seconds in changed if arm in usual]
+    if not more:
+        return {"switches": 0, "microseconds": 0.0, "share": 0.0}
+    return {
+        "switches": len(more),
+        "microseconds": round(1e6 * median(excess for excess, _ in more), 1),
+        "share": round(median(excess / step for excess, step in more), 4),
+    }
+
+
+def _words(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    names = {"change": "changing the arm", "wake": "waking the drafter after 0.1 s of sleep"}
+    return [
+        (
+            f"{words} at B = {found['batch_size']}, {found[name]['switches']} times",
+            f"{found[name]['microseconds']:.0f} µs, {100 * found[name]['share']:.1f} % of a step",
+        )
+        for name, words in names.items()
+        if name in found
+    ]

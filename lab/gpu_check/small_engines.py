@@ -1,0 +1,124 @@
+"""The engines of the parts that look at tokens: the small trained models, without any dummy.
+
+PLAIN         plain decoding
+EXACT         both drafters and the prompt lookup, with the plugin
+NO_OVERLAP    the same without the overlap schedule
+LEARNING      a drafter that learns online
+*_BFLOAT16    in bfloat16; FIXED is SGLang's own speculation with one draft length
+"""
+
+import sys
+from collections.abc import Sequence
+
+from lab.cpu_engine.engine_command import MODELS, eagle3_flags
+from lab.gpu_check.device import Device
+from lab.gpu_check.scale import Scale
+
+PLAIN, EXACT, NO_OVERLAP, LEARNING = "plain", "exact", "exact-no-overlap", "learning"
+PLAIN_BFLOAT16, EXACT_BFLOAT16 = "plain-bfloat16", "exact-bfloat16"
+FIXED_BFLOAT16 = "fixed-bfloat16"
+SMALL_ENGINES = (
+    PLAIN, EXACT, NO_OVERLAP, LEARNING, PLAIN_BFLOAT16, EXACT_BFLOAT16, FIXED_BFLOAT16,
+)  # fmt: skip
+# Those that have the plugin.
+STEERED_SMALL = (EXACT, NO_OVERLAP, LEARNING, EXACT_BFLOAT16)
+GAMMAS = (0, 1, 2, 3, 5, 7)
+LEARNING_GAMMA = 3
+# At gamma 0 the drafter sleeps.
+ARMS = (
+    *(("eagle3", gamma) for gamma in GAMMAS),
+    *(("dflash", gamma) for gamma in GAMMAS if gamma),
+    *((name, gamma) for name in ("ngram", "eagle3+ngram", "dflash+ngram") for gamma in (3, 7)),
+)
+MAX_BATCH = 8
+GRAPH_SIZES = (1, 2, 4, 8)
+STARTUP_GAMMA = 3
+
+# NVIDIA_TF32_OVERRIDE turns TF32 off in cuBLAS, whatever torch asks for; TRITON_F32_DEFAULT in
+# the attention kernels, whose products of float32 are TF32 otherwise.
+NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
+
+_DRAFT, _LEARNING_DRAFT = "draft-mixed", "draft-code"
+_MEMORY_SHARE = "0.2"
+
+
+def is_bfloat16(policy: str) -> bool:
+    """Whether an engine runs in bfloat16; the others run in float32."""
+    return policy in (PLAIN_BFLOAT16, EXACT_BFLOAT16, FIXED_BFLOAT16)
+
+
+def command(policy: str, port: int, options: Sequence[str], device: Device) -> list[str]:
+    """Makes the command line of an engine; only its speculation differs from plain decoding's."""
+    draft = MODELS / (_LEARNING_DRAFT if policy == LEARNING else _DRAFT)
+    plain = policy in (PLAIN, PLAIN_BFLOAT16)
+    return [
+        sys.executable, "-m", device.server_module,
+        "--model-path", str(MODELS / "target"),
+        "--dtype", "bfloat16" if is_bfloat16(policy) else "float32",
+        "--skip-tokenizer-init",
+        "--host", "127.0.0.1",
+        "--port", str(port),
+        "--max-running-requests", str(MAX_BATCH),
+        "--max-total-tokens", "16384",
+        "--context-length", "2048",
+        "--random-seed", "1",
+        "--log-level-http", "warning",
+        "--sleep-on-idle",
+        *(_CUDA_OPTIONS if device.takes_cuda_options else ()),
+        *([] if plain else eagle3_flags(draft, STARTUP_GAMMA)),
+        *(["--disable-overlap-schedule"] if policy == NO_OVERLAP else []),
+        *options,
+    ]  # fmt: skip
+
+
+# FlashInfer and FlashAttention have no float32, and FlashInfer's sampling is not needed.
+_CUDA_OPTIONS = (
+    "--mem-fraction-static", _MEMORY_SHARE,
+    "--attention-backend", "triton",
+    "--sampling-backend", "pytorch",
+    "--cuda-graph-backend-prefill", "disabled",
+    "--cuda-graph-bs-decode", *map(str, GRAPH_SIZES),
+)  # fmt: skip
+
+
+def environment(policy: str, address: str) -> dict[str, str]:
+    """Makes the variables of an engine; address: the sidecar's."""
+    common = {} if is_bfloat16(policy) else dict(NO_TF32)
+    if policy not in STEERED_SMALL:
+        return common
+    common |= {"SPECULATION_SIDECAR": address, "SPECULATION_ENGINE_ID": policy}
+    if policy == LEARNING:
+        gammas = f"0,1,{LEARNING_GAMMA}"
+        return common | {"SPECULATION_GAMMAS": gammas, "SPECULATION_ONLINE_UPDATES": "1"}
+    return common | {
+        "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+        "SPECULATION_DFLASH_MODEL_PATH": str(MODELS / "dflash"),
+        "SPECULATION_LOOKUP": "1",
+    }
+
+
+def compared_policies(device: Device, scale: Scale) -> tuple[str, ...]:
+    """Names the float32 engines that are compared with plain decoding."""
+    if device.overlaps and scale.both_schedules:
+        return (EXACT, NO_OVERLAP)
+    return (EXACT,)
+
+
+def captures(policy: str) -> int:
+    """Counts the CUDA graphs of an engine."""
+    if policy in (PLAIN, PLAIN_BFLOAT16):
+        return len(GRAPH_SIZES)
+    if policy == FIXED_BFLOAT16:
+        return chain_captures((STARTUP_GAMMA,), len(GRAPH_SIZES))
+    if policy == LEARNING:
+        return chain_captures((0, 1, LEARNING_GAMMA), len(GRAPH_SIZES))
+    return chain_captures(GAMMAS, len(GRAPH_SIZES)) + len(GRAPH_SIZES)
+
+
+def chain_captures(gammas: Sequence[int], sizes: int) -> int:
+    """Counts the graphs of an EAGLE engine's draft lengths, for so many batch sizes.
+
+    Each length has graphs of the verification and of the pass in which the drafter reads what was
+    verified; a chain of more than one draft has one for its further passes as well.
+    """
+    return sizes * sum(3 if gamma > 1 else 2 for gamma in gammas)

@@ -1,0 +1,31 @@
+import threading
+
+from lab.gpu_check.parts.outage import PlayAgain
+from lab.harness.errors import HarnessError
+from lab.harness.load_generator import Play
+
+
+def test_the_stream_is_played_until_the_context_is_left():
+    twice = threading.Event()
+    plays: list[Play] = []
+
+    def play() -> Play:
+        plays.append(Play(()))
+        if len(plays) >= 2:
+            twice.set()
+        return plays[-1]
+
+    with PlayAgain(play) as player:
+        assert twice.wait(30)
+    assert player.plays == plays
+    assert player.error is None
+
+
+def test_an_engine_that_fails_ends_it():
+    def play() -> Play:
+        raise HarnessError("the engine is gone")
+
+    with PlayAgain(play) as player:
+        player._thread.join(30)
+    assert str(player.error) == "the engine is gone"
+    assert player.plays == []
