@@ -2,9 +2,13 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from lab.gpu_check.parts import PARTS, parse_parts
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
@@ -48,8 +52,22 @@ def test_the_runs_have_names_of_their_own_and_engines_of_one_kind():
     assert len({tuple(command[command.index("--") :]) for command in commands}) == 1
 
 
-def test_the_page_explains_every_part_that_is_run():
-    explained = set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
-    asked = {part for given in re.findall(r"--parts ([\w,]+)", PAGE) for part in given.split(",")}
-    assert asked
-    assert asked <= explained
+def test_the_page_explains_every_part_and_names_no_other():
+    explained = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
+    assert explained == list(PARTS)
+    named = re.findall(r"--parts ([\w,]+)", PAGE)
+    assert named
+    for given in named:
+        assert parse_parts(given)
+
+
+@pytest.mark.parametrize("number", RUNS)
+def test_what_a_run_is_planned_to_take_is_within_its_budget(number: int):
+    module, options = re.findall(r"python3 -m (\S+) (.+)", RUNS[number])[0]
+    planned = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, "--plan", *shlex.split(options)],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    (seconds,) = re.findall(r"(?:Together|│ sum)\D+(\d+)", planned)
+    budget = 60 * float(re.findall(r"--minutes ([\d.]+)", options)[0])
+    assert 0 < float(seconds) < budget
