@@ -1,12 +1,12 @@
 SHELL := bash
 PYTHON_IN := .venv/bin/python
-# Where SGLang runs on a GPU (make gpu-check).
+# Where SGLang runs on a GPU (make gpu-check, make demo-gpu).
 PYTHON ?= python3
 # Extra arguments for pytest (make test) or the demo (make demo).
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm check format docs test bench faults soak fuzz golden demo demo-vllm lab gpu-check models proto lock licences sbom audit upstream clean
+.PHONY: help setup setup-vllm check format docs test bench faults soak fuzz golden demo demo-gpu demo-vllm lab gpu-check gpu-kit models proto lock licences sbom audit upstream clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { \
@@ -68,6 +68,9 @@ golden: setup ## Compares the standard suite's numbers with the golden ones, exa
 demo: setup ## What steering gains: one day, four policies, the real SGLang at an H100's pace (8 minutes)
 	@$(PYTHON_IN) -m lab.demo $(ARGS)
 
+demo-gpu: ## The day of the demo on a GPU, at its own pace, where SGLang and this project are installed (9 minutes)
+	@$(PYTHON) -m lab.demo.gpu $(ARGS)
+
 demo-vllm: setup setup-vllm ## vLLM on this processor: off, one static draft length, steered; exact tokens (3 minutes)
 	@$(PYTHON_IN) -m lab.vllm_engine
 
@@ -76,6 +79,9 @@ lab: setup ## What the papers say of drafters that learn, claim by claim, on sma
 
 gpu-check: ## Measures every arm with CUDA graphs, where SGLang and this project are installed
 	@$(PYTHON) -m lab.gpu_check --keep-profile profiles $(ARGS)
+
+gpu-kit: ## Makes .kit, with which gpu-check and demo-gpu run on a GPU machine without a network (0.7 GB)
+	@scripts/gpu_kit/build.sh
 
 models: setup ## Trains the small models anew (they are checked in)
 	@$(PYTHON_IN) -m lab.cpu_engine.models.make $(ARGS)
@@ -99,5 +105,5 @@ upstream: setup ## Holds the newest version of each engine against what the plug
 	@$(PYTHON_IN) scripts/upstream.py
 
 clean: ## Removes everything that was made, .venv included
-	@rm -rf .venv .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-vllm .kit build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
