@@ -12,7 +12,7 @@ from lab.paced.day import Stream
 from lab.paced.engines import STEERED
 from lab.paced.lost_time import LostTime
 from lab.paced.oracle import Oracle
-from lab.paced.plays import PacedPlay
+from lab.paced.plays import StreamPlay
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class DemoOutcome:
     costs: StepCosts
     dilation: float
     oracles: tuple[Oracle, ...]
-    plays: Mapping[str, tuple[PacedPlay, ...]]
+    plays: Mapping[str, tuple[StreamPlay, ...]]
     lost: tuple[LostTime, ...]
     exact: tuple[ExactPlay, ...]
     profile: Mapping[str, Any]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lab.demo.outcome import DemoOutcome
 from lab.paced.engines import ADAPTIVE, STEERED
 from lab.paced.lost_time import LostTime
-from lab.paced.plays import PacedPlay
+from lab.paced.plays import StreamPlay
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,7 @@ def _colour(outcome: DemoOutcome, policy: str) -> str:
     return _STEERED_COLOUR if policy == STEERED else _COLOURS[outcome.others.index(policy)]
 
 
-def _typical(plays: Sequence[PacedPlay]) -> PacedPlay:
+def _typical(plays: Sequence[StreamPlay]) -> StreamPlay:
     """The play whose speed is the median one."""
     return sorted(plays, key=lambda play: play.tokens_per_second)[len(plays) // 2]
 

@@ -6,7 +6,7 @@ from typing import Any
 from lab.demo.outcome import DemoOutcome, arm_name
 from lab.paced.engines import STEERED
 from lab.paced.oracle import Oracle
-from lab.paced.plays import PacedPlay
+from lab.paced.plays import StreamPlay
 from lab.paced.traffic import CLASSES
 
 # A sample of the steps for gamma over time: so many at most.
@@ -90,7 +90,7 @@ def _run(outcome: DemoOutcome, policy: str) -> dict[str, Any]:
     }
 
 
-def _play(play: PacedPlay) -> dict[str, Any]:
+def _play(play: StreamPlay) -> dict[str, Any]:
     steps = play.decode_steps
     origin = play.played.began[0]
     every = max(1, len(steps) // _SAMPLES_MAX)

@@ -31,7 +31,7 @@ from lab.cpu_engine.pace.step_costs import (
     StepCosts,
     load_step_costs,
 )
-from lab.cpu_engine.pace.step_log import PacedRequest, PacedStep, StepLog
+from lab.cpu_engine.pace.step_log import LoggedRequest, LoggedStep, StepLog
 from lab.cpu_engine.pace.support import unsupported_reason
 from lab.cpu_engine.pace.update_costs import UpdateCosts
 from lab.cpu_engine.pace.update_watch import UpdateWatch
@@ -199,7 +199,7 @@ class Pacer:
                     setattr(request, _FIRST_SEEN, self._begin)
         if self._log is not None:
             self._log.add(
-                PacedStep(
+                LoggedStep(
                     began=began,
                     launched=launched,
                     ended=self._begin,
@@ -298,7 +298,7 @@ class Pacer:
             first = getattr(request, _FIRST_SEEN, None)
             if self._log is not None and first is not None and self._begin is not None:
                 tokens = len(request.output_ids_through_stop)
-                self._log.add(PacedRequest(request.rid, first, self._begin, tokens))
+                self._log.add(LoggedRequest(request.rid, first, self._begin, tokens))
         self._requests = ()
 
 
