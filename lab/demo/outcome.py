@@ -21,7 +21,8 @@ class DemoOutcome:
 
     plays: policy -> its plays, one a repeat, in order; the last policy is the steered one.
     oracles: of the stream of each repeat.  lost: of each steered play.  exact: empty where the
-    unpaced part was left out.
+    unpaced part was left out.  paced: the costs were imposed; otherwise they were measured, and
+    the plays took what they took.
     """
 
     stream: Stream
@@ -32,6 +33,7 @@ class DemoOutcome:
     lost: tuple[LostTime, ...]
     exact: tuple[ExactPlay, ...]
     profile: Mapping[str, Any]
+    paced: bool = True
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -64,7 +66,7 @@ class DemoOutcome:
         return Spread(tuple(ours / theirs for ours, theirs in pairs))
 
     def share_of_oracle(self, policy: str) -> Spread:
-        """Tokens/s over those of the best arm of each phase, computed from the imposed table."""
+        """Tokens/s over those of the best arm of each phase, computed from the costs."""
         pairs = zip(self.rates(policy).values, self.oracles, strict=True)
         return Spread(tuple(rate / oracle.oracle.rate for rate, oracle in pairs))
 

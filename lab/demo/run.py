@@ -66,8 +66,9 @@ def run(options: DemoOptions, terminal: Terminal) -> DemoOutcome:
             found = exact.run(outcome.policies, place, terminal, options.streams[0].seed)
             outcome = replace(outcome, exact=found)
     seconds = round(time.monotonic() - began, 1)
-    write_result({**facts, "seconds": seconds, **result.as_json(outcome)}, options.output)
-    picture.draw(outcome, options.output / "demo.png")
+    document = {**facts, "seconds": seconds, **result.as_json(outcome)}
+    write_result(document, options.output)
+    picture.draw(document, options.output / "demo.png")
     return outcome
 
 
