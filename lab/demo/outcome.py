@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from controller.core.engine_spec import Arm
-from lab.cpu_engine.pace.step_costs import StepCosts
+from lab.cpu_engine.pace.step_costs import OWN, StepCosts
 from lab.demo.exact import ExactPlay
 from lab.harness.spread import Spread
 from lab.paced.day import Stream
@@ -74,6 +74,24 @@ class DemoOutcome:
         """The same of one phase, counted from 0."""
         pairs = zip(self.phase_rates(policy, phase).values, self.oracles, strict=True)
         return Spread(tuple(rate / oracle.oracle.phases[phase] for rate, oracle in pairs))
+
+    def time_over_costs(self, policy: str) -> float:
+        """Seconds of the decode steps over what the costs say of them; arms without one left out.
+
+        About 1 where the costs are imposed.  Elsewhere it tells how far the profile holds for an
+        engine: what a policy gains by it, it does not owe to its choices.
+        """
+        took = priced = 0.0
+        for play in self.plays[policy]:
+            for step in play.decode_steps:
+                arm = Arm(step.drafter if step.gamma else OWN, step.gamma)
+                if arm in self.costs.surface.arms:
+                    warm = bool(step.drafter) and not step.asleep
+                    took += step.seconds
+                    priced += self.costs.decode_seconds(
+                        arm, step.batch_size, step.kv_tokens, warm=warm
+                    )
+        return took / priced if priced else 0.0
 
     def exactness(self, policy: str) -> bool | None:
         """Whether every token of the unpaced part was plain decoding's; None if it was not run."""

@@ -97,7 +97,7 @@ def _over_time(
     axes.set_ylim(-0.3, highest + (2.0 if legend else 0.6))
     axes.set_yticks(range(highest + 1))
     axes.set_xlim(0, play["seconds"])
-    axes.set_xlabel(document["label"]["unit"])
+    axes.set_xlabel(f"seconds {document['label']['time']}".strip())
     axes.set_ylabel(f"{run['policy']}:\ndraft length γ", color=colour, fontsize=9)
     batch.set_ylabel("sequences decoding (grey)")
     batch.set_ylim(0, max(phase["concurrency"] for phase in phases) * 1.3)
@@ -127,7 +127,7 @@ def _speeds(document: Mapping[str, Any], axes: "Axes") -> None:
     )  # fmt: skip
     axes.set_xticks(list(places), names)
     axes.set_ylim(0, max(oracle, *(s["high"] for s in spreads)) * 1.25)
-    axes.set_ylabel(f"tokens/s, {document['label']['unit']}")
+    axes.set_ylabel(f"tokens/s {document['label']['time']}".strip())
     lost = "  ".join(
         f"{cause} {share:.1%}" for cause, share in document["lost_time"][0].items()
         if cause != "total"

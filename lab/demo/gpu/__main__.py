@@ -65,7 +65,7 @@ def demo(
         )
         raise typer.Exit(EXIT_USAGE)
     end_on_sigterm()
-    signal.signal(signal.SIGALRM, _end)
+    signal.signal(signal.SIGALRM, end_of_time)
     signal.setitimer(signal.ITIMER_REAL, asked.seconds)
     try:
         run(asked, terminal)
@@ -80,7 +80,8 @@ def demo(
     )
 
 
-def _end(_number: int, _frame: FrameType | None) -> None:
+def end_of_time(_number: int, _frame: FrameType | None) -> None:
+    """Ends the run when its minutes are over; a handler of SIGALRM."""
     raise BudgetReachedError(EXIT_CUT_OFF)
 
 

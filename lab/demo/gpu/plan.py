@@ -105,9 +105,9 @@ SETTINGS: Mapping[str, DaySetting] = {
         DaySetting(
             SMALL,
             (
-                PhasePlan("night", ("code",), 1, 3, 48, 32),
-                PhasePlan("burst", ("chat", "hard"), 4, 16, 48, 32),
-                PhasePlan("collapse", ("unseen",), 2, 6, 48, 32),
+                PhasePlan("night", ("code",), 1, 2, 48, 32),
+                PhasePlan("burst", ("chat", "hard"), 4, 8, 48, 32),
+                PhasePlan("collapse", ("unseen",), 2, 4, 48, 32),
             ),
             DAY_SEED, (0, 1, 3), (1, 2, 4), 8192, _PROCESSOR,
         ),

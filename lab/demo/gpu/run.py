@@ -92,7 +92,7 @@ def run(options: GpuDemoOptions, terminal: Terminal) -> dict[str, Any]:
         place = Workplace(options.output, scratch)
         try:
             _Day(options, place, terminal, stack, record).run()
-        except (HarnessError, SystemExit, KeyboardInterrupt) as error:
+        except BaseException as error:
             # Before the engines end: whoever cuts a run off may not wait for that.
             record.cut_off(error)
             raise
@@ -135,10 +135,10 @@ class _Record:
         """Notes why the run ends before its time."""
         if isinstance(error, BudgetReachedError):
             reason = f"the {self.document['seconds_allowed']:.0f} seconds were over"
-        elif isinstance(error, HarnessError):
-            reason = str(error)
-        else:
+        elif isinstance(error, SystemExit | KeyboardInterrupt):
             reason = "the run was told to end"
+        else:
+            reason = str(error) if isinstance(error, HarnessError) else repr(error)
         self.document["stopped"] = reason
         self.write()
 
