@@ -1,12 +1,12 @@
 SHELL := bash
 PYTHON_IN := .venv/bin/python
-# Where SGLang runs on a GPU (make gpu-check).
+# Where SGLang runs on a GPU (make gpu-check, make demo-gpu).
 PYTHON ?= python3
 # Extra arguments for pytest (make test) or the demo (make demo).
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm check format docs test bench faults soak fuzz golden demo demo-vllm lab gpu-check models proto lock licences sbom audit upstream clean
+.PHONY: help setup setup-vllm check format docs test bench faults soak fuzz golden demo demo-gpu demo-vllm lab gpu-check models proto lock licences sbom audit upstream clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { \
@@ -67,6 +67,9 @@ golden: setup ## Compares the standard suite's numbers with the golden ones, exa
 
 demo: setup ## What steering gains: one day, four policies, the real SGLang at an H100's pace (8 minutes)
 	@$(PYTHON_IN) -m lab.demo $(ARGS)
+
+demo-gpu: ## The day of the demo on a GPU, at its own pace, where SGLang and this project are installed (9 minutes)
+	@$(PYTHON) -m lab.demo.gpu $(ARGS)
 
 demo-vllm: setup setup-vllm ## vLLM on this processor: off, one static draft length, steered; exact tokens (3 minutes)
 	@$(PYTHON_IN) -m lab.vllm_engine

@@ -23,9 +23,11 @@ def run_facts() -> dict[str, Any]:
 
 
 def write_result(document: Mapping[str, Any], folder: Path) -> None:
-    """Writes `result.json` into a folder."""
+    """Writes `result.json` into a folder; one that was there is whole until it is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "result.json").write_text(json.dumps(document, indent=1) + "\n")
+    partial = folder / "result.json.partial"
+    partial.write_text(json.dumps(document, indent=1) + "\n")
+    partial.replace(folder / "result.json")
 
 
 def machine() -> dict[str, Any]:

@@ -71,7 +71,10 @@ def register() -> None:
 
 @dataclass(slots=True)
 class _Row:
-    """A request.  drawn: accepted drafts by position.  position: of the next step's first draft."""
+    """Follows a request.
+
+    drawn: accepted drafts by position.  position: of the first draft of the next step.
+    """
 
     kind: str
     drawn: Sequence[int]
@@ -83,7 +86,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """A pass that was launched, and what of it is known by then.
+    """Holds what is known when a pass is launched.
 
     gains: tokens of each sequence; empty in a prefill.
     """

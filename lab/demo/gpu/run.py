@@ -101,7 +101,7 @@ def run(options: GpuDemoOptions, terminal: Terminal) -> dict[str, Any]:
 
 
 class _Record:
-    """What is known so far, and the files that hold it."""
+    """Holds what is known so far, and writes the files."""
 
     def __init__(self, options: GpuDemoOptions, planned: tuple[Piece, ...], began: float) -> None:
         self._output, self._began = options.output, began
@@ -291,7 +291,7 @@ class _Day(StreamHarness):
         return SHARES[-1] if share is None else share
 
     def _has_time(self, planned: str, policy: str, steered: StreamPlay) -> bool:
-        """Whether an engine can start and play; the record says so otherwise."""
+        """Whether an engine can start and play; otherwise the reason is in the record."""
         needed = (
             self._slowness * self._planned("start", planned)
             + self._planned("warm up", planned)

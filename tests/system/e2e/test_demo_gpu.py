@@ -163,18 +163,10 @@ def _wait_for_a_play(demo: Any, folder: Path) -> None:
     deadline = time.monotonic() + 400
     while time.monotonic() < deadline and demo.poll() is None:
         path = folder / "result.json"
-        if path.exists() and "runs" in _document(path):
+        if path.exists() and "runs" in json.loads(path.read_text()):
             return
         time.sleep(0.2)
     raise AssertionError("nothing was played")
-
-
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError:
-        return {}  # it is being written
-    return found
 
 
 def _writers(folder: Path) -> list[psutil.Process]:

@@ -2,6 +2,7 @@
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ class Scheduler:
 
     def __init__(self, watch: EngineWatch) -> None:
         self._watch = watch
-        self._waiting: list[tuple[object, object]] = []
+        self._waiting: list[tuple[Any, Any]] = []
 
     def step(self, requests: list[Request], *, prefill: bool = False, gamma: int = GAMMA) -> None:
         mode = SimpleNamespace(is_extend=lambda: prefill, is_decode=lambda: not prefill)
