@@ -168,9 +168,10 @@ def test_a_step_begins_when_the_one_before_has_ended(scheduler, path):
 
 
 def test_nothing_is_written_while_the_engine_is_busy(scheduler, path):
-    request = Request("code.5.40", 40)
+    request = Request("code.5.400", 400)
     scheduler.step([request], prefill=True)
-    scheduler.step([request])
+    for _ in range(300):
+        scheduler.step([request], gamma=0)
     assert read_log(path).steps == ()
     scheduler.drain()
-    assert len(read_log(path).steps) == 2
+    assert len(read_log(path).steps) == 301
