@@ -19,6 +19,8 @@ ORDER = (STEERED, STATIC_BEST, ADAPTIVE, OFF)
 SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25)
 # Of the time, for what no price covers.
 RESERVE = 0.04
+# The first start may compile kernels that the others find compiled.
+_SLOWNESS_MAX = 1.5
 # Draft lengths between which SGLang's adaptive mode moves.
 _ADAPTIVE_LENGTHS = 3
 # Graphs of a draft length at one batch size: verification, draft, draft-extend.
@@ -187,6 +189,43 @@ def planned_share(setting: DaySetting, seconds: float, profile_seconds: float) -
     planned = pieces(setting, SHARES[0], profile_seconds)
     plays = sum(piece.seconds for piece in planned if piece.name == "play")
     return largest_share(seconds, total(planned) - plays, plays)
+
+
+@dataclass(slots=True)
+class Forecast:
+    """Estimates what is left to do while a run goes on.
+
+    slowness: what starts take on this machine, over what the price list says.
+    """
+
+    day: DaySetting
+    slowness: float = 1.0
+
+    def started(self, policy: str, seconds: float) -> None:
+        """Learns from the first start."""
+        self.slowness = min(seconds / start_seconds(policy, self.day), _SLOWNESS_MAX)
+
+    def share_that_fits(self, left: float, day_seconds: float) -> float:
+        """Chooses the share of the answers' lengths before the first play.
+
+        left: seconds.  day_seconds: of one play of the whole day.  The shortest day is chosen where
+        none fits: what there is no time for is then left out.
+        """
+        fixed = sum(
+            self.slowness * start_seconds(policy, self.day) + self._warm_up_seconds()
+            for policy in ORDER[1:]
+        )
+        fixed += len(ORDER) * self.day.prices.stop
+        share = largest_share(left, fixed, len(ORDER) * day_seconds)
+        return SHARES[-1] if share is None else share
+
+    def least_seconds(self, policy: str, play_seconds: float) -> float:
+        """Estimates an engine's start, warm-up and play, with a start as quick as it may be."""
+        start = min(self.slowness, 1.0) * start_seconds(policy, self.day)
+        return start + self._warm_up_seconds() + play_seconds
+
+    def _warm_up_seconds(self) -> float:
+        return play_seconds(self.day.warm_up(), self.day.prices)
 
 
 def _counts(stream: Stream) -> str:

@@ -19,8 +19,8 @@ from lab.demo.gpu.plan import (
     SHARES,
     STATIC_BEST,
     DaySetting,
+    Forecast,
     Piece,
-    largest_share,
     pieces,
     planned_share,
     total,
@@ -170,8 +170,7 @@ class _Day(StreamHarness):
             options.on_cpu,
             options.engine_options,
         )
-        # What starts take here, over what the price list says.
-        self._slowness = 1.0
+        self._forecast = Forecast(options.day)
 
     def run(self) -> None:
         """Plays the day with one policy after the other."""
@@ -230,7 +229,7 @@ class _Day(StreamHarness):
         seconds = time.monotonic() - began
         self._record.took("start", policy, seconds)
         if policy == STEERED:
-            self._slowness = seconds / self._planned("start", policy)
+            self._forecast.started(policy, seconds)
         began = time.monotonic()
         with self._terminal.working(f"{policy}: warm-up"):
             self.play_once(policy, self._day.warm_up())
@@ -276,39 +275,23 @@ class _Day(StreamHarness):
         return tuple(self._sidecars[STEERED].status().engine.fingerprint.graph_batch_sizes)
 
     def _fitting(self, whole: Stream, oracle: Oracle) -> float:
-        """Chooses the share of the day's answers by the costs that were measured here.
-
-        The shortest day is played where none fits: what there is no time for is left out.
-        """
-        slowest = oracle.statics[Arm(OWN, 0)].rate
-        day_seconds = _MARGIN * whole.tokens / slowest
-        fixed = sum(
-            self._slowness * piece.seconds if piece.name == "start" else piece.seconds
-            for piece in pieces(self._day, SHARES[0], 0.0)
-            if piece.policy not in ("", STEERED) and piece.name != "play"
-        )
-        share = largest_share(self._left(), fixed, len(ORDER) * day_seconds)
-        return SHARES[-1] if share is None else share
+        """Chooses the share of the day's answers by the costs that were measured here."""
+        seconds = _MARGIN * whole.tokens / oracle.statics[Arm(OWN, 0)].rate
+        return self._forecast.share_that_fits(self._left(), seconds)
 
     def _has_time(self, planned: str, policy: str, steered: StreamPlay) -> bool:
-        """Whether an engine can start and play; otherwise the reason is in the record."""
-        needed = (
-            self._slowness * self._planned("start", planned)
-            + self._planned("warm up", planned)
-            + _MARGIN * steered.seconds
-        )
-        left = self._left()
+        """Whether an engine can start and play; otherwise the reason is in the record.
+
+        In doubt it can: a play that is cut off costs nothing but the time that is left.
+        """
+        needed, left = self._forecast.least_seconds(planned, steered.seconds), self._left()
         if needed <= left:
             return True
-        reason = f"{left:.0f} s were left, and it takes about {needed:.0f} s"
+        reason = f"{left:.0f} s were left, and it takes at least {needed:.0f} s"
         self._record.document["not_played"][policy] = reason
         self._record.write()
         self._terminal.say(f"{policy} is not played: {reason}")
         return False
-
-    def _planned(self, name: str, policy: str) -> float:
-        found = pieces(self._day, SHARES[0], self._options.profile_seconds)
-        return next(p.seconds for p in found if (p.name, p.policy) == (name, policy))
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()
