@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from controller.core.engine_spec import Arm
-from lab.cpu_engine.pace.step_costs import StepCosts
+from lab.cpu_engine.pace.step_costs import OWN, StepCosts
 from lab.demo.exact import ExactPlay
 from lab.harness.spread import Spread
 from lab.paced.day import Stream
 from lab.paced.engines import STEERED
 from lab.paced.lost_time import LostTime
 from lab.paced.oracle import Oracle
-from lab.paced.plays import PacedPlay
+from lab.paced.plays import StreamPlay
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +21,19 @@ class DemoOutcome:
 
     plays: policy -> its plays, one a repeat, in order; the last policy is the steered one.
     oracles: of the stream of each repeat.  lost: of each steered play.  exact: empty where the
-    unpaced part was left out.
+    unpaced part was left out.  paced: the costs were imposed; otherwise they were measured, and
+    the plays took what they took.
     """
 
     stream: Stream
     costs: StepCosts
     dilation: float
     oracles: tuple[Oracle, ...]
-    plays: Mapping[str, tuple[PacedPlay, ...]]
+    plays: Mapping[str, tuple[StreamPlay, ...]]
     lost: tuple[LostTime, ...]
     exact: tuple[ExactPlay, ...]
     profile: Mapping[str, Any]
+    paced: bool = True
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -64,7 +66,7 @@ class DemoOutcome:
         return Spread(tuple(ours / theirs for ours, theirs in pairs))
 
     def share_of_oracle(self, policy: str) -> Spread:
-        """Tokens/s over those of the best arm of each phase, computed from the imposed table."""
+        """Tokens/s over those of the best arm of each phase, computed from the costs."""
         pairs = zip(self.rates(policy).values, self.oracles, strict=True)
         return Spread(tuple(rate / oracle.oracle.rate for rate, oracle in pairs))
 
@@ -72,6 +74,24 @@ class DemoOutcome:
         """The same of one phase, counted from 0."""
         pairs = zip(self.phase_rates(policy, phase).values, self.oracles, strict=True)
         return Spread(tuple(rate / oracle.oracle.phases[phase] for rate, oracle in pairs))
+
+    def time_over_costs(self, policy: str) -> float:
+        """Seconds of the decode steps over what the costs say of them; arms without one left out.
+
+        About 1 where the costs are imposed.  Elsewhere it tells how far the profile holds for an
+        engine: what a policy gains by it, it does not owe to its choices.
+        """
+        took = priced = 0.0
+        for play in self.plays[policy]:
+            for step in play.decode_steps:
+                arm = Arm(step.drafter if step.gamma else OWN, step.gamma)
+                if arm in self.costs.surface.arms:
+                    warm = bool(step.drafter) and not step.asleep
+                    took += step.seconds
+                    priced += self.costs.decode_seconds(
+                        arm, step.batch_size, step.kv_tokens, warm=warm
+                    )
+        return took / priced if priced else 0.0
 
     def exactness(self, policy: str) -> bool | None:
         """Whether every token of the unpaced part was plain decoding's; None if it was not run."""

@@ -13,10 +13,12 @@ from lab.paced.oracle import Oracle
 _LEAST_SHOWN = 0.05
 
 
-def show_table(stream: Stream, oracle: Oracle, source: str, terminal: Terminal) -> None:
-    """Prints what the table makes of the stream before anything has run."""
+def show_table(
+    stream: Stream, oracle: Oracle, source: str, terminal: Terminal, *, imposed: bool = True
+) -> None:
+    """Prints what the table makes of the stream before it is played."""
     terminal.heading(f"The stream {stream.name!r}, computed from the table")
-    terminal.say(f"Step times are imposed: {source}.")
+    terminal.say(f"Step times are {'imposed: ' if imposed else 'real; the table is the '}{source}.")
     terminal.say("Acceptance is drawn from measured curves, alike for all policies.")
     terminal.say(
         f"{stream.requests} requests, {stream.tokens} tokens, "
@@ -33,7 +35,7 @@ def show(outcome: DemoOutcome, terminal: Terminal) -> None:
     repeats = len(outcome.plays[STEERED])
     repeated = f" (median of {repeats}, range)" if repeats > 1 else ""
     terminal.table(
-        f"Whole day{repeated}: tokens/s and times of the model",
+        f"Whole day{repeated}: tokens/s and times" + (" of the model" if outcome.paced else ""),
         ["policy", "tokens/s", "÷ oracle", "steered ÷", "ms/token", "p99",
          "latency", "p99", "late", "exact"],
         [_row(outcome, policy) for policy in outcome.policies],
@@ -105,7 +107,7 @@ def _row(outcome: DemoOutcome, policy: str) -> list[str]:
         f"{middle.token_milliseconds(99):.2f}",
         f"{middle.latency_seconds(50):.2f} s",
         f"{middle.latency_seconds(99):.2f} s",
-        f"{max(play.late_share for play in plays):.1%}",
+        f"{max(play.late_share for play in plays):.1%}" if outcome.paced else "",
         {None: "", True: "yes", False: "NO"}[exact],
     ]
 

@@ -1,12 +1,14 @@
 """Turns the outcome into the numbers of build/demo/result.json."""
 
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
+from lab.cpu_engine.pace.step_log import LoggedStep
 from lab.demo.outcome import DemoOutcome, arm_name
 from lab.paced.engines import STEERED
 from lab.paced.oracle import Oracle
-from lab.paced.plays import PacedPlay
+from lab.paced.plays import StreamPlay
 from lab.paced.traffic import CLASSES
 
 # A sample of the steps for gamma over time: so many at most.
@@ -14,19 +16,12 @@ _SAMPLES_MAX = 2000
 
 
 def as_json(outcome: DemoOutcome) -> dict[str, Any]:
-    """The runs, ratios and draft lengths; the caller adds how and where it was run."""
-    kinds = sorted({k for phase in outcome.stream.phases for k in phase.plan.kinds})
+    """The runs, ratios and draft lengths; the caller adds how and where it was run.
+
+    lab/demo/picture.py draws it.
+    """
     return {
-        "label": {
-            "imposed": f"the duration of every step: {outcome.costs.source}",
-            "drawn": {
-                kind: CLASSES[kind].source if kind in CLASSES else "published with the table"
-                for kind in kinds
-            },
-            "real": "SGLang's scheduler and batching, the shim, the link, the sidecar, the profile",
-            "dilation": outcome.dilation,
-            "unit": "tokens/s, seconds and milliseconds are of the model's time",
-        },
+        "label": _label(outcome),
         "runs": [_run(outcome, policy) for policy in outcome.policies],
         "ratios": {
             f"steered/{policy}": {
@@ -62,6 +57,36 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
     }
 
 
+def _label(outcome: DemoOutcome) -> dict[str, Any]:
+    """Says what is imposed, drawn, measured and real, for a reader and for the picture."""
+    kinds = sorted({k for phase in outcome.stream.phases for k in phase.plan.kinds})
+    drawn = {
+        kind: CLASSES[kind].source if kind in CLASSES else "published with the table"
+        for kind in kinds
+    }
+    source = outcome.costs.source
+    if not outcome.paced:
+        return {
+            "title": "Step times are those of this machine; the oracle is computed from the "
+            f"{source}.\nAcceptance is drawn from measured curves, alike for all policies.",
+            "measured": "the duration of every step: nothing is imposed",
+            "oracle": f"computed from the {source}",
+            "drawn": drawn,
+            "real": "SGLang with its kernels, graphs and schedule, the shim, the link, the sidecar",
+            "time": "",
+        }
+    return {
+        "title": f"Step times are imposed: {source}.\nAcceptance is drawn from measured curves; "
+        "scheduler, batching, shim, link and sidecar are real.",
+        "imposed": f"the duration of every step: {source}",
+        "drawn": drawn,
+        "real": "SGLang's scheduler and batching, the shim, the link, the sidecar, the profile",
+        "dilation": outcome.dilation,
+        "unit": "tokens/s, seconds and milliseconds are of the model's time",
+        "time": "of the model's time",
+    }
+
+
 def _oracle(oracle: Oracle) -> dict[str, Any]:
     return {
         "tokens_per_second": round(oracle.oracle.rate, 2),
@@ -81,6 +106,11 @@ def _run(outcome: DemoOutcome, policy: str) -> dict[str, Any]:
         "exact": outcome.exactness(policy),
         "rates": outcome.rates(policy).as_json(),
         "share_of_oracle": outcome.share_of_oracle(policy).as_json(),
+        "time_over_costs": round(outcome.time_over_costs(policy), 4),
+        "phase_shares": [
+            round(outcome.phase_shares(policy, number).median, 4)
+            for number in range(len(outcome.stream.phases))
+        ],
         "acceptance_length": round(plays[0].acceptance_length, 3),
         "phases": [
             outcome.phase_rates(policy, number).as_json()
@@ -90,7 +120,7 @@ def _run(outcome: DemoOutcome, policy: str) -> dict[str, Any]:
     }
 
 
-def _play(play: PacedPlay) -> dict[str, Any]:
+def _play(play: StreamPlay) -> dict[str, Any]:
     steps = play.decode_steps
     origin = play.played.began[0]
     every = max(1, len(steps) // _SAMPLES_MAX)
@@ -102,18 +132,24 @@ def _play(play: PacedPlay) -> dict[str, Any]:
         "token_milliseconds": {f"p{p}": round(play.token_milliseconds(p), 3) for p in (50, 90, 99)},
         "latency_seconds": {f"p{p}": round(play.latency_seconds(p), 3) for p in (50, 90, 99)},
         "probes": sum(step.probe > 0 for step in steps),
-        "switches": sum(step.switch_seconds > 0 for step in steps),
+        "switches": sum(_arm(one) != _arm(next_one) for one, next_one in pairwise(steps)),
         "shim_microseconds": round(1e6 * sum(s.shim_seconds for s in steps) / len(steps), 1),
         "unsteered": sum(not step.steered for step in steps),
         "choices": [
             {choice: round(share, 4) for choice, share in play.choices(number).items()}
             for number in range(len(play.stream.phases))
         ],
-        "samples": [
-            [
-                round((step.began - origin) / play.dilation, 3), step.batch_size, step.gamma,
-                step.drafter,
-            ]
-            for step in steps[::every]
-        ],
-    }  # fmt: skip
+        "began": [round((began - origin) / play.dilation, 3) for began in play.played.began],
+        "samples": [_sample(step, play) for step in steps[::every]],
+        "probe_samples": [_sample(step, play) for step in steps if step.probe],
+    }
+
+
+def _arm(step: LoggedStep) -> tuple[str, int, bool]:
+    return (step.drafter if step.gamma else "", step.gamma, step.asleep)
+
+
+def _sample(step: LoggedStep, play: StreamPlay) -> list[Any]:
+    """Seconds since the stream began, batch size, draft length, drafter."""
+    began = (step.began - play.played.began[0]) / play.dilation
+    return [round(began, 3), step.batch_size, step.gamma, step.drafter]

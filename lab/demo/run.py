@@ -25,7 +25,7 @@ from lab.paced.day import Stream
 from lab.paced.engines import ADAPTIVE, OFF, STEERED, static
 from lab.paced.lost_time import StepValues, lost_time
 from lab.paced.oracle import Oracle, compute
-from lab.paced.plays import PacedPlay
+from lab.paced.plays import StreamPlay
 from lab.paced.run import DILATIONS, PacedHarness, profile_sizes
 from lab.paced.traffic import own_curves
 
@@ -66,8 +66,9 @@ def run(options: DemoOptions, terminal: Terminal) -> DemoOutcome:
             found = exact.run(outcome.policies, place, terminal, options.streams[0].seed)
             outcome = replace(outcome, exact=found)
     seconds = round(time.monotonic() - began, 1)
-    write_result({**facts, "seconds": seconds, **result.as_json(outcome)}, options.output)
-    picture.draw(outcome, options.output / "demo.png")
+    document = {**facts, "seconds": seconds, **result.as_json(outcome)}
+    write_result(document, options.output)
+    picture.draw(document, options.output / "demo.png")
     return outcome
 
 
@@ -94,16 +95,16 @@ def _paced(options: DemoOptions, scratch: Path, terminal: Terminal) -> DemoOutco
         harness.start_sidecar(order)
         profiles: list[Mapping[str, Any]] = []
 
-        def profiled() -> PacedPlay:
+        def profiled() -> StreamPlay:
             sizes = profile_sizes(stream.max_concurrency)
             profiles.append(harness.profile(STEERED, options.profile_seconds, sizes))
             return harness.play_paced(STEERED, stream)
 
-        plays: dict[str, list[PacedPlay]] = {policy: [] for policy in order}
+        plays: dict[str, list[StreamPlay]] = {policy: [] for policy in order}
         # What takes longest begins: the profile with its play, and the slowest policy.
         longest_first = (order[-1], *order[:-1])
         for repeat, one in enumerate(options.streams):
-            jobs: dict[str, Callable[[], PacedPlay]] = {
+            jobs: dict[str, Callable[[], StreamPlay]] = {
                 policy: partial(harness.play_paced, policy, one) for policy in longest_first
             }
             text = f"repeat {repeat + 1}/{len(options.streams)}, two engines at a time"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lab.cpu_engine.engine_command import SHALLOW
 from lab.cpu_engine.pace.pacer import VARIABLE, Pace
-from lab.cpu_engine.pace.step_log import PacedStep, read_log
+from lab.cpu_engine.pace.step_log import LoggedStep, read_log
 from lab.cpu_engine.pace.update_costs import UpdateCosts
 from lab.harness.errors import HarnessError
 from lab.learning.engines_at_work import Lab, LabSetting, Played, running
@@ -28,10 +28,10 @@ _LOG_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class PacedPlay:
+class StreamPlay:
     """The passes of some requests, and their answers.  All seconds are the model's."""
 
-    steps: tuple[PacedStep, ...]
+    steps: tuple[LoggedStep, ...]
     answers: tuple[tuple[int, ...], ...]
 
     @property
@@ -75,7 +75,7 @@ class PacedLab:
         self.lab = lab
         self._log = log
 
-    def play(self, domain: str, count: int, new_tokens: int, seed: int) -> PacedPlay:
+    def play(self, domain: str, count: int, new_tokens: int, seed: int) -> StreamPlay:
         """Sends `count` requests at once and decodes them greedily.  Raises HarnessError.
 
         Nothing is held, so the machine decides how many passes go by before a request arrives.
@@ -90,7 +90,7 @@ class PacedLab:
             if time.monotonic() > deadline:
                 raise HarnessError(f"{self._log}: {len(part.requests)} of {count} requests")
             time.sleep(0.02)
-        return PacedPlay(part.steps, played.tokens)
+        return StreamPlay(part.steps, played.tokens)
 
 
 @contextmanager

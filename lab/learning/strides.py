@@ -15,7 +15,7 @@ from lab.cpu_engine.pace.update_costs import UpdateCosts
 from lab.harness.spread import Spread
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Curve, Headline, Paper, Verdict
-from lab.learning.paced_lab import PacedLab, PacedPlay, paced
+from lab.learning.paced_lab import PacedLab, StreamPlay, paced
 
 # The student as published, and a more expensive one.
 SCALES: Final = (1.0, 4.0)
@@ -84,11 +84,11 @@ def tts_strides(setting: LabSetting) -> Headline:
 
 def _by_stride(
     setting: LabSetting, lab: PacedLab, strides: Sequence[int]
-) -> dict[int | None, list[PacedPlay]]:
+) -> dict[int | None, list[StreamPlay]]:
     """Plays the same requests at every stride; None: without drafts."""
     new_tokens, seeds = (64, 1) if setting.quick else (500, setting.seeds)
     requests = [("csv", 1, new_tokens, 200 + seed) for seed in range(seeds)]
-    found: dict[int | None, list[PacedPlay]] = {}
+    found: dict[int | None, list[StreamPlay]] = {}
     with lab.lab.regime("off"):
         with lab.lab.pinned(0):
             found[None] = [lab.play(*requests[0])]
@@ -101,7 +101,7 @@ def _by_stride(
     return found
 
 
-def _figures(plays: Sequence[PacedPlay]) -> StrideFigures:
+def _figures(plays: Sequence[StreamPlay]) -> StrideFigures:
     return StrideFigures(
         Spread(tuple(play.acceptance_length for play in plays)),
         Spread(tuple(play.tokens / play.seconds for play in plays)),
@@ -229,7 +229,7 @@ def tts_choice(setting: LabSetting) -> Headline:
     return choice_headline(found)
 
 
-def _played(setting: LabSetting, name: str, seed: int, choice: str) -> PacedPlay:
+def _played(setting: LabSetting, name: str, seed: int, choice: str) -> StreamPlay:
     """Plays a stream on a new engine, which knows what steps cost."""
     stream = STREAMS[name]
     requests, new_tokens = (8, 40) if setting.quick else (stream.requests, 200)

@@ -102,6 +102,7 @@ UNSEEN_DAY = (
     PhasePlan("night", ("math",), 1, 3, 128),
 )
 UNSEEN_SEED = 4711
+_WARM_UP_SEED, _WARM_UP_TOKENS = 977, 48
 
 
 def build_stream(name: str, plans: Sequence[PhasePlan], seed: int) -> Stream:
@@ -123,6 +124,15 @@ def build_stream(name: str, plans: Sequence[PhasePlan], seed: int) -> Stream:
             number += 1
         phases.append(Phase(plan, tuple(requests)))
     return Stream(name, seed, tuple(phases))
+
+
+def warm_up_stream(kinds: Sequence[str], concurrency: int) -> Stream:
+    """Builds a stream of one request, then of so many at a time."""
+    plans = [
+        PhasePlan("one", tuple(kinds), 1, 1, _WARM_UP_TOKENS),
+        PhasePlan("all", tuple(kinds), concurrency, 1, _WARM_UP_TOKENS),
+    ]
+    return build_stream("warm-up", plans, _WARM_UP_SEED)
 
 
 def as_workload(

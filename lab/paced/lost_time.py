@@ -25,7 +25,7 @@ from controller.core.engine_spec import Arm
 from controller.recording.events import Decided, Forced
 from controller.recording.recording import RecordingPart, find
 from lab.cpu_engine.pace.step_costs import OWN, SECOND, StepCosts
-from lab.cpu_engine.pace.step_log import PacedStep
+from lab.cpu_engine.pace.step_log import LoggedStep
 from speculation.v1 import plan_pb2
 
 # An arm this near to the best one is a good one.
@@ -94,7 +94,7 @@ class StepValues:
             found.append(1.0 + float(curve[: arm.gamma].sum()))
         return np.array(found)
 
-    def of(self, step: PacedStep) -> NDArray[np.float64]:
+    def of(self, step: LoggedStep) -> NDArray[np.float64]:
         """[arms] tokens per second in a step's batch, context and mix of classes."""
         surface, size = self._costs.surface, step.batch_size
         plain = surface.seconds[:, min(size, surface.max_batch_size)]
@@ -105,14 +105,14 @@ class StepValues:
         values: NDArray[np.float64] = gained / np.maximum(plain + context, 0.1 * plain)
         return values
 
-    def ran(self, step: PacedStep) -> int:
+    def ran(self, step: LoggedStep) -> int:
         """The row of the arm that the step ran."""
         drafter = step.drafter if step.gamma and step.drafter in (OWN, SECOND) else OWN
         return self.arms.index(Arm(drafter, step.gamma))
 
 
 def lost_time(
-    steps: Sequence[PacedStep],
+    steps: Sequence[LoggedStep],
     plans: Sequence[DecidedPlan],
     values: StepValues,
 ) -> LostTime:
@@ -154,7 +154,7 @@ def lost_time(
 
 
 def _newest(
-    steps: Sequence[PacedStep], plans: Sequence[DecidedPlan]
+    steps: Sequence[LoggedStep], plans: Sequence[DecidedPlan]
 ) -> Iterator[DecidedPlan | None]:
     """Yields for each step the newest plan that the sidecar had decided on when it was launched."""
     i = 0

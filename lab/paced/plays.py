@@ -1,4 +1,4 @@
-"""A stream as one policy has played it on a paced engine, in the model's time."""
+"""A stream as one policy has played it, in the model's time."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lab.cpu_engine.pace.step_log import LogPart, PacedStep
+from lab.cpu_engine.pace.step_log import LoggedStep, LogPart
 from lab.paced.day import Stream
 from lab.paced.player import Played
 
@@ -15,8 +15,11 @@ LATE_SHARE_MAX = 0.01
 
 
 @dataclass(frozen=True)
-class PacedPlay:
-    """Holds one play: what its clients saw, and the engine's log of it."""
+class StreamPlay:
+    """Holds one play: what its clients saw, and the engine's log of it.
+
+    dilation: seconds of the machine for each of the model; 1 where nothing is imposed.
+    """
 
     policy: str
     stream: Stream
@@ -40,7 +43,7 @@ class PacedPlay:
         return sum(step.late for step in self.log.steps) / max(len(self.log.steps), 1)
 
     @property
-    def decode_steps(self) -> tuple[PacedStep, ...]:
+    def decode_steps(self) -> tuple[LoggedStep, ...]:
         """The decode steps, in order."""
         return tuple(step for step in self.log.steps if step.is_decode)
 
@@ -57,7 +60,7 @@ class PacedPlay:
             zip(self.played.began, (*self.played.began[1:], self.played.ended), strict=True)
         )
 
-    def steps_of(self, phase: int) -> tuple[PacedStep, ...]:
+    def steps_of(self, phase: int) -> tuple[LoggedStep, ...]:
         """The decode steps that began in a phase, counted from 0."""
         begin, end = self.edges[phase]
         return tuple(step for step in self.decode_steps if begin <= step.began < end)
@@ -90,6 +93,6 @@ class PacedPlay:
         return float(np.percentile(values, percentile)) / self.dilation
 
 
-def choice_of(step: PacedStep) -> str:
+def choice_of(step: LoggedStep) -> str:
     """Names what a decode step ran: "0", or the drafter and its draft length."""
     return f"{step.drafter} {step.gamma}" if step.gamma else "0"

@@ -1,6 +1,5 @@
 """Runs policies on paced engines, two at a time: start, dilation, profile, plays."""
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,36 +7,24 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from lab.cpu_engine.pace.pacer import Pace
-from lab.cpu_engine.pace.step_log import PacedStep, read_log
-from lab.harness.engines import (
-    Harness,
-    Workplace,
-    launch_sidecar,
-    measure_profile,
-    wait_serving,
-)
+from lab.cpu_engine.pace.step_log import LoggedStep
+from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
-from lab.harness.sidecar import SidecarHandle
 from lab.harness.terminal import Terminal
 from lab.paced import engines
-from lab.paced.day import PhasePlan, Stream, build_stream
+from lab.paced.day import Stream, warm_up_stream
 from lab.paced.engines import Setting, is_steered
-from lab.paced.lost_time import DecidedPlan, decided_plans
-from lab.paced.player import play
-from lab.paced.plays import LATE_SHARE_MAX, PacedPlay
+from lab.paced.plays import LATE_SHARE_MAX, StreamPlay
+from lab.paced.stream_harness import StreamHarness
 
 # Dilations to choose from.
 DILATIONS = (3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0)
 # Beside the work of a warm engine, whose 95th percentile counts: steering, and a busier machine.
 _ROOM = 1.6
-_WARM_UP_SEED = 977
-# The log is written when the engine has become idle.
-_LOG_SECONDS = 10.0
 # Two engines fit on two cores: each sleeps most of the time.
 _SIDE_BY_SIDE = 2
 # Constants of the sidecar's decision in seconds: it shall be as quick in the model's time.
@@ -66,7 +53,7 @@ def dilated_planner(dilation: float) -> dict[str, str]:
     }
 
 
-class PacedHarness(Harness):
+class PacedHarness(StreamHarness):
     """A sidecar and paced engines.  The context of `stack` ends them all.
 
     trained: the folder of a trained set of models; None: dummies are made.
@@ -87,9 +74,8 @@ class PacedHarness(Harness):
         predictor: bool = False,
         trained: Path | None = None,
     ) -> None:
-        super().__init__(place, terminal, stack)
+        super().__init__(place, terminal, stack, pace.dilation)
         self._dilation_file = place.scratch / "dilation"
-        self.dilation = pace.dilation
         self._write_dilation()
         pace = replace(pace, dilation_file=str(self._dilation_file))
         if trained is None:
@@ -98,8 +84,6 @@ class PacedHarness(Harness):
             )
         else:
             self.setting = Setting(pace, trained, max_batch_size, trained=True)
-        self._recordings = place.scratch / "recordings"
-        self._sidecars: dict[str, SidecarHandle] = {}
 
     def start(
         self, policies: Sequence[str], more: Mapping[str, Mapping[str, str]] | None = None
@@ -132,13 +116,9 @@ class PacedHarness(Harness):
         Raises HarnessError when the machine is too slow for any.
         """
         if stream is None:
-            plans = (
-                PhasePlan("one", self._kinds(), 1, 1, 48),
-                PhasePlan("all", self._kinds(), self.setting.max_batch_size, 1, 48),
-            )
-            stream = build_stream("warm-up", plans, _WARM_UP_SEED)
+            stream = warm_up_stream(self._kinds(), self.setting.max_batch_size)
         with self._terminal.working("warming up, and finding the dilation") as work:
-            plays = self._side_by_side({p: partial(self._once, p, stream) for p in policies})
+            plays = self._side_by_side({p: partial(self.play_once, p, stream) for p in policies})
             needed = max(_needed(found.log.steps) for found in plays.values())
             if not fixed:
                 enough = [d for d in DILATIONS if d >= needed * _ROOM]
@@ -155,54 +135,34 @@ class PacedHarness(Harness):
     def start_sidecar(self, policies: Sequence[str]) -> None:
         """Starts the sidecar, recording, and waits until it knows the steered engines."""
         with self._terminal.working("sidecar: controller serve") as work:
-            environment = {
-                **dilated_planner(self.dilation),
-                "CONTROLLER_RECORD_DIRECTORY": str(self._recordings),
-            }
-            self._sidecar_child = self._stack.enter_context(
-                launch_sidecar(self._place, environment=environment)
-            )
-            self._sidecar_child.prefer()
-            for policy in filter(is_steered, policies):
-                handle = SidecarHandle(self._place.address, policy)
-                self._sidecars[policy] = self._stack.enter_context(handle)
-                wait_serving(self._sidecar_child, handle)
-                self._engines[policy].wait_ready(engines.READY_SECONDS, sidecar=handle)
+            steered = list(filter(is_steered, policies))
+            self._record_sidecar(steered, dilated_planner(self.dilation))
+            for policy in steered:
+                sidecar = self._sidecars[policy]
+                self._engines[policy].wait_ready(engines.READY_SECONDS, sidecar=sidecar)
             work.result = f"on {self._place.address}"
 
-    def sidecar(self, policy: str) -> SidecarHandle:
-        """The sidecar, as far as this engine is concerned."""
-        return self._sidecars[policy]
-
-    def profile(self, policy: str, seconds: float, batch_sizes: Sequence[int]) -> Mapping[str, Any]:
-        """Measures a steered engine's step costs; returns the profile's document."""
-        sizes = ",".join(map(str, batch_sizes))
-        engine, sidecar = self._engines[policy], self._sidecars[policy]
-        text = measure_profile(self._place, engine, sidecar, seconds, "--batch-sizes", sizes)
-        found: Mapping[str, Any] = json.loads(text)
-        return found
-
     def play_all(
-        self, jobs: Mapping[str, Callable[[], PacedPlay]], text: str
-    ) -> Mapping[str, PacedPlay]:
+        self, jobs: Mapping[str, Callable[[], StreamPlay]], text: str
+    ) -> Mapping[str, StreamPlay]:
         """Runs plays, two at a time, each of another engine."""
         with self._terminal.working(text) as work:
             plays = self._side_by_side(jobs)
             work.result = ", ".join(f"{n} {p.tokens_per_second:.0f}" for n, p in plays.items())
         return plays
 
-    def play_paced(self, policy: str, stream: Stream) -> PacedPlay:
+    def play_paced(self, policy: str, stream: Stream) -> StreamPlay:
         """Plays a stream; once more if too many passes were late.
 
         A steered engine then knows the traffic from the first time, as it does in every further
         repeat.  Raises HarnessError when the second play was late too.
         """
-        found = self._once(policy, stream)
+        found = self.play_once(policy, stream)
         if found.late_share > self.late_share_max:
             self._terminal.say(
                 f"{policy}: {found.late_share:.1%} of the passes were late; it is played again"
             )
-            found = self._once(policy, stream)
+            found = self.play_once(policy, stream)
         if found.late_share > self.late_share_max:
             raise HarnessError(
                 f"{policy}: {found.late_share:.1%} of the passes took the machine longer than "
@@ -218,27 +178,7 @@ class PacedHarness(Harness):
         for engine in self._engines.values():
             engine.child.terminate()
 
-    def plans(self, policy: str) -> tuple[DecidedPlan, ...]:
-        """Reads what the sidecar has decided for a steered engine since it was started."""
-        return decided_plans(self._recordings, policy)
-
-    def _once(self, policy: str, stream: Stream) -> PacedPlay:
-        engine, path = self._engines[policy], engines.log_path(policy, self._place)
-        begin = read_log(path).end
-        played = play(stream, engine.url)
-        # What the stream's last pass has ended is written as soon as the engine is idle.
-        deadline = time.monotonic() + _LOG_SECONDS
-        log = read_log(path, begin)
-        while len(log.requests) < stream.requests and time.monotonic() < deadline:
-            time.sleep(0.1)
-            log = read_log(path, begin)
-        if len(log.requests) < stream.requests:
-            raise HarnessError(
-                f"{policy}: the log has {len(log.requests)} of {stream.requests} requests"
-            )
-        return PacedPlay(policy, stream, self.dilation, played, log)
-
-    def _side_by_side(self, jobs: Mapping[str, Callable[[], PacedPlay]]) -> dict[str, PacedPlay]:
+    def _side_by_side(self, jobs: Mapping[str, Callable[[], StreamPlay]]) -> dict[str, StreamPlay]:
         pool = ThreadPoolExecutor(_SIDE_BY_SIDE)
         try:
             running = {name: pool.submit(job) for name, job in jobs.items()}
@@ -257,6 +197,6 @@ class PacedHarness(Harness):
         temporary.replace(self._dilation_file)
 
 
-def _needed(steps: Sequence[PacedStep]) -> float:
+def _needed(steps: Sequence[LoggedStep]) -> float:
     """Returns the machine's own work in a step over its imposed time, at the 95th percentile."""
     return float(np.percentile([step.used_seconds / step.seconds for step in steps], 95))

@@ -7,7 +7,7 @@ pools of the simulator hold, so the two can be compared.
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,11 @@ class DrawnAcceptance:
         self._curves = {kind: Curves(kind, own) for kind, own in curves.items()}
         self._drawn: dict[tuple[str, str], NDArray[np.uint8]] = {}
 
+    @property
+    def kinds(self) -> Collection[str]:
+        """The classes that have curves."""
+        return self._curves.keys()
+
     def require(self, drafters: Sequence[str]) -> None:
         """Raises ValueError for a class that lacks the curve of one of the drafters."""
         for kind, own in self._curves.items():
@@ -94,13 +99,17 @@ def accept(
     """Writes a step's acceptance where SGLang's `generate_simulated_accept_index` would.
 
     drawn: [B] drafts that each sequence accepts.  predict, num_correct_drafts: filled in place.
+    The host does not wait for a GPU.
     Returns [B, gamma + 1]: each row's tokens in `predict` from its first one on, and -1 behind what
     was accepted.
     """
     import torch
 
-    correct = torch.tensor(drawn, device=accept_index.device).clamp(max=gamma)
-    offsets = torch.arange(gamma + 1, device=accept_index.device)
+    device = accept_index.device
+    # From pageable memory the copy would wait for everything that was launched before it.
+    lengths = torch.tensor(drawn, pin_memory=device.type == "cuda")
+    correct = lengths.to(device, non_blocking=True).clamp(max=gamma)
+    offsets = torch.arange(gamma + 1, device=device)
     index = torch.where(offsets <= correct[:, None], accept_index[:, :1] + offsets, -1)
     num_correct_drafts.copy_(correct)
     predict.fill_(_TOKEN)

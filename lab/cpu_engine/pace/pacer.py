@@ -23,7 +23,7 @@ from lab.cpu_engine.environment import PACE_VARIABLE
 from lab.cpu_engine.pace import dummy_layers
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId, accept
 from lab.cpu_engine.pace.model_clock import ModelClock
-from lab.cpu_engine.pace.shim_watch import ShimWatch
+from lab.cpu_engine.pace.shim_watch import ShimWatch, draft_length, steering_of
 from lab.cpu_engine.pace.step_costs import (
     LOOKUP,
     OWN,
@@ -31,7 +31,7 @@ from lab.cpu_engine.pace.step_costs import (
     StepCosts,
     load_step_costs,
 )
-from lab.cpu_engine.pace.step_log import PacedRequest, PacedStep, StepLog
+from lab.cpu_engine.pace.step_log import LoggedRequest, LoggedStep, StepLog
 from lab.cpu_engine.pace.support import unsupported_reason
 from lab.cpu_engine.pace.update_costs import UpdateCosts
 from lab.cpu_engine.pace.update_watch import UpdateWatch
@@ -199,7 +199,7 @@ class Pacer:
                     setattr(request, _FIRST_SEEN, self._begin)
         if self._log is not None:
             self._log.add(
-                PacedStep(
+                LoggedStep(
                     began=began,
                     launched=launched,
                     ended=self._begin,
@@ -247,14 +247,13 @@ class Pacer:
         if batch.forward_mode.is_extend():
             tokens = int(batch.extend_num_tokens or 0)
             return {"seconds": costs.prefill_seconds(tokens), "tokens": tokens}
-        width = getattr(result, "speculative_num_draft_tokens", None)
-        speculates = scheduler.draft_worker is not None and width
-        gamma = int(width) - 1 if speculates and width else 0
+        drafts = draft_length(scheduler, result)
+        speculates, gamma = drafts is not None, drafts or 0
         drafter = SECOND if watch.block_drafted else LOOKUP if watch.lookup_drafted else OWN
         arm = Arm(drafter if gamma else OWN, gamma)
         gains = result.accept_lens.tolist() if speculates else [1] * size
         accepted = sum(gains) - size
-        warm = bool(speculates) and not watch.asleep
+        warm = speculates and not watch.asleep
         seconds = costs.decode_seconds(arm, size, kv_tokens, warm=warm)
         ran = (arm, watch.asleep)
         switched = self._last_arm is not None and ran != self._last_arm
@@ -270,8 +269,6 @@ class Pacer:
         elif watch.looked_up and not watch.lookup_drafted:
             longest = max(len(r.origin_input_ids) + len(r.output_ids) for r in batch.reqs)
             lookup = costs.lookup_seconds(size * longest)
-        launch = getattr(result, "speculation_launch", None)
-        choice = None if launch is None else launch.choice
         return {
             "seconds": seconds + switch + catch_up + lookup,
             "drafter": drafter if speculates else "",
@@ -283,9 +280,7 @@ class Pacer:
             "switch_seconds": switch,
             "catch_up_seconds": catch_up,
             "lookup_seconds": lookup,
-            "probe": 0 if choice is None else choice.probe_id,
-            "epoch": 0 if choice is None else choice.epoch,
-            "steered": choice is not None and choice.source.value == "plan",
+            **steering_of(result),
         }
 
     def _finish(self) -> None:
@@ -298,7 +293,7 @@ class Pacer:
             first = getattr(request, _FIRST_SEEN, None)
             if self._log is not None and first is not None and self._begin is not None:
                 tokens = len(request.output_ids_through_stop)
-                self._log.add(PacedRequest(request.rid, first, self._begin, tokens))
+                self._log.add(LoggedRequest(request.rid, first, self._begin, tokens))
         self._requests = ()
 
 

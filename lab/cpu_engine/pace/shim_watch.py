@@ -16,6 +16,23 @@ _HOOKS = "engine_shim.sglang.hooks"
 _AROUND = ("around_forward", "around_draft", "around_draft_extend", "around_resolve")
 
 
+def draft_length(scheduler: Any, result: Any) -> int | None:
+    """Returns the draft length of a decode step; None for an engine that cannot speculate."""
+    width = getattr(result, "speculative_num_draft_tokens", None)
+    return int(width) - 1 if scheduler.draft_worker is not None and width else None
+
+
+def steering_of(result: Any) -> dict[str, Any]:
+    """Returns how a decode step was chosen, as LoggedStep has it: probe, epoch, steered."""
+    launch = getattr(result, "speculation_launch", None)
+    choice = None if launch is None else launch.choice
+    return {
+        "probe": 0 if choice is None else choice.probe_id,
+        "epoch": 0 if choice is None else choice.epoch,
+        "steered": choice is not None and choice.source.value == "plan",
+    }
+
+
 class ShimWatch:
     """Counts of the step that runs; `begin` clears them.
 

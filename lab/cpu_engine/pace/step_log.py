@@ -1,4 +1,4 @@
-"""The paced engine's log: one line of JSON for every pass and for every request that ended."""
+"""An engine's log: one line of JSON for every pass and for every request that ended."""
 
 import json
 import logging
@@ -14,8 +14,10 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class PacedStep:
-    """One pass of the engine: a decode step, or a prefill.
+class LoggedStep:
+    """One pass of a paced engine: a decode step, or a prefill.
+
+    Where nothing is imposed, `seconds` is what the pass took, and `due` is when it ended.
 
     began, launched, ended: seconds of the machine's monotonic clock, less those for which it stood
     still (see model_clock); the scheduler began with it at `launched`.  It was to end at `due`, and
@@ -63,7 +65,7 @@ class PacedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class PacedRequest:
+class LoggedRequest:
     """A request that has ended, or was aborted after its first token.
 
     first_token, last_token: seconds of the machine's monotonic clock.
@@ -91,7 +93,7 @@ class StepLog:
         """Makes the file.  Raises OSError where it cannot be appended to."""
         self.path.open("a").close()
 
-    def add(self, entry: PacedStep | PacedRequest) -> None:
+    def add(self, entry: LoggedStep | LoggedRequest) -> None:
         """Adds one entry."""
         if self._over:
             return
@@ -116,8 +118,8 @@ class StepLog:
 class LogPart:
     """Holds the entries of a log between two offsets, in order; end: the second offset, bytes."""
 
-    steps: tuple[PacedStep, ...]
-    requests: tuple[PacedRequest, ...]
+    steps: tuple[LoggedStep, ...]
+    requests: tuple[LoggedRequest, ...]
     end: int
 
 
@@ -129,12 +131,12 @@ def read_log(path: Path, begin: int = 0) -> LogPart:
         file.seek(begin)
         data = file.read()
     whole = data[: data.rfind(b"\n") + 1]
-    steps: list[PacedStep] = []
-    requests: list[PacedRequest] = []
+    steps: list[LoggedStep] = []
+    requests: list[LoggedRequest] = []
     for line in whole.splitlines():
         entry: dict[str, Any] = json.loads(line)
         if "rid" in entry:
-            requests.append(PacedRequest(**entry))
+            requests.append(LoggedRequest(**entry))
         else:
-            steps.append(PacedStep(**entry))
+            steps.append(LoggedStep(**entry))
     return LogPart(tuple(steps), tuple(requests), begin + len(whole))

@@ -7,7 +7,7 @@ from typing import Any
 
 from controller.core.engine_spec import Arm
 from lab.harness.spread import Spread
-from lab.paced.plays import PacedPlay
+from lab.paced.plays import StreamPlay
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class EditsOutcome:
     mixture.  steered: one play a repeat.
     """
 
-    off: PacedPlay
-    singles: Mapping[Arm, PacedPlay]
-    mixed: Mapping[Arm, PacedPlay]
-    steered: Sequence[PacedPlay]
+    off: StreamPlay
+    singles: Mapping[Arm, StreamPlay]
+    mixed: Mapping[Arm, StreamPlay]
+    steered: Sequence[StreamPlay]
 
     @property
     def best_arm(self) -> Arm | None:
@@ -31,7 +31,7 @@ class EditsOutcome:
         return arm if faster else None
 
     @property
-    def best(self) -> PacedPlay:
+    def best(self) -> StreamPlay:
         """The play of the best single arm."""
         arm = self.best_arm
         return self.off if arm is None else self.singles[arm]
@@ -43,7 +43,7 @@ class EditsOutcome:
         return Spread(tuple(play.tokens_per_second / best for play in self.steered))
 
     @property
-    def plays(self) -> tuple[PacedPlay, ...]:
+    def plays(self) -> tuple[StreamPlay, ...]:
         """All plays that speculate."""
         return (*self.singles.values(), *self.mixed.values(), *self.steered)
 
@@ -75,7 +75,7 @@ class EditsOutcome:
         }
 
 
-def tokens_by_request(play: PacedPlay) -> dict[str, tuple[int, ...]]:
+def tokens_by_request(play: StreamPlay) -> dict[str, tuple[int, ...]]:
     """The tokens of each answer, by the request's id."""
     return {str(served.id): served.tokens for served in play.played.served}
 
@@ -85,7 +85,7 @@ def name_of(arm: Arm) -> str:
     return f"{arm.drafter} {arm.gamma}"
 
 
-def shares(play: PacedPlay) -> dict[str, float]:
+def shares(play: StreamPlay) -> dict[str, float]:
     """Share of the decode steps by what drafted, the most frequent first."""
     steps = play.decode_steps
     found = Counter(
@@ -95,7 +95,7 @@ def shares(play: PacedPlay) -> dict[str, float]:
     return {name: count / len(steps) for name, count in found.most_common()}
 
 
-def _play(play: PacedPlay) -> dict[str, Any]:
+def _play(play: StreamPlay) -> dict[str, Any]:
     return {
         "tokens_per_second": round(play.tokens_per_second, 1),
         "acceptance_length": round(play.acceptance_length, 3),

@@ -2,7 +2,7 @@
 
 from lab.harness.terminal import Terminal
 from lab.paced.edits.outcome import EditsOutcome, name_of, shares
-from lab.paced.plays import PacedPlay
+from lab.paced.plays import StreamPlay
 
 _LEAST_SHOWN = 0.05
 
@@ -38,7 +38,7 @@ def show(outcome: EditsOutcome, source: str, terminal: Terminal) -> None:
     )
 
 
-def _row(name: str, play: PacedPlay, best: float) -> list[str]:
+def _row(name: str, play: StreamPlay, best: float) -> list[str]:
     ran = [f"{arm} {share:.0%}" for arm, share in shares(play).items() if share >= _LEAST_SHOWN]
     return [
         name,

@@ -22,7 +22,7 @@ from lab.paced.edits import report
 from lab.paced.edits.outcome import EditsOutcome, name_of
 from lab.paced.edits.stream import build_stream
 from lab.paced.engines import OFF, STEERED
-from lab.paced.plays import LATE_SHARE_MAX, PacedPlay
+from lab.paced.plays import LATE_SHARE_MAX, StreamPlay
 from lab.paced.run import PacedHarness
 
 TABLE = "h100-llama3.1-8b"
@@ -102,7 +102,7 @@ class _Edits(PacedHarness):
         off = self.play_paced(OFF, stream)
         own = [Arm(OWN, gamma) for gamma in options.gammas]
         lookup = [Arm(LOOKUP, gamma) for gamma in options.gammas]
-        singles: dict[Arm, PacedPlay] = {}
+        singles: dict[Arm, StreamPlay] = {}
         for pair in zip(own, lookup, strict=True):
             jobs = {
                 name_of(arm): partial(self._pinned, arm, stream, ALONE if arm in own else STEERED)
@@ -120,7 +120,7 @@ class _Edits(PacedHarness):
             steered.append(self.play_all({STEERED: job}, text)[STEERED])
         return EditsOutcome(off, singles, mixed, steered)
 
-    def _mixed(self, singles: dict[Arm, PacedPlay], stream: Stream) -> dict[Arm, PacedPlay]:
+    def _mixed(self, singles: dict[Arm, StreamPlay], stream: Stream) -> dict[Arm, StreamPlay]:
         """Plays the mixture at the two draft lengths at which one of its drafters was best."""
         gammas = set()
         for drafter in (OWN, LOOKUP):
@@ -133,7 +133,7 @@ class _Edits(PacedHarness):
             played[arm] = self.play_all({name: play}, name)[name]
         return played
 
-    def _pinned(self, arm: Arm, stream: Stream, policy: str) -> PacedPlay:
+    def _pinned(self, arm: Arm, stream: Stream, policy: str) -> StreamPlay:
         with self.sidecar(policy).pinned(arm.gamma, arm.drafter):
             return self.play_paced(policy, stream)
 

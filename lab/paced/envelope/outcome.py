@@ -11,7 +11,7 @@ import numpy as np
 from controller.core.engine_spec import Arm
 from controller.simulation import published_qwen
 from lab.cpu_engine.pace.step_costs import OWN
-from lab.cpu_engine.pace.step_log import PacedStep
+from lab.cpu_engine.pace.step_log import LoggedStep
 from lab.harness.errors import HarnessError
 from lab.paced.envelope.arms import PLAIN, arm_named, name_of
 from lab.paced.plays import LATE_SHARE_MAX
@@ -94,7 +94,7 @@ class Point:
 
 
 def measure(
-    policy: str, arm: Arm | None, steps: Sequence[PacedStep], concurrency: int, dilation: float
+    policy: str, arm: Arm | None, steps: Sequence[LoggedStep], concurrency: int, dilation: float
 ) -> Run:
     """Takes the steps of a full batch from a run's decode steps, the first of them left out.
 
@@ -170,7 +170,7 @@ def agreeing(points: Sequence[Point]) -> tuple[int, int]:
     return sum(a.drafter == b.drafter for a, b in pairs), sum(a == b for a, b in pairs)
 
 
-def _arm_of(step: PacedStep) -> Arm:
+def _arm_of(step: LoggedStep) -> Arm:
     return Arm(step.drafter, step.gamma) if step.gamma else PLAIN
 
 

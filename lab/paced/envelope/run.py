@@ -166,7 +166,7 @@ class _Sweep(PacedHarness):
                 with sidecar.pinned(arm.gamma, name):
                     runs[policy] = self._run(policy, arm, stream)
             with self._terminal.working("warming up"):
-                self._once(STEERED, warm_up)
+                self.play_once(STEERED, warm_up)
             runs[STEERED] = self._run(STEERED, None, stream)
             sidecar.status()  # raises if the sidecar has ended meanwhile
         return Point(concurrency, self.dilation, rates, runs, load.cores)
@@ -190,7 +190,7 @@ class _Sweep(PacedHarness):
         text = policy if arm is None else f"{policy}: {name_of(arm)}"
         for _ in range(2):
             with self._terminal.working(text) as work:
-                steps = self._once(OFF if policy == OFF else STEERED, stream).decode_steps
+                steps = self.play_once(OFF if policy == OFF else STEERED, stream).decode_steps
                 found = measure(policy, arm, steps, phase.plan.concurrency, self.dilation)
                 work.result = (
                     f"{found.rate:.0f} tokens/s, {found.steps} steps, {found.late_share:.1%} late"

@@ -22,7 +22,7 @@ from lab.harness.processes import prefer
 from lab.harness.terminal import Terminal
 from lab.paced.day import PhasePlan, Stream, build_stream
 from lab.paced.engines import OFF, static
-from lab.paced.plays import PacedPlay
+from lab.paced.plays import StreamPlay
 from lab.paced.run import DILATIONS, PacedHarness
 from lab.paced.traffic import own_curves
 from tests.support.sidecar_process import controller
@@ -80,7 +80,7 @@ def _compared(
     hidden, added, own = [], [], []
     for repeat in range(options.repeats + 1):
         order = (ours, theirs) if repeat % 2 else (theirs, ours)
-        jobs: Mapping[str, Callable[[], PacedPlay]] = {
+        jobs: Mapping[str, Callable[[], StreamPlay]] = {
             policy: lambda policy=policy: harness.play_paced(policy, stream)  # type: ignore[misc]
             for policy in order
         }
@@ -98,13 +98,13 @@ def _compared(
     yield Measurement(f"{text}: the plugin's work in a step", "us", own, at_most=40.0)
 
 
-def _unhidden(play: PacedPlay) -> float:
+def _unhidden(play: StreamPlay) -> float:
     """Tokens/s of the model's time if the plugin's work were added to every step."""
     work = sum(step.shim_seconds for step in play.decode_steps)
     return play.stream.tokens / (play.seconds + work)
 
 
-def _check(play: PacedPlay, policy: str) -> None:
+def _check(play: StreamPlay, policy: str) -> None:
     """Raises RuntimeError when the engine did not run what it was held to."""
     gamma = 0 if policy == ASLEEP else _GAMMA
     others = [step for step in play.decode_steps if step.gamma != gamma]

@@ -10,7 +10,7 @@ import pytest
 
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance
 from lab.cpu_engine.pace.step_costs import load_step_costs
-from lab.cpu_engine.pace.step_log import PacedStep, read_log
+from lab.cpu_engine.pace.step_log import LoggedStep, read_log
 from lab.paced.envelope.arms import GAMMAS, TABLE
 from lab.paced.traffic import published_curves
 from tests.support.engine import run_lab
@@ -43,7 +43,7 @@ def points(quick: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def steps(quick: Path) -> tuple[PacedStep, ...]:
+def steps(quick: Path) -> tuple[LoggedStep, ...]:
     """The steered engine's decode steps."""
     return tuple(s for s in read_log(quick / "steps" / "steered.jsonl").steps if s.is_decode)
 
@@ -92,12 +92,12 @@ def test_the_engine_without_speculation_has_the_table_s_rate_where_it_kept_the_p
             assert rate >= 0.95 * table
 
 
-def test_every_arm_is_steered_to_while_it_is_profiled(steps: tuple[PacedStep, ...]):
+def test_every_arm_is_steered_to_while_it_is_profiled(steps: tuple[LoggedStep, ...]):
     ran = {(s.drafter, s.gamma) for s in steps if s.steered and s.gamma}
     assert ran == {(d, g) for d in ("eagle3", "dflash") for g in GAMMAS if g}
 
 
-def test_steps_are_priced_by_the_drafter_that_drafted(steps: tuple[PacedStep, ...]):
+def test_steps_are_priced_by_the_drafter_that_drafted(steps: tuple[LoggedStep, ...]):
     costs = load_step_costs(TABLE, GAMMAS, 8)
     for step in steps:
         arm = next(
@@ -114,7 +114,7 @@ def test_steps_are_priced_by_the_drafter_that_drafted(steps: tuple[PacedStep, ..
     assert sum(s.catch_up_seconds > 0 for s in asleep) < len(asleep) / 2
 
 
-def test_the_drafter_that_does_not_draft_is_charged_for_reading(steps: tuple[PacedStep, ...]):
+def test_the_drafter_that_does_not_draft_is_charged_for_reading(steps: tuple[LoggedStep, ...]):
     per_token = load_step_costs(TABLE, GAMMAS, 8).surface.catch_up_seconds_per_token
     drafted = [s for s in steps if s.gamma > 0]
     charged = [s for s in drafted if s.catch_up_seconds >= 0.999 * per_token * s.tokens]

@@ -13,7 +13,7 @@ from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId
 from lab.cpu_engine.pace.pacer import VARIABLE, Pace
 from lab.cpu_engine.pace.step_costs import LOOKUP, OWN
-from lab.cpu_engine.pace.step_log import LogPart, PacedStep, read_log
+from lab.cpu_engine.pace.step_log import LoggedStep, LogPart, read_log
 from tests.support.engine import (
     EAGLE3,
     START_SECONDS,
@@ -91,7 +91,7 @@ def drawn_steps(request: RequestId) -> list[int]:
     return steps
 
 
-def check_times(steps: Sequence[PacedStep]) -> None:
+def check_times(steps: Sequence[LoggedStep]) -> None:
     """What the pace guarantees: a step lasts as imposed, unless the machine was late."""
     late = 0
     for step in steps:

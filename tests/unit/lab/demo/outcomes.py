@@ -3,14 +3,14 @@
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.pace.acceptance import RequestId
 from lab.cpu_engine.pace.step_costs import load_step_costs
-from lab.cpu_engine.pace.step_log import LogPart, PacedRequest, PacedStep
+from lab.cpu_engine.pace.step_log import LoggedRequest, LoggedStep, LogPart
 from lab.demo.exact import ExactPlay, Mismatch
 from lab.demo.outcome import DemoOutcome
 from lab.paced.day import Phase, PhasePlan, Request, Stream
 from lab.paced.lost_time import LostTime
 from lab.paced.oracle import Computed, Oracle
 from lab.paced.player import Played, Served
-from lab.paced.plays import PacedPlay
+from lab.paced.plays import StreamPlay
 
 DILATION = 2.0
 STREAM = Stream(
@@ -32,7 +32,7 @@ STREAM = Stream(
 )
 
 
-def step(began: float, seconds: float, size: int, gamma: int, **more: object) -> PacedStep:
+def step(began: float, seconds: float, size: int, gamma: int, **more: object) -> LoggedStep:
     """A decode step on time; `seconds` of the model."""
     ended = began + seconds * DILATION
     fields = {
@@ -40,12 +40,12 @@ def step(began: float, seconds: float, size: int, gamma: int, **more: object) ->
         "batch_size": size, "kv_tokens": 10 * size, "kinds": {"chat": size}, "drafter": "eagle3",
         "gamma": gamma, "tokens": size * (1 + gamma), "accepted": size * gamma, "steered": True,
     } | more  # fmt: skip
-    return PacedStep(**fields)  # type: ignore[arg-type]
+    return LoggedStep(**fields)  # type: ignore[arg-type]
 
 
 def play_of(
     policy: str, seconds: float, gamma: int, *, began: float = 100.0, late: int = 0
-) -> PacedPlay:
+) -> StreamPlay:
     """A play in which each phase lasts `seconds` of the model and has eight steps."""
     long = seconds * DILATION
     steps = []
@@ -61,7 +61,7 @@ def play_of(
             for i in range(8)
         ]  # fmt: skip
         requests += [
-            PacedRequest(str(r.id), start, start + long, r.id.output_tokens)
+            LoggedRequest(str(r.id), start, start + long, r.id.output_tokens)
             for r in STREAM.phases[phase].requests
         ]
     served = tuple(
@@ -70,7 +70,7 @@ def play_of(
         for request in found.requests
     )
     played = Played(served, (began, began + long), began + 2 * long)
-    return PacedPlay(policy, STREAM, DILATION, played, LogPart(tuple(steps), tuple(requests), 0))
+    return StreamPlay(policy, STREAM, DILATION, played, LogPart(tuple(steps), tuple(requests), 0))
 
 
 def outcome() -> DemoOutcome:

@@ -2,7 +2,9 @@ import json
 import struct
 
 import pytest
+import typer
 
+from controller.core.engine_spec import Arm
 from lab.demo import picture, report, result
 from lab.harness.terminal import Terminal
 from tests.unit.lab.demo.outcomes import DILATION, outcome
@@ -49,9 +51,40 @@ def test_it_says_what_is_imposed_and_what_is_real():
     assert "sidecar" in label["real"]
 
 
+def test_a_play_has_its_phases_and_its_probes_for_the_picture():
+    steered = result.as_json(outcome())["runs"][-1]
+    play = steered["repeats"][0]
+    assert play["began"] == [0.0, 9.0]
+    assert play["probe_samples"] == [[0.0, 1, 4, "eagle3"], [9.0, 2, 4, "eagle3"]]
+    assert play["switches"] == 0
+    assert steered["phase_shares"] == [1.0, 1.0]
+
+
+def test_step_times_are_compared_with_the_costs():
+    found = outcome()
+    took = sum(step.seconds for play in found.plays["off"] for step in play.decode_steps)
+    priced = sum(
+        found.costs.decode_seconds(Arm("eagle3", 0), step.batch_size, step.kv_tokens, warm=True)
+        for play in found.plays["off"]
+        for step in play.decode_steps
+    )
+    assert found.time_over_costs("off") == pytest.approx(took / priced)
+
+
+def test_a_result_is_drawn_where_it_lies(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(result.as_json(outcome())))
+    picture.main(path)
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    path.write_text("{}")
+    with pytest.raises(typer.Exit):
+        picture.main(path)
+    assert "holds no play of a steered engine" in capsys.readouterr().err
+
+
 def test_the_picture_is_a_png_of_some_size(tmp_path):
     path = tmp_path / "new/demo.png"
-    picture.draw(outcome(), path)
+    picture.draw(json.loads(json.dumps(result.as_json(outcome()))), path)
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG\r\n")
     assert min(struct.unpack(">II", data[16:24])) > 800

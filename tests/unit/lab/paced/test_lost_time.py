@@ -5,7 +5,7 @@ import pytest
 
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.pace.step_costs import load_step_costs
-from lab.cpu_engine.pace.step_log import PacedStep
+from lab.cpu_engine.pace.step_log import LoggedStep
 from lab.paced.lost_time import DecidedPlan, StepValues, lost_time
 from speculation.v1 import plan_pb2
 
@@ -15,11 +15,11 @@ CURVES = {"good": {"eagle3": [1.0] * 8}, "bad": {"eagle3": [0.0] * 8}}
 VALUES = StepValues(COSTS, CURVES)
 
 
-def step(number: int, gamma: int, kind: str = "good", **more: object) -> PacedStep:
+def step(number: int, gamma: int, kind: str = "good", **more: object) -> LoggedStep:
     """A step of eight sequences, launched at its number, at its price."""
     arm = Arm("eagle3", gamma)
     seconds = COSTS.decode_seconds(arm, 8, 800)
-    found = PacedStep(
+    found = LoggedStep(
         began=number, launched=number, ended=number + 0.5, due=number + 0.5, seconds=seconds,
         batch_size=8, kv_tokens=800, kinds={kind: 8}, drafter="eagle3", gamma=gamma, steered=True,
         epoch=1,

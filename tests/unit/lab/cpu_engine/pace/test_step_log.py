@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from lab.cpu_engine.pace.step_log import PacedRequest, PacedStep, StepLog, read_log
+from lab.cpu_engine.pace.step_log import LoggedRequest, LoggedStep, StepLog, read_log
 
-STEP = PacedStep(
+STEP = LoggedStep(
     began=1.5, launched=1.6, ended=2.5, due=2.5, seconds=0.5, batch_size=3, kv_tokens=70,
     kinds={"code": 2, "": 1}, drafter="eagle3", gamma=3, accepted=4, tokens=7, probe=2, epoch=9,
     steered=True, switch_seconds=1e-4, used_seconds=0.2, shim_seconds=1e-5,
 )  # fmt: skip
 PREFILL = replace(STEP, drafter="", gamma=-1, accepted=0)
-REQUEST = PacedRequest("code.1.40", 2.5, 9.5, 40)
+REQUEST = LoggedRequest("code.1.40", 2.5, 9.5, 40)
 
 
 def test_a_log_is_read_back_and_continued_from_an_offset(tmp_path):

@@ -4,13 +4,13 @@ import pytest
 
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.models.edits import EncodedEdit
-from lab.cpu_engine.pace.step_log import LogPart, PacedStep
+from lab.cpu_engine.pace.step_log import LoggedStep, LogPart
 from lab.harness.terminal import Terminal
 from lab.paced.edits import report
 from lab.paced.edits.outcome import EditsOutcome, shares
 from lab.paced.edits.stream import build_stream
 from lab.paced.player import Played, Served
-from lab.paced.plays import PacedPlay
+from lab.paced.plays import StreamPlay
 
 EDITS = tuple(
     EncodedEdit("log" if n % 2 else "rename", (0, n, 0), tuple(range(1, 5 + n))) for n in range(6)
@@ -19,13 +19,13 @@ STREAM = build_stream("edits", EDITS, 2, 8, seed=3)
 DILATION = 2.0
 
 
-def step(drafter: str = "eagle3", gamma: int = 3, *, mixed: bool = False) -> PacedStep:
-    return PacedStep(
+def step(drafter: str = "eagle3", gamma: int = 3, *, mixed: bool = False) -> LoggedStep:
+    return LoggedStep(
         0.0, 0.0, 1.0, 1.0, 0.5, 2, 10, {}, drafter, gamma, tokens=4, mixed=mixed
     )  # fmt: skip
 
 
-def played(policy: str, seconds: float, *steps: PacedStep, wrong: bool = False) -> PacedPlay:
+def played(policy: str, seconds: float, *steps: LoggedStep, wrong: bool = False) -> StreamPlay:
     """A play that took so long in the model's time."""
     served = []
     for request in STREAM.phases[0].requests:
@@ -34,7 +34,7 @@ def played(policy: str, seconds: float, *steps: PacedStep, wrong: bool = False) 
             tokens[3] = 8
         served.append(Served(request.id, 0.0, seconds * DILATION, tuple(tokens)))
     found = Played(tuple(served), (0.0,), seconds * DILATION)
-    return PacedPlay(policy, STREAM, DILATION, found, LogPart(steps or (step(),), (), 0))
+    return StreamPlay(policy, STREAM, DILATION, found, LogPart(steps or (step(),), (), 0))
 
 
 OUTCOME = EditsOutcome(

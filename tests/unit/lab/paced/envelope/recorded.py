@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from controller.core.engine_spec import Arm
-from lab.cpu_engine.pace.step_log import PacedStep
+from lab.cpu_engine.pace.step_log import LoggedStep
 from lab.paced.envelope.outcome import DFLASH, MTP, OFF, STEERED, Point, Run
 
 PLAIN, MTP_1, DFLASH_3 = Arm("eagle3", 0), Arm("eagle3", 1), Arm("dflash", 3)
@@ -13,7 +13,7 @@ DILATION = 10.0
 
 def steps_of(
     arm: Arm, count: int, *, batch_size: int = 2, tokens: int = 3, late: int = 0, used: float = 0.01
-) -> list[PacedStep]:
+) -> list[LoggedStep]:
     """Steps of one length in a row; the last `late` of them end a whole pace too late."""
     steps = []
     for number in range(count):
@@ -21,7 +21,7 @@ def steps_of(
         began = 100.0 + number * PACE * DILATION
         due = began + PACE * DILATION
         steps.append(
-            PacedStep(
+            LoggedStep(
                 began=began,
                 launched=began,
                 ended=due + (PACE * DILATION if missed else 0.0),

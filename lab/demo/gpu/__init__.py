@@ -1,0 +1,1 @@
+"""Plays the day of the demo at a GPU's own pace: acceptance is drawn, and step times are real."""

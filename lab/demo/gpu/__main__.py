@@ -1,0 +1,99 @@
+"""The command line of the day at a GPU's own pace."""
+
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from lab.demo.gpu import engines
+from lab.demo.gpu.plan import SETTINGS, Piece, total
+from lab.demo.gpu.run import BudgetReachedError, GpuDemoOptions, plan, run
+from lab.gpu_check.shapes import QWEN3_8B, SMALL
+from lab.harness.errors import HarnessError
+from lab.harness.machine import gpus
+from lab.harness.processes import end_on_sigterm
+from lab.harness.terminal import Terminal
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2  # an unknown shape, too few minutes, or no GPU
+EXIT_CUT_OFF = 4  # the minutes were over; what there is has been written
+
+
+def demo(
+    options: Annotated[
+        list[str] | None, typer.Argument(help="Further options for SGLang, after --.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.1, help="That the run may take.")] = 9.0,
+    profile_seconds: Annotated[
+        float, typer.Option(min=1, help="Time for measuring the step costs.")
+    ] = 45.0,
+    shape: Annotated[
+        str | None, typer.Option(help=f"{', '.join(SETTINGS)}; with --cpu {SMALL.name}.")
+    ] = None,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="On this processor: tries the run itself out.")
+    ] = False,
+    plan_only: Annotated[
+        bool, typer.Option("--plan", help="Prints what would be done, and how long it takes.")
+    ] = False,
+    output: Annotated[Path, typer.Option(help="Where result, page and logs go.")] = Path(
+        "build/demo-gpu"
+    ),
+) -> None:
+    """Plays the day of the demo on a GPU: off, static, SGLang's adaptive mode and steered."""
+    terminal = Terminal()
+    name = shape or (SMALL.name if cpu else QWEN3_8B.name)
+    if name not in SETTINGS:
+        terminal.say(f"--shape {name!r} is unknown: choose one of {', '.join(SETTINGS)}")
+        raise typer.Exit(EXIT_USAGE)
+    asked = GpuDemoOptions(
+        SETTINGS[name], 60.0 * minutes, profile_seconds, output, cpu, tuple(options or ())
+    )
+    try:
+        share, planned = plan(asked)
+    except HarnessError as error:
+        terminal.say(f"--minutes: {error}")
+        raise typer.Exit(EXIT_USAGE) from error
+    if plan_only:
+        _show_plan(share, planned, terminal)
+        return
+    if engines.server_module(on_cpu=cpu) == engines.GPU_SERVER and not gpus():
+        terminal.say(
+            "no GPU was found (nvidia-smi lists none); `--cpu` tries the same run on the processor"
+        )
+        raise typer.Exit(EXIT_USAGE)
+    end_on_sigterm()
+    signal.signal(signal.SIGALRM, end_of_time)
+    signal.setitimer(signal.ITIMER_REAL, asked.seconds)
+    try:
+        run(asked, terminal)
+    except HarnessError as error:
+        terminal.say(f"\nThe demo failed: {error}")
+        raise typer.Exit(EXIT_FAILED) from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+    terminal.say(
+        f"\nTo send: {output / 'page.md'} and {output / 'result.json'}.  The picture, wherever "
+        f"matplotlib is: python -m lab.demo.picture {output / 'result.json'}"
+    )
+
+
+def end_of_time(_number: int, _frame: FrameType | None) -> None:
+    """Ends the run when its minutes are over; a handler of SIGALRM."""
+    raise BudgetReachedError(EXIT_CUT_OFF)
+
+
+def _show_plan(share: float, planned: tuple[Piece, ...], terminal: Terminal) -> None:
+    rows = [[piece.name, piece.policy, piece.counts, f"{piece.seconds:.0f}"] for piece in planned]
+    rows.append(["sum", "", "", f"{total(planned):.0f}"])
+    terminal.table(
+        f"What would be done, by the price list; answers of {share:.0%} of their length",
+        ["piece", "engine", "counts", "seconds"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    typer.run(demo)

@@ -1,0 +1,98 @@
+"""Starts the engines of the day in real time: they differ in their speculation flags alone."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.cpu_engine.forking import popen
+from lab.demo.gpu import engine_watch
+from lab.demo.gpu.plan import DaySetting
+from lab.gpu_check.shapes import ModelFolders
+from lab.harness.engine_plugins import register_plugin
+from lab.harness.engines import Engine, Workplace, launch_engine
+from lab.paced.engines import (
+    PREFILL_CHUNK_TOKENS,
+    is_steered,
+    log_path,
+    speculation_flags,
+)
+
+# Loading, and capturing every draft length's graphs.
+READY_SECONDS = 400.0
+# More than prompt and answer of the longest request.
+_CONTEXT = 2048
+GPU_SERVER = "sglang.launch_server"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetting:
+    """Holds what all engines share.
+
+    curves: of the drawn acceptance, class -> drafter -> conditional acceptance.  options: further
+    ones for SGLang.
+    """
+
+    day: DaySetting
+    models: ModelFolders
+    curves: engine_watch.Curves
+    on_cpu: bool
+    options: tuple[str, ...] = ()
+
+
+def server_module(*, on_cpu: bool) -> str:
+    """Names the module that serves."""
+    return "lab.cpu_engine.serve" if on_cpu else GPU_SERVER
+
+
+def command(policy: str, setting: EngineSetting, port: int) -> list[str]:
+    """Makes the command line of an engine."""
+    day = setting.day
+    return [
+        sys.executable, "-m", server_module(on_cpu=setting.on_cpu),
+        "--model-path", str(setting.models.target),
+        "--load-format", "dummy",
+        "--skip-tokenizer-init",
+        "--host", "127.0.0.1",
+        "--port", str(port),
+        "--max-running-requests", str(day.max_batch_size),
+        "--max-total-tokens", str(day.kv_tokens),
+        "--context-length", str(_CONTEXT),
+        "--chunked-prefill-size", str(PREFILL_CHUNK_TOKENS),
+        "--cuda-graph-bs-decode", *map(str, day.graph_sizes),
+        "--random-seed", "1",
+        "--log-level-http", "warning",
+        "--sleep-on-idle",
+        *speculation_flags(policy, setting.models.eagle3),
+        *setting.options,
+    ]  # fmt: skip
+
+
+def environment(policy: str, setting: EngineSetting, place: Workplace) -> dict[str, str]:
+    """Makes the variables of an engine; only the steered one gets the sidecar's address."""
+    log = log_path(policy, place)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
+    variables = {
+        **register_plugin(
+            Path(place.scratch, "plugins"), "demo-watch", f"{engine_watch.__name__}:register"
+        ),
+        **engine_watch.settings(log, setting.curves),
+    }
+    if is_steered(policy):
+        variables |= {
+            "SPECULATION_SIDECAR": place.address,
+            "SPECULATION_ENGINE_ID": policy,
+            "SPECULATION_GAMMAS": ",".join(map(str, setting.day.gammas)),
+        }
+    return variables
+
+
+def launch(policy: str, setting: EngineSetting, place: Workplace) -> Engine:
+    """Starts an engine and does not wait for it."""
+
+    def make(port: int) -> Sequence[str]:
+        return command(policy, setting, port)
+
+    variables: Mapping[str, str] = environment(policy, setting, place)
+    return launch_engine(policy, make, variables, place, popen)

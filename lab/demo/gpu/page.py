@@ -1,0 +1,125 @@
+"""Writes the page of a run, from what result.json holds."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lab.demo.gpu.plan import STATIC_BEST
+
+# Of lost_time.py: what a switch takes is inside the step that ran it, and is not told apart.
+_CAUSES = ("waiting", "probing", "estimates", "link")
+_MEANING = """\
+- Nothing is imposed: a step takes what kernels, graphs and schedule take on this machine.
+- Acceptance is drawn from measured curves by request, position and drafter, so every policy meets
+  the same luck. The weights are dummies: what the answers say is noise.
+- tokens/s: all tokens over the time from the first request to the last answer. In a phase: the
+  tokens of steps that began in it, and the first tokens of requests, over its seconds.
+- ÷ oracle: tokens/s over those of the best draft length of each phase. These are computed: the
+  stream is replayed with the costs that `controller profile` measured on this machine.
+- time ÷ profile: what the decode steps took, over what that profile says of them. Where it is far
+  from 1, the oracle tells little.
+- ms/token: percentiles over requests of the mean time between their tokens, by the engine's log of
+  when it had read them. Latency: from sending a request to its whole answer, at the client."""
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """Makes the page; a run that was cut off has the plays that it finished."""
+    machine, versions = document["machine"], document["versions"]
+    where = ", ".join(machine["gpus"]) or f"no GPU, {machine['processor']}"
+    lines = ["# The day of the demo at this machine's own pace", ""]
+    if document["complete"]:
+        lines.append("The run came to its end.")
+    else:
+        lines.append(f"**The run is incomplete**: {document['stopped']}.")
+    lines += [f"{policy} was not played: {why}." for policy, why in document["not_played"].items()]
+    lines += [
+        "",
+        f"- Machine: {where}; {machine['cores']} cores, {machine['system']}",
+        f"- Versions: {', '.join(f'{name} {number}' for name, number in versions.items())}",
+        f"- Command: `{' '.join(document['command'])}`",
+        f"- Models: dummy weights of the shape {document['shape']}",
+        f"- Time: {document['seconds']:.0f} of {document['seconds_allowed']:.0f} s",
+    ]
+    if "runs" in document:
+        lines += _results(document)
+    lines += ["", "## What it took", ""]
+    lines += _table(["piece", "engine", "planned, s", "took, s"], _took(document))
+    return "\n".join(lines) + "\n"
+
+
+def _results(document: Mapping[str, Any]) -> list[str]:
+    oracle, stream = document["oracle"][0], document["stream"]
+    names = [run["policy"] for run in document["runs"]]
+    requests = sum(phase["requests"] for phase in stream["phases"])
+    tokens = sum(phase["tokens"] for phase in stream["phases"])
+    lines = [
+        f"- Stream: {requests} requests, {tokens} tokens",
+        f"- Answers: {document['share_of_answers']:.0%} of the lengths that were written down",
+        f"- Oracle: {oracle['tokens_per_second']:.0f} tokens/s, by the measured costs",
+        f"- Over the best static arm, {oracle['best_static']}: {oracle['over_best_static']:.3f}",
+        "",
+        "## The whole day",
+        "",
+    ]
+    head = [
+        "policy", "tokens/s", "÷ oracle", "steered ÷", "ms/token p50", "p99", "latency p50, s",
+        "p99", "time ÷ profile",
+    ]  # fmt: skip
+    lines += _table(head, [_run(run, document["ratios"]) for run in document["runs"]])
+    lines += ["", "## By phase: tokens/s, and ÷ the best arm of the phase", ""]
+    rows = []
+    for number, phase in enumerate(stream["phases"]):
+        cells = [
+            f"{run['phases'][number]['median']:.0f} ({run['phase_shares'][number]:.2f})"
+            for run in document["runs"]
+        ]
+        rows.append([f"{phase['phase']} ×{phase['concurrency']}", oracle["arms"][number], *cells])
+    lines += _table(["phase", "best arm", *names], rows)
+    lost = document["lost_time"][0]
+    causes = ", ".join(f"{cause} {lost[cause]:.1%}" for cause in _CAUSES)
+    lines += [
+        "",
+        f"Steered lost {lost['total']:.1%} of its decode steps' time against the best arm of every",
+        f"single step, by the measured costs: {causes}.",
+        "",
+        "## What the numbers mean",
+        "",
+        _MEANING,
+    ]
+    return lines
+
+
+def _run(run: Mapping[str, Any], ratios: Mapping[str, Any]) -> list[str]:
+    play = run["repeats"][0]
+    ratio = ratios.get(f"steered/{run['policy']}")
+    token, latency = play["token_milliseconds"], play["latency_seconds"]
+    return [
+        run["policy"],
+        f"{run['tokens_per_second']:.0f}",
+        f"{run['share_of_oracle']['median']:.3f}",
+        f"{ratio['median']:.3f}" if ratio else "",
+        f"{token['p50']:.2f}",
+        f"{token['p99']:.2f}",
+        f"{latency['p50']:.2f}",
+        f"{latency['p99']:.2f}",
+        f"{run['time_over_costs']:.2f}",
+    ]
+
+
+def _took(document: Mapping[str, Any]) -> list[list[str]]:
+    """Rows of what was done so far: estimated and measured seconds."""
+    planned = {(piece["name"], piece["policy"]): piece["seconds"] for piece in document["planned"]}
+    rows = []
+    for piece in document["took"]:
+        name, policy = piece["name"], piece["policy"]
+        as_planned = policy if (name, policy) in planned else STATIC_BEST
+        seconds = planned[name, as_planned]
+        rows.append([name, policy, f"{seconds:.0f}", f"{piece['seconds']:.0f}"])
+    return rows
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        f"| {' | '.join(head)} |",
+        f"|{'---|' * len(head)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]

@@ -1,0 +1,93 @@
+"""A run that cannot go on leaves a readable result, with the reason, and no process."""
+
+import json
+import signal
+import sys
+
+import psutil
+import pytest
+import typer
+
+from lab.demo.gpu import __main__ as command_line
+from lab.demo.gpu import engines
+from lab.demo.gpu.plan import SETTINGS
+from lab.demo.gpu.run import BudgetReachedError, GpuDemoOptions, run
+from lab.gpu_check.shapes import SMALL
+from lab.harness.errors import EngineFailedError
+from lab.harness.terminal import Terminal
+
+
+def options(output):
+    return GpuDemoOptions(SETTINGS[SMALL.name], 540.0, 5.0, output, on_cpu=True)
+
+
+def children():
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+@pytest.fixture
+def engine_that(monkeypatch):
+    def choose(code):
+        monkeypatch.setattr(
+            engines, "command", lambda policy, setting, port: [sys.executable, "-c", code]
+        )
+
+    return choose
+
+
+def test_an_engine_that_ends_is_the_reason_that_the_page_gives(engine_that, tmp_path):
+    engine_that("raise SystemExit('no such model')")
+    before = children()
+    with pytest.raises(EngineFailedError, match=r"engine steered(?s:.*)no such model"):
+        run(options(tmp_path), Terminal())
+    document = json.loads((tmp_path / "result.json").read_text())
+    assert not document["complete"]
+    assert "no such model" in document["stopped"]
+    assert "runs" not in document
+    assert "no such model" in (tmp_path / "page.md").read_text()
+    assert children() <= before
+
+
+def test_when_the_time_is_over_the_run_ends_and_says_so(engine_that, tmp_path):
+    engine_that("import time; time.sleep(600)")
+    before = children()
+    previous = signal.signal(signal.SIGALRM, command_line.end_of_time)
+    signal.setitimer(signal.ITIMER_REAL, 3.0)
+    try:
+        with pytest.raises(BudgetReachedError) as ended:
+            run(options(tmp_path), Terminal())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, previous)
+    assert ended.value.code == command_line.EXIT_CUT_OFF
+    document = json.loads((tmp_path / "result.json").read_text())
+    assert document["stopped"] == "the 540 seconds were over"
+    assert children() <= before
+
+
+def test_a_result_says_that_it_is_incomplete_from_the_beginning(tmp_path, monkeypatch):
+    """So that even a run that is killed is told from one that came to its end."""
+    seen = []
+
+    def look(_):
+        seen.append(json.loads((tmp_path / "result.json").read_text()))
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("lab.demo.gpu.run._Day.run", look)
+    with pytest.raises(OSError, match="full"):
+        run(options(tmp_path), Terminal())
+    assert seen[0]["complete"] is False
+    assert "without notice" in seen[0]["stopped"]
+    assert "the disk is full" in json.loads((tmp_path / "result.json").read_text())["stopped"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [({"shape": "none"}, "qwen3-8b, small"), ({"minutes": 1.0, "cpu": True}, "too few")],
+)
+def test_what_cannot_be_done_is_refused_before_anything_starts(arguments, said, tmp_path, capsys):
+    with pytest.raises(typer.Exit) as ended:
+        command_line.demo(output=tmp_path, **arguments)
+    assert ended.value.exit_code == command_line.EXIT_USAGE
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert list(tmp_path.iterdir()) == []
