@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from controller.util.atomic_file import write_whole
+
 _PACKAGES = (
     "speculation-controller", "speculation-controller-shim", "sglang", "torch", "grpcio",
     "protobuf", "numpy",
@@ -23,11 +25,9 @@ def run_facts() -> dict[str, Any]:
 
 
 def write_result(document: Mapping[str, Any], folder: Path) -> None:
-    """Writes `result.json` into a folder; one that was there is whole until it is replaced."""
+    """Writes `result.json` into a folder, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / "result.json.partial"
-    partial.write_text(json.dumps(document, indent=1) + "\n")
-    partial.replace(folder / "result.json")
+    write_whole(folder / "result.json", (json.dumps(document, indent=1) + "\n").encode())
 
 
 def machine() -> dict[str, Any]:
