@@ -31,6 +31,8 @@ _ADAPTIVE_GAMMAS = (1, 3, 7)
 # has to fit beside it, and for that other one.  The KV pools are equal, see --max-total-tokens.
 _ALONE, _STEERED_OF_TWO, _OTHER_OF_TWO = 0.85, 0.45, 0.75
 
+_EMULATED_OPTIONS = ("--attention-backend", "triton", "--sampling-backend", "pytorch")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSetting:
@@ -82,6 +84,8 @@ def _cuda_options(policy: str, setting: EngineSetting) -> list[str]:
     if setting.in_pairs:
         memory = _STEERED_OF_TWO if policy == STEERED else _OTHER_OF_TWO
     return [
+        # FlashAttention and FlashInfer have no emulation.
+        *(_EMULATED_OPTIONS if setting.device is Device.EMULATED else ()),
         "--mem-fraction-static", str(memory),
         # Graphs of prompts would multiply the captures; prompts are not what is measured.
         "--cuda-graph-backend-prefill", "disabled",

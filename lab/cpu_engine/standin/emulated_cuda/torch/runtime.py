@@ -128,6 +128,13 @@ _REPLACED: Final[dict[str, Any]] = {
 }
 
 
+class Generator(torch._C.Generator):
+    """A generator of the device, whose numbers are the processor's."""
+
+    def __new__(cls, device: object = None) -> Generator:
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+
+
 def _copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a function of its own, as torch's compiler wants of each name."""
 
@@ -142,6 +149,7 @@ def install() -> None:
     for name, value in _REPLACED.items():
         setattr(torch.cuda, name, value if isinstance(value, type) else _copy_of(value))
     torch.version.cuda = _CUDA_VERSION
+    torch.Generator = Generator  # type: ignore[misc]
     find_module = torch.get_device_module
 
     def get_device_module(device: Any = None) -> Any:
