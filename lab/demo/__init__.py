@@ -6,6 +6,6 @@ python -m lab.demo
 from lab.harness.requirements import require
 
 require(
-    "lab.demo", "aiohttp", "controller", "grpc", "matplotlib", "numpy", "psutil", "pydantic",
+    "lab.demo", "aiohttp", "controller", "grpc", "numpy", "psutil", "pydantic",
     "rich", "speculation", "typer",
 )  # fmt: skip

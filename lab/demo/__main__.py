@@ -10,6 +10,7 @@ from lab.demo import report
 from lab.demo.run import DemoOptions, run
 from lab.harness.errors import HarnessError
 from lab.harness.processes import end_on_sigterm
+from lab.harness.requirements import require
 from lab.harness.terminal import Terminal
 from lab.paced.day import DAY, DAY_SEED, UNSEEN_DAY, UNSEEN_SEED, build_stream
 
@@ -50,6 +51,7 @@ def demo(
     ),
 ) -> None:
     """Plays a day off, static, with SGLang's adaptive speculation and steered; compares them."""
+    require("lab.demo", "matplotlib")
     end_on_sigterm()
     plans, seed = (DAY, DAY_SEED) if stream is StreamName.DAY else (UNSEEN_DAY, UNSEEN_SEED)
     seeds = range(seed, seed + _FULL_SEEDS) if full else [seed] * repeats

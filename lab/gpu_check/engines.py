@@ -72,23 +72,30 @@ def command(policy: str, setting: EngineSetting, port: int) -> list[str]:
         "--log-level-http", "warning",
         # The engine that waits must leave the machine alone.
         "--sleep-on-idle",
-        *(_cuda_options(policy, setting) if setting.device.takes_cuda_options else ()),
+        *(_memory_options(policy, setting) if setting.device.takes_cuda_options else ()),
+        *cuda_options(setting.device),
         *speculation_flags(policy, setting),
         *(["--disable-overlap-schedule"] if policy.endswith("-no-overlap") else []),
         *setting.options,
     ]  # fmt: skip
 
 
-def _cuda_options(policy: str, setting: EngineSetting) -> list[str]:
+def cuda_options(device: Device) -> list[str]:
+    """Returns the options of every engine with a shape, on a GPU or an emulated one."""
+    if not device.takes_cuda_options:
+        return []
+    # Graphs of prompts would multiply the captures; prompts are not what is measured.
+    prefill = ["--cuda-graph-backend-prefill", "disabled"]
+    # FlashAttention and FlashInfer have no emulation.
+    return [*prefill, *(_EMULATED_OPTIONS if device is Device.EMULATED else ())]
+
+
+def _memory_options(policy: str, setting: EngineSetting) -> list[str]:
     memory = _ALONE
     if setting.in_pairs:
         memory = _STEERED_OF_TWO if policy == STEERED else _OTHER_OF_TWO
     return [
-        # FlashAttention and FlashInfer have no emulation.
-        *(_EMULATED_OPTIONS if setting.device is Device.EMULATED else ()),
         "--mem-fraction-static", str(memory),
-        # Graphs of prompts would multiply the captures; prompts are not what is measured.
-        "--cuda-graph-backend-prefill", "disabled",
         "--cuda-graph-bs-decode", *map(str, setting.graph_sizes),
     ]  # fmt: skip
 

@@ -1,22 +1,28 @@
-"""Registers SGLang plugins that belong to a run, and not to an installed package."""
+"""Registers SGLang plugins that belong to a run, and not to an installed package.
+
+SGLang finds plugins by the entry points of installed distributions.  The lab is in no wheel, so a
+run writes the metadata of a distribution into a folder on the engines' path.
+"""
 
 import os
 from pathlib import Path
+from types import ModuleType
 
-# The engine imports a plugin's module, which is in no wheel, from the clone.
 _CLONE = Path(__file__).resolve().parents[2]
 
 
-def register_plugin(folder: Path, name: str, target: str) -> dict[str, str]:
-    """Declares an entry point in a folder; returns the variable with which an engine finds it.
+def register_plugins(folder: Path, *modules: ModuleType) -> dict[str, str]:
+    """Has SGLang call `register` of each module, in each process of the engines that are told.
 
-    target: MODULE:FUNCTION; SGLang calls it in each of its processes.
+    Returns the variable that tells an engine.
     """
-    info = folder / f"{name.replace('-', '_')}-0.dist-info"
+    info = folder / "lab_plugins-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    lines = ("Metadata-Version: 2.1", f"Name: {name}", "Version: 0")
+    lines = ("Metadata-Version: 2.1", "Name: lab-plugins", "Version: 0")
     (info / "METADATA").write_text("\n".join(lines) + "\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {target}\n")
+    names = [module.__name__ for module in modules]
+    entries = [f"{name.replace('.', '_')} = {name}:register" for name in names]
+    (info / "entry_points.txt").write_text("\n".join(["[sglang.srt.plugins]", *entries]) + "\n")
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = dict.fromkeys([str(folder), *inherited, str(_CLONE), str(_CLONE / "proto")])
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from lab.demo.gpu import engines
 from lab.demo.gpu.plan import SETTINGS, Piece, total
 from lab.demo.gpu.run import BudgetReachedError, GpuDemoOptions, plan, run
-from lab.gpu_check.shapes import QWEN3_8B, SMALL
+from lab.gpu_check.device import Device
+from lab.gpu_check.shapes import EMULATED, QWEN3_8B, SMALL
 from lab.harness.errors import HarnessError
 from lab.harness.machine import gpus
 from lab.harness.processes import end_on_sigterm
@@ -18,6 +18,8 @@ from lab.harness.terminal import Terminal
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2  # an unknown shape, too few minutes, or no GPU
+# More would not make the table of an emulated device any better.
+EMULATED_PROFILE_SECONDS = 15.0
 EXIT_CUT_OFF = 4  # the minutes were over; what there is has been written
 
 
@@ -35,6 +37,14 @@ def demo(
     cpu: Annotated[
         bool, typer.Option("--cpu", help="On this processor: tries the run itself out.")
     ] = False,
+    emulated: Annotated[
+        bool,
+        typer.Option(
+            "--emulated",
+            envvar="LAB_EMULATED_CUDA",
+            help="SGLang's CUDA paths on this processor, with tiny models whatever the shape.",
+        ),
+    ] = False,
     plan_only: Annotated[
         bool, typer.Option("--plan", help="Prints what would be done, and how long it takes.")
     ] = False,
@@ -44,12 +54,15 @@ def demo(
 ) -> None:
     """Plays the day of the demo on a GPU: off, static, SGLang's adaptive mode and steered."""
     terminal = Terminal()
+    device = Device.EMULATED if emulated else Device.CPU if cpu else Device.GPU
     name = shape or (SMALL.name if cpu else QWEN3_8B.name)
+    if emulated:
+        name, profile_seconds = EMULATED.name, min(profile_seconds, EMULATED_PROFILE_SECONDS)
     if name not in SETTINGS:
         terminal.say(f"--shape {name!r} is unknown: choose one of {', '.join(SETTINGS)}")
         raise typer.Exit(EXIT_USAGE)
     asked = GpuDemoOptions(
-        SETTINGS[name], 60.0 * minutes, profile_seconds, output, cpu, tuple(options or ())
+        SETTINGS[name], 60.0 * minutes, profile_seconds, output, device, tuple(options or ())
     )
     try:
         share, planned = plan(asked)
@@ -59,9 +72,10 @@ def demo(
     if plan_only:
         _show_plan(share, planned, terminal)
         return
-    if engines.server_module(on_cpu=cpu) == engines.GPU_SERVER and not gpus():
+    if device is Device.GPU and not gpus():
         terminal.say(
-            "no GPU was found (nvidia-smi lists none); `--cpu` tries the same run on the processor"
+            "no GPU was found (nvidia-smi lists none); `--cpu` or `--emulated` tries the same run "
+            "on the processor"
         )
         raise typer.Exit(EXIT_USAGE)
     end_on_sigterm()

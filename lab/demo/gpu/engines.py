@@ -8,8 +8,10 @@ from pathlib import Path
 from lab.cpu_engine.forking import popen
 from lab.demo.gpu import engine_watch
 from lab.demo.gpu.plan import DaySetting
+from lab.gpu_check.device import Device
+from lab.gpu_check.engines import cuda_options
 from lab.gpu_check.shapes import ModelFolders
-from lab.harness.engine_plugins import register_plugin
+from lab.harness.engine_plugins import register_plugins
 from lab.harness.engines import Engine, Workplace, launch_engine
 from lab.paced.engines import (
     PREFILL_CHUNK_TOKENS,
@@ -22,7 +24,6 @@ from lab.paced.engines import (
 READY_SECONDS = 400.0
 # More than prompt and answer of the longest request.
 _CONTEXT = 2048
-GPU_SERVER = "sglang.launch_server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +37,15 @@ class EngineSetting:
     day: DaySetting
     models: ModelFolders
     curves: engine_watch.Curves
-    on_cpu: bool
+    device: Device
     options: tuple[str, ...] = ()
-
-
-def server_module(*, on_cpu: bool) -> str:
-    """Names the module that serves."""
-    return "lab.cpu_engine.serve" if on_cpu else GPU_SERVER
 
 
 def command(policy: str, setting: EngineSetting, port: int) -> list[str]:
     """Makes the command line of an engine."""
     day = setting.day
     return [
-        sys.executable, "-m", server_module(on_cpu=setting.on_cpu),
+        sys.executable, "-m", setting.device.server_module,
         "--model-path", str(setting.models.target),
         "--load-format", "dummy",
         "--skip-tokenizer-init",
@@ -63,6 +59,7 @@ def command(policy: str, setting: EngineSetting, port: int) -> list[str]:
         "--random-seed", "1",
         "--log-level-http", "warning",
         "--sleep-on-idle",
+        *cuda_options(setting.device),
         *speculation_flags(policy, setting.models.eagle3),
         *setting.options,
     ]  # fmt: skip
@@ -74,9 +71,7 @@ def environment(policy: str, setting: EngineSetting, place: Workplace) -> dict[s
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     variables = {
-        **register_plugin(
-            Path(place.scratch, "plugins"), "demo-watch", f"{engine_watch.__name__}:register"
-        ),
+        **register_plugins(Path(place.scratch, "plugins"), engine_watch),
         **engine_watch.settings(log, setting.curves),
     }
     if is_steered(policy):

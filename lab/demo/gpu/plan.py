@@ -7,7 +7,8 @@ requests stay, and their answers shrink alike.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lab.gpu_check.shapes import QWEN3_8B, SMALL, Shape
+from lab.gpu_check import budget
+from lab.gpu_check.shapes import EMULATED, QWEN3_8B, SMALL, Shape
 from lab.paced.day import DAY, DAY_SEED, PhasePlan, Stream, build_stream, warm_up_stream
 from lab.paced.engines import ADAPTIVE, OFF, STEERED
 
@@ -46,10 +47,11 @@ class Prices:
     profile: float
 
 
-# Estimates from published step times and SGLang's usual starts: nothing has been measured yet.
+_LISTED = budget.Prices.read()
+# The price list of `gpu_check`, which a run on a GPU replaces, and estimates beside it.
 _H100 = Prices(
-    sidecar=4.0, start=38.0, graph=0.12, stop=3.0, step=0.0068, sequence=5e-5, request=0.006,
-    profile=8.0,
+    sidecar=4.0, start=_LISTED.launch, graph=_LISTED.capture, stop=3.0, step=_LISTED.decode_pass,
+    sequence=5e-5, request=_LISTED.request, profile=8.0,
 )  # fmt: skip
 # Two busy cores, with the small shape and emulated graphs.
 _PROCESSOR = Prices(
@@ -112,6 +114,14 @@ SETTINGS: Mapping[str, DaySetting] = {
                 PhasePlan("collapse", ("unseen",), 2, 4, 48, 32),
             ),
             DAY_SEED, (0, 1, 3), (1, 2, 4), 8192, _PROCESSOR,
+        ),
+        DaySetting(
+            EMULATED,
+            (
+                PhasePlan("night", ("code",), 1, 1, 16, 16),
+                PhasePlan("burst", ("chat", "unseen"), 2, 4, 12, 16),
+            ),
+            DAY_SEED, (0, 1, 3), (1, 2), 4096, _PROCESSOR,
         ),
     )
 }  # fmt: skip

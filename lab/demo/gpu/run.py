@@ -26,6 +26,7 @@ from lab.demo.gpu.plan import (
     total,
 )
 from lab.demo.outcome import DemoOutcome
+from lab.gpu_check.device import Device
 from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
 from lab.harness.machine import run_facts, write_result
@@ -58,7 +59,7 @@ class GpuDemoOptions:
     seconds: float
     profile_seconds: float
     output: Path
-    on_cpu: bool = False
+    device: Device = Device.GPU
     engine_options: tuple[str, ...] = ()
 
 
@@ -111,7 +112,7 @@ class _Record:
             "complete": False,
             "stopped": "the run was ended without notice, or goes on",
             "shape": options.day.shape.name,
-            "on_cpu": options.on_cpu,
+            "device": options.device.value,
             "seconds_allowed": options.seconds,
             "planned": [asdict(piece) for piece in planned],
             "took": [],
@@ -167,7 +168,7 @@ class _Day(StreamHarness):
             options.day,
             options.day.shape.write(place.scratch / "models"),
             self._curves,
-            options.on_cpu,
+            options.device,
             options.engine_options,
         )
         self._forecast = Forecast(options.day)

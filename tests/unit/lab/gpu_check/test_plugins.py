@@ -32,7 +32,7 @@ def test_every_plugin_is_found_by_the_checks_own_engines_and_by_no_other(tmp_pat
     assert printed({}) == "[]"
 
 
-@pytest.mark.parametrize("module", plugins._MODULES)
+@pytest.mark.parametrize("module", plugins.MODULES)
 def test_a_plugin_without_its_variable_does_nothing(module, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(module.VARIABLE, raising=False)
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler", None)

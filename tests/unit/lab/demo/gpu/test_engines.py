@@ -7,6 +7,7 @@ import pytest
 
 from lab.demo.gpu import engine_watch, engines
 from lab.demo.gpu.plan import SETTINGS
+from lab.gpu_check.device import Device
 from lab.gpu_check.shapes import QWEN3_8B
 from lab.harness.engines import Workplace
 from lab.paced.engines import ADAPTIVE, OFF, STEERED, log_path, static
@@ -25,7 +26,7 @@ def setting(tmp_path):
     models = QWEN3_8B.write(tmp_path / "models")
     options = ("--attention-backend", "triton")
     return engines.EngineSetting(
-        SETTINGS[QWEN3_8B.name], models, own_curves(), on_cpu=False, options=options
+        SETTINGS[QWEN3_8B.name], models, own_curves(), Device.GPU, options=options
     )
 
 
@@ -42,10 +43,6 @@ def test_caches_graphs_and_batches_are_the_same(setting):
     assert common[first : first + len(sizes)] == sizes
     assert "--speculative-algorithm" not in common
     assert "--speculative-adaptive" in commands[2]
-
-
-def test_without_a_gpu_the_cpu_engine_serves():
-    assert engines.server_module(on_cpu=True) == "lab.cpu_engine.serve"
 
 
 def test_all_draw_and_log_and_only_the_steered_one_knows_the_sidecar(setting, place):

@@ -12,13 +12,14 @@ from lab.demo.gpu import __main__ as command_line
 from lab.demo.gpu import engines
 from lab.demo.gpu.plan import SETTINGS
 from lab.demo.gpu.run import BudgetReachedError, GpuDemoOptions, run
+from lab.gpu_check.device import Device
 from lab.gpu_check.shapes import SMALL
 from lab.harness.errors import EngineFailedError
 from lab.harness.terminal import Terminal
 
 
 def options(output):
-    return GpuDemoOptions(SETTINGS[SMALL.name], 540.0, 5.0, output, on_cpu=True)
+    return GpuDemoOptions(SETTINGS[SMALL.name], 540.0, 5.0, output, device=Device.CPU)
 
 
 def children():
