@@ -47,7 +47,7 @@ def prepare_sglang() -> None:
         try:
             emulation.install_in_sglang()
         except Exception as error:
-            # SGLang goes on without a plugin that fails, here with half of a device.
+            # SGLang continues without a plugin that fails, here with half of a device.
             traceback.print_exc()
             raise SystemExit(f"the emulated GPU could not be put in place: {error}") from error
     if not _wanted():

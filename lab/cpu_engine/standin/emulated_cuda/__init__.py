@@ -1,4 +1,4 @@
-"""SGLang's CUDA code paths on a CPU: an emulated device that says so in its name.
+"""SGLang's CUDA code paths on a CPU, over a device whose name says that it is emulated.
 
     torch      torch.cuda, tensors on "cuda", streams, events, graphs, and what waits for a device
     library    the operators of sgl_kernel's compiled library, in torch

@@ -148,19 +148,20 @@ def _copy_cache_rows(grid: Grid, named: Arguments) -> None:
 
 def _list_slots(grid: Grid, named: Arguments) -> None:
     table, out = named["req_to_token_ptr"], named["kv_indices_ptr"]
-    rows, lengths, starts, first = (
-        None if named[name] is None else named[name][: grid[0]].tolist()
-        for name in ("req_pool_indices_ptr", "page_kernel_lens_ptr", "kv_indptr", "kv_start_idx")
+    rows, lengths, starts = (
+        named[name][: grid[0]].tolist()
+        for name in ("req_pool_indices_ptr", "page_kernel_lens_ptr", "kv_indptr")
     )
+    first = named["kv_start_idx"]
     for number, (row, length, at) in enumerate(zip(rows, lengths, starts, strict=True)):
-        begin = first[number] if first else 0
+        begin = 0 if first is None else int(first[number])
         out[at : at + length] = table[row, begin : begin + length].to(out.dtype)
 
 
 def _list_draft_slots(grid: Grid, named: Arguments) -> None:
-    """For each further draft: the slots of its sequence, and of the drafts before it.
+    """Lists, for each further draft, the slots of its sequence and of the drafts before it.
 
-    With one branch only.
+    It knows one branch only.
     """
     steps, size = named["NUM_STEPS"] or grid[0], grid[1]
     table, out, pointers = named["req_to_token"], named["kv_indices"], named["kv_indptr"]
