@@ -6,6 +6,7 @@ process, spawned ones included, that has this folder on its path, and in no othe
 
 import os
 import sys
+import traceback
 from typing import Any
 
 # How long a controller waits for a request before it sees to its watchdog.
@@ -43,7 +44,12 @@ def prepare_sglang() -> None:
     if _emulates_cuda():
         from emulated_cuda import patches as emulation
 
-        emulation.install_in_sglang()
+        try:
+            emulation.install_in_sglang()
+        except Exception as error:
+            # SGLang continues without a plugin that fails, here with half of a device.
+            traceback.print_exc()
+            raise SystemExit(f"the emulated GPU could not be put in place: {error}") from error
     if not _wanted():
         return
     accept_any_weight()

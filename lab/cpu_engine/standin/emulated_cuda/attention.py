@@ -1,13 +1,12 @@
 """SGLang's Triton attention kernels in torch, because Triton's interpreter takes minutes for them.
 
 An interpreted launch runs every program of its grid in Python: one for each sequence, head, and
-split of the cache.  With EMULATED_CUDA_ATTENTION=interpreted the kernels themselves run.  Sliding
+split of the cache.  With EMULATED_CUDA_TRITON=interpreted the kernels themselves run.  Sliding
 windows, sinks, and other variants always do.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from itertools import pairwise
 from types import ModuleType
@@ -16,6 +15,8 @@ from typing import Any, Final
 import torch
 from cpu_graphs import recorder
 from torch import Tensor
+
+from emulated_cuda import triton_kernels
 
 # What SGLang passes for a variant that is not asked for.
 _PLAIN: Final[dict[str, tuple[Any, ...]]] = {
@@ -35,14 +36,9 @@ _PLAIN: Final[dict[str, tuple[Any, ...]]] = {
 }
 
 
-def is_interpreted() -> bool:
-    """Whether the environment asks for the kernels themselves."""
-    return os.environ.get("EMULATED_CUDA_ATTENTION") == "interpreted"
-
-
 def install(decode: ModuleType, extend: ModuleType) -> None:
     """Replaces the kernels' functions in SGLang's modules."""
-    if is_interpreted():
+    if triton_kernels.is_interpreted():
         return
     for module, name, kernel in (
         (decode, "decode_attention_fwd", decode_attention),

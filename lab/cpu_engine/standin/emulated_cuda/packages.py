@@ -1,4 +1,4 @@
-"""What stands for packages that SGLang imports on CUDA and that are not installed.
+"""Stands in for packages that SGLang imports on CUDA and that are not installed.
 
 Of nvidia-cutlass-dsl and sgl-flash-mla, SGLang uses on Hopper, for dense models, only the imports.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from enum import IntEnum
 from types import ModuleType
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 _DUAL_GEMM: Final = "sglang.kernels.ops.gemm.cutedsl_dual_gemm"
 
@@ -24,7 +24,9 @@ class _DualGemmQuantMode(IntEnum):
 class _Missing(ModuleType):
     """A module whose functions can be imported, and fail when they are called."""
 
-    __path__: ClassVar[list[str]] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

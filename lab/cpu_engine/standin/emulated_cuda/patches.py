@@ -33,7 +33,7 @@ def install_in_sglang() -> None:
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
     from sglang.srt.utils import custom_op
 
-    from emulated_cuda import attention
+    from emulated_cuda import attention, triton_kernels
 
     _compile_in_torch(loader)
     # A GPU's engine has none of the modes that the emulation is made of.
@@ -42,7 +42,7 @@ def install_in_sglang() -> None:
     # time here.
     decode_cuda_graph_runner.freeze_gc = lambda _: nullcontext()
     record_triton()
-    _interpret_triton()
+    triton_kernels.install()
     attention.install(decode_attention, extend_attention)
 
 
@@ -55,34 +55,6 @@ def _compile_in_torch(loader: ModuleType) -> None:
     changed._load = lambda found: jit.make_module(
         found.spec.module_args, (*found.spec.cpp_wrappers, *found.spec.cuda_wrappers)
     )
-
-
-def _interpret_triton() -> None:
-    """Has Triton's interpreter launch as on CUDA.
-
-    A kernel waits for the one before it, and lets the next one begin; here none overlaps another.
-    """
-    from triton.language.extra import cuda
-    from triton.runtime.interpreter import GridExecutor
-
-    from emulated_cuda.torch import places
-
-    launch = GridExecutor.__call__
-
-    def launch_on_device(executor: Any, *arguments: Any, **keywords: Any) -> None:
-        for value in (*arguments, *keywords.values()):
-            if isinstance(value, torch.Tensor) and not places.is_on_device(value):
-                raise ValueError(
-                    "Pointer argument cannot be accessed from Triton (cpu tensor?): a tensor of "
-                    f"shape {list(value.shape)} for {executor.fn.__name__}"
-                )
-        with torch._C.DisableTorchFunction():
-            launch(executor, *arguments, **keywords)
-
-    type.__setattr__(GridExecutor, "__call__", launch_on_device)
-
-    for name in ("gdc_wait", "gdc_launch_dependents"):
-        setattr(cuda, name, lambda: None)
 
 
 def _replace_nccl() -> None:

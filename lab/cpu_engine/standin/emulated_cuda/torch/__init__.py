@@ -1,4 +1,4 @@
-"""What torch is on the emulated device.
+"""Makes torch take the emulated device for a GPU.
 
     places     which memory lies on the device, and how much of it is taken
     functions  sends every call of torch to the CPU, and keeps where its results belong

@@ -187,7 +187,7 @@ def _numpy(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
 
 
 _ANSWERS: Final[dict[Any, Callable[..., Any]]] = {
-    Tensor.device.__get__: _device,  # type: ignore[attr-defined]
+    Tensor.device.__get__: _device,
     Tensor.is_cuda.__get__: places.is_on_device,  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: lambda tensor: not places.is_on_device(tensor),  # type: ignore[attr-defined]
     Tensor.get_device: lambda tensor: 0 if places.is_on_device(tensor) else -1,

@@ -1,4 +1,4 @@
-"""Which memory lies on the emulated device, and how much of it is taken.
+"""Keeps which memory lies on the emulated device, and how much of it is taken.
 
 All memory is the host's.  A storage that stands for memory of the device carries an `Allocation`;
 one that stands for page-locked memory of the host carries a mark.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from cpu_graphs import graph
@@ -128,11 +128,12 @@ _REPLACED: Final[dict[str, Any]] = {
 }
 
 
-class Generator(torch._C.Generator):
-    """A generator of the device, whose numbers are the processor's."""
+class _Generator(torch._C.Generator):
+    """Takes the place of `torch.Generator`: all random numbers are the CPU's."""
 
-    def __new__(cls, device: object = None) -> Generator:
-        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+    def __new__(cls, device: Any = "cpu") -> Self:
+        wanted = "cpu" if torch.device(device).type == "cuda" else device
+        return super().__new__(cls, device=wanted)
 
 
 def _copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,10 +150,10 @@ def install() -> None:
     for name, value in _REPLACED.items():
         setattr(torch.cuda, name, value if isinstance(value, type) else _copy_of(value))
     torch.version.cuda = _CUDA_VERSION
-    torch.Generator = Generator  # type: ignore[misc]
+    vars(torch)["Generator"] = _Generator
     find_module = torch.get_device_module
 
     def get_device_module(device: Any = None) -> Any:
         return torch.cuda if device is None else find_module(device)
 
-    torch.get_device_module = get_device_module
+    vars(torch)["get_device_module"] = get_device_module

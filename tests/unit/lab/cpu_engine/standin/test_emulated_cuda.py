@@ -1,0 +1,85 @@
+"""The emulated GPU answers, warns, refuses and counts as a real one does."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.cpu_engine.environment import emulated_cuda_env
+
+pytest.importorskip("sglang")
+_PROBE = Path(__file__).with_name("emulated_cuda_probe.py")
+
+
+@cache
+def found() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(_PROBE)],
+        env=emulated_cuda_env(os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answers
+
+
+def test_nobody_takes_it_for_a_gpu() -> None:
+    assert "emulated" in found()["name"]
+    listed = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"],
+        env=emulated_cuda_env(os.environ),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "emulated" in listed.stdout
+
+
+def test_it_has_the_capability_of_an_h100() -> None:
+    assert found()["capability"] == [9, 0]
+
+
+def test_tensors_know_where_they_are() -> None:
+    assert found()["devices"] == ["cuda:0", "cuda:0", "cuda:0", "cpu", "cpu"]
+    assert found()["parameter"] == "cuda:0"
+    assert found()["copy_is_a_copy"]
+
+
+def test_memory_is_counted() -> None:
+    assert found()["taken"] == 1 << 20
+    assert found()["given_back"]
+
+
+def test_what_a_gpu_cannot_reach_is_refused() -> None:
+    assert "Expected all tensors to be on the same device" in found()["mixture"]
+    assert "can't convert cuda:0 device type tensor to numpy" in found()["numpy"]
+
+
+def test_waits_are_warned_of_and_nothing_else() -> None:
+    assert found()["warnings"] == {
+        "item": 1, "list": 1, "blocking": 1, "mask": 1, "stream": 1,
+        "host item": 0, "pinned": 0, "add": 0,
+    }  # fmt: skip
+
+
+def test_a_graph_replays_the_devices_work_alone() -> None:
+    # The capture itself computes, which no GPU does.
+    before, after = found()["replayed"]
+    assert after == before + 2
+    assert found()["host_work"] == 1
+
+
+def test_a_capture_refuses_a_wait() -> None:
+    assert "operation not permitted when stream is capturing" in found()["capture"]
+
+
+def test_the_library_normalises_halves_only() -> None:
+    assert "failed to dispatch data type Float" in found()["float32_norm"]
+    assert found()["bfloat16_norm"] == "none"
