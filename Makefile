@@ -62,7 +62,7 @@ soak: setup ## Half an hour of load: nothing may grow, nothing may differ from w
 fuzz: setup ## Bad input for everything that reads, for as long as you like (ARGS="--minutes 240")
 	@$(PYTHON_IN) -m tests.system.fuzz $(ARGS)
 
-golden: setup ## Compares the standard suite's numbers with the golden ones, exactly (six minutes)
+golden: setup ## Compares the standard suite's decisions and numbers with the golden ones (six minutes)
 	@$(PYTHON_IN) -m tests.support.golden $(ARGS)
 
 demo: setup ## What steering gains: one day, four policies, the real SGLang at an H100's pace (8 minutes)

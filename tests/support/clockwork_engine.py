@@ -63,7 +63,8 @@ class ClockworkEngine:
     """`with ClockworkEngine(address) as engine`: decodes, reports, is steered.
 
     noise: relative, normal.  outliers: share of steps that take ten times as long.  drift: the
-    machine's slowness as a function of the step's number.  batch_cap: sequences it really runs.
+    machine's slowness as a function of how often the draft length has changed, and not of time,
+    since a busy machine takes more steps for a visit.  batch_cap: sequences it really runs.
     obeys: False for a shim whose switch does not take.  wake_seconds: what each token takes that
     its drafter missed at gamma = 0.
     """
@@ -74,6 +75,7 @@ class ClockworkEngine:
         self.outliers = 0.0
         self.wake_seconds = 0.0
         self._missed = 0
+        self._visit = 0
         self.drift: Callable[[int], float] = lambda _: 1.0
         self.batch_cap = 1000
         self.obeys = True
@@ -224,7 +226,8 @@ class ClockworkEngine:
         flags: engine_pb2.StepFlags,
     ) -> None:
         size = len(accepted)
-        seconds = (step_seconds(gamma, size) + K_KV * kv_tokens) * self.drift(step)
+        self._visit += flags.switched
+        seconds = (step_seconds(gamma, size) + K_KV * kv_tokens) * self.drift(self._visit)
         seconds *= max(1 + self.noise * self._random.gauss(0, 1), 0.5)
         woken, self._missed = (self._missed, 0) if gamma else (0, self._missed + size)
         woke = self.wake_seconds > 0 and woken > 0

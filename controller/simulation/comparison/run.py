@@ -3,6 +3,7 @@
 The oracle is the best run of all that know the truth and of all static arms.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -25,7 +26,7 @@ from controller.simulation.comparison.contestants import (
 from controller.simulation.comparison.recovery import recovery_steps
 from controller.simulation.comparison.truth import Truth
 from controller.simulation.controller_policy import ControllerPolicy
-from controller.simulation.engine import RunResult, simulate
+from controller.simulation.engine import RunResult, Trace, simulate
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.latency import spread
 from controller.simulation.peers.sglang_adaptive import PeerUnavailableError
@@ -36,6 +37,8 @@ from controller.simulation.surface import CostSurface
 from controller.simulation.workload import ClosedLoop
 
 _POINTS = 200
+# 64 bits: far more than chance equality of a few thousand runs takes.
+_DIGEST_DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,8 @@ class PolicyRun:
     """One policy on one seed.
 
     score: what policies are compared by, see `RunResult.score`.  recovery: steps after each sudden
-    change, in order.  latency: in an open loop.
+    change, in order.  latency: in an open loop.  decisions: a digest of what ran, step by step,
+    which is the same wherever the same was decided.
     """
 
     name: str
@@ -59,6 +63,7 @@ class PolicyRun:
     sequence_seconds: float
     decision_seconds: float
     latency: Latency | None
+    decisions: str
 
     @property
     def rate(self) -> float:
@@ -148,7 +153,14 @@ def _summary(name: str, policy: Policy, result: RunResult, recovery: list[float]
         result.sequence_seconds,
         result.decision_seconds,
         latency,
+        _digest(result.trace),
     )
+
+
+def _digest(trace: Trace) -> str:
+    """Hashes the arm, the batch and the tokens of every step: whole numbers, and no times."""
+    steps = np.array([trace.arms, trace.batch_sizes, trace.kv_tokens, trace.tokens], dtype="<i8")
+    return hashlib.sha256(steps.tobytes()).hexdigest()[:_DIGEST_DIGITS]
 
 
 def run_all(

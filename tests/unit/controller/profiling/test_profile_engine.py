@@ -24,6 +24,8 @@ from controller.profiling.partial import partial_path
 from speculation.v1 import engine_pb2, plan_pb2
 from tests.support.clockwork_engine import GAMMAS, K_KV, ClockworkEngine, introduction, step_seconds
 from tests.unit.controller.profiling.harness import (
+    BUDGET_SECONDS,
+    HOPELESS,
     QUICK,
     Notes,
     beside,
@@ -43,7 +45,7 @@ def truth_at(context_tokens):
 async def test_the_profile_recovers_the_engines_cost_function(tmp_path):
     engine, notes = ClockworkEngine(socket_address(tmp_path)), Notes()
     async with beside(tmp_path, engine):
-        settings = ProfilingSettings(budget_seconds=6.0)
+        settings = ProfilingSettings(budget_seconds=BUDGET_SECONDS)
         outcome = await profile(tmp_path, engine, notes, settings=settings)
     found = outcome.profile
     assert {(c.gamma, c.batch_size) for c in found.cells} == {
@@ -55,7 +57,6 @@ async def test_the_profile_recovers_the_engines_cost_function(tmp_path):
     assert min(c.steps for c in found.cells) >= 3
     # The noise is 2 %: its interquartile range is 2.7 %.
     assert all(0.002 < c.spread_seconds / c.step_seconds < 0.1 for c in found.cells)
-    assert outcome.seconds < 12
     assert notes.shares == sorted(notes.shares)
     assert "context term" in notes.text
 
@@ -86,7 +87,7 @@ async def test_what_waking_the_drafter_takes_is_measured_on_the_way(tmp_path):
     engine, notes = ClockworkEngine(socket_address(tmp_path), spec), Notes()
     engine.wake_seconds, engine.outliers = 5e-4, 0.02
     async with beside(tmp_path, engine):
-        settings = ProfilingSettings(budget_seconds=6.0)
+        settings = ProfilingSettings(budget_seconds=BUDGET_SECONDS)
         found = (await profile(tmp_path, engine, notes, settings=settings)).profile
     assert found.catch_up_seconds_per_token == pytest.approx(5e-4, rel=0.1)
     assert "us for each token that it missed" in notes.text
@@ -130,9 +131,9 @@ async def test_outliers_of_ten_times_the_cost_do_not_reach_the_medians(tmp_path)
 
 async def test_a_machine_that_slows_down_meanwhile_keeps_the_ratios_between_the_arms(tmp_path):
     engine = ClockworkEngine(socket_address(tmp_path))
-    engine.drift = lambda step: 1 + 0.25 * math.sin(step / 150)
+    engine.drift = lambda visit: 1 + 0.25 * math.sin(visit / 15)
     async with beside(tmp_path, engine):
-        settings = dataclasses.replace(QUICK, batch_sizes=(4,), tolerance=0.001)
+        settings = dataclasses.replace(QUICK, batch_sizes=(4,), tolerance=0.006)
         outcome = await profile(tmp_path, engine, settings=settings)
     truth = truth_at(outcome.profile.kv_tokens_per_sequence)
     cells = {c.gamma: c.step_seconds for c in outcome.profile.cells}
@@ -204,7 +205,7 @@ async def test_an_unreadable_partial_is_named_and_measured_anew(tmp_path, conten
     engine, notes = ClockworkEngine(socket_address(tmp_path)), Notes()
     partial_path(tmp_path / "profile.json").write_text(content)
     async with beside(tmp_path, engine):
-        settings = dataclasses.replace(QUICK, batch_sizes=(1,), budget_seconds=1.0)
+        settings = dataclasses.replace(QUICK, batch_sizes=(1,))
         outcome = await profile(tmp_path, engine, notes, settings=settings)
     assert "starts again" in notes.text
     assert complaint in notes.text
@@ -213,7 +214,7 @@ async def test_an_unreadable_partial_is_named_and_measured_anew(tmp_path, conten
 
 async def test_a_matching_profile_is_reused_and_installed(tmp_path):
     engine = ClockworkEngine(socket_address(tmp_path))
-    settings = dataclasses.replace(QUICK, batch_sizes=(1,), budget_seconds=1.0)
+    settings = dataclasses.replace(QUICK, batch_sizes=(1,))
     async with sidecar(tmp_path) as serving:
         async with running(engine):
             first = await profile(tmp_path, engine, settings=settings)
@@ -231,7 +232,7 @@ async def test_a_matching_profile_is_reused_and_installed(tmp_path):
 
 async def test_another_engines_profile_is_refused_by_the_field_until_forced(tmp_path):
     engine = ClockworkEngine(socket_address(tmp_path))
-    settings = dataclasses.replace(QUICK, batch_sizes=(1,), budget_seconds=1.0)
+    settings = dataclasses.replace(QUICK, batch_sizes=(1,))
     spec = introduction()
     spec.fingerprint.device = "Another CPU"
     other = ClockworkEngine(socket_address(tmp_path), spec)
@@ -260,14 +261,14 @@ async def test_a_shim_whose_switch_does_not_take_is_found_out(tmp_path):
     engine.obeys = False
     async with beside(tmp_path, engine):
         with pytest.raises(MeasurementStalledError, match=r"eagle3 gamma 0 .* x eagle3 gamma 3"):
-            await profile(tmp_path, engine)
+            await profile(tmp_path, engine, settings=HOPELESS)
 
 
 async def test_a_batch_that_never_comes_up_is_left_out_with_what_came_instead(tmp_path):
     engine, notes = ClockworkEngine(socket_address(tmp_path)), Notes()
     engine.batch_cap = 3
     async with beside(tmp_path, engine):
-        outcome = await profile(tmp_path, engine, notes)
+        outcome = await profile(tmp_path, engine, notes, settings=HOPELESS)
     assert {c.batch_size for c in outcome.profile.cells} == {1}
     assert "left out B=4" in notes.text
     assert "batch of 3" in notes.text
@@ -288,7 +289,7 @@ async def test_an_engine_that_reports_nothing_is_not_the_one_that_was_introduced
     stranger = ClockworkEngine("")
     async with beside(tmp_path, introduced, stranger):
         with pytest.raises(MeasurementStalledError, match="reports no step at all"):
-            await profile(tmp_path, stranger)
+            await profile(tmp_path, stranger, settings=HOPELESS)
 
 
 async def test_an_engine_without_a_shim_is_said_to_have_none(tmp_path):
@@ -301,7 +302,7 @@ async def test_an_engine_without_a_shim_is_said_to_have_none(tmp_path):
 async def test_several_engines_need_to_be_told_apart(tmp_path):
     address = socket_address(tmp_path)
     engines = [ClockworkEngine(address, introduction(name)) for name in ("one", "two")]
-    settings = dataclasses.replace(QUICK, batch_sizes=(1,), budget_seconds=1.0)
+    settings = dataclasses.replace(QUICK, batch_sizes=(1,))
     async with beside(tmp_path, *engines):
         with pytest.raises(EngineNotIntroducedError, match=r"2 engines .*one, two.*--engine-id"):
             await profile(tmp_path, engines[1])
@@ -332,7 +333,7 @@ async def test_an_engine_url_that_nobody_serves_is_refused_after_the_wait(tmp_pa
 async def test_an_engine_that_is_still_starting_is_waited_for(tmp_path):
     engine, notes = ClockworkEngine(socket_address(tmp_path)), Notes()
     engine.healthy = False
-    settings = dataclasses.replace(QUICK, batch_sizes=(1,), budget_seconds=1.0)
+    settings = dataclasses.replace(QUICK, batch_sizes=(1,))
     async with beside(tmp_path, engine):
         task = asyncio.create_task(
             profile(tmp_path, engine, notes, settings=settings, wait_seconds=15.0)
@@ -360,7 +361,7 @@ async def test_a_batch_size_beyond_the_engines_is_a_usage_error(tmp_path):
 async def test_an_engine_with_an_api_key_wants_it(tmp_path):
     engine = ClockworkEngine(socket_address(tmp_path))
     engine.api_key = "secret"
-    settings = dataclasses.replace(QUICK, batch_sizes=(1,), budget_seconds=1.0)
+    settings = dataclasses.replace(QUICK, batch_sizes=(1,))
     async with beside(tmp_path, engine):
         with pytest.raises(EngineUnreachableError, match="--api-key"):
             await profile(tmp_path, engine, settings=settings)
@@ -370,7 +371,7 @@ async def test_an_engine_with_an_api_key_wants_it(tmp_path):
 async def test_an_engine_without_a_tokenizer_gets_ids_that_every_vocabulary_has(tmp_path):
     engine = ClockworkEngine(socket_address(tmp_path))
     engine.has_tokenizer = False
-    settings = dataclasses.replace(QUICK, batch_sizes=(1,), budget_seconds=1.0)
+    settings = dataclasses.replace(QUICK, batch_sizes=(1,))
     async with beside(tmp_path, engine):
         await profile(tmp_path, engine, settings=settings)
         assert max(max(prompt) for prompt in engine.prompts) < 256
@@ -380,7 +381,7 @@ async def test_an_engine_without_a_tokenizer_gets_ids_that_every_vocabulary_has(
 
 async def test_prompts_are_cut_from_the_users_text(tmp_path):
     engine = ClockworkEngine(socket_address(tmp_path))
-    settings = dataclasses.replace(QUICK, batch_sizes=(1,), budget_seconds=1.0)
+    settings = dataclasses.replace(QUICK, batch_sizes=(1,))
     async with beside(tmp_path, engine):
         await profile(tmp_path, engine, settings=settings, prompt_text="xyz" * 100)
     assert {token for prompt in engine.prompts for token in prompt} == set(b"xyz")

@@ -1,6 +1,7 @@
-"""The decisions on the standard suite are those that the golden file has, bit by bit."""
+"""The decisions on the standard suite are those that the golden file has, step by step."""
 
 import copy
+from typing import Any
 
 import pytest
 
@@ -10,16 +11,49 @@ from tests.support.golden import differences, golden, simulated
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["stationary/h100-llama3.1-8b/json/B=16", "mixed-classes"])
 def test_a_scenarios_numbers_are_the_golden_ones(part: str):
-    found = simulated(f"standard/{part}")
+    found = simulated(part)
     assert found
     assert list(differences(golden(), found)) == []
 
 
-def test_another_last_digit_is_found():
+def moved(**changes: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """The golden numbers, one scenario's with some of the controller's changed, and its name."""
     numbers = golden()
-    moved = copy.deepcopy(numbers)
-    name = next(iter(moved))
-    moved[name]["tokens_per_second"]["controller"] *= 1 + 1e-15
-    [line] = differences(numbers, moved)
-    assert name in line
-    assert "controller" in line
+    name = next(iter(numbers))
+    found = {name: copy.deepcopy(numbers[name])}
+    for part, change in changes.items():
+        found[name][part]["controller"] = change(found[name][part]["controller"])
+    return numbers, found, name
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("tokens_per_second", lambda speed: speed * (1 + 2e-9), "tokens/s"),
+        ("decisions", lambda _: "0" * 16, "decides otherwise"),
+        ("figures", lambda row: [row[0] * (1 + 2e-9), *row[1:]], "has other figures"),
+        ("figures", lambda row: [None, *row[1:]], "has other figures"),
+        ("figures", lambda row: row[:-1], "has other figures"),
+    ],
+)
+def test_what_no_processor_explains_is_found(part: str, change: Any, words: str):
+    numbers, found, name = moved(**{part: change})
+    [line] = differences(numbers, found)
+    assert line.startswith(f"{name}: controller ")
+    assert line.endswith(words)
+
+
+def test_another_last_digit_is_another_processor():
+    numbers, found, _ = moved(
+        tokens_per_second=lambda speed: speed * (1 + 1e-15),
+        figures=lambda row: [figure and figure * (1 - 1e-13) for figure in row],
+    )
+    assert list(differences(numbers, found)) == []
+
+
+def test_a_policy_that_is_missing_or_new_is_found():
+    numbers, found, name = moved()
+    del found[name]["tokens_per_second"]["tide"]
+    found[name]["tokens_per_second"]["other"] = 1.0
+    [line] = differences(numbers, found)
+    assert line == f"{name}: other is new; without tide"
