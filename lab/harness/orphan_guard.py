@@ -23,7 +23,7 @@ _SESSION_FIELD = 3
 
 
 class OrphanGuard:
-    """The guard of this process; it is started with the first session that it is told of."""
+    """The guard of this process; it is started when the first session is watched."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,7 +31,7 @@ class OrphanGuard:
         self._process: subprocess.Popen[bytes] | None = None
 
     def watch(self, session: int) -> None:
-        """From now on the session's processes do not outlive this one.
+        """Has the guard kill the session's processes when this one is gone.
 
         session: its id, which is that of the process that leads it.
         """

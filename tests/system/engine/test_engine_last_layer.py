@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from engine_shim.training.checkpoint import load_dflash
+from engine_shim.training.checkpoint import load_dflash, load_target
 from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, TARGET, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import (
     ALONE,
     accepted_by_context,
     check_against_student,
-    load_target,
     play,
 )
 from tests.support.scripted_sidecar import Arm, scripted_sidecar
