@@ -108,8 +108,9 @@ class Check(Harness):
     def only(self, *policies: str) -> None:
         """Lets these engines run, and no other: stops what is not named, starts what is missing."""
         for policy in [policy for policy in self._engines if policy not in policies]:
+            self._note_losses(policy)
             self._engines.pop(policy).child.stop()
-        if self._sidecar_child is None:
+        if policies and self._sidecar_child is None:
             self._start_sidecar(self.sidecar(STEERED))
         for policy in policies:
             if policy not in self._engines:
@@ -218,7 +219,10 @@ class Check(Harness):
             if policy in (PINNED, PINNED_NO_OVERLAP):
                 variables |= shim_time.variables(self.shim_times)
             return engines.launch(policy, self.setting, self.place, variables)
-        own = small_engines.environment(policy, self.place.address) | self._plugins
+        own = (
+            small_engines.environment(policy, self.place.address, self.options.device)
+            | self._plugins
+        )
         if not small_engines.is_bfloat16(policy):
             own |= {float32_rmsnorm.VARIABLE: "1"}
         if policy == small_engines.LEARNING:
@@ -233,11 +237,16 @@ class Check(Harness):
             popen,
         )
 
+    def _note_losses(self, policy: str) -> None:
+        """Notes what the plugin has given up in an engine: a drafter that failed, for example."""
+        if policy in _STEERED_ENGINES and (lost := self.status(policy)["lost"]):
+            self.document.setdefault("lost", {})[policy] = lost
+
     def _count_captures(self, policy: str) -> None:
         """Notes how long the captures of the further draft lengths took."""
         prepared = self.status(policy)["prepared"]
         sizes = (
-            small_engines.GRAPH_SIZES
+            small_engines.graph_sizes(self.options.device)
             if policy in small_engines.SMALL_ENGINES
             else self.setting.graph_sizes
         )

@@ -39,11 +39,16 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 def problems(document: Mapping[str, Any]) -> list[str]:
     """Returns the problems of all parts, in sentences; empty for a check that passed."""
-    return [
+    found = [
         problem
         for part in PARTS.values()
         if document.get(part.KEY)
         for problem in part.problems(document)
+    ]
+    return found + [
+        f"engine {policy}: {loss['capability']} was lost: {loss['reason']}"
+        for policy, losses in document.get("lost", {}).items()
+        for loss in losses
     ]
 
 

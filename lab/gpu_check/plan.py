@@ -60,7 +60,7 @@ class Planner:
     def captures(self, policy: str) -> int:
         """Counts the CUDA graphs of an engine."""
         if policy in small_engines.SMALL_ENGINES:
-            return small_engines.captures(policy)
+            return small_engines.captures(policy, self.device)
         return engines.captures(policy, self.shape, self.scale.batch_sizes(self.shape))
 
     def play(

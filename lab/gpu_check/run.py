@@ -18,7 +18,7 @@ from lab.gpu_check.check import Check, GpuCheckOptions
 from lab.gpu_check.device import Device
 from lab.gpu_check.parts import PARTS
 from lab.gpu_check.plan import PlannedPart, Planner, plan, total_seconds
-from lab.gpu_check.scale import ON_A_PROCESSOR, Scale, largest_that_fits
+from lab.gpu_check.scale import WITHOUT_GPU, Scale, largest_that_fits
 from lab.harness.engines import Workplace
 from lab.harness.machine import run_facts, write_result
 from lab.harness.terminal import Terminal
@@ -39,7 +39,7 @@ def choose_scale(options: GpuCheckOptions) -> Scale:
     if options.scale is not None:
         return options.scale
     if options.device is not Device.GPU:
-        return ON_A_PROCESSOR
+        return WITHOUT_GPU[options.device]
     return largest_that_fits(
         options.seconds - _SPARE_SECONDS,
         lambda scale: total_seconds(planned_parts(options, scale)),
@@ -72,6 +72,7 @@ def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
             check = Check(options, scale, deadline, place, terminal, stack, document, save)
             for part in planned:
                 _run_part(check, part)
+            check.only()
             document["done"] = check.tally.as_json()
             source = f"measured: {page.where(document)}, shape {options.shape.name}"
             prices = check.tally.prices(source, options.prices.request)

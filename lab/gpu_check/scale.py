@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lab.gpu_check.device import Device
 from lab.gpu_check.shapes import Shape
 from lab.harness.errors import HarnessError
 
@@ -51,8 +52,11 @@ SCALES = (
     Scale("quarter", 1, 0.25, 1, 60.0, ExactSizes(2, 128, 1), both_schedules=False),
     Scale("least", 2, 0.25, 1, 40.0, ExactSizes(1, 96, 1), both_schedules=False),
 )
-# For a processor, where an answer of the shapes' length would take minutes.
-ON_A_PROCESSOR = Scale("processor", 1, 1.0, 1, 8.0, ExactSizes(2, 48, 1), both_schedules=False)
+# Where a step takes hundredths of a second, or tenths, and its time means nothing.
+WITHOUT_GPU = {
+    Device.CPU: Scale("cpu", 1, 1.0, 1, 8.0, ExactSizes(2, 48, 1), both_schedules=False),
+    Device.EMULATED: Scale("emulated", 1, 1.0, 1, 6.0, ExactSizes(1, 24, 1), both_schedules=False),
+}
 
 
 def largest_that_fits(seconds: float, price: Callable[[Scale], float]) -> Scale:

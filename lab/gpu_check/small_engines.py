@@ -22,24 +22,48 @@ SMALL_ENGINES = (
 )  # fmt: skip
 # Those that have the plugin.
 STEERED_SMALL = (EXACT, NO_OVERLAP, LEARNING, EXACT_BFLOAT16)
-GAMMAS = (0, 1, 2, 3, 5, 7)
 LEARNING_GAMMA = 3
-# At gamma 0 the drafter sleeps.
-ARMS = (
-    *(("eagle3", gamma) for gamma in GAMMAS),
-    *(("dflash", gamma) for gamma in GAMMAS if gamma),
-    *((name, gamma) for name in ("ngram", "eagle3+ngram", "dflash+ngram") for gamma in (3, 7)),
-)
 MAX_BATCH = 8
-GRAPH_SIZES = (1, 2, 4, 8)
 STARTUP_GAMMA = 3
 
 # NVIDIA_TF32_OVERRIDE turns TF32 off in cuBLAS, whatever torch asks for; TRITON_F32_DEFAULT in
 # the attention kernels, whose products of float32 are TF32 otherwise.
 NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 
+# Draft lengths, and batch sizes that have CUDA graphs.
+_GAMMAS, _GRAPH_SIZES = (0, 1, 2, 3, 5, 7), (1, 2, 4, 8)
+# The emulation captures slowly, and plays four prompts.
+_EMULATED_GAMMAS, _EMULATED_GRAPH_SIZES = (0, 1, 3), (1, 4)
 _DRAFT, _LEARNING_DRAFT = "draft-mixed", "draft-code"
 _MEMORY_SHARE = "0.2"
+
+
+def gammas(device: Device) -> tuple[int, ...]:
+    """Returns the draft lengths of the engines that are steered."""
+    return _EMULATED_GAMMAS if device is Device.EMULATED else _GAMMAS
+
+
+def graph_sizes(device: Device) -> tuple[int, ...]:
+    """Returns the batch sizes that have CUDA graphs."""
+    return _EMULATED_GRAPH_SIZES if device is Device.EMULATED else _GRAPH_SIZES
+
+
+def arms(device: Device) -> tuple[tuple[str, int], ...]:
+    """Lists drafter and draft length of what is changed at random; at gamma 0 the drafter sleeps.
+
+    Mixtures with the prompt lookup run at two of the lengths.
+    """
+    lengths = [gamma for gamma in gammas(device) if gamma]
+    mixed = (lengths[len(lengths) // 2], lengths[-1])
+    return (
+        *(("eagle3", gamma) for gamma in gammas(device)),
+        *(("dflash", gamma) for gamma in lengths),
+        *(
+            (name, gamma)
+            for name in ("ngram", "eagle3+ngram", "dflash+ngram")
+            for gamma in dict.fromkeys(mixed)
+        ),
+    )
 
 
 def is_bfloat16(policy: str) -> bool:
@@ -64,34 +88,35 @@ def command(policy: str, port: int, options: Sequence[str], device: Device) -> l
         "--random-seed", "1",
         "--log-level-http", "warning",
         "--sleep-on-idle",
-        *(_CUDA_OPTIONS if device.takes_cuda_options else ()),
+        *(_cuda_options(device) if device.takes_cuda_options else ()),
         *([] if plain else eagle3_flags(draft, STARTUP_GAMMA)),
         *(["--disable-overlap-schedule"] if policy == NO_OVERLAP else []),
         *options,
     ]  # fmt: skip
 
 
-# FlashInfer and FlashAttention have no float32, and FlashInfer's sampling is not needed.
-_CUDA_OPTIONS = (
-    "--mem-fraction-static", _MEMORY_SHARE,
-    "--attention-backend", "triton",
-    "--sampling-backend", "pytorch",
-    "--cuda-graph-backend-prefill", "disabled",
-    "--cuda-graph-bs-decode", *map(str, GRAPH_SIZES),
-)  # fmt: skip
+def _cuda_options(device: Device) -> list[str]:
+    # FlashInfer and FlashAttention have no float32, and FlashInfer's sampling is not needed.
+    return [
+        "--mem-fraction-static", _MEMORY_SHARE,
+        "--attention-backend", "triton",
+        "--sampling-backend", "pytorch",
+        "--cuda-graph-backend-prefill", "disabled",
+        "--cuda-graph-bs-decode", *map(str, graph_sizes(device)),
+    ]  # fmt: skip
 
 
-def environment(policy: str, address: str) -> dict[str, str]:
+def environment(policy: str, address: str, device: Device) -> dict[str, str]:
     """Makes the variables of an engine; address: the sidecar's."""
     common = {} if is_bfloat16(policy) else dict(NO_TF32)
     if policy not in STEERED_SMALL:
         return common
     common |= {"SPECULATION_SIDECAR": address, "SPECULATION_ENGINE_ID": policy}
     if policy == LEARNING:
-        gammas = f"0,1,{LEARNING_GAMMA}"
-        return common | {"SPECULATION_GAMMAS": gammas, "SPECULATION_ONLINE_UPDATES": "1"}
+        few = f"0,1,{LEARNING_GAMMA}"
+        return common | {"SPECULATION_GAMMAS": few, "SPECULATION_ONLINE_UPDATES": "1"}
     return common | {
-        "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+        "SPECULATION_GAMMAS": ",".join(map(str, gammas(device))),
         "SPECULATION_DFLASH_MODEL_PATH": str(MODELS / "dflash"),
         "SPECULATION_LOOKUP": "1",
     }
@@ -104,15 +129,16 @@ def compared_policies(device: Device, scale: Scale) -> tuple[str, ...]:
     return (EXACT,)
 
 
-def captures(policy: str) -> int:
+def captures(policy: str, device: Device) -> int:
     """Counts the CUDA graphs of an engine."""
+    sizes = len(graph_sizes(device))
     if policy in (PLAIN, PLAIN_BFLOAT16):
-        return len(GRAPH_SIZES)
+        return sizes
     if policy == FIXED_BFLOAT16:
-        return chain_captures((STARTUP_GAMMA,), len(GRAPH_SIZES))
+        return chain_captures((STARTUP_GAMMA,), sizes)
     if policy == LEARNING:
-        return chain_captures((0, 1, LEARNING_GAMMA), len(GRAPH_SIZES))
-    return chain_captures(GAMMAS, len(GRAPH_SIZES)) + len(GRAPH_SIZES)
+        return chain_captures((0, 1, LEARNING_GAMMA), sizes)
+    return chain_captures(gammas(device), sizes) + sizes
 
 
 def chain_captures(gammas: Sequence[int], sizes: int) -> int:

@@ -9,11 +9,11 @@ from typing import Any
 
 from lab.gpu_check import comparison, small_engines
 from lab.gpu_check.budget import Work
-from lab.gpu_check.check import Check
+from lab.gpu_check.check import Arm, Check
 from lab.gpu_check.comparison import Difference
 from lab.gpu_check.parts.part import Document, Part
 from lab.gpu_check.plan import Planner
-from lab.gpu_check.small_engines import ARMS, PLAIN
+from lab.gpu_check.small_engines import PLAIN
 from lab.harness.errors import HarnessError
 from lab.harness.load_generator import Answer, Play
 from lab.harness.random_arms import RandomArms
@@ -49,7 +49,9 @@ class ExactPart(Part):
         for policy in small_engines.compared_policies(check.options.device, check.scale):
             check.only(PLAIN, policy)
             if found is None:
-                found = Comparison(check.play, check.url(PLAIN), stream)
+                found = Comparison(
+                    check.play, check.url(PLAIN), stream, small_engines.arms(check.options.device)
+                )
             for number in range(sizes.plays):
                 found.compare(policy, check.sidecar(policy), number)
                 check.document[self.KEY] = found.document()
@@ -72,11 +74,14 @@ class ExactPart(Part):
 class Comparison:
     """Compares engines with plain decoding's answers to one stream.
 
-    play: plays a stream on an engine.  plain_url: of plain decoding.
+    play: plays a stream on an engine.  plain_url: of plain decoding.  arms: to change between.
     """
 
-    def __init__(self, play: Player, plain_url: str, stream: Sequence[StreamPhase]) -> None:
+    def __init__(
+        self, play: Player, plain_url: str, stream: Sequence[StreamPhase], arms: Sequence[Arm]
+    ) -> None:
         self._play = play
+        self._arms = arms
         self._url = plain_url
         self._stream = stream
         self._expected = play(PLAIN, stream, "plain decoding").answers
@@ -86,9 +91,9 @@ class Comparison:
 
     def compare(self, policy: str, sidecar: SidecarHandle, number: int) -> None:
         """Plays the stream once; number: of the order of arms."""
-        drafter, gamma = ARMS[-1]
+        drafter, gamma = self._arms[-1]
         with sidecar.pinned(gamma, drafter) as pin:
-            with RandomArms(pin, ARMS, _SEED + number):
+            with RandomArms(pin, self._arms, _SEED + number):
                 played = self._play(policy, self._stream, f"{policy}: random arms")
             ran = dict.fromkeys(f"{r.drafter} {r.gamma}" for r in pin.reports)
         if not ran:
@@ -127,7 +132,7 @@ class Comparison:
         )
         stream = [StreamPhase("again", request.domain, 1, (request,))]
         again = []
-        for drafter, gamma in ARMS:
+        for drafter, gamma in self._arms:
             with sidecar.pinned(gamma, drafter):
                 played = self._play(policy, stream, f"{policy}: {drafter} {gamma} again")
             if self._differences(policy, played.answers, ""):

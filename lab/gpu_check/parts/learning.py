@@ -102,9 +102,7 @@ class LearningPart(Part):
         if not online or not online["updates"]:
             state = online["state"] if online else "there was no trainer"
             wrong.append(f"no online update landed: {state}")
-        return wrong + [
-            f"{loss['capability']} was lost: {loss['reason']}" for loss in found["lost"]
-        ]
+        return wrong
 
 
 def wait_for_trainer(check: Check, stream: Sequence[StreamPhase]) -> None:
@@ -151,6 +149,5 @@ def _document(
         "differences": [one.as_json() for one in differences],
         "acceptance_lengths": [round(length, 3) for length in lengths],
         "online": status["online"],
-        "lost": status["lost"],
         "syncs": ledger,
     }

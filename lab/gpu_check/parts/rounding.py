@@ -6,13 +6,12 @@ differ under any speculation.  The plugin must not add to that.
 
 from collections.abc import Sequence
 
-from lab.gpu_check import comparison
+from lab.gpu_check import comparison, small_engines
 from lab.gpu_check.budget import Work
 from lab.gpu_check.check import Check
 from lab.gpu_check.parts.part import Document, Part
 from lab.gpu_check.plan import Planner
 from lab.gpu_check.small_engines import (
-    ARMS,
     EXACT_BFLOAT16,
     FIXED_BFLOAT16,
     PLAIN_BFLOAT16,
@@ -57,12 +56,13 @@ class RoundingPart(Part):
         counts[FIXED_BFLOAT16] = count_differing(expected, fixed)
         check.save()
         check.only(EXACT_BFLOAT16)
-        drafter, gamma = ARMS[-1]
+        arms = small_engines.arms(check.options.device)
+        drafter, gamma = arms[-1]
         plays = []
         for number in range(sizes.plays):
             with (
                 check.sidecar(EXACT_BFLOAT16).pinned(gamma, drafter) as pin,
-                RandomArms(pin, ARMS, _SEED + number),
+                RandomArms(pin, arms, _SEED + number),
             ):
                 plays.append(check.play(EXACT_BFLOAT16, stream, "random arms").answers)
         counts[EXACT_BFLOAT16] = count_differing(expected, plays)

@@ -22,7 +22,6 @@ FOUND: dict[str, Any] = {
         "differences": [],
         "acceptance_lengths": [1.3, 1.8],
         "online": {"updates": 7, "refused": 0, "restored": 1, "state": "ready"},
-        "lost": [],
         "syncs": {"steps": 30, "shim": {}, "others": {"b.py:1": 4}},
     },
     "rounding": {
@@ -165,14 +164,18 @@ def test_wrong_tokens_and_eager_steps_are_problems():
         ({"online": {"updates": 0, "refused": 0, "restored": 0, "state": "starting"}},
          "no online update landed: starting"),
         ({"online": None}, "no online update landed: there was no trainer"),
-        ({"lost": [{"capability": "CAPABILITY_UPDATE_ONLINE", "reason": "out of memory"}]},
-         "CAPABILITY_UPDATE_ONLINE was lost: out of memory"),
     ],
 )  # fmt: skip
 def test_a_drafter_that_does_not_learn_is_a_problem(change: dict[str, Any], problem: str):
     found = changed(learning=change)
     assert page.problems(found) == [problem]
     assert "| learning | FAILED |" in page.markdown(found)
+
+
+def test_what_the_plugin_gave_up_is_a_problem():
+    lost = {"exact": [{"capability": "CAPABILITY_DRAFTER", "reason": "BFloat16 != float"}]}
+    found = changed() | {"lost": lost}
+    assert page.problems(found) == ["engine exact: CAPABILITY_DRAFTER was lost: BFloat16 != float"]
 
 
 def test_a_request_that_is_lost_without_the_sidecar_is_a_problem():

@@ -14,7 +14,7 @@ from lab.gpu_check.load import build_stream
 from lab.gpu_check.parts import PARTS, parse_parts
 from lab.gpu_check.plan import Planner, total_seconds
 from lab.gpu_check.run import choose_scale, planned_parts
-from lab.gpu_check.scale import ON_A_PROCESSOR, SCALES, UnknownScaleError, parse_scale
+from lab.gpu_check.scale import SCALES, WITHOUT_GPU, UnknownScaleError, parse_scale
 from lab.gpu_check.shapes import QWEN3_8B, Load
 from lab.gpu_check.small_engines import PLAIN
 
@@ -55,7 +55,8 @@ def test_a_scale_that_was_asked_for_is_taken():
 
 
 def test_a_processor_has_a_scale_of_its_own():
-    assert choose_scale(replace(options("all"), device=Device.EMULATED)) is ON_A_PROCESSOR
+    for device in (Device.EMULATED, Device.CPU):
+        assert choose_scale(replace(options("all"), device=device)) is WITHOUT_GPU[device]
 
 
 def test_smaller_scales_are_cheaper_part_by_part():
