@@ -12,9 +12,7 @@ _CLONE = Path(__file__).resolve().parents[2]
 
 
 def register_plugins(folder: Path, *modules: ModuleType) -> dict[str, str]:
-    """Has SGLang call `register` of each module, in each process of the engines that are told.
-
-    Returns the variable that tells an engine.
+    """Has SGLang call `register` of each module, in each process of an engine with the variable returned.
     """
     info = folder / "lab_plugins-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)

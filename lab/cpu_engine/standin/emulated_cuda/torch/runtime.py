@@ -133,7 +133,7 @@ class _Generator(torch._C.Generator):
 
     def __new__(cls, device: Any = "cpu") -> Self:
         wanted = "cpu" if torch.device(device).type == "cuda" else device
-        return super().__new__(cls, device=wanted)
+        return super().__new__(cls, device=wanted)  # type: ignore[call-arg]
 
 
 def _copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
