@@ -19,11 +19,7 @@ _TOKEN = 100
 
 def variables(probabilities: Mapping[str, float] = ASSUMED) -> dict[str, str]:
     """Makes the variables of an engine that accepts so."""
-    return {
-        # Any length above 0 has SGLang ask; the answer comes from here.
-        "SGLANG_SIMULATE_ACC_LEN": "1",
-        VARIABLE: ",".join(f"{name}={value}" for name, value in probabilities.items()),
-    }
+    return {VARIABLE: ",".join(f"{name}={value}" for name, value in probabilities.items())}
 
 
 def register() -> None:
@@ -35,6 +31,8 @@ def register() -> None:
 
     pairs = (part.partition("=") for part in given.split(","))
     acceptance = DrawnAcceptance({name: float(value) for name, _, value in pairs})
+    # Any length above 0 has SGLang ask; the answer comes from here.
+    spec_utils.SIMULATE_ACC_LEN = 1.0
     spec_utils.generate_simulated_accept_index = acceptance.accept
 
 

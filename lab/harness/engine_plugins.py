@@ -12,7 +12,9 @@ _CLONE = Path(__file__).resolve().parents[2]
 
 
 def register_plugins(folder: Path, *modules: ModuleType) -> dict[str, str]:
-    """Has SGLang call `register` of each module, in each process of an engine with the variable returned.
+    """Registers modules, whose function `register` SGLang then calls in each of its processes.
+
+    Returns the variable of an engine that is to find them.
     """
     info = folder / "lab_plugins-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)

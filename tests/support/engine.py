@@ -221,7 +221,17 @@ def start_lab(
     environment: Mapping[str, str] | None = None,
     imported_with: Sequence[str] = ("",),
 ) -> subprocess.Popen[str]:
-    """Starts a command of the lab with the shallow models; what it says is in one pipe.
+    """Starts a command of the lab as `start_with_engines` does."""
+    command = [sys.executable, "-m", module, *arguments]
+    return start_with_engines(command, environment=environment, imported_with=imported_with)
+
+
+def start_with_engines(
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    imported_with: Sequence[str] = ("",),
+) -> subprocess.Popen[str]:
+    """Starts a command that uses the lab, with the shallow models; what it says is in one pipe.
 
     Its CPU engines find SGLang imported.  environment: further variables.  imported_with: what
     SGLang reads while it is imported, as NAME=VALUE; "" for nothing, and each for some engines.
@@ -233,7 +243,7 @@ def start_lab(
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]),
     }
     return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        list(command),
         env=os.environ | variables | dict(environment or {}),
         pass_fds=[server.fileno() for server in servers.values()],
         stdout=subprocess.PIPE,

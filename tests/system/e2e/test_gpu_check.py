@@ -17,8 +17,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 GRAPHS = {"CPU_ENGINE_GRAPHS": "1"}
-# What engines have that accept drafts without weights; SGLang reads it while it is imported.
-ACCEPTING = "SGLANG_SIMULATE_ACC_LEN=1"
 
 
 def processes_writing_to(folder: Path) -> list[str]:
@@ -37,7 +35,7 @@ def test_a_wrong_token_fails_the_check(tmp_path: Path):
     sabotage["PYTHONPATH"] += os.pathsep + str(ROOT / "proto")
     done = run_lab(
         "lab.gpu_check", "--cpu", "--shape", SMALL.name, "--parts", "exact",
-        "--output", str(tmp_path), environment=sabotage, imported_with=(ACCEPTING,),
+        "--output", str(tmp_path), environment=sabotage,
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 1
@@ -61,7 +59,7 @@ def test_a_draft_without_its_graph_fails_the_check(tmp_path: Path):
     }
     done = run_lab(
         "lab.gpu_check", "--cpu", "--shape", SMALL.name, "--parts", "graphs",
-        "--output", str(tmp_path), environment=sabotage, imported_with=(ACCEPTING,),
+        "--output", str(tmp_path), environment=sabotage,
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 3

@@ -1,0 +1,164 @@
+"""The queue of docs/gpu.md, typed as it stands there, on SGLang's CUDA paths with an emulated GPU.
+
+The kit's installation has a test of its own; here its job runs from a folder that stands for the
+installed kit.
+"""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.core.cost.profile import Profile
+from lab.gpu_check.device import Device
+from lab.gpu_check.shapes import EMULATED
+from lab.gpu_check.small_engines import arms
+from tests.support.engine import ROOT, start_with_engines
+from tests.unit.docs.test_gpu_queue import RUNS
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+KIT = "/opt/speculation-kit"
+EMULATION = "EMULATED_CUDA=1"
+
+
+class Queue:
+    """Runs commands of the queue, each once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._kit, self.results, self._written = folder / "kit", folder / "out", folder / "check"
+        self._kit.mkdir()
+        shutil.copy(ROOT / "scripts" / "gpu_kit" / "job.sh", self._kit)
+        path = f"export PYTHONPATH={ROOT}:{ROOT / 'proto'} PYTHONUNBUFFERED=1\n"
+        (self._kit / "env.sh").write_text(path)
+        self._found: dict[int, dict[str, Any]] = {}
+
+    def result(self, number: int) -> dict[str, Any]:
+        """What a run has left in its folder of results."""
+        if number not in self._found:
+            self._found[number] = self._run(RUNS[number])
+        return self._found[number]
+
+    def page(self, name: str) -> str:
+        return (self.results / f"{name}.page.md").read_text()
+
+    def _run(self, command: str) -> dict[str, Any]:
+        variables = {
+            "LAB_EMULATED_CUDA": "1",
+            "OUT": str(self.results),
+            "KIT_RESULTS": str(self._written),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        }
+        typed = ["bash", "-c", command.replace(KIT, str(self._kit))]
+        with start_with_engines(typed, variables, imported_with=(EMULATION,)) as process:
+            said, _ = process.communicate()
+        print(said)
+        assert process.returncode == 0, said
+        name = command.split()[3]
+        assert (self.results / f"{name}.tgz").exists()
+        document: dict[str, Any] = json.loads((self.results / f"{name}.json").read_text())
+        return document
+
+
+@pytest.fixture(scope="module")
+def queue(tmp_path_factory: pytest.TempPathFactory) -> Queue:
+    return Queue(tmp_path_factory.mktemp("queue"))
+
+
+def test_run_1_compares_every_token(queue: Queue):
+    found = queue.result(1)
+    assert found["device"] == Device.EMULATED.value
+    assert found["left_out"] == {}
+    assert "lost" not in found
+    exact = found["exact"]
+    assert (exact["wrong"], exact["rounding"]) == (0, 0)
+    assert exact["tokens"] > 0
+    assert len(exact["arms"]) > 3  # plans come for every few steps on a busy machine
+    possible = {f"{name} {gamma}" for name, gamma in arms(Device.EMULATED)}
+    assert set(exact["arms"]) <= possible | {f"{name} 0" for name in ("dflash", "ngram")}
+
+
+def test_run_1_counts_what_rounding_decides_in_bfloat16(queue: Queue):
+    counts = queue.result(1)["rounding"]
+    assert set(counts) == {"plain-bfloat16", "fixed-bfloat16", "exact-bfloat16"}
+    for found in counts.values():
+        assert 0 <= found["differing"] <= found["answers"]
+        assert found["answers"] > 0
+
+
+def test_run_1_replays_graphs_alone_and_watches_for_synchronisations(queue: Queue):
+    graphs = queue.result(1)["graphs"]
+    ran = {(arm["drafter"], arm["gamma"]) for arm in graphs["arms"]}
+    assert ran >= set(EMULATED.arms())
+    assert sum(arm["eager_steps"] for arm in graphs["arms"]) == 0
+    assert set(graphs["passes"]) == {"verification", "draft", "draft_extend", "block"}
+    assert graphs["without_graphs"] == []
+    assert graphs["syncs"]["steps"] > 0
+    assert graphs["syncs"]["shim"] == {}
+    for state in graphs["prepared"].values():
+        assert state["device_bytes"] > 0
+        assert state["predicted_bytes"] > 0
+
+
+def test_run_1_measures_a_profile_that_a_sidecar_takes(queue: Queue):
+    document = queue.result(1)["costs"]["short"]["profile"]
+    profile = Profile.from_json(json.dumps(document))
+    cells = {(cell.drafter, cell.gamma, cell.batch_size) for cell in profile.cells}
+    assert cells == {(*arm, size) for arm in EMULATED.arms() for size in EMULATED.batch_sizes}
+
+
+def test_run_1_loses_no_request_with_its_sidecar(queue: Queue):
+    outage = queue.result(1)["outage"]
+    assert (outage["wrong"], outage["lost"]) == (0, [])
+    assert outage["answers"] > 0
+    assert outage["source_meanwhile"] != "PLAN"
+    assert outage["lapses"] > 0
+
+
+def test_run_1_has_a_page_with_a_verdict_for_each_part(queue: Queue):
+    queue.result(1)
+    text = queue.page("exact")
+    for line in (
+        "(no GPU: emulated CUDA)", "| exact | passed |", "| outage | passed |",
+        "| costs | measured |", "| graphs | passed |", "| rounding | measured |", "B=2",
+    ):  # fmt: skip
+        assert line in text
+
+
+def test_run_2_compares_every_policy(queue: Queue):
+    found = queue.result(2)
+    assert found["left_out"] == {}
+    ran = [(arm["drafter"], arm["gamma"]) for arm in found["arms"]["arms"]]
+    assert ran == list(EMULATED.arms())
+    for arm in found["arms"]["arms"]:
+        assert arm["steps"] > 0
+        p = found["acceptance"][arm["drafter"]]
+        # As the curve says, of a few dozen draws.
+        most = sum(p**k for k in range(arm["gamma"] + 1))
+        assert 1 <= arm["acceptance_length"] <= arm["gamma"] + 1
+        assert arm["acceptance_length"] == pytest.approx(most, rel=0.5)
+    assert {"sglang-adaptive", "off"} < set(found["arms"]["over"])
+    assert set(found["asleep"]) == {str(load.concurrency) for load in EMULATED.loads}
+    assert found["switches"]["change"]["switches"] > 0
+    assert found["switches"]["wake"]["switches"] > 0
+
+
+def test_run_2_prices_the_shim_in_a_step_and_on_the_thread(queue: Queue):
+    overhead = queue.result(2)["overhead"]["overlap"]
+    assert set(overhead) == {str(size) for size in EMULATED.batch_sizes}
+    for row in overhead.values():
+        assert row["step_microseconds_without"]["median"] > 0
+        assert 0 < row["shim_microseconds"]["p50"] <= row["shim_microseconds"]["p99"]
+
+
+def test_run_3_plays_the_day_with_every_policy(queue: Queue):
+    found = queue.result(3)
+    assert found["complete"], found["stopped"]
+    policies = [run["policy"] for run in found["runs"]]
+    assert {"off", "sglang-adaptive", "steered"} < set(policies)
+    assert len(policies) == 4
+    assert found["not_played"] == {}
