@@ -118,7 +118,7 @@ SETTINGS: Mapping[str, DaySetting] = {
         DaySetting(
             EMULATED,
             (
-                PhasePlan("night", ("code",), 1, 1, 16, 16),
+                PhasePlan("night", ("code",), 1, 2, 24, 16),
                 PhasePlan("burst", ("chat", "unseen"), 2, 4, 12, 16),
             ),
             DAY_SEED, (0, 1, 3), (1, 2), 4096, _PROCESSOR,

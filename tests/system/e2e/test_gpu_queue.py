@@ -78,8 +78,11 @@ def test_run_1_compares_every_token(queue: Queue):
     assert (exact["wrong"], exact["rounding"]) == (0, 0)
     assert exact["tokens"] > 0
     assert len(exact["arms"]) > 3  # plans come for every few steps on a busy machine
-    possible = {f"{name} {gamma}" for name, gamma in arms(Device.EMULATED)}
-    assert set(exact["arms"]) <= possible | {f"{name} 0" for name in ("dflash", "ngram")}
+    # A drafter that wakes lets another one run in its place, at the same length.
+    names, gammas = zip(*arms(Device.EMULATED), strict=True)
+    assert {tuple(arm.split()) for arm in exact["arms"]} <= {
+        (name, str(gamma)) for name in names for gamma in gammas
+    }
 
 
 def test_run_1_counts_what_rounding_decides_in_bfloat16(queue: Queue):
