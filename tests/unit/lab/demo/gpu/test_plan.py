@@ -29,7 +29,7 @@ PROFILE = 45.0
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda s: s.shape.name)
-@pytest.mark.parametrize("minutes", [7.0, 9.0, 15.0])
+@pytest.mark.parametrize("minutes", [8.0, 9.0, 15.0])
 def test_the_plan_fits_the_minutes_by_count(setting, minutes, tmp_path):
     share, planned = plan(GpuDemoOptions(setting, 60 * minutes, PROFILE, tmp_path))
     assert total(planned) <= 60 * minutes * (1 - RESERVE)
