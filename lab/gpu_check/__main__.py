@@ -106,7 +106,7 @@ def check(
         terminal.say(f"\nThe check failed: {error}")
         raise typer.Exit(EXIT_FAILED) from error
     terminal.say(f"\n{page.markdown(found)}\n\nTo send: {output / 'page.md'}")
-    if page.wrong_tokens(found):
+    if found["failed"] or page.wrong_tokens(found):
         raise typer.Exit(EXIT_FAILED)
     if page.problems(found):
         raise typer.Exit(EXIT_PROBLEM)

@@ -27,6 +27,7 @@ from lab.gpu_check.load import moving_stream, warm_up_stream
 from lab.gpu_check.scale import Scale
 from lab.gpu_check.shapes import Shape
 from lab.harness.engines import Harness, Workplace, launch_engine
+from lab.harness.errors import EngineFailedError
 from lab.harness.load_generator import PhasePlay, Play, paired_ratio
 from lab.harness.sidecar import Pin, SidecarHandle
 from lab.harness.stream import StreamPhase
@@ -116,6 +117,16 @@ class Check(Harness):
             if policy not in self._engines:
                 self._start(policy)
 
+    def abandon(self) -> None:
+        """Ends all engines, whatever state they are in; a sidecar that has died is forgotten."""
+        while self._engines:
+            self._engines.popitem()[1].child.stop()
+        if self._sidecar_child is not None:
+            try:
+                self._sidecar_child.check()
+            except EngineFailedError:
+                self._sidecar_child = None
+
     def sidecar(self, policy: str) -> SidecarHandle:
         """Returns the sidecar, as far as this engine is concerned."""
         if policy not in self._handles:
@@ -137,9 +148,13 @@ class Check(Harness):
         return self._engines[policy].url
 
     def status(self, policy: str = STEERED) -> dict[str, Any]:
-        """Returns what the plugin says in an engine's /server_info."""
-        with urllib.request.urlopen(f"{self.url(policy)}/server_info", timeout=30) as answer:  # noqa: S310  # our own engine
-            states: list[dict[str, Any]] = json.load(answer)["internal_states"]
+        """Returns what the plugin says in an engine's /server_info.  Raises EngineFailedError."""
+        url = f"{self.url(policy)}/server_info"
+        try:
+            with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310  # our own engine
+                states: list[dict[str, Any]] = json.load(answer)["internal_states"]
+        except OSError as error:
+            raise EngineFailedError(f"{policy}: {url} is not answered: {error}") from error
         found: dict[str, Any] = states[0]["speculation_controller"]
         return found
 

@@ -18,6 +18,9 @@ def markdown(document: Mapping[str, Any]) -> str:
     if found:
         rows = [[name, *part.summary(document)] for name, part in found.items()]
         texts.append(text_table(["part", "verdict", "details"], rows))
+    if failed := document.get("failed"):
+        lines = [f"- {name}: {reason.splitlines()[0]}" for name, reason in failed.items()]
+        texts.append("Parts that failed:\n\n" + "\n".join(lines))
     if left := document.get("left_out"):
         lines = [f"- {name}: {reason}" for name, reason in left.items()]
         texts.append("Not finished within the budget:\n\n" + "\n".join(lines))

@@ -20,6 +20,7 @@ from lab.gpu_check.parts import PARTS
 from lab.gpu_check.plan import PlannedPart, Planner, plan, total_seconds
 from lab.gpu_check.scale import WITHOUT_GPU, Scale, largest_that_fits
 from lab.harness.engines import Workplace
+from lab.harness.errors import HarnessError
 from lab.harness.machine import run_facts, write_result
 from lab.harness.terminal import Terminal
 
@@ -49,7 +50,8 @@ def choose_scale(options: GpuCheckOptions) -> Scale:
 def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
     """Runs the check; returns what it found, which is in result.json too.
 
-    Raises HarnessError, and SystemExit for SIGTERM; what was found by then is written down.
+    A part that fails does not keep the next ones from running.  Raises HarnessError for what is no
+    part's, and SystemExit for SIGTERM; what was found by then is written down.
     """
     deadline = Deadline(options.seconds - _SPARE_SECONDS)
     scale = choose_scale(options)
@@ -62,6 +64,7 @@ def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
         "acceptance": dict(acceptance.ASSUMED),
         "planned_seconds": {part.name: round(part.seconds, 1) for part in planned},
         "left_out": {},
+        "failed": {},
         "seconds": 0.0,
     }
     save = _saver(document, options.output, deadline)
@@ -98,6 +101,10 @@ def _run_part(check: Check, planned: PlannedPart) -> None:
     except OutOfTimeError as error:
         left_out[planned.name] = str(error)
         check.terminal.say(f"{planned.name}: stopped, {error}")
+    except HarnessError as error:
+        check.document["failed"][planned.name] = str(error)
+        check.terminal.say(f"{planned.name} failed: {error}")
+        check.abandon()
     took = check.document.setdefault("part_seconds", {})
     took[planned.name] = round(check.deadline.elapsed - began, 1)
     check.save()

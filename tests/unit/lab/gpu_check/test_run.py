@@ -101,7 +101,18 @@ def test_a_part_that_runs_out_of_time_keeps_what_it_has(play):
     )
 
 
-@pytest.mark.parametrize("error", [HarnessError("engine died"), SystemExit(143)])
+def test_a_part_that_fails_keeps_what_it_has_and_the_next_one_runs(play, tmp_path: Path):
+    def act(check: Check) -> None:
+        check.document["broken"] = "half"
+        raise HarnessError("engine died\nits log")
+
+    document = play(ScriptedPart("broken", act), finding("next", 1))
+    assert (document["broken"], document["next"]) == ("half", 1)
+    assert document["failed"] == {"broken": "engine died\nits log"}
+    assert "- broken: engine died\n" in (tmp_path / "page.md").read_text()
+
+
+@pytest.mark.parametrize("error", [ValueError("a fault"), SystemExit(143)])
 def test_what_was_found_before_the_end_is_written_down(play, tmp_path: Path, error: BaseException):
     def act(check: Check) -> None:
         check.document["cut"] = "half"
