@@ -8,10 +8,11 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -52,7 +53,8 @@ class Child:
             else:
                 variables[key] = value
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as output:
+        # A signal that raises between the fork and here would leave a child that nobody knows.
+        with log.open("wb") as output, _signals_deferred():
             self._process: subprocess.Popen[bytes] = popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
@@ -61,7 +63,7 @@ class Child:
                 env=variables,
                 start_new_session=True,
             )
-        _GUARD.watch(self.pid)
+            _GUARD.watch(self.pid)
 
     @property
     def pid(self) -> int:
@@ -172,6 +174,34 @@ def end_on_sigterm() -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, end)
+
+
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Delivers SIGTERM and SIGINT at the end of the block instead of within it.
+
+    The handlers are replaced and the signals are not masked, because a child inherits the mask.
+    Python runs handlers in the main thread only, so other threads need nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    handlers = {
+        number: handler
+        for number in (signal.SIGTERM, signal.SIGINT)
+        # A child inherits what is ignored; None is a handler that Python cannot put back.
+        if (handler := signal.getsignal(number)) not in {signal.SIG_IGN, None}
+    }
+    for number in handlers:
+        signal.signal(number, lambda number, _frame: arrived.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)
 
 
 def answers_http(url: str) -> bool:

@@ -50,6 +50,7 @@ mkdir -p "$folder"
 began=$SECONDS
 echo "== $name: ${command[*]} (at most $limit s)"
 # SPT_NOENV: a process that sets its title keeps its mark.  Not through a pipe: what is left would keep it open.
+: >"$folder/output.txt"  # tail wants it to be there
 env "$mark" SPT_NOENV=1 timeout --foreground -k "${KIT_GRACE:-20}" "$limit" "${command[@]}" >"$folder/output.txt" 2>&1 &
 job=$!
 tail -n +1 -s 0.2 --pid "$job" -f "$folder/output.txt" &

@@ -46,6 +46,9 @@ _SAMPLES = 400
 _SAMPLE_SECONDS = (0.25, 5.0)
 _LOOK_SECONDS = 2.0
 _SETTLE_SECONDS = 60.0
+# Load in addition, until the operator is done.
+_FURTHER_SECONDS = 5.0
+_ASK_AGAIN_SECONDS = 1.0
 # Longer than any pause, so that steps run under it.
 _EXPIRING_SECONDS_MIN = 15
 _EXPIRING, _CLEARED = "soak-expires", "soak-is-cleared"
@@ -193,8 +196,11 @@ class _Stage:
         with Sampler(self._watched(), every) as sampler:
             looking = asyncio.create_task(self._look())
             async with asyncio.TaskGroup() as group:
-                group.create_task(load.play(seconds))
-                group.create_task(self._operate(seconds))
+                operating = group.create_task(self._operate(seconds))
+                await load.play(seconds)
+                # Commands take longer on a slow machine, and steps have to run under each override.
+                while not operating.done():
+                    await load.play(_FURTHER_SECONDS)
             looking.cancel()
         return Soaked(
             samples=sampler.samples,
@@ -271,12 +277,12 @@ class _Stage:
             await asyncio.sleep(max(0.0, began + share * seconds - time.monotonic()))
             await asyncio.to_thread(what)
 
-        # The second override is refused while the first one, which is stronger, is in force.
         await at(0.05, lambda: self._override(_EXPIRING, "--gamma", "1", "--ttl", f"{ttl}s"))
-        await at(
-            max(0.3, 0.05 + (ttl + 2) / seconds),
-            lambda: self._override(_CLEARED, "--at-most", "2", "--ttl", "2h"),
-        )
+        await asyncio.sleep(ttl)
+        # The second override is refused while the first one, which is stronger, is in force.
+        while await asyncio.to_thread(self._in_force, _EXPIRING):
+            await asyncio.sleep(_ASK_AGAIN_SECONDS)
+        await at(0.3, lambda: self._override(_CLEARED, "--at-most", "2", "--ttl", "2h"))
         await at(0.45, self._restart)
         await at(0.7, lambda: self._command("clear", _CLEARED))
 
@@ -287,10 +293,17 @@ class _Stage:
     def _override(self, name: str, *rule: str) -> None:
         self._command("set", "--engine", ENGINE_ID, "--id", name, *rule)
 
+    def _in_force(self, name: str) -> bool:
+        return name in self._override_command("list", "-o", "name").split()
+
     def _command(self, *words: str) -> None:
-        done = controller("override", *words, "--reason", "soak", "--address", self.address)
+        self._override_command(*words, "--reason", "soak")
+
+    def _override_command(self, *words: str) -> str:
+        done = controller("override", *words, "--address", self.address)
         if done.returncode:
             raise HarnessError(f"controller override {' '.join(words)}: {done.stderr}")
+        return done.stdout
 
     async def _look(self) -> None:
         """As dashboards and people do."""

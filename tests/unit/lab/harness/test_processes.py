@@ -112,6 +112,34 @@ def test_children_end_when_an_error_leaves_the_context(tmp_path):
     assert not is_alive(one.pid)
 
 
+_STOPPED_WHILE_IT_STARTS_A_CHILD = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from lab.harness.processes import Child, end_on_sigterm
+
+def popen(*arguments, **options):
+    process = subprocess.Popen(*arguments, **options)
+    print(process.pid, flush=True)
+    os.kill(os.getpid(), signal.{signal})
+    return process
+
+end_on_sigterm()
+with Child("x", [sys.executable, "-c", "import time; time.sleep(60)"], Path({log!r}), popen=popen):
+    print("not stopped")
+"""
+
+
+@pytest.mark.parametrize("sent", ["SIGTERM", "SIGINT"])
+def test_a_child_that_was_just_starting_when_its_parent_was_told_to_stop_ends(tmp_path, sent):
+    code = _STOPPED_WHILE_IT_STARTS_A_CHILD.format(signal=sent, log=str(tmp_path / "x.log"))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "not stopped" not in done.stdout
+    assert not is_alive(int(done.stdout))
+
+
 def test_the_environment_is_added_to_and_taken_from(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECULATION_GAMMAS", "0,3")
     code = "import os; print(os.environ.get('SPECULATION_GAMMAS'), os.environ['NEW'])"
