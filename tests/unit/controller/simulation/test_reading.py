@@ -1,7 +1,6 @@
 """Whatever the bytes, a reader gives its values or the one error that names the file."""
 
 import json
-import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -101,13 +100,11 @@ def test_an_empty_file_is_refused(file, kind):
 @pytest.mark.parametrize("kind", READERS)
 def test_a_line_of_200_mb_is_refused_without_reading_it(file, kind):
     file.write_bytes(b"1" * (200 << 20))
-    began = time.monotonic()
     tracemalloc.start()
     with pytest.raises(InvalidInputError):
         READERS[kind](file)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert time.monotonic() - began < 20
     assert peak < 150 << 20
     file.unlink()
 
