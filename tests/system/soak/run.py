@@ -48,7 +48,6 @@ _LOOK_SECONDS = 2.0
 _SETTLE_SECONDS = 60.0
 # Load in addition, until the operator is done.
 _FURTHER_SECONDS = 5.0
-_ASK_AGAIN_SECONDS = 1.0
 # Longer than any pause, so that steps run under it.
 _EXPIRING_SECONDS_MIN = 15
 _EXPIRING, _CLEARED = "soak-expires", "soak-is-cleared"
@@ -280,8 +279,7 @@ class _Stage:
         await at(0.05, lambda: self._override(_EXPIRING, "--gamma", "1", "--ttl", f"{ttl}s"))
         await asyncio.sleep(ttl)
         # The second override is refused while the first one, which is stronger, is in force.
-        while await asyncio.to_thread(self._in_force, _EXPIRING):
-            await asyncio.sleep(_ASK_AGAIN_SECONDS)
+        await asyncio.to_thread(eventually, lambda: not self._in_force(_EXPIRING))
         await at(0.3, lambda: self._override(_CLEARED, "--at-most", "2", "--ttl", "2h"))
         await at(0.45, self._restart)
         await at(0.7, lambda: self._command("clear", _CLEARED))
