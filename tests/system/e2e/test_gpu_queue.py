@@ -17,7 +17,8 @@ from controller.core.cost.profile import Profile
 from lab.gpu_check.device import Device
 from lab.gpu_check.shapes import EMULATED
 from lab.gpu_check.small_engines import arms
-from tests.support.engine import ROOT, start_with_engines
+from tests.support.engine import ROOT, install_plugin, run_lab, start_with_engines
+from tests.system.engine import sabotage
 from tests.unit.docs.test_gpu_queue import RUNS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -27,13 +28,19 @@ EMULATION = "EMULATED_CUDA=1"
 
 
 class Queue:
-    """Runs commands of the queue, each once."""
+    """Runs commands of the queue, each once.
+
+    A plugin beside has every step wait for the device, which the check has to notice.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._kit, self.results, self._written = folder / "kit", folder / "out", folder / "check"
         self._kit.mkdir()
         shutil.copy(ROOT / "scripts" / "gpu_kit" / "job.sh", self._kit)
-        path = f"export PYTHONPATH={ROOT}:{ROOT / 'proto'} PYTHONUNBUFFERED=1\n"
+        waits = install_plugin(
+            folder / "waits", f"{sabotage.__name__}:wait_for_the_device", "waits"
+        )
+        path = f"export PYTHONPATH={ROOT}:{ROOT / 'proto'}:{waits} PYTHONUNBUFFERED=1\n"
         (self._kit / "env.sh").write_text(path)
         self._found: dict[int, dict[str, Any]] = {}
 
@@ -102,6 +109,9 @@ def test_run_1_replays_graphs_alone_and_watches_for_synchronisations(queue: Queu
     assert graphs["without_graphs"] == []
     assert graphs["syncs"]["steps"] > 0
     assert graphs["syncs"]["shim"] == {}
+    (place,) = graphs["syncs"]["others"]
+    assert place.startswith(sabotage.__file__)
+    assert abs(graphs["syncs"]["others"][place] - graphs["syncs"]["steps"]) <= 1
     for state in graphs["prepared"].values():
         assert state["device_bytes"] > 0
         assert state["predicted_bytes"] > 0
@@ -165,3 +175,18 @@ def test_run_3_plays_the_day_with_every_policy(queue: Queue):
     assert {"off", "sglang-adaptive", "steered"} < set(policies)
     assert len(policies) == 4
     assert found["not_played"] == {}
+
+
+def test_a_drafter_learns_while_it_serves(tmp_path: Path):
+    """Run 5 of the queue will have this part; its command does not exist yet."""
+    done = run_lab(
+        "lab.gpu_check", "--emulated", "--parts", "learning", "--output", str(tmp_path),
+        imported_with=(EMULATION,),
+    )  # fmt: skip
+    print(done.stdout)
+    assert done.returncode == 0
+    found = json.loads((tmp_path / "result.json").read_text())["learning"]
+    assert found["wrong"] == 0
+    assert found["online"]["updates"] > 0
+    assert found["syncs"]["steps"] > 0
+    assert found["syncs"]["shim"] == {}

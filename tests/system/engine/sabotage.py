@@ -104,6 +104,21 @@ def refuse_graphs_on_demand() -> None:
         type.__setattr__(runner, "can_run_graph", can_run_graph)
 
 
+def wait_for_the_device() -> None:
+    """Every step begins with a call that waits for the device."""
+    if sglang_api.SCHEDULER_MODULE not in sys.modules:
+        return
+    import torch
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def wait(*_: Any, **__: Any) -> None:
+        torch.ones(1, device="cuda").item()
+
+    HookRegistry.register(
+        f"{sglang_api.SCHEDULER_MODULE}.Scheduler.run_batch", wait, HookType.BEFORE
+    )
+
+
 def let_one_rank_differ() -> None:
     """The second scheduler to start has other variables, as on another host."""
     if multiprocessing.parent_process() is None or sglang_api.SCHEDULER_MODULE not in sys.modules:

@@ -180,9 +180,36 @@ def _list_draft_slots(grid: Grid, named: Arguments) -> None:
             ends[number] = sum(positions[:number]) + number * (step + 1)
 
 
+def _norm_and_rotate_keys(grid: Grid, named: Arguments) -> None:
+    """Makes keys and values of all layers from their projections, for DFlash's cache."""
+    tokens, heads, layers = grid
+    size, dim = named["kv_size"], named["head_dim"]
+    projected = named["kv_ptr"].as_strided(
+        (2, layers, tokens, heads, dim),
+        (size, named["kv_stride_layer"], named["kv_stride_ctx"], dim, 1),
+    )
+    keys, values = projected
+    weight = named["k_norm_weight_ptr"].as_strided(
+        (layers, 1, 1, dim), (named["k_norm_weight_stride_layer"], 0, 0, 1)
+    )
+    eps = named["eps_ptr"][:layers].float().view(layers, 1, 1, 1)
+    wide = keys.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+    half, rotary = named["half_rotary_dim"], named["rotary_dim"]
+    angles = named["cos_sin_cache_ptr"][named["positions_ptr"][:tokens]].float()
+    cos, sin = angles[:, None, :half], angles[:, None, half:rotary]
+    first, second = wide[..., :half], wide[..., half:rotary]
+    rotated = [first * cos - second * sin, second * cos + first * sin, wide[..., rotary:]]
+    for name, found in (("k", torch.cat(rotated, dim=-1)), ("v", values)):
+        strides = [named[f"{name}_out_stride_{axis}"] for axis in ("layer", "ctx", "head")]
+        out = named[f"{name}_out_ptr"].as_strided((layers, tokens, heads, dim), (*strides, 1))
+        out.copy_(found)
+
+
 _IN_TORCH: Final[dict[str, _TorchKernel]] = {
     "_draft_topk1_finalize_kernel": _TorchKernel(_find_likeliest),
     "_draft_topk1_partial_argmax_kernel": _TorchKernel(_find_likeliest_partly),
+    "_fused_norm_rope_kernel_stacked": _TorchKernel(_norm_and_rotate_keys),
     "_small_copy_kernel": _TorchKernel(_copy_small),
     "copy_all_layer_kv_cache_tiled": _TorchKernel(_copy_cache_rows),
     "create_flashinfer_kv_indices_triton": _TorchKernel(

@@ -63,8 +63,41 @@ del block
 norm = torch.ones(2, 8, device="cuda")
 
 import sgl_kernel  # noqa: E402
+from emulated_cuda import triton_kernels  # noqa: E402
+from sglang.kernels.ops.speculative.fused_kv_materialize import (  # noqa: E402
+    _fused_norm_rope_stacked,
+)
+
+
+def keys_and_values(rotary: int) -> list:
+    tokens, layers, heads, dimension = 5, 2, 3, 16
+    made = torch.Generator().manual_seed(1)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=made).to("cuda")
+
+    written = _fused_norm_rope_stacked(
+        noise(tokens, layers, 2 * heads * dimension),
+        noise(layers, dimension),
+        noise(layers).abs(),
+        noise(9, dimension),
+        torch.tensor([3, 0, 8, 1, 2], device="cuda"),
+        heads,
+        dimension,
+        rotary,
+    )
+    return [tensor.cpu().flatten().tolist() for tensor in written]
+
+
+rotaries = 8, 16
+in_torch = [keys_and_values(rotary) for rotary in rotaries]
+# Without it, every launch is interpreted.
+assert triton_kernels._IN_TORCH.pop("_fused_norm_rope_kernel_stacked")
+interpreted = [keys_and_values(rotary) for rotary in rotaries]
 
 found = {
+    "in_torch": in_torch,
+    "interpreted": interpreted,
     "name": torch.cuda.get_device_name(),
     "capability": list(torch.cuda.get_device_capability()),
     "devices": [str(t.device) for t in (device, device[1], device + 1, device.cpu(), host)],

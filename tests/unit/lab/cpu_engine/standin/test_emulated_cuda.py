@@ -83,3 +83,11 @@ def test_a_capture_refuses_a_wait() -> None:
 def test_the_library_normalises_halves_only() -> None:
     assert "failed to dispatch data type Float" in found()["float32_norm"]
     assert found()["bfloat16_norm"] == "none"
+
+
+def test_a_kernel_in_torch_writes_what_the_interpreted_one_writes() -> None:
+    written, interpreted = found()["in_torch"], found()["interpreted"]
+    assert len(written) == len(interpreted) == 2
+    for (keys, values), (own_keys, own_values) in zip(written, interpreted, strict=True):
+        assert keys == pytest.approx(own_keys, rel=1e-4, abs=1e-5)
+        assert values == own_values
