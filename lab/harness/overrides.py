@@ -9,7 +9,8 @@ from typing import Final
 
 from lab.harness.errors import HarnessError
 
-_COMMAND_SECONDS: Final = 30.0
+# Only ends a hang.
+_COMMAND_SECONDS: Final = 120.0
 # A name is not taken twice.
 _numbers = count()
 

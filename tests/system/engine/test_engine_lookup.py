@@ -132,15 +132,21 @@ def test_the_lookup_drafts_what_followed_the_longest_match(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
     tokens = [*PROMPTS[0], *plain["batch"][0]]
-    # Prompt lengths without overlap: every context is met with the reports of one request.
-    _, reports = play(engine, sidecar, lambda _: (7, False, LOOKUP), PROMPTS[:1], LENGTHS[:1])
-    live = accepted_by_context(reports, "ngram", 7)
+    live: dict[int, int] = {}
+    matches: dict[int, int] = {}
+    for _ in range(PLAYS_MAX):
+        # One request at a time, so that every context is met with its own reports.
+        _, reports = play(engine, sidecar, lambda _: (7, False, LOOKUP), PROMPTS[:1], LENGTHS[:1])
+        live |= accepted_by_context(reports, "ngram", 7)
+        matches |= {
+            report.kv_tokens: report.proposals[0].match_length
+            for report in reports
+            if report.drafter == "ngram"
+        }
+        # On a busy machine a plan comes for every few steps only.
+        if len(live) > 5:
+            break
     assert len(live) > 5
-    matches = {
-        report.kv_tokens: report.proposals[0].match_length
-        for report in reports
-        if report.drafter == "ngram"
-    }
     for context, accepted in live.items():
         known, truth = tokens[: context + 1], tokens[context + 1 : context + 8]
         match, drafts = looked_up(known, 7)

@@ -69,7 +69,7 @@ from sglang.kernels.ops.speculative.fused_kv_materialize import (  # noqa: E402
 )
 
 
-def keys_and_values(rotary: int) -> list:
+def keys_and_values(rotary: int) -> list[list[float]]:
     tokens, layers, heads, dimension = 5, 2, 3, 16
     made = torch.Generator().manual_seed(1)
 
