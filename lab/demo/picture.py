@@ -122,8 +122,8 @@ def _speeds(document: Mapping[str, Any], axes: "Axes") -> None:
     oracle = document["oracle"][0]["tokens_per_second"]
     axes.axhline(oracle, color="black", linestyle=":", linewidth=1)
     axes.text(
-        -0.45, oracle * 1.14, "dotted: the best arm of each phase, computed from the table",
-        fontsize=8, va="bottom",
+        0.01, oracle * 1.14, "dotted: the best arm of each phase, computed from the table",
+        fontsize=8, va="bottom", transform=axes.get_yaxis_transform(),
     )  # fmt: skip
     axes.set_xticks(list(places), names)
     axes.set_ylim(0, max(oracle, *(s["high"] for s in spreads)) * 1.25)

@@ -26,7 +26,8 @@ def show_table(
     )
     terminal.say(
         f"The best arm of each phase ({', '.join(arm_name(arm) for arm in oracle.arms)}) has "
-        f"{oracle.gain:.3f} times the tokens/s of the best static one ({arm_name(oracle.best_static)})."
+        f"{oracle.gain:.3f} times the tokens/s of the best static one "
+        f"({arm_name(oracle.best_static)})."
     )
 
 

@@ -53,11 +53,12 @@ def _results(document: Mapping[str, Any]) -> list[str]:
     names = [run["policy"] for run in document["runs"]]
     requests = sum(phase["requests"] for phase in stream["phases"])
     tokens = sum(phase["tokens"] for phase in stream["phases"])
+    best = oracle["best_static"]
     lines = [
         f"- Stream: {requests} requests, {tokens} tokens",
         f"- Answers: {document['share_of_answers']:.0%} of their full length",
         f"- Oracle: {oracle['tokens_per_second']:.0f} tokens/s, by the measured costs",
-        f"- Oracle over the best static arm ({oracle['best_static']}): {oracle['over_best_static']:.3f}",
+        f"- Oracle over the best static arm ({best}): {oracle['over_best_static']:.3f}",
         "",
         "## The whole day",
         "",
