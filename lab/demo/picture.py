@@ -122,8 +122,8 @@ def _speeds(document: Mapping[str, Any], axes: "Axes") -> None:
     oracle = document["oracle"][0]["tokens_per_second"]
     axes.axhline(oracle, color="black", linestyle=":", linewidth=1)
     axes.text(
-        -0.45, oracle * 1.14, "dotted: the best arm of each phase, computed from the table",
-        fontsize=8, va="bottom",
+        0.01, oracle * 1.14, "dotted: the best arm of each phase, computed from the table",
+        fontsize=8, va="bottom", transform=axes.get_yaxis_transform(),
     )  # fmt: skip
     axes.set_xticks(list(places), names)
     axes.set_ylim(0, max(oracle, *(s["high"] for s in spreads)) * 1.25)
@@ -163,14 +163,21 @@ def main(
     path = output or result.with_name("demo.png")
     try:
         draw(json.loads(result.read_text(encoding="utf-8")), path)
-    except (OSError, json.JSONDecodeError) as error:
-        typer.echo(f"{result} cannot be read: {error}", err=True)
+    except OSError as error:
+        typer.echo(f"{result} cannot be read: {error.strerror}", err=True)
+        raise typer.Exit(EXIT_FAILED) from error
+    except ValueError as error:
+        typer.echo(f"{result} is not the result.json of a demo: {error}", err=True)
         raise typer.Exit(EXIT_FAILED) from error
     except ModuleNotFoundError as error:
-        typer.echo(f"a picture needs matplotlib: {error}", err=True)
+        typer.echo("A picture needs matplotlib: pip install matplotlib", err=True)
         raise typer.Exit(EXIT_FAILED) from error
     except KeyError as error:
-        typer.echo(f"{result} holds no play of a steered engine: {error} is missing", err=True)
+        typer.echo(
+            f"{result} holds no play of a steered engine ({error} is missing).  A demo writes one "
+            "to result.json in its output folder.",
+            err=True,
+        )
         raise typer.Exit(EXIT_FAILED) from error
     typer.echo(str(path))
 

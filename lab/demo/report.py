@@ -25,8 +25,9 @@ def show_table(
         + ", ".join(f"{phase.plan.name} ×{phase.plan.concurrency}" for phase in stream.phases)
     )
     terminal.say(
-        f"The best arm of each phase ({', '.join(arm_name(arm) for arm in oracle.arms)}) gains "
-        f"{oracle.gain:.3f} over the best static one ({arm_name(oracle.best_static)})."
+        f"The best arm of each phase ({', '.join(arm_name(arm) for arm in oracle.arms)}) has "
+        f"{oracle.gain:.3f} times the tokens/s of the best static one "
+        f"({arm_name(oracle.best_static)})."
     )
 
 
@@ -36,8 +37,8 @@ def show(outcome: DemoOutcome, terminal: Terminal) -> None:
     repeated = f" (median of {repeats}, range)" if repeats > 1 else ""
     terminal.table(
         f"Whole day{repeated}: tokens/s and times" + (" of the model" if outcome.paced else ""),
-        ["policy", "tokens/s", "÷ oracle", "steered ÷", "ms/token", "p99",
-         "latency", "p99", "late", "exact"],
+        ["policy", "tokens/s", "÷ oracle", "steered ÷", "ms/token p50", "p99",
+         "latency p50", "p99", "late", "exact"],
         [_row(outcome, policy) for policy in outcome.policies],
     )  # fmt: skip
     terminal.table(

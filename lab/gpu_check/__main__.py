@@ -27,46 +27,60 @@ EXIT_PROBLEM = 3  # eager steps, lost requests, or a drafter that does not learn
 def check(
     options: Annotated[
         list[str] | None,
-        typer.Argument(help="Further options for SGLang, for the engines of the shape, after --."),
+        typer.Argument(
+            metavar="-- OPTIONS OF SGLANG",
+            show_default=False,
+            help="Further options of SGLang for the large engines; they follow --.",
+        ),
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.5, help="The budget of the whole check.")] = 10.0,
+    minutes: Annotated[float, typer.Option(min=0.5, help="Budget of the whole check.")] = 10.0,
     parts: Annotated[
-        str, typer.Option(help=f"Of {', '.join(PARTS)}, or {ALL}; run in the order given.")
+        str,
+        typer.Option(
+            help=f"What runs, in this order, separated by commas: {', '.join(PARTS)}, or {ALL}."
+        ),
     ] = ",".join(DEFAULT_PARTS),
     plan: Annotated[
-        bool, typer.Option("--plan", help="Print what would run, and its seconds; run nothing.")
+        bool, typer.Option("--plan", help="Print what would run and how long it would take.")
     ] = False,
     scale: Annotated[
         str,
-        typer.Option(help=f"Of {', '.join(s.name for s in SCALES)}; the largest that fits."),
+        typer.Option(
+            help=f"Sizes of all parts: {', '.join(s.name for s in SCALES)}. "
+            "By default, the largest that fits the budget."
+        ),
     ] = "",
     shape: Annotated[
-        str, typer.Option(help=f"{', '.join(SHAPES)}, or a JSON file.")
+        str,
+        typer.Option(help=f"Shape of the large models: {', '.join(SHAPES)}, or a JSON file."),
     ] = QWEN3_8B.name,
     graph_sizes: Annotated[
-        str, typer.Option(help="Batch sizes with CUDA graphs and a row in the cost table: 1,4,16.")
+        str,
+        typer.Option(help="Batch sizes with CUDA graphs and a column in the cost table: 1,4,16."),
     ] = "",
     startup_seconds: Annotated[
-        float, typer.Option(min=1, help="The most that one engine may take to start.")
+        float, typer.Option(min=1, help="Longest start of one engine.")
     ] = 600.0,
     small_options: Annotated[
-        str, typer.Option(help="Further options for SGLang, for the small trained models.")
+        str, typer.Option(help="Further options of SGLang for the small trained models.")
     ] = "",
-    output: Annotated[Path, typer.Option(help="Where page, result and logs go.")] = Path(
+    output: Annotated[Path, typer.Option(help="Folder for page, result and logs.")] = Path(
         "build/gpu-check"
     ),
     keep_profile: Annotated[
-        Path | None, typer.Option(help="A folder that gets the profile too.")
+        Path | None, typer.Option(help="Folder that gets the profile of a GPU as well.")
     ] = None,
     cpu: Annotated[
-        bool, typer.Option("--cpu", help="SGLang's CPU paths: tries the check itself out.")
+        bool,
+        typer.Option("--cpu", help="Try the check out on this processor: SGLang's CPU paths."),
     ] = False,
     emulated: Annotated[
         bool,
         typer.Option(
             "--emulated",
             envvar="LAB_EMULATED_CUDA",
-            help="SGLang's CUDA paths on this processor, with tiny models whatever the shape.",
+            help="Try the check out on this processor: SGLang's CUDA paths, with tiny models "
+            "whatever the shape.",
         ),
     ] = False,
 ) -> None:
@@ -86,7 +100,7 @@ def check(
             startup_seconds=startup_seconds,
             engine_options=tuple(options or ()),
             small_options=tuple(shlex.split(small_options)),
-            keep_profile=keep_profile,
+            keep_profile=keep_profile if device is Device.GPU else None,
         )
     except (UnknownPartError, HarnessError, ValueError) as error:
         terminal.say(str(error))
@@ -96,8 +110,9 @@ def check(
         return
     if device is Device.GPU and not gpus():
         terminal.say(
-            "no GPU was found (nvidia-smi lists none); `--emulated` runs the same check through "
-            f"SGLang's CUDA paths on the processor, `--cpu --shape {SMALL.name}` through its others"
+            "No GPU was found (nvidia-smi lists none).  On a machine without one, `--plan` prints "
+            "what would run, `--emulated` tries the check out through SGLang's CUDA paths, and "
+            f"`--cpu --shape {SMALL.name}` through its CPU paths."
         )
         raise typer.Exit(EXIT_USAGE)
     try:
@@ -105,7 +120,12 @@ def check(
     except HarnessError as error:
         terminal.say(f"\nThe check failed: {error}")
         raise typer.Exit(EXIT_FAILED) from error
-    terminal.say(f"\n{page.markdown(found)}\n\nTo send: {output / 'page.md'}")
+    except (KeyboardInterrupt, SystemExit):
+        terminal.say(f"\nStopped.  What was found by then is in {output / 'page.md'}.")
+        raise
+    terminal.say(
+        f"\n{page.markdown(found)}\n\nTo send: {output / 'page.md'} and {output / 'result.json'}"
+    )
     if found["failed"] or page.wrong_tokens(found):
         raise typer.Exit(EXIT_FAILED)
     if page.problems(found):
@@ -125,8 +145,8 @@ def show_plan(asked: GpuCheckOptions, terminal: Terminal) -> None:
     scale = choose_scale(asked)
     planned = planned_parts(asked, scale)
     terminal.table(
-        f"Scale {scale.name}, of {asked.seconds / 60:g} minutes",
-        ["part", "launches", "captures", "passes", "requests", "waits", "seconds"],
+        f"Scale: {scale.name}; budget: {asked.seconds / 60:g} minutes",
+        ["part", "starts", "captures", "steps", "prompts", "waits, s", "total, s"],
         [
             [
                 part.name, str(part.work.launches), str(part.work.captures), str(part.work.passes),
@@ -135,7 +155,13 @@ def show_plan(asked: GpuCheckOptions, terminal: Terminal) -> None:
             for part in planned
         ],
     )  # fmt: skip
-    terminal.say(f"Together {total_seconds(planned):.0f} s. Prices: {asked.prices.source}.")
+    together = total_seconds(planned)
+    terminal.say(f"Together {together:.0f} s. Prices: {asked.prices.source}.")
+    if together > asked.seconds:
+        terminal.say(
+            f"The budget is {asked.seconds:.0f} s: what does not fit is left out, the last parts "
+            "first.  Give more --minutes, fewer --parts or fewer --graph-sizes."
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,19 @@
 """Writes the one page that somebody with a GPU sends: machine, verdicts, and every figure."""
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from lab.gpu_check.device import Device
 from lab.gpu_check.parts import PARTS
 from lab.gpu_check.tables import text_table
 
 _PROBLEMS_SHOWN = 8
+_SMALL_MODELS = "`exact`, `rounding`, `learning` and `outage` use small trained models instead."
+_NOTATION = (
+    "- An arm is a drafter and its draft length γ, as in eagle3 3; arm 0 decodes without drafts. "
+    "B is the number of sequences that decode at once."
+)
 
 
 def markdown(document: Mapping[str, Any]) -> str:
@@ -72,8 +79,14 @@ def where(document: Mapping[str, Any]) -> str:
 
 def _facts(document: Mapping[str, Any]) -> str:
     assumed = ", ".join(f"{name} {value}" for name, value in document["acceptance"].items())
-    return (
-        f"Shape: {document['shape']}, weights are dummies; scale: {document['scale']}; "
-        f"{document['seconds']} s. Acceptance of the shape's drafts is drawn by chance: {assumed} "
-        "a position. `exact`, `rounding`, `learning` and `outage` use small trained models instead."
-    )
+    lines = [
+        f"- Models: the shape {document['shape']} with dummy weights. {_SMALL_MODELS}",
+        f"- Assumed probability that a draft of the shape is accepted: {assumed}.",
+        _NOTATION,
+        f"- Scale: {document['scale']}. The check took {document['seconds']} s.",
+    ]
+    if command := document.get("command"):
+        lines.append(f"- Command: `{shlex.join(command)}`")
+    if document.get("device", Device.GPU.value) != Device.GPU.value:
+        lines.append("- **No GPU was used: durations and speeds on this page mean nothing.**")
+    return "\n".join(lines)

@@ -8,7 +8,9 @@ def require(command: str, *modules: str) -> None:
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise SystemExit(
-            f"{command} needs the modules {', '.join(missing)}, which cannot be imported. Run it "
-            "with the environment that `make setup` makes in the clone, or install them beside "
-            "SGLang and both wheels."
+            f"{command} needs modules that cannot be imported: {', '.join(missing)}.\n"
+            "Either run it with the environment that `make setup` makes in the clone "
+            "(.venv/bin/python; PYTHON=.venv/bin/python for make),\n"
+            "or install this project beside SGLang, in the root of the clone: "
+            "pip install . ./engine_shim aiohttp psutil"
         )

@@ -18,7 +18,8 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """Prints one line."""
-        self._console.print(text, markup=False)
+        # In a file, lines that stay whole can be copied: commands, and the rows of a page.
+        self._console.print(text, markup=False, soft_wrap=not self._console.is_terminal)
 
     def heading(self, text: str) -> None:
         """Prints a line that begins a part."""

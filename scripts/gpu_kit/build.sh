@@ -3,15 +3,16 @@
 # each with a piece of one archive and install.sh.  Needs a package index, pip, unzip, strip (binutils) and xz; it
 # downloads 0.7 GB.  What is in the kit: wheels.txt, overlay/.  What it is for: machine.txt, docs/gpu.md.
 #
-#   PYTHON=python3.12   an interpreter that has pip (any version)
-#   PIECE_MIB=24        most MiB of a piece
+#   PYTHON=python3      an interpreter that has pip (3.11 or newer)
+#   PIECE_MIB=24        largest size of a piece, in MiB
 set -euo pipefail
+die() { printf 'gpu-kit: %s\n' "$*" >&2; exit 1; }
 here=$(cd "$(dirname "$0")" && pwd)
 repository=$(cd "$here/../.." && pwd)
 output=$repository/.kit
 work=$repository/build/gpu-kit
 site=$work/root/site
-piece_bytes=$((${PIECE_MIB:-24} * 1048576))
+piece_mib=${PIECE_MIB:-24}
 python=${PYTHON:-python3}
 constraints=$repository/requirements/constraints.txt
 
@@ -23,11 +24,21 @@ tags+=(--platform manylinux2014_x86_64 --platform any)
 
 say() { printf 'gpu-kit: %s\n' "$*"; }
 
+check_requirements() {
+  local program
+  [[ $piece_mib =~ ^[1-9][0-9]*$ ]] || die "PIECE_MIB=$piece_mib: give whole MiB, as in PIECE_MIB=24"
+  for program in unzip strip xz sha256sum split; do
+    command -v "$program" >/dev/null || die "$program is missing (Debian: apt-get install unzip binutils xz-utils)"
+  done
+  "$python" -m pip --version >/dev/null 2>&1 && "$python" -c 'import tomllib' 2>/dev/null ||
+    die "$python needs pip and Python 3.11 or newer: name another one with PYTHON=..."
+}
+
 download() {
   local made_from
   made_from=$(cat "$here/wheels.txt" "$here/machine.txt" "$constraints" | sha256sum)
   [ "$(cat "$work/made-from" 2>/dev/null)" = "$made_from" ] && return
-  say "downloading the wheels"
+  say "downloading 0.7 GB of wheels, which takes minutes"
   rm -rf "$work/wheels"
   "$python" -m pip --disable-pip-version-check download -q --no-deps "${tags[@]}" -d "$work/wheels" \
     -c "$constraints" -r "$here/wheels.txt"
@@ -83,7 +94,7 @@ write_pieces() {
   tar -C "$work/root" --sort=name --owner=0 --group=0 --mtime=@0 -cf - . | xz -T1 -6 -c >"$work/kit.tar.xz"
   sum=$(sha256sum "$work/kit.tar.xz" | cut -d' ' -f1)
   rm -rf "$output"
-  split -b "$piece_bytes" -a 1 "$work/kit.tar.xz" "$work/piece."
+  split -b "${piece_mib}M" -a 1 "$work/kit.tar.xz" "$work/piece."
   for piece in "$work"/piece.?; do
     mkdir -p "$output/${piece##*.}"
     mv "$piece" "$output/${piece##*.}/piece"
@@ -96,6 +107,7 @@ write_pieces() {
   rm "$work/kit.tar.xz"
 }
 
+check_requirements
 mkdir -p "$work"
 download
 say "putting them together"
@@ -109,6 +121,6 @@ write_metadata
 trim
 cp -r "$here/overlay/." "$site/"
 cp "$here/machine.txt" "$here/warm.py" "$here/job.sh" "$work/root/"
-say "compressing $(du -sm "$work/root" | cut -f1) MB"
+say "compressing $(du -sm "$work/root" | cut -f1) MiB"
 write_pieces
-say "$(du -sm "$output" | cut -f1) MB in" "$output"/?
+say "done: $(du -sm "$output" | cut -f1) MiB in" "$output"/? "(what to do with them: docs/gpu.md, Without a network)"

@@ -25,34 +25,45 @@ EXIT_CUT_OFF = 4  # the minutes were over; what there is has been written
 
 def demo(
     options: Annotated[
-        list[str] | None, typer.Argument(help="Further options for SGLang, after --.")
+        list[str] | None,
+        typer.Argument(
+            metavar="-- OPTIONS OF SGLANG",
+            show_default=False,
+            help="Further options of SGLang; they follow --.",
+        ),
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.1, help="That the run may take.")] = 9.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Budget of the whole run.")] = 9.0,
     profile_seconds: Annotated[
-        float, typer.Option(min=1, help="Time for measuring the step costs.")
+        float, typer.Option(min=1, help="Budget for measuring the step costs.")
     ] = 45.0,
     shape: Annotated[
-        str | None, typer.Option(help=f"{', '.join(SETTINGS)}; with --cpu {SMALL.name}.")
+        str | None,
+        typer.Option(
+            help=f"Shape of the models: {', '.join(SETTINGS)}. By default {QWEN3_8B.name}, "
+            f"and {SMALL.name} with --cpu."
+        ),
     ] = None,
     cpu: Annotated[
-        bool, typer.Option("--cpu", help="On this processor: tries the run itself out.")
+        bool,
+        typer.Option("--cpu", help="Try the run out on this processor: SGLang's CPU paths."),
     ] = False,
     emulated: Annotated[
         bool,
         typer.Option(
             "--emulated",
             envvar="LAB_EMULATED_CUDA",
-            help="SGLang's CUDA paths on this processor, with tiny models whatever the shape.",
+            help="Try the run out on this processor: SGLang's CUDA paths, with tiny models "
+            "whatever the shape.",
         ),
     ] = False,
     plan_only: Annotated[
-        bool, typer.Option("--plan", help="Prints what would be done, and how long it takes.")
+        bool, typer.Option("--plan", help="Print what would run and how long it would take.")
     ] = False,
-    output: Annotated[Path, typer.Option(help="Where result, page and logs go.")] = Path(
+    output: Annotated[Path, typer.Option(help="Folder for page, result and logs.")] = Path(
         "build/demo-gpu"
     ),
 ) -> None:
-    """Plays the day of the demo on a GPU: off, static, SGLang's adaptive mode and steered."""
+    """Plays the day of the demo on a GPU: off, best static γ, SGLang's adaptive mode, steered."""
     terminal = Terminal()
     device = Device.EMULATED if emulated else Device.CPU if cpu else Device.GPU
     name = shape or (SMALL.name if cpu else QWEN3_8B.name)
@@ -74,8 +85,8 @@ def demo(
         return
     if device is Device.GPU and not gpus():
         terminal.say(
-            "no GPU was found (nvidia-smi lists none); `--cpu` or `--emulated` tries the same run "
-            "on the processor"
+            "No GPU was found (nvidia-smi lists none).  On a machine without one, `--plan` prints "
+            "what would run, and `--cpu` or `--emulated` tries the run out on the processor."
         )
         raise typer.Exit(EXIT_USAGE)
     end_on_sigterm()
@@ -86,11 +97,15 @@ def demo(
     except HarnessError as error:
         terminal.say(f"\nThe demo failed: {error}")
         raise typer.Exit(EXIT_FAILED) from error
+    except (KeyboardInterrupt, SystemExit):
+        terminal.say(f"\nStopped.  What was found by then is in {output / 'page.md'}.")
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
     terminal.say(
-        f"\nTo send: {output / 'page.md'} and {output / 'result.json'}.  The picture, wherever "
-        f"matplotlib is: python -m lab.demo.picture {output / 'result.json'}"
+        f"\nTo send: {output / 'page.md'} and {output / 'result.json'}.\n"
+        "To draw the picture, on any machine with matplotlib: "
+        f"python -m lab.demo.picture {output / 'result.json'}"
     )
 
 
@@ -103,7 +118,7 @@ def _show_plan(share: float, planned: tuple[Piece, ...], terminal: Terminal) -> 
     rows = [[piece.name, piece.policy, piece.counts, f"{piece.seconds:.0f}"] for piece in planned]
     rows.append(["sum", "", "", f"{total(planned):.0f}"])
     terminal.table(
-        f"What would be done, by the price list; answers of {share:.0%} of their length",
+        f"What would run, with estimated seconds; answers have {share:.0%} of their full length",
         ["piece", "engine", "counts", "seconds"],
         rows,
     )

@@ -13,6 +13,7 @@ _MEANING = """\
   the same luck. The weights are dummies: what the answers say is noise.
 - tokens/s: all tokens over the time from the first request to the last answer. In a phase: the
   tokens of steps that began in it, and the first tokens of requests, over its seconds.
+- Arm: a drafter and its draft length, as in eagle3 3; arm 0 decodes without drafts.
 - ÷ oracle: tokens/s over those of the best draft length of each phase. These are computed: the
   stream is replayed with the costs that `controller profile` measured on this machine.
 - time ÷ profile: what the decode steps took, over what that profile says of them. Where it is far
@@ -30,7 +31,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         lines.append("The run came to its end.")
     else:
         lines.append(f"**The run is incomplete**: {document['stopped']}.")
-    lines += [f"{policy} was not played: {why}." for policy, why in document["not_played"].items()]
+    for policy, why in document["not_played"].items():
+        lines += ["", f"{policy} was not played: {why}."]
     lines += [
         "",
         f"- Machine: {where}; {machine['cores']} cores, {machine['system']}",
@@ -51,11 +53,12 @@ def _results(document: Mapping[str, Any]) -> list[str]:
     names = [run["policy"] for run in document["runs"]]
     requests = sum(phase["requests"] for phase in stream["phases"])
     tokens = sum(phase["tokens"] for phase in stream["phases"])
+    best = oracle["best_static"]
     lines = [
         f"- Stream: {requests} requests, {tokens} tokens",
-        f"- Answers: {document['share_of_answers']:.0%} of the lengths that were written down",
+        f"- Answers: {document['share_of_answers']:.0%} of their full length",
         f"- Oracle: {oracle['tokens_per_second']:.0f} tokens/s, by the measured costs",
-        f"- Over the best static arm, {oracle['best_static']}: {oracle['over_best_static']:.3f}",
+        f"- Oracle over the best static arm ({best}): {oracle['over_best_static']:.3f}",
         "",
         "## The whole day",
         "",

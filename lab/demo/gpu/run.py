@@ -72,8 +72,8 @@ def plan(options: GpuDemoOptions) -> tuple[float, tuple[Piece, ...]]:
     if share is None:
         least = total(pieces(options.day, SHARES[-1], options.profile_seconds))
         raise HarnessError(
-            f"{options.seconds / 60:.1f} minutes are too few: the shortest day takes about "
-            f"{least / 60 + 0.5:.1f}"
+            f"{options.seconds / 60:g} minutes are too few: the shortest day takes about "
+            f"{least / 60 + 0.5:.1f} minutes"
         )
     return share, pieces(options.day, share, options.profile_seconds)
 

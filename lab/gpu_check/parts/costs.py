@@ -71,7 +71,7 @@ class CostsPart(Part):
         """Counts the cells."""
         tables = document[self.KEY]
         counts = [
-            f"{len(cells_of(found))} cells at {found['context_tokens']} tokens"
+            f"{len(cells_of(found))} step costs at contexts of {found['context_tokens']} tokens"
             for found in tables.values()
         ]
         whole = bool(tables) and all("profile" in found for found in tables.values())
@@ -80,7 +80,7 @@ class CostsPart(Part):
     def sections(self, document: Document) -> list[str]:
         """Makes the tables of milliseconds a step."""
         return [
-            f"Milliseconds a step, contexts of {found['context_tokens']} tokens"
+            f"Milliseconds of a decode step, contexts of {found['context_tokens']} tokens"
             f"{'' if 'profile' in found else ' (unfinished)'}:\n\n{cost_table(cells_of(found))}"
             for found in document[self.KEY].values()
         ]

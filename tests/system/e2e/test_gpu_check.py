@@ -85,6 +85,7 @@ def test_told_to_stop_it_leaves_its_results_and_no_engine(tmp_path: Path):
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, said
+    assert f"Stopped.  What was found by then is in {tmp_path / 'page.md'}." in said
     document = json.loads((tmp_path / "result.json").read_text())
     assert document["stopped"] == "SystemExit: 143"
     assert "The check was stopped" in (tmp_path / "page.md").read_text()
@@ -119,4 +120,11 @@ def test_the_plan_starts_nothing(tmp_path: Path):
     done = run_lab("lab.gpu_check", "--plan", "--minutes", "8", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout
     assert "Together" in done.stdout
+    assert "The budget is" not in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_the_plan_says_what_does_not_fit():
+    done = run_lab("lab.gpu_check", "--plan", "--minutes", "2")
+    assert done.returncode == 0, done.stdout
+    assert "The budget is 120 s: what does not fit is left out" in done.stdout

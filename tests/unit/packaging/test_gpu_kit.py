@@ -48,6 +48,26 @@ def test_kit_and_machine_have_what_sglang_and_the_project_need() -> None:
     assert needed <= set(named("wheels.txt")) | set(named("machine.txt"))
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"PIECE_MIB": "many"}, "PIECE_MIB=many: give whole MiB"),
+        ({"PIECE_MIB": "0"}, "PIECE_MIB=0: give whole MiB"),
+        ({"PYTHON": "no-python"}, "no-python needs pip"),
+    ],
+)
+def test_what_the_kit_cannot_be_made_with_is_said_before_anything_is_downloaded(
+    setting: dict[str, str], said: str
+) -> None:
+    done = subprocess.run(
+        ["bash", str(KIT / "build.sh")],
+        env={**os.environ, **setting}, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert done.stdout == ""
+
+
 def test_a_version_is_named_once() -> None:
     constraints = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
     tested = {canonicalize_name(line.partition("==")[0]) for line in constraints if "==" in line}

@@ -82,6 +82,15 @@ def test_a_result_is_drawn_where_it_lies(tmp_path, capsys):
     assert "holds no play of a steered engine" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", [b"no JSON", b"\xd0\xff"])
+def test_a_file_that_is_no_result_is_refused(tmp_path, capsys, content: bytes):
+    path = tmp_path / "result.json"
+    path.write_bytes(content)
+    with pytest.raises(typer.Exit):
+        picture.main(path)
+    assert "is not the result.json of a demo" in capsys.readouterr().err
+
+
 def test_the_picture_is_a_png_of_some_size(tmp_path):
     path = tmp_path / "new/demo.png"
     picture.draw(json.loads(json.dumps(result.as_json(outcome()))), path)

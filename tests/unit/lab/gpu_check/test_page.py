@@ -138,6 +138,15 @@ def test_a_part_that_has_only_begun_has_a_page():
 def test_without_a_gpu_the_page_says_so():
     found = changed() | {"device": "emulated CUDA"}
     assert page.markdown(found).startswith("# GPU check: P (no GPU: emulated CUDA); SGLang 1")
+    assert "durations and speeds on this page mean nothing" in page.markdown(found)
+    assert "mean nothing" not in page.markdown(FOUND)
+
+
+def test_the_page_names_its_command_and_its_notation():
+    command = ["python3", "-m", "lab.gpu_check", "--small-options", "--a b"]
+    text = page.markdown(changed() | {"command": command})
+    assert "- Command: `python3 -m lab.gpu_check --small-options '--a b'`" in text
+    assert "An arm is a drafter and its draft length γ" in text
 
 
 def test_wrong_tokens_and_eager_steps_are_problems():
