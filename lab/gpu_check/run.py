@@ -70,12 +70,9 @@ def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
         "seconds": 0.0,
     }
     save = _saver(document, options.output, deadline)
-    try:
-        # Before anything starts; and nothing of an earlier check may be taken for this one's.
-        save()
-        (options.output / PRICE_FILE.name).unlink(missing_ok=True)
-    except OSError as error:
-        raise HarnessError(f"nothing can be written to {options.output}: {error}") from error
+    # Before anything starts; and nothing of an earlier check may be taken for this one's.
+    save()
+    (options.output / PRICE_FILE.name).unlink(missing_ok=True)
     try:
         with ExitStack() as stack:
             folder = TemporaryDirectory(prefix="speculation-gpu-check-", ignore_cleanup_errors=True)
@@ -123,7 +120,10 @@ def _run_part(check: Check, planned: PlannedPart) -> None:
 def _saver(document: dict[str, Any], output: Path, deadline: Deadline) -> Callable[[], None]:
     def save() -> None:
         document["seconds"] = round(deadline.elapsed, 1)
-        write_result(document, output)
-        write_whole(output / "page.md", f"{page.markdown(document)}\n".encode())
+        try:
+            write_result(document, output)
+            write_whole(output / "page.md", f"{page.markdown(document)}\n".encode())
+        except OSError as error:
+            raise HarnessError(f"nothing can be written to {output}: {error}") from error
 
     return save

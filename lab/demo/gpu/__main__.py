@@ -27,7 +27,7 @@ def demo(
     options: Annotated[
         list[str] | None, typer.Argument(help="Further options for SGLang, after --.")
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.1, help="That the run may take.")] = 9.0,
+    minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="That the run may take.")] = 9.0,
     profile_seconds: Annotated[
         float, typer.Option(min=1, help="Time for measuring the step costs.")
     ] = 45.0,

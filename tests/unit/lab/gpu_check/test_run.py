@@ -166,3 +166,17 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(play, t
     (tmp_path / "result.json").mkdir()
     with pytest.raises(HarnessError, match="nothing can be written to"):
         play(ScriptedPart("first", lambda _: pytest.fail("it ran")))
+
+
+def test_a_disk_that_is_full_ends_the_check_with_a_sentence(
+    play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def act(_: Check) -> None:
+        def refuse(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("lab.gpu_check.run.write_result", refuse)
+
+    with pytest.raises(HarnessError, match="No space left"):
+        play(finding("first", 1), ScriptedPart("last", act))
+    assert written(tmp_path)["first"] == 1
