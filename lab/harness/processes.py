@@ -200,8 +200,8 @@ def _signals_deferred() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in arrived:
-            signal.raise_signal(number)
+        for late in arrived:
+            signal.raise_signal(late)
 
 
 def answers_http(url: str) -> bool:
