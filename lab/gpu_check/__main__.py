@@ -89,14 +89,15 @@ def check(
     terminal = Terminal()
     device = Device.EMULATED if emulated else Device.CPU if cpu else Device.GPU
     try:
+        known = EMULATED if emulated else load_shape(shape)
         asked = GpuCheckOptions(
-            shape=EMULATED if emulated else load_shape(shape),
+            shape=known,
             device=device,
             parts=parse_parts(parts),
             seconds=60.0 * minutes,
             output=output,
             scale=parse_scale(scale),
-            graph_sizes=() if emulated else parse_sizes(graph_sizes),
+            graph_sizes=() if emulated else parse_sizes(graph_sizes, known.max_batch),
             startup_seconds=startup_seconds,
             engine_options=tuple(options or ()),
             small_options=tuple(shlex.split(small_options)),
@@ -132,11 +133,11 @@ def check(
         raise typer.Exit(EXIT_PROBLEM)
 
 
-def parse_sizes(given: str) -> tuple[int, ...]:
-    """Reads batch sizes separated by commas, ascending.  Raises ValueError."""
+def parse_sizes(given: str, most: int) -> tuple[int, ...]:
+    """Reads batch sizes separated by commas, ascending; most: of the shape.  Raises ValueError."""
     words = [word.strip() for word in given.split(",") if word.strip()]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise ValueError(f"--graph-sizes {given!r}: name batch sizes of 1 or more, as in 1,4,16")
+    if not all(word.isdecimal() and 1 <= int(word) <= most for word in words):
+        raise ValueError(f"--graph-sizes {given!r}: name batch sizes of 1 to {most}, as in 1,4,16")
     return tuple(sorted({int(word) for word in words}))
 
 

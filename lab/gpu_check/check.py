@@ -20,7 +20,7 @@ from lab.gpu_check import (
     small_engines,
     syncs,
 )
-from lab.gpu_check.budget import Deadline, Prices, Tally
+from lab.gpu_check.budget import Deadline, OutOfTimeError, Prices, Tally
 from lab.gpu_check.device import Device
 from lab.gpu_check.engines import PINNED, PINNED_NO_OVERLAP, STEERED, EngineSetting
 from lab.gpu_check.load import moving_stream, warm_up_stream
@@ -212,11 +212,18 @@ class Check(Harness):
         self.deadline.require(self.options.prices.launch / 2, f"the start of the engine {policy}")
         with self.terminal.working(f"engine: {policy}") as work:
             engine = self._keep(self._launch(policy))
-            engine.wait_ready(
-                limit,
-                lambda: work.update(f"{time.monotonic() - began:.0f} s"),
-                self.sidecar(policy) if policy in _STEERED_ENGINES else None,
-            )
+            try:
+                engine.wait_ready(
+                    limit,
+                    lambda: work.update(f"{time.monotonic() - began:.0f} s"),
+                    self.sidecar(policy) if policy in _STEERED_ENGINES else None,
+                )
+            except EngineFailedError as error:
+                self._engines.pop(policy).child.stop()
+                if self.deadline.left > 0:
+                    raise
+                text = f"the engine {policy} had not started within the budget"
+                raise OutOfTimeError(text) from error
             seconds = round(time.monotonic() - began, 1)
             work.result = f"ready after {seconds} s"
         self.tally.launches += 1
@@ -254,7 +261,14 @@ class Check(Harness):
 
     def _note_losses(self, policy: str) -> None:
         """Notes what the plugin has given up in an engine: a drafter that failed, for example."""
-        if policy in _STEERED_ENGINES and (lost := self.status(policy)["lost"]):
+        if policy not in _STEERED_ENGINES:
+            return
+        try:
+            lost = self.status(policy)["lost"]
+        except EngineFailedError as error:
+            # It is about to be stopped, which is no fault of what comes next.
+            lost = [{"capability": "the engine", "reason": str(error)}]
+        if lost:
             self.document.setdefault("lost", {})[policy] = lost
 
     def _count_captures(self, policy: str) -> None:

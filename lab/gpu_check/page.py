@@ -6,6 +6,7 @@ from typing import Any
 
 from lab.gpu_check.device import Device
 from lab.gpu_check.parts import PARTS
+from lab.gpu_check.parts.part import Part
 from lab.gpu_check.tables import text_table
 
 _PROBLEMS_SHOWN = 8
@@ -14,6 +15,7 @@ _NOTATION = (
     "- An arm is a drafter and its draft length γ, as in eagle3 3; arm 0 decodes without drafts. "
     "B is the number of sequences that decode at once."
 )
+_FAILED = "FAILED"
 
 
 def markdown(document: Mapping[str, Any]) -> str:
@@ -22,8 +24,10 @@ def markdown(document: Mapping[str, Any]) -> str:
     texts = [f"# GPU check: {where(document)}", _facts(document)]
     if "stopped" in document:
         texts.append(f"The check was stopped ({document['stopped']}); this is what it had found.")
+    if begun := unfinished(document):
+        texts.append(f"Not finished when this page was written: {', '.join(begun)}.")
     if found:
-        rows = [[name, *part.summary(document)] for name, part in found.items()]
+        rows = [[name, *_summary(name, part, document)] for name, part in found.items()]
         texts.append(text_table(["part", "verdict", "details"], rows))
     if failed := document.get("failed"):
         lines = [f"- {name}: {reason.splitlines()[0]}" for name, reason in failed.items()]
@@ -45,6 +49,24 @@ def markdown(document: Mapping[str, Any]) -> str:
     for part in found.values():
         texts += part.sections(document)
     return "\n\n".join(texts)
+
+
+def unfinished(document: Mapping[str, Any]) -> list[str]:
+    """Names the parts that were still running, or had not begun, when the document was written."""
+    ended = document.get("part_seconds", {})
+    return [name for name in document.get("planned_seconds", {}) if name not in ended]
+
+
+def _summary(name: str, part: Part, document: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns verdict and details of a part; only one that came to its end can have passed."""
+    verdict, details = part.summary(document)
+    if name in document.get("failed", {}):
+        return _FAILED, details
+    if verdict != _FAILED and (
+        name in document.get("left_out", {}) or name in unfinished(document)
+    ):
+        return "unfinished", details
+    return verdict, details
 
 
 def problems(document: Mapping[str, Any]) -> list[str]:

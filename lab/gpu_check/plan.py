@@ -28,7 +28,8 @@ class PlannedPart:
 class Planner:
     """Counts, as `Check` does: engines that run already are not started again.
 
-    acceptance: drafter -> probability that a draft is accepted if those before it were.
+    graph_sizes: () for those of shape and scale.  probabilities: drafter -> probability that a
+    draft is accepted if those before it were.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class Planner:
         shape: Shape,
         scale: Scale,
         device: Device,
+        graph_sizes: tuple[int, ...] = (),
         probabilities: Mapping[str, float] = acceptance.ASSUMED,
     ) -> None:
         self.shape = shape
         self.scale = scale
         self.device = device
+        self.graph_sizes = graph_sizes or scale.batch_sizes(shape)
         self.has_profile = False
         self._probabilities = probabilities
         self._running: tuple[str, ...] = ()
@@ -61,7 +64,7 @@ class Planner:
         """Counts the CUDA graphs of an engine."""
         if policy in small_engines.SMALL_ENGINES:
             return small_engines.captures(policy, self.device)
-        return engines.captures(policy, self.shape, self.scale.batch_sizes(self.shape))
+        return engines.captures(policy, self.shape, self.graph_sizes)
 
     def play(
         self,

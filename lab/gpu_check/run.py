@@ -5,6 +5,7 @@ A check that has ended also leaves a price list, prices.json, for the plan of th
 """
 
 import json
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,7 +31,7 @@ _SPARE_SECONDS = 10.0
 
 def planned_parts(options: GpuCheckOptions, scale: Scale) -> list[PlannedPart]:
     """Counts and prices the parts at a scale."""
-    planner = Planner(options.shape, scale, options.device)
+    planner = Planner(options.shape, scale, options.device, options.graph_sizes)
     counting = [(name, PARTS[name].plan) for name in options.parts]
     return plan(counting, planner, options.prices)
 
@@ -51,7 +52,8 @@ def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
     """Runs the check; returns what it found, which is in result.json too.
 
     A part that fails does not keep the next ones from running.  Raises HarnessError for what is no
-    part's, and SystemExit for SIGTERM; what was found by then is written down.
+    part's, such as a folder that cannot be written, and SystemExit for SIGTERM; what was found by
+    then is written down.
     """
     deadline = Deadline(options.seconds - _SPARE_SECONDS)
     scale = choose_scale(options)
@@ -68,6 +70,9 @@ def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
         "seconds": 0.0,
     }
     save = _saver(document, options.output, deadline)
+    # Before anything starts; and nothing of an earlier check may be taken for this one's.
+    save()
+    (options.output / PRICE_FILE.name).unlink(missing_ok=True)
     try:
         with ExitStack() as stack:
             folder = TemporaryDirectory(prefix="speculation-gpu-check-", ignore_cleanup_errors=True)
@@ -101,9 +106,11 @@ def _run_part(check: Check, planned: PlannedPart) -> None:
     except OutOfTimeError as error:
         left_out[planned.name] = str(error)
         check.terminal.say(f"{planned.name}: stopped, {error}")
-    except HarnessError as error:
-        check.document["failed"][planned.name] = str(error)
-        check.terminal.say(f"{planned.name} failed: {error}")
+    except Exception as error:  # noqa: BLE001  # whatever it is, the other parts can still run
+        expected = isinstance(error, HarnessError)
+        reason = str(error) if expected else "".join(traceback.format_exception(error)[::-1])
+        check.document["failed"][planned.name] = reason.strip()
+        check.terminal.say(f"{planned.name} failed: {reason}")
         check.abandon()
     took = check.document.setdefault("part_seconds", {})
     took[planned.name] = round(check.deadline.elapsed - began, 1)
@@ -113,7 +120,10 @@ def _run_part(check: Check, planned: PlannedPart) -> None:
 def _saver(document: dict[str, Any], output: Path, deadline: Deadline) -> Callable[[], None]:
     def save() -> None:
         document["seconds"] = round(deadline.elapsed, 1)
-        write_result(document, output)
-        write_whole(output / "page.md", f"{page.markdown(document)}\n".encode())
+        try:
+            write_result(document, output)
+            write_whole(output / "page.md", f"{page.markdown(document)}\n".encode())
+        except OSError as error:
+            raise HarnessError(f"nothing can be written to {output}: {error}") from error
 
     return save

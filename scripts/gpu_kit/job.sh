@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # job.sh SECONDS NAME COMMAND...: runs a command of the check in the kit's environment for at most SECONDS, with
 # `--output` set to a folder of its own, and copies what it wrote to $OUT, however it ends:
-# NAME.json, NAME.page.md, NAME.*.png, NAME.tgz (all of it, with the logs).  At the limit the command gets SIGTERM, and
+# NAME.json, NAME.page.md, NAME.*.png, NAME.tgz (all of it, with the logs); the first two also every few seconds, for
+# the case that this script itself is killed.  At the limit the command gets SIGTERM, and
 # SIGKILL KIT_GRACE seconds later.  Whatever it started and left behind is killed, because an engine would keep the
 # GPU's memory.  The exit code is the command's; 124 if the limit ended it, 137 if it had to be killed.
 #
@@ -25,11 +26,14 @@ kill_what_is_left() {
   [ ${#processes[@]} = 0 ] || kill -9 "${processes[@]}" 2>/dev/null
 }
 
-copy_results() {
-  local file
-  mkdir -p "$OUT"
+copy_findings() {
   cp -f "$folder/result.json" "$OUT/$name.json" 2>/dev/null
   cp -f "$folder/page.md" "$OUT/$name.page.md" 2>/dev/null
+}
+
+copy_results() {
+  local file
+  copy_findings
   for file in "$folder"/*.png; do [ ! -e "$file" ] || cp -f "$file" "$OUT/$name.${file##*/}"; done
   tar -C "${folder%/*}" -czf "$OUT/$name.tgz" "$name"
 }
@@ -46,7 +50,7 @@ done
 
 kill_what_is_left
 rm -rf "$folder"
-mkdir -p "$folder"
+mkdir -p "$folder" "$OUT"
 began=$SECONDS
 echo "== $name: ${command[*]} (at most $limit s)"
 # SPT_NOENV: a process that sets its title keeps its mark.  Not through a pipe: what is left would keep it open.
@@ -55,8 +59,11 @@ env "$mark" SPT_NOENV=1 timeout --foreground -k "${KIT_GRACE:-20}" "$limit" "${c
 job=$!
 tail -n +1 -s 0.2 --pid "$job" -f "$folder/output.txt" &
 shown=$!
+while sleep 5 && kill -0 "$job" 2>/dev/null; do copy_findings; done >/dev/null 2>&1 &
+copying=$!
 trap 'kill "$job" 2>/dev/null' TERM INT HUP
 until wait "$job"; code=$?; ! kill -0 "$job" 2>/dev/null; do :; done
+kill "$copying" 2>/dev/null
 kill_what_is_left
 wait "$shown"
 echo "== $name: exit $code after $((SECONDS - began)) s; GPU memory in use: $(memory_in_use)"

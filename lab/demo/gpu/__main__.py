@@ -32,7 +32,9 @@ def demo(
             help="Further options of SGLang; they follow --.",
         ),
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.1, help="Budget of the whole run.")] = 9.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, max=1440, help="Budget of the whole run.")
+    ] = 9.0,
     profile_seconds: Annotated[
         float, typer.Option(min=1, help="Budget for measuring the step costs.")
     ] = 45.0,

@@ -87,7 +87,10 @@ def run(options: GpuDemoOptions, terminal: Terminal) -> dict[str, Any]:
     began = time.monotonic()
     _, planned = plan(options)
     record = _Record(options, planned, began)
-    record.write()
+    try:
+        record.write()
+    except OSError as error:
+        raise HarnessError(f"nothing can be written to {options.output}: {error}") from error
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="speculation-demo-gpu-")))
         place = Workplace(options.output, scratch)

@@ -48,7 +48,9 @@ class ArmsPart(Part):
 
     def run(self, check: Check) -> None:
         """Plays the load steered, held to each arm, then in turns with the best and the others."""
-        if CostsPart.KEY not in check.document:
+        check.only(STEERED)
+        # A sidecar that was started again, as `outage` does, has no profile any more.
+        if not check.sidecar(STEERED).status().profile_id:
             CostsPart().run(check)
         check.terminal.heading("The moving load: steered, every arm in turn, other policies")
         check.only(STEERED)

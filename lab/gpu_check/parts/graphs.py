@@ -30,7 +30,7 @@ class GraphsPart(Part):
         """Counts the work."""
         work = planner.only(STEERED)
         for arm in planner.shape.arms():
-            for size in planner.scale.batch_sizes(planner.shape):
+            for size in planner.graph_sizes:
                 work += planner.play([steady_load(planner.shape, size, _ANSWER_SHARE)], arm)
         return work + planner.play([steady_load(planner.shape, 1)])
 

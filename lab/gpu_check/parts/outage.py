@@ -118,12 +118,17 @@ class PlayAgain(BackgroundThread):
 
 
 def wait_until(check: Check, reached: Callable[[], bool], player: PlayAgain, what: str) -> None:
-    """Waits until a state is reached.  Raises HarnessError when the engine failed or time is up."""
+    """Waits until a state is reached.
+
+    Raises HarnessError when the engine failed or it takes too long, OutOfTimeError when the check's
+    time is up.
+    """
     until = time.monotonic() + min(_MOST_SECONDS, check.deadline.left)
     while not reached():
         if player.error is not None:
             raise player.error
         if time.monotonic() > until:
+            check.deadline.require(0.0, f"the outage, until {what},")
             raise HarnessError(f"waited in vain until {what}: {check.status(EXACT)}")
         time.sleep(_LOOK_SECONDS)
 

@@ -307,6 +307,17 @@ def test_a_job_that_is_asked_to_end_passes_it_on_and_keeps_the_results(
     assert (tmp_path / "out" / "run.json").read_text() == "ended\n"
 
 
+def test_what_was_found_is_copied_while_the_job_runs(installed: FakeKit, tmp_path: Path) -> None:
+    script = tmp_path / "running.sh"
+    script.write_text("echo half >$2/result.json\nwhile :; do sleep 0.1; done\n")
+    job = installed.job(tmp_path, "200", "run", "bash", str(script))
+    found = tmp_path / "out" / "run.json"
+    eventually(lambda: found.exists() and found.read_text() == "half\n")
+    assert job.poll() is None
+    job.terminate()
+    job.communicate()
+
+
 def test_results_go_to_a_folder_of_their_own_and_the_engines_options_stay_last(
     installed: FakeKit, tmp_path: Path
 ) -> None:

@@ -1,6 +1,11 @@
 import threading
+from types import SimpleNamespace
+from typing import Any
 
-from lab.gpu_check.parts.outage import PlayAgain
+import pytest
+
+from lab.gpu_check.budget import Deadline, OutOfTimeError
+from lab.gpu_check.parts.outage import PlayAgain, wait_until
 from lab.harness.errors import HarnessError
 from lab.harness.load_generator import Play
 
@@ -29,3 +34,9 @@ def test_an_engine_that_fails_ends_it():
         player._thread.join(30)
     assert str(player.error) == "the engine is gone"
     assert player.plays == []
+
+
+def test_a_wait_that_the_budget_ends_is_out_of_time():
+    check: Any = SimpleNamespace(deadline=Deadline(0.0))
+    with pytest.raises(OutOfTimeError, match="until the engine is steered"):
+        wait_until(check, lambda: False, PlayAgain(lambda: Play(())), "the engine is steered")

@@ -68,6 +68,15 @@ def test_smaller_scales_are_cheaper_part_by_part():
             assert less.seconds <= more.seconds, (more, less)
 
 
+def test_fewer_graph_sizes_make_the_plan_cheaper():
+    asked = options("costs,graphs")
+    few = replace(asked, graph_sizes=(1, 16))
+    for more, less in zip(
+        planned_parts(asked, SCALES[0]), planned_parts(few, SCALES[0]), strict=True
+    ):
+        assert less.seconds < more.seconds, (more, less)
+
+
 def test_an_engine_that_runs_is_not_started_again():
     planner = Planner(QWEN3_8B, SCALES[-1], Device.GPU)
     assert planner.only(STEERED).launches == 1

@@ -88,7 +88,7 @@ def test_a_part_that_does_not_fit_is_left_out_and_the_next_one_runs(play, tmp_pa
     assert "long: the part long takes" in (tmp_path / "page.md").read_text()
 
 
-def test_a_part_that_runs_out_of_time_keeps_what_it_has(play):
+def test_a_part_that_runs_out_of_time_keeps_what_it_has(play, tmp_path: Path):
     def act(check: Check) -> None:
         check.document["cut"] = "half"
         raise OutOfTimeError("no time")
@@ -99,6 +99,7 @@ def test_a_part_that_runs_out_of_time_keeps_what_it_has(play):
         "no time",
         1,
     )
+    assert "| cut | unfinished | half |" in (tmp_path / "page.md").read_text()
 
 
 def test_a_part_that_fails_keeps_what_it_has_and_the_next_one_runs(play, tmp_path: Path):
@@ -109,17 +110,73 @@ def test_a_part_that_fails_keeps_what_it_has_and_the_next_one_runs(play, tmp_pat
     document = play(ScriptedPart("broken", act), finding("next", 1))
     assert (document["broken"], document["next"]) == ("half", 1)
     assert document["failed"] == {"broken": "engine died\nits log"}
-    assert "- broken: engine died\n" in (tmp_path / "page.md").read_text()
+    page = (tmp_path / "page.md").read_text()
+    assert "- broken: engine died\n" in page
+    assert "| broken | FAILED | half |" in page
 
 
-@pytest.mark.parametrize("error", [ValueError("a fault"), SystemExit(143)])
-def test_what_was_found_before_the_end_is_written_down(play, tmp_path: Path, error: BaseException):
+def test_a_fault_of_a_part_does_not_keep_the_next_ones_from_running(play):
+    def act(_: Check) -> None:
+        raise KeyError("no such key")
+
+    document = play(ScriptedPart("faulty", act), finding("next", 1))
+    assert document["next"] == 1
+    assert document["failed"]["faulty"].startswith("KeyError: 'no such key'")
+    assert "test_run.py" in document["failed"]["faulty"]
+
+
+def test_what_was_found_before_the_end_is_written_down(play, tmp_path: Path):
     def act(check: Check) -> None:
         check.document["cut"] = "half"
-        raise error
+        raise SystemExit(143)
 
-    with pytest.raises(type(error)):
+    with pytest.raises(SystemExit):
         play(ScriptedPart("cut", act))
     assert written(tmp_path)["cut"] == "half"
-    assert str(error) in written(tmp_path)["stopped"]
-    assert "| cut | done | half |" in (tmp_path / "page.md").read_text()
+    assert "143" in written(tmp_path)["stopped"]
+    assert "| cut | unfinished | half |" in (tmp_path / "page.md").read_text()
+
+
+def test_a_part_has_no_verdict_of_its_own_until_it_has_ended(play, tmp_path: Path):
+    seen = []
+
+    def act(check: Check) -> None:
+        check.document["first"] = "half"
+        check.save()
+        seen.append((tmp_path / "page.md").read_text())
+
+    play(ScriptedPart("first", act), finding("second", 1))
+    assert "| first | unfinished | half |" in seen[0]
+    assert "Not finished when this page was written: first, second." in seen[0]
+    page = (tmp_path / "page.md").read_text()
+    assert "| first | done | half |" in page
+    assert "Not finished" not in page
+
+
+def test_nothing_of_an_earlier_check_is_left(play, tmp_path: Path):
+    (tmp_path / "page.md").write_text("all passed")
+    (tmp_path / "prices.json").write_text("{}")
+    seen = []
+    play(ScriptedPart("first", lambda _: seen.append((tmp_path / "page.md").read_text())))
+    assert "all passed" not in seen[0]
+    assert not (tmp_path / "prices.json").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(play, tmp_path: Path):
+    (tmp_path / "result.json").mkdir()
+    with pytest.raises(HarnessError, match="nothing can be written to"):
+        play(ScriptedPart("first", lambda _: pytest.fail("it ran")))
+
+
+def test_a_disk_that_is_full_ends_the_check_with_a_sentence(
+    play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def act(_: Check) -> None:
+        def refuse(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("lab.gpu_check.run.write_result", refuse)
+
+    with pytest.raises(HarnessError, match="No space left"):
+        play(finding("first", 1), ScriptedPart("last", act))
+    assert written(tmp_path)["first"] == 1

@@ -14,7 +14,7 @@ from lab.demo.gpu.plan import SETTINGS
 from lab.demo.gpu.run import BudgetReachedError, GpuDemoOptions, run
 from lab.gpu_check.device import Device
 from lab.gpu_check.shapes import SMALL
-from lab.harness.errors import EngineFailedError
+from lab.harness.errors import EngineFailedError, HarnessError
 from lab.harness.terminal import Terminal
 
 
@@ -66,6 +66,13 @@ def test_when_the_time_is_over_the_run_ends_and_says_so(engine_that, tmp_path):
     document = json.loads((tmp_path / "result.json").read_text())
     assert document["stopped"] == "the 540 seconds were over"
     assert children() <= before
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
+    occupied = tmp_path / "file"
+    occupied.touch()
+    with pytest.raises(HarnessError, match="nothing can be written to"):
+        run(options(occupied), Terminal())
 
 
 def test_a_result_says_that_it_is_incomplete_from_the_beginning(tmp_path, monkeypatch):
