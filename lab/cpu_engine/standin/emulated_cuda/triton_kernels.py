@@ -206,11 +206,30 @@ def _norm_and_rotate_keys(grid: Grid, named: Arguments) -> None:
         out.copy_(found)
 
 
+def _norm_and_rotate_in_place(grid: Grid, named: Arguments) -> None:
+    """Normalises and rotates the queries and keys of a fused projection, in bfloat16."""
+    tokens, heads = grid
+    size, half = named["D"], named["D"] // 2
+    queries = named["NHQ"]
+    rows = named["qkv_ptr"].as_strided((tokens, heads, size), (named["row_stride"], size, 1))
+    weights = torch.empty((heads, size))
+    weights[:queries] = named["q_weight_ptr"].view(-1)[:size].float()
+    weights[queries:] = named["k_weight_ptr"].view(-1)[:size].float()
+    wide = rows.float()
+    inverse = 1.0 / torch.sqrt(wide.square().mean(-1, keepdim=True) + named["EPS"])
+    normed = (wide * inverse * weights).bfloat16().float()
+    angles = named["cos_sin_ptr"][named["pos_ptr"][:tokens]].float()
+    cos, sin = angles[:, None, :half], angles[:, None, half:size]
+    first, second = normed[..., :half], normed[..., half:]
+    rows.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
+
+
 _IN_TORCH: Final[dict[str, _TorchKernel]] = {
     "_draft_topk1_finalize_kernel": _TorchKernel(_find_likeliest),
     "_draft_topk1_partial_argmax_kernel": _TorchKernel(_find_likeliest_partly),
     "_fused_norm_rope_kernel_stacked": _TorchKernel(_norm_and_rotate_keys),
     "_small_copy_kernel": _TorchKernel(_copy_small),
+    "_table_qk_norm_rope_kernel": _TorchKernel(_norm_and_rotate_in_place),
     "copy_all_layer_kv_cache_tiled": _TorchKernel(_copy_cache_rows),
     "create_flashinfer_kv_indices_triton": _TorchKernel(
         _list_slots, ENTRY_PAGE_SIZE=1, token_mapping=None

@@ -64,37 +64,54 @@ norm = torch.ones(2, 8, device="cuda")
 
 import sgl_kernel  # noqa: E402
 from emulated_cuda import triton_kernels  # noqa: E402
+from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_  # noqa: E402
 from sglang.kernels.ops.speculative.fused_kv_materialize import (  # noqa: E402
     _fused_norm_rope_stacked,
 )
 
+POSITIONS = torch.tensor([3, 0, 8, 1, 2], device="cuda")
+TOKENS, LAYERS, HEADS, DIMENSION = len(POSITIONS), 2, 3, 16
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to("cuda")
+
 
 def keys_and_values(rotary: int) -> list[list[float]]:
-    tokens, layers, heads, dimension = 5, 2, 3, 16
-    made = torch.Generator().manual_seed(1)
-
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=made).to("cuda")
-
     written = _fused_norm_rope_stacked(
-        noise(tokens, layers, 2 * heads * dimension),
-        noise(layers, dimension),
-        noise(layers).abs(),
-        noise(9, dimension),
-        torch.tensor([3, 0, 8, 1, 2], device="cuda"),
-        heads,
-        dimension,
+        noise(TOKENS, LAYERS, 2 * HEADS * DIMENSION),
+        noise(LAYERS, DIMENSION),
+        noise(LAYERS).abs(),
+        noise(9, DIMENSION),
+        POSITIONS,
+        HEADS,
+        DIMENSION,
         rotary,
     )
     return [tensor.cpu().flatten().tolist() for tensor in written]
 
 
-rotaries = 8, 16
-in_torch = [keys_and_values(rotary) for rotary in rotaries]
-# Without it, every launch is interpreted.
-assert triton_kernels._IN_TORCH.pop("_fused_norm_rope_kernel_stacked")
-interpreted = [keys_and_values(rotary) for rotary in rotaries]
+def projection() -> list[float]:
+    queries, keys = 4, 2
+    written = noise(TOKENS, (queries + 2 * keys) * DIMENSION).bfloat16()
+    weights = noise(2, DIMENSION).bfloat16()
+    table = noise(9, DIMENSION)
+    table_qk_norm_rope_(
+        written, POSITIONS, weights[0], weights[1], table, queries, keys, DIMENSION, 1e-6
+    )
+    found: list[float] = written.float().cpu().flatten().tolist()
+    return found
 
+
+def written_by_kernels() -> list[list[float]]:
+    return [*keys_and_values(8), *keys_and_values(DIMENSION), projection()]
+
+
+in_torch = written_by_kernels()
+# What is not known there is interpreted.
+for kernel in ("_fused_norm_rope_kernel_stacked", "_table_qk_norm_rope_kernel"):
+    del triton_kernels._IN_TORCH[kernel]
+interpreted = written_by_kernels()
 found = {
     "in_torch": in_torch,
     "interpreted": interpreted,
