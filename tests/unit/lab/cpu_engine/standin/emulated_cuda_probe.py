@@ -63,6 +63,7 @@ del block
 norm = torch.ones(2, 8, device="cuda")
 
 import sgl_kernel  # noqa: E402
+from cpu_graphs.patches import record_triton  # noqa: E402
 from emulated_cuda import triton_kernels  # noqa: E402
 from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_  # noqa: E402
 from sglang.kernels.ops.speculative.fused_kv_materialize import (  # noqa: E402
@@ -107,6 +108,9 @@ def written_by_kernels() -> list[list[float]]:
     return [*keys_and_values(8), *keys_and_values(DIMENSION), projection()]
 
 
+# As the plugin of the emulation does in a scheduler.
+record_triton()
+triton_kernels.install()
 in_torch = written_by_kernels()
 # What is not known there is interpreted.
 for kernel in ("_fused_norm_rope_kernel_stacked", "_table_qk_norm_rope_kernel"):

@@ -90,6 +90,6 @@ def test_kernels_in_torch_write_what_the_interpreted_ones_write() -> None:
     assert len(wide) == 4
     for written, interpreted in wide:
         assert written == pytest.approx(interpreted, rel=1e-4, abs=1e-5)
-    # A bfloat16 has eight bits.
+    # A bfloat16 has eight bits, and each value is rounded twice.
     written, interpreted = halves
-    assert written == pytest.approx(interpreted, rel=2**-7, abs=1e-5)
+    assert written == pytest.approx(interpreted, abs=2**-6 * max(map(abs, interpreted)))
