@@ -21,6 +21,8 @@ _SEED = 8
 # Answers of the moving load, so many times as long: hundreds of changes of the arm.
 _ANSWER_SHARE = 4.0
 _TURN_SECONDS = 0.1
+# And so many steps, of which the first one changes the arm: on a CPU, one takes longer than that.
+_TURN_STEPS = 4
 
 
 class SwitchesPart(Part):
@@ -81,7 +83,7 @@ def _load(shape: Shape) -> Load:
 
 
 class ArmRotation(BackgroundThread):
-    """Moves a pin from arm to arm, a tenth of a second each, while the context is open."""
+    """Moves a pin from arm to arm, after 0.1 s and four steps each, while the context is open."""
 
     def __init__(self, pin: Pin, arms: Sequence[Arm]) -> None:
         super().__init__("arm-rotation")
@@ -89,9 +91,11 @@ class ArmRotation(BackgroundThread):
         self._arms = arms
 
     def _run(self) -> None:
-        turn = 0
+        turn = moved_at = 0
         while not self._stop.wait(_TURN_SECONDS):
-            turn += 1
+            if len(self._pin.reports) < moved_at + _TURN_STEPS:
+                continue
+            turn, moved_at = turn + 1, len(self._pin.reports)
             drafter, gamma = self._arms[turn % len(self._arms)]
             self._pin.move(gamma, drafter)
 

@@ -42,10 +42,17 @@ def test_steps_of_another_batch_and_after_a_prefill_say_nothing():
     assert switches.cost(reports, 8) == {"switches": 0, "microseconds": 0.0, "share": 0.0}
 
 
-def test_the_pin_goes_round():
+def test_the_pin_goes_round_and_each_arm_runs_four_steps():
     moves: queue.SimpleQueue[service_pb2.MeasureRequest | None] = queue.SimpleQueue()
-    with switches.ArmRotation(Pin(moves, "engine"), [("eagle3", 1), ("dflash", 7)]):
-        moved = [moves.get(timeout=120) for _ in range(4)]
+    pin = Pin(moves, "engine")
+    pin.reports += [step(1, 0.010)] * 3
+    with switches.ArmRotation(pin, [("eagle3", 1), ("dflash", 7)]):
+        with pytest.raises(queue.Empty):
+            moves.get(timeout=0.5)
+        moved = []
+        for steps in (1, 4, 4, 4):
+            pin.reports += [step(1, 0.010)] * steps
+            moved.append(moves.get(timeout=120))
     assert [(m.drafter, m.gamma) for m in moved if m] == [("dflash", 7), ("eagle3", 1)] * 2
 
 
