@@ -111,14 +111,18 @@ def log(
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
     with connected(address) as channel:
-        answer = policy_pb2_grpc.PolicyServiceStub(channel).QueryAudit(
-            policy_pb2.QueryAuditRequest(limit=limit, override_id=override_id),
-            timeout=_ANSWER_SECONDS_MAX,
-        )
+        stub = policy_pb2_grpc.PolicyServiceStub(channel)
+        request = policy_pb2.QueryAuditRequest(limit=limit, override_id=override_id)
+        records: list[policy_pb2.AuditRecord] = []
+        while request.limit:
+            answer = stub.QueryAudit(request, timeout=_ANSWER_SECONDS_MAX)
+            records += answer.records
+            request.page_token = answer.next_page_token
+            request.limit = limit - len(records) if answer.next_page_token else 0
     if as_json:
-        _print_json(answer.records)
+        _print_json(records)
     else:
-        show(_CHANGES, answer.records, output, "no override was ever changed")
+        show(_CHANGES, records, output, "no override was ever changed")
 
 
 def _moment(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Pages of the audit of overrides: from where, how many, and what fits into a message."""
+"""Pages of the audit of overrides: from where, how many, and what fits into a page."""
 
 import asyncio
 import re
@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from controller.service.net.errors import InvalidQuestionError
 from controller.service.rpc.store_messages import audit_to_proto
-from controller.service.status.paging import BYTES_MAX
 from controller.store.interface import AuditRecord
 from speculation.v1 import policy_pb2
 
 _DEFAULT, _MAX = 100, 1000
+# Of a page.  Answers that slow clients have not read stay in memory, each of them twice.
+BYTES_MAX = 512 * 1024
 # Records between two yields to the event loop.
 _SLICE = 10
 # Of a database, or of Redis, which puts a dash into it.
@@ -47,7 +48,7 @@ def position_of(request: policy_pb2.QueryAuditRequest) -> str:
 
 
 async def page_of(records: Sequence[AuditRecord], limit: int) -> policy_pb2.QueryAuditResponse:
-    """Fills a page with the first records, as many as are asked for and fit into a message.
+    """Fills a page with the first records, as many as are asked for and fit into it.
 
     Other work on the event loop goes on between slices.
     """

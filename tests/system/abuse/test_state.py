@@ -17,7 +17,7 @@ from controller.util.socket_paths import operators_path
 from controller.wire.overrides import to_body
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.service_harness import PATIENCE_SECONDS
-from tests.support.sidecar_process import sidecar_process
+from tests.support.sidecar_process import controller, sidecar_process
 from tests.system.abuse.conftest import MEMORY_BYTES
 
 RECORDS = 40_000
@@ -89,6 +89,11 @@ def test_queries_of_a_long_audit_delay_no_override_and_take_bounded_memory(tmp_p
         finally:
             stop.set()
             flooding.join()
+        # Its pages are short, and the command line asks for as many as it takes.
+        log = controller(
+            "override", "log", "--limit", "1000", "-o", "name", "--address", sidecar.address
+        )
+        assert len(log.stdout.splitlines()) == 1000, log.stderr
     assert set(answers) <= {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
     assert most - peace < MEMORY_BYTES
 
