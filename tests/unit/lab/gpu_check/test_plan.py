@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.gpu_check.__main__ import parse_sizes
 from lab.gpu_check.acceptance import ASSUMED
 from lab.gpu_check.budget import Prices, Work
 from lab.gpu_check.check import GpuCheckOptions
@@ -109,3 +110,10 @@ def test_every_part_is_planned_and_priced():
     for part in planned:
         assert part.seconds == pytest.approx(Prices.read().seconds(part.work))
         assert part.seconds > 0
+
+
+@pytest.mark.parametrize("given", ["129", "1,0", "1,x", "-1"])
+def test_graph_sizes_that_the_shape_does_not_have_are_refused(given: str):
+    assert parse_sizes("16, 1,128", 128) == (1, 16, 128)
+    with pytest.raises(ValueError, match="name batch sizes of 1 to 128"):
+        parse_sizes(given, 128)
