@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,9 @@ OWN_DRAFTER = "eagle3"
 
 _CALL_SECONDS = 5.0
 _WATCH_SECONDS = 0.1
+# A busy machine delays reports by a second or two.
+_REPORTS_SECONDS = 60.0
+_LOOK_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,15 @@ class SidecarHandle:
         return None
 
 
+def tokens_of(reports: Sequence[engine_pb2.StepReport]) -> int:
+    """Counts the tokens that steps have made: accepted drafts, and one of the target for each."""
+    return sum(
+        (accepted + 1) * sequences
+        for report in reports
+        for accepted, sequences in enumerate(report.accepted_counts)
+    )
+
+
 class Pin:
     """Holds an engine to one arm.  reports: its steps since, in order; of other arms too."""
 
@@ -149,6 +161,27 @@ class Pin:
         self._requests.put(
             service_pb2.MeasureRequest(engine_id=self._engine_id, drafter=drafter, gamma=gamma)
         )
+
+    def reports_since(
+        self,
+        first: int,
+        tokens: int,
+        count: Callable[[Sequence[engine_pb2.StepReport]], int] = tokens_of,
+    ) -> list[engine_pb2.StepReport]:
+        """Returns the reports after the first `first`, once their steps have made `tokens` tokens.
+
+        Reports arrive after the answers that they are about.  count: counts the tokens of reports.
+        Raises HarnessError when they do not arrive.
+        """
+        until = time.monotonic() + _REPORTS_SECONDS
+        while count(found := self.reports[first:]) < tokens:
+            if time.monotonic() > until:
+                raise HarnessError(
+                    f"{self._engine_id} reported {count(found)} of {tokens} tokens within "
+                    f"{_REPORTS_SECONDS:g} s"
+                )
+            time.sleep(_LOOK_SECONDS)
+        return found
 
 
 class GammaWatch(BackgroundThread):

@@ -13,6 +13,8 @@ from typing import Final
 
 from lab.cpu_engine.engine_command import SHALLOW, eagle3_flags
 from lab.cpu_engine.lockstep import LOCKSTEP_VARIABLE
+from lab.harness.errors import HarnessError
+from lab.harness.sidecar import tokens_of
 from lab.harness.spread import Spread
 from lab.learning.engines_at_work import Lab, LabSetting, running
 from speculation.v1 import engine_pb2
@@ -76,19 +78,31 @@ Answer = tuple[Step, ...]
 
 
 def steps_of(reports: Sequence[engine_pb2.StepReport]) -> Answer:
-    """Returns the steps of a request that ran alone, of its last play if it was lost before."""
-    found = [
+    """Returns the drafting steps of a request that ran alone (`last_play`)."""
+    return tuple(
         Step(
             report.kv_tokens,
             1 + next(k for k, count in enumerate(report.accepted_counts) if count),
             report.step_seconds,
             report.update_seconds,
         )
-        for report in reports
-        if report.gamma == _GAMMA and report.batch_size == 1
+        for report in last_play(reports)
+        if report.gamma == _GAMMA
+    )
+
+
+def last_play(reports: Sequence[engine_pb2.StepReport]) -> list[engine_pb2.StepReport]:
+    """Returns the steps of a request that ran alone, of its last play if it was lost before."""
+    alone = [report for report in reports if report.batch_size == 1]
+    begins = [
+        at for at, (one, two) in enumerate(pairwise(alone), 1) if two.kv_tokens < one.kv_tokens
     ]
-    begins = [at for at, (one, two) in enumerate(pairwise(found), 1) if two.context < one.context]
-    return tuple(found[begins[-1] if begins else 0 :])
+    return alone[begins[-1] if begins else 0 :]
+
+
+def tokens_of_last_play(reports: Sequence[engine_pb2.StepReport]) -> int:
+    """Counts the tokens that the steps of a request's last play have made."""
+    return tokens_of(last_play(reports))
 
 
 def acceptance(answer: Answer, first: int = 0, last: int = _ENDLESS) -> float:
@@ -100,11 +114,17 @@ def acceptance(answer: Answer, first: int = 0, last: int = _ENDLESS) -> float:
 def gain(
     answers: Sequence[Answer], others: Sequence[Answer], first: int = 0, last: int = _ENDLESS
 ) -> Spread:
-    """Compares acceptance in these contexts with that of the same prompts' other answers."""
-    pairs = zip(answers, others, strict=True)
-    return Spread(
-        tuple(acceptance(one, first, last) / acceptance(other, first, last) for one, other in pairs)
-    )
+    """Compares acceptance in these contexts with that of the same prompts' other answers.
+
+    Raises HarnessError when an answer was not drafted for in these contexts.
+    """
+    pairs = [
+        (acceptance(one, first, last), acceptance(other, first, last))
+        for one, other in zip(answers, others, strict=True)
+    ]
+    if not all(one and other for one, other in pairs):
+        raise HarnessError(f"no step with drafts in contexts {first} to {last} of an answer")
+    return Spread(tuple(one / other for one, other in pairs))
 
 
 def net(answers: Sequence[Answer], others: Sequence[Answer], price: float) -> float:
@@ -151,7 +171,10 @@ def answers_of(lab: Lab, drafter: Drafter, tokens: int, seeds: int, *, learn: bo
         for seed in range(seeds):
             seen = len(pin.reports)
             played = lab.generate(drafter.domain, 1, tokens, 300 + seed)
-            found.append(steps_of(pin.reports[seen:]))
+            # The prompt's step makes the first token, and no report.
+            decoded = len(played.tokens[0]) - 1
+            reports = pin.reports_since(seen, decoded, tokens_of_last_play)
+            found.append(steps_of(reports))
             said += played.tokens
     return Answers(tuple(found), tuple(said))
 

@@ -23,6 +23,7 @@ _HELD_OUT: Final = 4
 _DRAFT: Final = "draft-code"
 _TRIES: Final = 40
 _PAUSE_SECONDS: Final = 0.5
+_WARM_UP_TOKENS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,14 @@ def _served(setting: LabSetting, lab: Lab, folder: Path, domain: str, seed: int)
     before = set(signal_paths(folder))
     with lab.regime("collect"), lab.pinned(GAMMA) as pin:
         # So that the engine has the plan before the prompts come.
-        lab.generate(domain, 1, 8, 9000 + seed)
-        first = len(pin.reports)
-        lab.generate(domain, count, tokens, 100 * seed)
-        reports = [report for report in pin.reports[first:] if report.gamma == GAMMA]
+        lab.generate(domain, 1, _WARM_UP_TOKENS, 9000 + seed)
+        first = len(pin.reports_since(0, _WARM_UP_TOKENS - 1))
+        played = lab.generate(domain, count, tokens, 100 * seed)
+        # The prompts' steps make the first tokens, and no report.  The last steps may make more
+        # tokens than are asked for, so that a few of them may be missing.
+        decoded = sum(len(answer) - 1 for answer in played.tokens)
+        came = pin.reports_since(first, decoded)
+        reports = [report for report in came if report.gamma == GAMMA]
     for _ in range(_TRIES):
         # The end of the regime reaches the engine in a step.
         lab.generate(domain, 1, 4, 9500 + seed)

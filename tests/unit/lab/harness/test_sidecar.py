@@ -1,5 +1,6 @@
 """Against the real `controller serve`, in its own process, with an engine that only talks."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from lab.harness import engines
 from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
-from lab.harness.sidecar import GammaWatch, SidecarHandle
+from lab.harness.sidecar import GammaWatch, SidecarHandle, tokens_of
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
 
@@ -129,6 +130,32 @@ def test_a_pin_moves_and_hands_over_what_ran(talker, sidecar):
         talker.report(gamma=1, batch_size=4)
         eventually(lambda: len(pin.reports) == 2)
     assert [(report.gamma, report.batch_size) for report in pin.reports] == [(3, 2), (1, 4)]
+
+
+def test_reports_that_are_still_on_their_way_are_waited_for(talker, sidecar):
+    with sidecar.pinned(3) as pin:
+        talker.report(gamma=3, batch_size=2)
+        first = len(pin.reports_since(0, 2))
+        late = threading.Timer(0.5, talker.report, kwargs={"gamma": 3, "batch_size": 4})
+        late.start()
+        found = pin.reports_since(first, 4)
+        late.join()
+    assert [report.batch_size for report in found] == [4]
+
+
+def test_reports_that_never_come_are_an_error(talker, sidecar, monkeypatch):
+    monkeypatch.setattr("lab.harness.sidecar._REPORTS_SECONDS", 0.1)
+    with sidecar.pinned(3) as pin, pytest.raises(HarnessError, match="demo reported 0 of 2 tokens"):
+        pin.reports_since(0, 2)
+
+
+def test_a_step_makes_a_token_of_the_target_beside_the_accepted_drafts():
+    reports = [
+        engine_pb2.StepReport(accepted_counts=[2, 1, 0, 1]),
+        engine_pb2.StepReport(accepted_counts=[3]),
+    ]
+    assert tokens_of(reports) == (2 + 2 + 4) + 3
+    assert not tokens_of([])
 
 
 def test_a_draft_length_that_the_engine_lacks_is_refused(talker, sidecar):

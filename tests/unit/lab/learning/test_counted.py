@@ -3,7 +3,8 @@
 import pytest
 
 from lab.cpu_engine.pace.update_costs import UpdateCosts
-from lab.learning.counted import Step, acceptance, gain, net, steps_of
+from lab.harness.errors import HarnessError
+from lab.learning.counted import Step, acceptance, gain, net, steps_of, tokens_of_last_play
 from lab.learning.update_work import update_flops, update_price
 from speculation.v1.engine_pb2 import StepReport
 
@@ -36,6 +37,7 @@ def test_only_steps_of_one_request_with_drafts_count() -> None:
 def test_of_a_request_that_was_played_twice_the_second_play_counts() -> None:
     reports = [report(100, 0), report(200, 0), report(100, 2), report(200, 3), report(300, 1)]
     assert [step.gained for step in steps_of(reports)] == [3, 4, 2]
+    assert tokens_of_last_play(reports) == 9
 
 
 def test_acceptance_is_of_the_contexts_asked_for() -> None:
@@ -49,6 +51,11 @@ def test_acceptance_is_of_the_contexts_asked_for() -> None:
 def test_a_gain_compares_answers_to_the_same_prompt() -> None:
     found = gain([answer(2, 2), answer(3, 3)], [answer(1, 1), answer(2, 2)])
     assert found.values == (2.0, 1.5)
+
+
+def test_an_answer_without_steps_in_these_contexts_has_no_gain() -> None:
+    with pytest.raises(HarnessError, match="no step with drafts in contexts 200 to 300"):
+        gain([answer(2, 2)], [answer(1)], 200, 300)
 
 
 def test_what_is_left_of_a_gain_is_less_the_dearer_updates_are() -> None:
