@@ -6,13 +6,13 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm check format docs test bench faults soak fuzz golden demo demo-gpu demo-vllm lab gpu-check gpu-kit models proto lock licences sbom audit upstream clean
+.PHONY: help setup setup-vllm check format docs test test-nightly bench faults soak fuzz golden demo demo-gpu demo-vllm lab gpu-check gpu-kit models proto lock licences sbom audit upstream clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { \
-	  line = sprintf("make %-10s", $$1); count = split($$2, words, " "); \
+	  line = sprintf("make %-12s", $$1); count = split($$2, words, " "); \
 	  for (i = 1; i <= count; i++) { \
-	    if (length(line) + length(words[i]) + 1 > 80) { print line; line = sprintf("%15s", "") } \
+	    if (length(line) + length(words[i]) + 1 > 80) { print line; line = sprintf("%17s", "") } \
 	    line = line " " words[i] } \
 	  print line }' $(MAKEFILE_LIST)
 
@@ -47,8 +47,11 @@ docs: setup ## The documents as a site, in build/site; a dead link or anchor end
 	@.venv/bin/mkdocs build
 	@echo "docs: build/site/index.html"
 
-test: setup ## All tests (ARGS="-m 'not engine and not packaging'" for the quick ones)
-	@$(PYTHON_IN) -m pytest $(ARGS)
+test: setup ## The tests of CI (ARGS="-m 'not engine and not packaging'" for the quick ones)
+	@$(PYTHON_IN) -m pytest -m "not nightly" $(ARGS)
+
+test-nightly: setup ## The tests that take too long for CI (half an hour)
+	@$(PYTHON_IN) -m pytest -m nightly $(ARGS)
 
 bench: setup ## What it costs, against its bars (40 minutes; ARGS="--only link fold")
 	@$(PYTHON_IN) -m tests.system.bench $(ARGS)

@@ -3,7 +3,7 @@
 A stream is a closed loop of so many sequences; when all requests of a phase have begun, the next
 phase's limit holds and what still runs ends beside it, as traffic does.
 
-DAY was written down, with its seed, before any policy was run on it.  UNSEEN_DAY is what CI plays:
+DAY was written down, with its seed, before any policy was run on it.  UNSEEN_DAY is for tests:
 nobody has looked at how it comes out.
 """
 

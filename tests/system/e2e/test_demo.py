@@ -1,4 +1,4 @@
-"""The demo as CI plays it: a stream that nobody has looked at, on the real SGLang four times over.
+"""The demo on a stream that nobody has looked at, on the real SGLang four times over.
 
 Its steps are held to an H100's, so that what is asserted of speeds does not depend on the machine:
 a play that missed the pace is no result, and the demo then fails.
@@ -18,7 +18,7 @@ import pytest
 from lab.paced.plays import LATE_SHARE_MAX
 from tests.support.engine import run_lab, start_lab
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 POLICIES = ["off", "static-4", "sglang-adaptive", "steered"]
 # A machine that other tests keep busy misses the pace that it kept when the demo began.

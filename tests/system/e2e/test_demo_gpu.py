@@ -22,7 +22,7 @@ from lab.gpu_check.shapes import SMALL
 from lab.paced.traffic import own_curves
 from tests.support.engine import MODES, run_lab, start_lab
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 # The shortest budget of the profile that still measures every arm.
 ARGUMENTS = ("--cpu", "--minutes", "15", "--profile-seconds", "4")

@@ -15,7 +15,7 @@ from lab.paced.envelope.arms import GAMMAS, TABLE
 from lab.paced.traffic import published_curves
 from tests.support.engine import run_lab
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 # E[accepted | gamma] of the published curves.
 EXPECTED = {"mtp 1": 0.779, "dflash 3": 1.757, "mtp 2": 1.362, "dflash 15": 3.425}

@@ -19,6 +19,7 @@ def lab(folder: Path, *parts: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.nightly
 def test_claims_are_measured_and_shown(tmp_path: Path):
     found = lab(tmp_path, "tts-strides", "tts-length")
     paced, claim = found["tts-strides"], found["tts-length"]
@@ -39,6 +40,7 @@ def test_claims_are_measured_and_shown(tmp_path: Path):
     assert facts["updates"][0] >= (facts["rounds"][0] - 8) // 5 - 1
 
 
+@pytest.mark.nightly
 def test_a_claim_is_counted_and_shown(tmp_path: Path):
     done = run_lab("lab.learning", "sd2-offsets", "--quick", "--output", str(tmp_path))
     assert not done.returncode, done.stdout
@@ -49,6 +51,7 @@ def test_a_claim_is_counted_and_shown(tmp_path: Path):
         assert all(0 <= cell["median"] <= 8 for cell in row.values())
 
 
+@pytest.mark.nightly
 def test_tides_claims_are_looked_at_on_one_engines_signals(tmp_path: Path):
     parts = ("tide-domains", "tide-matrix", "tide-time")
     done = run_lab("lab.learning", *parts, "--quick", "--output", str(tmp_path))

@@ -14,7 +14,7 @@ from tests.support.engine import CODE_ONLY, ONLINE, serving
 from tests.support.eventually import eventually
 from tests.support.sidecar_process import sidecar_process
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 TOKENS = 300
 # It ends as soon as it has learnt, which a busy machine delays: the trainer starts late, and

@@ -20,7 +20,7 @@ from tests.support.engine import CODE_ONLY, EngineProcess, environment, serving
 from tests.support.eventually import eventually
 from tests.support.sidecar_process import controller, sidecar_process
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 ENGINE_ID = "shifting"
 TOKENS = 300

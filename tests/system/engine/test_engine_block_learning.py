@@ -102,6 +102,7 @@ def test_in_long_contexts_a_student_of_the_whole_context_is_the_drafter(
     assert found[48] < found[EVERYTHING]
 
 
+@pytest.mark.nightly
 def test_what_it_reads_is_collected_trains_in_specforge_and_the_version_serves(
     engine: EngineProcess,
     folder: Path,
@@ -303,6 +304,7 @@ def test_beside_eagle3_a_killed_trainer_takes_nothing_with_it(
     assert loss["capability"] == "CAPABILITY_UPDATE_ONLINE"
 
 
+@pytest.mark.nightly
 def test_over_two_ranks_each_request_learns_for_itself(draft: Path, tmp_path: Path) -> None:
     """And begins with the drafter as it was loaded."""
     variables = {

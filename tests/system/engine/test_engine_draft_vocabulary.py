@@ -98,6 +98,7 @@ def test_it_serves_exactly_with_every_draft_length(
     assert wave(engine, 0, plain_waves) > 1
 
 
+@pytest.mark.nightly
 def test_what_is_collected_trains_in_specforge_and_its_drafter_serves(
     engine: EngineProcess,
     draft: Path,

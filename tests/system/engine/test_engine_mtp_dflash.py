@@ -219,6 +219,7 @@ def damaged(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_two_ranks_run_both_and_the_predictor_learns(damaged: Path, tmp_path: Path) -> None:
     target = ("--model-path", str(MIMO / "target"))
     with serving(tmp_path / "plain", [*target, *TWO_RANKS]) as engine:

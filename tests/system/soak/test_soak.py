@@ -19,6 +19,7 @@ MINUTES = float(os.environ.get("SOAK_MINUTES", "0.7"))
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.timeout(900 + round(120 * MINUTES)),
 ]
 

@@ -26,6 +26,7 @@ from tests.unit.deploy.manifests import ROOT
 pytestmark = [
     pytest.mark.packaging,
     pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(os.geteuid() != 0, reason="chroot and debootstrap need root"),
 ]

@@ -73,6 +73,7 @@ def test_a_recipe_becomes_folders(few_texts: dict[str, list[str]], tmp_path: Pat
         assert passages.max() < corpus.VOCABULARY_SIZE
 
 
+@pytest.mark.nightly
 def test_a_set_that_edits_code_has_a_target_a_draft_and_edits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
