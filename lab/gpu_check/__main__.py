@@ -122,7 +122,7 @@ def check(
         terminal.say(f"\nThe check failed: {error}")
         raise typer.Exit(EXIT_FAILED) from error
     except (KeyboardInterrupt, SystemExit):
-        terminal.say(f"\nStopped.  What was found by then is in {output / 'page.md'}.")
+        terminal.say_stopped(output / "page.md")
         raise
     terminal.say(
         f"\n{page.markdown(found)}\n\nTo send: {output / 'page.md'} and {output / 'result.json'}"

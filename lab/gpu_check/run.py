@@ -70,10 +70,10 @@ def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
         "seconds": 0.0,
     }
     save = _saver(document, options.output, deadline)
-    # Before anything starts; and nothing of an earlier check may be taken for this one's.
-    save()
-    (options.output / PRICE_FILE.name).unlink(missing_ok=True)
     try:
+        # Before anything starts; and nothing of an earlier check may be taken for this one's.
+        save()
+        (options.output / PRICE_FILE.name).unlink(missing_ok=True)
         with ExitStack() as stack:
             folder = TemporaryDirectory(prefix="speculation-gpu-check-", ignore_cleanup_errors=True)
             place = Workplace(options.output, Path(stack.enter_context(folder)))

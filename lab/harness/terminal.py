@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +21,11 @@ class Terminal:
         """Prints one line."""
         # In a file, lines that stay whole can be copied: commands, and the rows of a page.
         self._console.print(text, markup=False, soft_wrap=not self._console.is_terminal)
+
+    def say_stopped(self, page: Path) -> None:
+        """Prints that the run was told to end, and where its page is if there is one."""
+        where = f"  What was found by then is in {page}." if page.exists() else ""
+        self.say(f"\nStopped.{where}")
 
     def heading(self, text: str) -> None:
         """Prints a line that begins a part."""

@@ -100,7 +100,7 @@ def demo(
         terminal.say(f"\nThe demo failed: {error}")
         raise typer.Exit(EXIT_FAILED) from error
     except (KeyboardInterrupt, SystemExit):
-        terminal.say(f"\nStopped.  What was found by then is in {output / 'page.md'}.")
+        terminal.say_stopped(output / "page.md")
         raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -19,13 +19,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 GRAPHS = {"CPU_ENGINE_GRAPHS": "1"}
 
 
-def processes_writing_to(folder: Path) -> list[str]:
-    """The processes that have a file of the folder open: an engine's log, say."""
+def files_written_to(folder: Path) -> list[str]:
+    """The files of the folder that a process has open: an engine's log, say."""
     found = []
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # it ended meanwhile
-            if str(link.readlink()).startswith(str(folder)):
-                found.append(str(link))
+            if (file := str(link.readlink())).startswith(str(folder)):
+                found.append(file)
     return found
 
 
@@ -81,7 +81,10 @@ def test_a_draft_without_its_graph_fails_the_check(tmp_path: Path):
 def test_told_to_stop_it_leaves_its_results_and_no_engine(tmp_path: Path):
     options = ("--cpu", "--shape", SMALL.name, "--parts", "exact,costs", "--output", str(tmp_path))
     with start_lab("lab.gpu_check", *options) as process:
-        eventually(lambda: processes_writing_to(tmp_path), what="an engine's log")
+        eventually(
+            lambda: any(log.endswith(".log") for log in files_written_to(tmp_path)),
+            what="an engine's log",
+        )
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, said
@@ -89,7 +92,7 @@ def test_told_to_stop_it_leaves_its_results_and_no_engine(tmp_path: Path):
     document = json.loads((tmp_path / "result.json").read_text())
     assert document["stopped"] == "SystemExit: 143"
     assert "The check was stopped" in (tmp_path / "page.md").read_text()
-    assert processes_writing_to(tmp_path) == []
+    assert files_written_to(tmp_path) == []
 
 
 def test_without_a_gpu_it_says_what_can_be_done(tmp_path: Path):

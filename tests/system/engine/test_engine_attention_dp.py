@@ -105,18 +105,18 @@ def test_a_plan_runs_out_on_all_ranks_at_once(
     engine, sidecar = steered
     answer, sidecar.server.answer = sidecar.server.answer, lambda _: None
     sidecar.lease_ms = 300
+
+    def ran_out_of_the_plan() -> bool:
+        answers = engine.generate(PROMPTS[:COUNT], [*LENGTHS[: COUNT - 2], 150, 150])
+        pairs = zip(answers, tokens, strict=True)
+        assert all(answer.tokens[: len(other)] == other for answer, other in pairs)
+        later = sidecar.reports[before:]
+        return {report.gamma for report in later if report.flags.unsteered} == {7, 3}
+
     try:
         before = sidecar.run(lambda _: (7, False))
-        answers = engine.generate(PROMPTS[:COUNT], [*LENGTHS[: COUNT - 2], 150, 150])
-        eventually(
-            lambda: {
-                report.gamma for report in sidecar.reports[before:] if report.flags.unsteered
-            } == {7, 3},
-            what="the plan has run out, and the grace after it",
-        )  # fmt: skip
+        # On a busy machine the first step may come when the plan has long run out.
+        eventually(ran_out_of_the_plan, what="the plan has run out, and the grace after it")
     finally:
         sidecar.lease_ms = 60_000
         sidecar.server.answer = answer
-    found = [answer.tokens for answer in answers]
-    expected = zip(found, tokens, strict=True)
-    assert all(one[: len(other)] == other for one, other in expected)

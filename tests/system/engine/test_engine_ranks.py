@@ -9,6 +9,7 @@ import random
 import re
 import signal
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -199,22 +200,28 @@ def test_ranks_run_the_same_arm_in_every_step(
 def test_a_plan_runs_out_on_all_ranks_at_once(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: list[list[int]]
 ) -> None:
+    planned, own = ("dflash", 7), ("eagle3", 3)
     answer, sidecar.server.answer = sidecar.server.answer, lambda _: None
     sidecar.lease_ms = 300
     try:
         before = sidecar.run(lambda _: (7, False, 1))
-        answers = engine.generate(PROMPTS[:1], [150])
-        rows = sum(answer.meta["spec_verify_ct"] for answer in answers)
-        reports = sidecar.reports_since(before, rows, or_lost=True)
+        rows = 0
+        # On a busy machine the first step may come when the plan has long run out.
+        for _ in range(10):
+            (answered,) = engine.generate(PROMPTS[:1], [150])
+            assert answered.tokens[: LENGTHS[0]] == plain[0]
+            rows += answered.meta["spec_verify_ct"]
+            reports = sidecar.reports_since(before, rows, or_lost=True)
+            ran = [(report.drafter, report.gamma) for report in reports if report.flags.unsteered]
+            if (planned, own) in pairwise(ran):
+                break
     finally:
         sidecar.lease_ms = 60_000
         sidecar.server.answer = answer
-    assert answers[0].tokens[: LENGTHS[0]] == plain[0]
     # The last plan goes on for the grace, and then the engine flies alone; until the agent, which
     # hears nothing, begins a new session, with a plan, and so on.
-    ran = [(report.drafter, report.gamma) for report in reports if report.flags.unsteered]
-    assert ran[0] == ("dflash", 7)
-    assert set(ran) == {("dflash", 7), ("eagle3", 3)}
+    assert (planned, own) in pairwise(ran)
+    assert set(ran) == {planned, own}
 
 
 @pytest.mark.parametrize("way", ["overlapped"], indirect=True)

@@ -137,6 +137,20 @@ def test_what_was_found_before_the_end_is_written_down(play, tmp_path: Path):
     assert "| cut | unfinished | half |" in (tmp_path / "page.md").read_text()
 
 
+def test_a_check_that_is_stopped_while_it_writes_for_the_first_time_says_so(
+    play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def stop(*_: object) -> None:
+        patch.undo()
+        raise SystemExit(143)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lab.gpu_check.run.write_result", stop)
+        with pytest.raises(SystemExit):
+            play(ScriptedPart("first", lambda _: pytest.fail("it ran")))
+    assert "143" in written(tmp_path)["stopped"]
+
+
 def test_a_part_has_no_verdict_of_its_own_until_it_has_ended(play, tmp_path: Path):
     seen = []
 
