@@ -138,9 +138,9 @@ def test_reports_that_are_still_on_their_way_are_waited_for(talker, sidecar):
         first = len(pin.reports_since(0, 2))
         late = threading.Timer(0.5, talker.report, kwargs={"gamma": 3, "batch_size": 4})
         late.start()
-        found = pin.reports_since(first, 4)
+        late_reports = pin.reports_since(first, 4)
         late.join()
-    assert [report.batch_size for report in found] == [4]
+    assert [report.batch_size for report in late_reports] == [4]
 
 
 def test_reports_that_never_come_are_an_error(talker, sidecar, monkeypatch):

@@ -1,4 +1,4 @@
-"""What a run prints."""
+"""Tests what a run prints when it is told to stop."""
 
 from pathlib import Path
 
@@ -15,6 +15,6 @@ def test_a_run_that_is_told_to_end_names_its_page_if_there_is_one(
     if written:
         page.write_text("| exact | unfinished |")
     Terminal().say_stopped(page)
-    said = capsys.readouterr().out
-    assert said.startswith("\nStopped.")
-    assert (str(page) in said) is written
+    printed = capsys.readouterr().out
+    assert printed.startswith("\nStopped.")
+    assert (str(page) in printed) is written
