@@ -1,7 +1,6 @@
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import typer
 
@@ -12,6 +11,7 @@ from lab.harness.errors import EngineFailedError, HarnessError
 from lab.harness.terminal import Terminal
 from lab.paced import engines
 from lab.paced.day import UNSEEN_DAY, UNSEEN_SEED, build_stream
+from tests.support.left_behind import find_children
 
 
 def options(output: Path, table: str = "h100-llama3.1-8b") -> DemoOptions:
@@ -29,10 +29,10 @@ def broken_engines(monkeypatch):
 
 @pytest.mark.usefixtures("broken_engines")
 def test_an_engine_that_does_not_come_up_ends_the_demo_with_its_log_and_leaves_nothing(tmp_path):
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    before = find_children()
     with pytest.raises(EngineFailedError, match=r"engine off(?s:.*)no such model"):
         run(options(tmp_path), Terminal())
-    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
+    assert find_children() <= before
     assert (tmp_path / "logs" / "off.log").read_text() == "no such model\n"
     assert not (tmp_path / "result.json").exists()
 

@@ -4,7 +4,6 @@ import json
 import signal
 import sys
 
-import psutil
 import pytest
 import typer
 
@@ -16,16 +15,11 @@ from lab.gpu_check.device import Device
 from lab.gpu_check.shapes import SMALL
 from lab.harness.errors import EngineFailedError, HarnessError
 from lab.harness.terminal import Terminal
+from tests.support.left_behind import find_children
 
 
 def options(output):
     return GpuDemoOptions(SETTINGS[SMALL.name], 540.0, 5.0, output, device=Device.CPU)
-
-
-def children():
-    """The processes that a run may leave behind; the guard of this process is none of them."""
-    found = psutil.Process().children(recursive=True)
-    return {one.pid for one in found if "orphan_guard" not in " ".join(one.cmdline())}
 
 
 @pytest.fixture
@@ -40,7 +34,7 @@ def engine_that(monkeypatch):
 
 def test_an_engine_that_ends_is_the_reason_that_the_page_gives(engine_that, tmp_path):
     engine_that("raise SystemExit('no such model')")
-    before = children()
+    before = find_children()
     with pytest.raises(EngineFailedError, match=r"engine steered(?s:.*)no such model"):
         run(options(tmp_path), Terminal())
     document = json.loads((tmp_path / "result.json").read_text())
@@ -48,12 +42,12 @@ def test_an_engine_that_ends_is_the_reason_that_the_page_gives(engine_that, tmp_
     assert "no such model" in document["stopped"]
     assert "runs" not in document
     assert "no such model" in (tmp_path / "page.md").read_text()
-    assert children() <= before
+    assert find_children() <= before
 
 
 def test_when_the_time_is_over_the_run_ends_and_says_so(engine_that, tmp_path):
     engine_that("import time; time.sleep(600)")
-    before = children()
+    before = find_children()
     previous = signal.signal(signal.SIGALRM, command_line.end_of_time)
     signal.setitimer(signal.ITIMER_REAL, 3.0)
     try:
@@ -65,7 +59,7 @@ def test_when_the_time_is_over_the_run_ends_and_says_so(engine_that, tmp_path):
     assert ended.value.code == command_line.EXIT_CUT_OFF
     document = json.loads((tmp_path / "result.json").read_text())
     assert document["stopped"] == "the 540 seconds were over"
-    assert children() <= before
+    assert find_children() <= before
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
