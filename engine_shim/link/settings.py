@@ -92,9 +92,9 @@ class LinkSettings(BaseSettings):
         default=19,
         ge=0,
         le=19,
-        description="Niceness of the agent process. At 19 the engine's threads are not put aside "
-        "when a report wakes it, even where no core is free; lower it if reports are dropped "
-        "because more threads than cores are always busy.",
+        description="Added to the engine's niceness for the agent process. At 19 the engine's "
+        "threads are not put aside when a report wakes it, even where no core is free; lower it if "
+        "reports are dropped because more threads than cores are always busy.",
     )
 
     @field_validator("gammas", mode="before")

@@ -1,7 +1,6 @@
 """Runs the demo: computes, starts the engines, profiles, plays the day, proves exact tokens."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from lab.demo.outcome import DemoOutcome
 from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
 from lab.harness.machine import run_facts, write_result
-from lab.harness.processes import prefer
+from lab.harness.processes import preferred
 from lab.harness.terminal import Terminal
 from lab.paced.day import Stream
 from lab.paced.engines import ADAPTIVE, OFF, STEERED, static
@@ -50,12 +49,11 @@ class DemoOptions:
     unpaced: bool = True
 
 
+@preferred()  # the clients of the load must not wait for a busy machine either
 def run(options: DemoOptions, terminal: Terminal) -> DemoOutcome:
     """Plays the whole demo and writes result.json and demo.png.  Raises HarnessError."""
     began = time.monotonic()
     facts = run_facts()
-    # The clients of the load must not wait for a busy machine either.
-    prefer(os.PRIO_PROCESS, 0)
     with TemporaryDirectory(prefix="speculation-demo-") as folder:
         scratch = Path(folder)
         outcome = _paced(options, scratch, terminal)

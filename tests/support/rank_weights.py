@@ -45,6 +45,13 @@ def check_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.T
         assert torch.equal(found[name], part.detach()), name
 
 
+def is_same(found: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether both have the same values."""
+    return found.keys() == other.keys() and all(
+        torch.equal(part, other[name]) for name, part in found.items()
+    )
+
+
 def check_served(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
     """Both ranks together serve these."""
     check_same(joined(folder), expected)

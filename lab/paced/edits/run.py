@@ -1,6 +1,5 @@
 """Runs the edits: plain decoding, every fixed arm of a single drafter, the mixture, and steered."""
 
-import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -15,7 +14,7 @@ from lab.cpu_engine.pace.pacer import Pace
 from lab.cpu_engine.pace.step_costs import LOOKUP, OWN, load_step_costs
 from lab.harness.engines import Workplace
 from lab.harness.machine import run_facts, write_result
-from lab.harness.processes import prefer
+from lab.harness.processes import preferred
 from lab.harness.terminal import Terminal
 from lab.paced.day import Stream
 from lab.paced.edits import report
@@ -52,10 +51,10 @@ class EditsOptions:
     late_share_max: float = LATE_SHARE_MAX
 
 
+@preferred()
 def run(options: EditsOptions, terminal: Terminal) -> EditsOutcome:
     """Runs everything and writes result.json.  Raises HarnessError."""
     started, facts = time.monotonic(), run_facts()
-    prefer(os.PRIO_PROCESS, 0)
     edits = load_edits(MODELS)
     source = load_step_costs(TABLE, GAMMAS, lookup=True).source
     with ExitStack() as stack:

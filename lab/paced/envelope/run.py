@@ -4,7 +4,6 @@ A profile holds under one dilation.  So at each concurrency a sidecar is started
 constants dilated, and `controller profile` measures the steered engine; nothing is known before.
 """
 
-import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from lab.harness.engines import Workplace, launch_sidecar, measure_profile, wait
 from lab.harness.errors import HarnessError
 from lab.harness.foreign_load import ForeignLoad
 from lab.harness.machine import run_facts, write_result
-from lab.harness.processes import prefer
+from lab.harness.processes import preferred
 from lab.harness.sidecar import SidecarHandle
 from lab.harness.terminal import Terminal
 from lab.paced import engines
@@ -93,10 +92,10 @@ class EnvelopeOptions:
         return 1.0 if self.quick else LATE_SHARE_MAX
 
 
+@preferred()
 def run(options: EnvelopeOptions, terminal: Terminal) -> tuple[Point, ...]:
     """Runs everything and writes result.json and envelope.png.  Raises HarnessError."""
     started, facts = time.monotonic(), run_facts()
-    prefer(os.PRIO_PROCESS, 0)
     points = list(options.kept)
     source = load_step_costs(TABLE, GAMMAS).source
     with ExitStack() as stack:

@@ -9,7 +9,6 @@ step.  About 6 minutes.
 """
 
 import argparse
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from typing import Final
 
 from lab.cpu_engine.pace.pacer import Pace
 from lab.harness.engines import Workplace
-from lab.harness.processes import prefer
+from lab.harness.processes import preferred
 from lab.harness.terminal import Terminal
 from lab.paced.day import PhasePlan, Stream, build_stream
 from lab.paced.engines import OFF, static
@@ -42,8 +41,8 @@ _PAIRS: Final = (
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     """Two ratios and the plugin's microseconds for each pair and batch."""
-    prefer(os.PRIO_PROCESS, 0)
     with ExitStack() as stack:
+        stack.enter_context(preferred())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         place = Workplace(Path("build/bench/paced"), scratch)
         dilation = options.dilation or DILATIONS[0]

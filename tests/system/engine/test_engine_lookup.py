@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -44,6 +45,8 @@ NAMES = ("eagle3", "dflash", "ngram", "eagle3+ngram", "dflash+ngram")
 LOOKUP = 2
 # More than the prompts of the other tests have.
 SYSTEM_TOKENS = 96
+# At fewer contexts, those at which a drafter that has just woken drafts worse may be the most.
+FRESH_CONTEXTS = 20
 ARMS: list[Arm] = [
     (0, False, 0),
     (0, True, 0),
@@ -186,9 +189,9 @@ def test_a_drafter_that_slept_while_the_lookup_drafted_has_missed_nothing(
     sidecar: ScriptedSidecar,
     plain: dict[str, list[list[int]]],
 ) -> None:
-    def naps(count: int) -> Arm:
+    def naps(first: int, count: int) -> Arm:
         # Of 2, 5 and 20 steps: shorter and longer than the buffer of 12.
-        at = count % 40
+        at = (first + count) % 40
         return (3, False, LOOKUP if at in (4, 5) or 9 <= at < 14 or at >= 20 else 0)
 
     def sleep() -> dict[str, int]:
@@ -202,11 +205,13 @@ def test_a_drafter_that_slept_while_the_lookup_drafted_has_missed_nothing(
         awake |= accepted_by_context(reports, "eagle3", 3)
 
     before = sleep()
-    # Contexts at which a step follows one of the lookup, and all others.
+    # By context: steps that follow one of the lookup, and all others.
     fresh: dict[int, int] = {}
     later: dict[int, int] = {}
-    for _ in range(PLAYS_MAX):
-        answers, reports = play(engine, sidecar, naps, ALONE, [ALONE_LENGTH])
+    for number in range(PLAYS_MAX):
+        # On a quiet machine every play of one script is the same, and shows the same few contexts.
+        shifted = partial(naps, 7 * number)
+        answers, reports = play(engine, sidecar, shifted, ALONE, [ALONE_LENGTH])
         assert answers[0].tokens == plain["alone"][0]
         found = accepted_by_context(reports, "eagle3", 3)
         woken = {
@@ -217,21 +222,22 @@ def test_a_drafter_that_slept_while_the_lookup_drafted_has_missed_nothing(
         fresh |= {at: found[at] for at in woken & found.keys() & awake.keys()}
         later |= {at: k for at, k in found.items() if at in awake and at not in woken}
         slept = {name: count - before[name] for name, count in sleep().items()}
-        if slept["slept"] > 40 and len(fresh) > 5 and len(later) > 10:
+        if slept["slept"] > 40 and len(fresh) > FRESH_CONTEXTS and len(later) > 10:
             break
     assert slept["slept"] > 40
     assert slept["caught_up"] > slept["slept"]
     assert slept["cold"] == 0
-    assert len(fresh) > 5
+    assert len(fresh) > FRESH_CONTEXTS
     assert len(later) > 10
     assert later == {context: awake[context] for context in later}
     expected = {context: awake[context] for context in fresh}
+    print(f"accepted after a nap {sum(fresh.values())}, always awake {sum(expected.values())}")
     if mode == "eager":
         assert fresh == expected
     else:
         # It begins with what it reads while the lookup drafts once more; the last tokens that it
         # slept through are read behind that.
-        assert sum(fresh.values()) >= 0.6 * sum(expected.values()) > 0
+        assert sum(fresh.values()) >= 0.5 * sum(expected.values()) > 0
 
 
 @pytest.mark.parametrize("main", [0, 1])

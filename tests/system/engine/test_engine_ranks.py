@@ -8,7 +8,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from tests.support.learning_engine import (
 )
 from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES
-from tests.support.rank_weights import check_served, joined, made, shown
+from tests.support.rank_weights import check_served, is_same, joined, made, shown
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -347,23 +347,30 @@ def test_updates_that_do_harm_are_taken_back_on_both_ranks(
     served: Path,
     plain_waves: list[list[list[int]]],
 ) -> None:
+    def good() -> Mapping[str, torch.Tensor]:
+        return joined(served, "good") if (served / "good0.pt").exists() else damaged[1]
+
+    def judged() -> bool:
+        wave(engine, 0, plain_waves)
+        return is_same(joined(served), good())
+
     sidecar.stride = 0
     sidecar.run(lambda _: learner)
-    before = wave(engine, 1, plain_waves)
+    eventually(judged, within=240.0, what="what was learnt is good, or has been taken back")
+    before, restored = wave(engine, 1, plain_waves), status(engine, "online")["restored"]
     sidecar.stride = 1
     (served / "ruined").touch()
     sidecar.run(lambda _: learner)
 
     def taken_back() -> bool:
         wave(engine, 0, plain_waves)
-        return bool(status(engine, "online")["restored"])
+        return bool(status(engine, "online")["restored"] > restored)
 
-    eventually(taken_back, what="the last good weights are back")
+    eventually(taken_back, within=240.0, what="the last good weights are back")
     (served / "ruined").unlink()
     sidecar.stride = 0
     sidecar.run(lambda _: learner)
-    is_known = (served / "good0.pt").exists()
-    check_served(served, joined(served, "good") if is_known else damaged[1])
+    check_served(served, good())
     after = wave(engine, 1, plain_waves)
     print(f"acceptance length {before:.2f}, after the harm was taken back {after:.2f}")
     assert after > before - 0.3

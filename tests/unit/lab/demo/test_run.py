@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -29,10 +30,11 @@ def broken_engines(monkeypatch):
 
 @pytest.mark.usefixtures("broken_engines")
 def test_an_engine_that_does_not_come_up_ends_the_demo_with_its_log_and_leaves_nothing(tmp_path):
-    before = find_children()
+    before, priority = find_children(), os.getpriority(os.PRIO_PROCESS, 0)
     with pytest.raises(EngineFailedError, match=r"engine off(?s:.*)no such model"):
         run(options(tmp_path), Terminal())
     assert find_children() <= before
+    assert os.getpriority(os.PRIO_PROCESS, 0) == priority
     assert (tmp_path / "logs" / "off.log").read_text() == "no such model\n"
     assert not (tmp_path / "result.json").exists()
 

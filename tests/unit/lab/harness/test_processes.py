@@ -10,9 +10,9 @@ from threading import Thread
 
 import pytest
 
-from lab.harness.errors import EngineFailedError
+from lab.harness.errors import EngineFailedError, HarnessError
 from lab.harness.orphan_guard import OrphanGuard
-from lab.harness.processes import Child, answers_http
+from lab.harness.processes import Child, answers_http, preferred
 from tests.support.eventually import eventually
 
 ROOT = Path(__file__).parents[4]
@@ -188,6 +188,21 @@ def test_a_child_is_preferred_where_the_machine_permits_it(tmp_path):
         permitted = running.prefer()
         after = os.getpriority(os.PRIO_PROCESS, running.pid)
     assert after == (-10 if permitted else before)
+
+
+def test_this_process_is_preferred_for_a_while_only():
+    seen = []
+
+    @preferred()
+    def fail() -> None:
+        seen.append(os.getpriority(os.PRIO_PROCESS, 0))
+        raise HarnessError("an engine did not start")
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    with pytest.raises(HarnessError):
+        fail()
+    assert seen[0] in {-10, before}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_a_process_that_has_ended_is_not_preferred(tmp_path):
