@@ -170,8 +170,7 @@ def prefer(which: int, who: int) -> bool:
 @contextlib.contextmanager
 def preferred() -> Iterator[None]:
     """Prefers this process, and what it starts meanwhile, in a `with` block or as a decorator."""
-    niceness, group = os.getpriority(os.PRIO_PROCESS, 0), _autogroup(0)
-    of_session = group.read_text().split()[-1] if group.exists() else ""
+    niceness, of_session = os.getpriority(os.PRIO_PROCESS, 0), _session_niceness()
     prefer(os.PRIO_PROCESS, 0)
     try:
         yield
@@ -179,11 +178,19 @@ def preferred() -> Iterator[None]:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, niceness)
             if of_session:
-                group.write_text(of_session)
+                _autogroup(0).write_text(of_session)
 
 
 def _autogroup(pid: int) -> Path:
     return Path(f"/proc/{pid or os.getpid()}/autogroup")
+
+
+def _session_niceness() -> str:
+    """Reads this session's niceness; "" where sessions have none."""
+    with contextlib.suppress(OSError):
+        # "/autogroup-NUMBER nice NICENESS", or nothing at all.
+        return "".join(_autogroup(0).read_text().split()[-1:])
+    return ""
 
 
 def end_on_sigterm() -> None:
