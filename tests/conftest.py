@@ -21,12 +21,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """For `tests/system/abuse`."""
+    """The first is for `tests/system/abuse`."""
     parser.addoption("--hostile-scale", type=int, default=1, help="attacks so many times as big")
+    parser.addoption(
+        "--reversed-files",
+        action="store_true",
+        help="the last file first, which shows tests that need another file's to run before",
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests first: workers beside each other then end at about the same time."""
+    if config.getoption("reversed_files"):
+        place = {path: number for number, path in enumerate(dict.fromkeys(i.path for i in items))}
+        items.sort(key=lambda item: -place[item.path])
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

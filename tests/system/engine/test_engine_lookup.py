@@ -45,7 +45,7 @@ NAMES = ("eagle3", "dflash", "ngram", "eagle3+ngram", "dflash+ngram")
 LOOKUP = 2
 # More than the prompts of the other tests have.
 SYSTEM_TOKENS = 96
-# At fewer contexts, those at which a drafter that has just woken drafts worse may be the most.
+# A drafter that has just woken drafts worse at some contexts: fewer than these say little of it.
 FRESH_CONTEXTS = 20
 ARMS: list[Arm] = [
     (0, False, 0),
@@ -191,8 +191,8 @@ def test_a_drafter_that_slept_while_the_lookup_drafted_has_missed_nothing(
 ) -> None:
     def naps(first: int, count: int) -> Arm:
         # Of 2, 5 and 20 steps: shorter and longer than the buffer of 12.
-        at = (first + count) % 40
-        return (3, False, LOOKUP if at in (4, 5) or 9 <= at < 14 or at >= 20 else 0)
+        step = (first + count) % 40
+        return (3, False, LOOKUP if step in (4, 5) or 9 <= step < 14 or step >= 20 else 0)
 
     def sleep() -> dict[str, int]:
         found: dict[str, int] = engine.internal_state()["speculation_controller"]["sleep"]
