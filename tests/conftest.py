@@ -7,6 +7,8 @@ import signal
 import pytest
 from hypothesis import settings
 
+from tests.support.hang_guard import HangGuard, RunningTests
+
 # Matrices as small as those of tests only wait for each other on more threads.  Read by torch and
 # by numpy while they are imported, here and in every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +30,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="the last file first, which shows tests that need another file's to run before",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A test that hangs is named, whatever it hangs in."""
+    if config.getoption("numprocesses", None):
+        config.pluginmanager.register(RunningTests())
+    else:
+        config.pluginmanager.register(HangGuard())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

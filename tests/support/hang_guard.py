@@ -1,0 +1,95 @@
+"""Ends a test that hangs where pytest-timeout cannot, and says which tests ran when a run is ended.
+
+pytest-timeout raises an exception in the main thread, once.  Code that catches it goes on for ever,
+and so does a call into C that never returns, or a teardown that hangs after the exception.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from types import FrameType
+
+import psutil
+import pytest
+
+# Seconds for a test to clean up after its timeout, before its process is ended.
+GRACE_SECONDS = 120.0
+
+
+class HangGuard:
+    """Ends this process, with the stacks of all threads, if one test exceeds its time by far.
+
+    A plugin of pytest for the process that runs tests.  pytest-xdist then fails the test by name
+    and starts another worker.
+    """
+
+    def __init__(self) -> None:
+        # The tests' own output is captured; pytest-xdist puts another object in place of stderr.
+        self._output = os.dup(2)
+        self._limit = 0.0
+        # Asked for by `RunningTests`.
+        faulthandler.register(signal.SIGUSR1, file=self._output, all_threads=True)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Limits the whole test: setup, call and teardown."""
+        marker = item.get_closest_marker("timeout")
+        seconds = float(marker.args[0] if marker else item.config.getini("timeout"))
+        self._limit = time.monotonic() + seconds + GRACE_SECONDS
+        self._arm()
+        try:
+            return (yield)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_exception_interact(self) -> None:
+        """pytest itself cancels the timer whenever a test has failed; its teardown is still due."""
+        self._arm()
+
+    def _arm(self) -> None:
+        left = max(1.0, self._limit - time.monotonic())
+        faulthandler.dump_traceback_later(left, file=self._output, exit=True)
+
+
+class RunningTests:
+    """Names the tests that run, with the stacks of their processes, when SIGTERM ends a run.
+
+    A plugin of pytest for the process that the workers of pytest-xdist report to.
+    """
+
+    def __init__(self) -> None:
+        self._began: dict[str, float] = {}
+        signal.signal(signal.SIGTERM, self._end)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """A worker begins a test."""
+        self._began[nodeid] = time.monotonic()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """It has ended."""
+        self._began.pop(nodeid, None)
+
+    def _end(self, number: int, _frame: FrameType | None) -> None:
+        for nodeid, began in self._began.items():
+            print(f"\nrunning for {time.monotonic() - began:.0f} s: {nodeid}", file=sys.__stderr__)
+        for child in psutil.Process().children():
+            # It would end a process that does not expect it; one may have ended by itself.
+            with contextlib.suppress(OSError, psutil.Error):
+                if _catches(child.pid, signal.SIGUSR1):
+                    child.send_signal(signal.SIGUSR1)
+        time.sleep(1.0)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    caught = next(line.split()[1] for line in status if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (number - 1) & 1)

@@ -1,0 +1,118 @@
+"""Tests that hang where pytest-timeout cannot help are ended and named."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.eventually import eventually
+from tests.support.hang_guard import HangGuard
+
+ROOT = Path(__file__).parents[3]
+CONFTEST = """
+from tests.support import hang_guard
+
+hang_guard.GRACE_SECONDS = 2.0
+
+
+def pytest_configure(config):
+    workers = config.getoption("numprocesses", None)
+    plugin = hang_guard.RunningTests if workers else hang_guard.HangGuard
+    config.pluginmanager.register(plugin())
+"""
+CAUGHT = """
+import time
+
+def test_hangs():
+    while True:
+        try:
+            time.sleep(0.1)
+        except BaseException:
+            pass
+"""
+# The interpreter is held as well, so that no handler of a signal ever runs.
+IN_C = """
+import ctypes
+
+def test_hangs():
+    mutex = ctypes.create_string_buffer(64)
+    while True:
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+"""
+TEARDOWN = """
+import time
+import pytest
+
+@pytest.fixture
+def stuck():
+    yield
+    while True:
+        time.sleep(0.1)
+
+def test_hangs(stuck):
+    assert False
+"""
+LONG = """
+import time
+from pathlib import Path
+
+def test_is_long():
+    Path("runs").touch()
+    time.sleep(600)
+"""
+
+
+def start(folder: Path, text: str, *options: str) -> subprocess.Popen[str]:
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_it.py").write_text(text)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+    return subprocess.Popen(
+        [*command, "--timeout", "1", "-o", "timeout=1", "--rootdir", str(folder), str(folder)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    try:
+        return process.communicate(timeout=120)[0]
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("text", [CAUGHT, IN_C, TEARDOWN], ids=["caught", "in C", "teardown"])
+def test_a_worker_that_hangs_is_ended_and_its_test_fails_by_name(tmp_path: Path, text: str):
+    with start(tmp_path, text, "-n", "1") as process:
+        said = end(process)
+    assert "Timeout (0:00:0" in said
+    assert 'test_it.py", line' in said
+    assert "crashed while running 'test_it.py::test_hangs'" in said
+    assert process.returncode == 1
+
+
+def test_without_workers_the_run_ends_with_the_stack(tmp_path: Path):
+    with start(tmp_path, CAUGHT) as process:
+        said = end(process)
+    assert "in test_hangs" in said
+    assert process.returncode == 1
+
+
+def test_a_run_that_is_ended_names_what_ran_and_shows_where(tmp_path: Path):
+    with start(tmp_path, LONG, "-n", "1", "--timeout", "600") as process:
+        eventually((tmp_path / "runs").exists, what="the test runs")
+        process.terminate()
+        said = end(process)
+    assert " s: test_it.py::test_is_long" in said
+    assert 'test_it.py", line 7 in test_is_long' in said
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_this_run_is_guarded(request: pytest.FixtureRequest):
+    assert any(isinstance(p, HangGuard) for p in request.config.pluginmanager.get_plugins())
