@@ -3,7 +3,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import grpc.aio
 import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 
@@ -11,12 +10,13 @@ from controller.service.net.errors import StartRefusedError
 from controller.service.server import Sidecar
 from controller.settings.settings import Settings
 from lab.harness.ports import free_port
-from tests.support.service_harness import failure, serving, soon
+from tests.support.service_harness import PATIENCE_SECONDS, failure, serving
+from tests.support.sidecar_process import sidecar_process
 
 
 def servers(channel: Any) -> Any:
     stub = channelz_pb2_grpc.ChannelzStub(channel)
-    return stub.GetServers(channelz_pb2.GetServersRequest())
+    return stub.GetServers(channelz_pb2.GetServersRequest(), timeout=PATIENCE_SECONDS)
 
 
 async def test_channelz_is_off_by_default(tmp_path: Path):
@@ -24,18 +24,20 @@ async def test_channelz_is_off_by_default(tmp_path: Path):
         assert (await failure(servers(running.channel)))[0] is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_channelz_is_served_on_the_unix_sockets_only(tmp_path: Path):
+def test_channelz_is_served_on_the_unix_sockets_only(tmp_path: Path):
+    # In a process of its own: channelz shows every server there, those of other tests as well.
     tcp = f"127.0.0.1:{free_port()}"
-    async with (
-        serving(tmp_path, channelz=True, tcp=tcp) as running,
-        grpc.aio.insecure_channel(tcp) as by_tcp,
-    ):
-        await running.introduce()
-        for channel in (running.channel, running.operators):
-            # Of the whole process: other tests' servers may be among them.
-            found = (await soon(servers(channel))).server
+    with sidecar_process(tmp_path, "--channelz", "--tcp", tcp) as sidecar:
+        operators = f"unix:{tmp_path}/controller-operators.sock"
+        for address in (sidecar.address, operators):
+            with grpc.insecure_channel(address) as channel:
+                found = servers(channel).server
+            # Of the engines, of the operators, and of TCP.
+            assert len(found) == 3
             assert max(server.data.calls_started for server in found) >= 1
-        assert (await failure(servers(by_tcp)))[0] is grpc.StatusCode.UNIMPLEMENTED
+        with grpc.insecure_channel(tcp) as channel, pytest.raises(grpc.RpcError) as refused:
+            servers(channel)
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_a_missing_package_refuses_the_start_by_name(
