@@ -20,6 +20,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import engine_shim
 from lab.cpu_engine.engine_command import MIMO, MODELS, SHALLOW
 from lab.cpu_engine.environment import EMULATION, cpu_engine_env, emulated_cuda_env
@@ -58,6 +60,9 @@ MODES: Mapping[str, Mapping[str, str]] = {
         "CPU_ENGINE_HOST_LENGTHS": "0",
     },
 }
+# Of a file that tests the first way and the last.  CI runs the last alone: test_engine_drafters.py
+# compares all three, and no GPU engine is served with eager passes.
+EAGER_NIGHTLY = pytest.param("eager", marks=pytest.mark.nightly)
 ONLINE = {"SPECULATION_ONLINE_UPDATES": "1", "SPECULATION_GAMMAS": "0,1,3"}
 START_SECONDS = 240.0
 SERVE = "lab.cpu_engine.serve"

@@ -29,6 +29,7 @@ def files_written_to(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.nightly
 def test_a_wrong_token_fails_the_check(tmp_path: Path):
     """Accepted drafts are all overwritten with one token, wherever anything is speculated."""
     sabotage = plugins.environment(tmp_path / "sabotage") | acceptance.variables()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.engine import EAGLE3, MODES, EngineProcess, serving
+from tests.support.engine import EAGER_NIGHTLY, EAGLE3, MODES, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import LENGTHS, PROMPTS
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
@@ -27,7 +27,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-@pytest.fixture(scope="module", params=["eager", "overlapped"])
+@pytest.fixture(scope="module", params=[EAGER_NIGHTLY, "overlapped"])
 def steered(
     request: pytest.FixtureRequest,
     tokens: list[list[int]],

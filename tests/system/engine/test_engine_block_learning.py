@@ -102,6 +102,7 @@ def test_in_long_contexts_a_student_of_the_whole_context_is_the_drafter(
     assert found[48] < found[EVERYTHING]
 
 
+@pytest.mark.nightly
 def test_what_it_reads_is_collected_trains_in_specforge_and_the_version_serves(
     engine: EngineProcess,
     folder: Path,

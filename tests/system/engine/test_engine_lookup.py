@@ -20,7 +20,7 @@ from speculation.v1.engine_pb2 import (
     StepReport,
 )
 from speculation.v1.plan_pb2 import MixtureRule
-from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, serving
+from tests.support.engine import DFLASH, EAGER_NIGHTLY, EAGLE3, MODES, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.looking_up import looked_up
 from tests.support.mixture_rules import rules_of
@@ -58,7 +58,7 @@ def rules(main_expected: float, *free_expected: float) -> tuple[MixtureRule, ...
     return rules_of(NAMES[3:], GAMMAS, main_expected, free_expected)
 
 
-@pytest.fixture(scope="module", params=["eager", "overlapped"])
+@pytest.fixture(scope="module", params=[EAGER_NIGHTLY, "overlapped"])
 def mode(request: pytest.FixtureRequest) -> str:
     """How an engine runs its passes: the first of `MODES`, and the last."""
     name: str = request.param

@@ -15,7 +15,7 @@ import torch
 from engine_shim.training.checkpoint import load_dflash, load_predictor, load_target, save_predictor
 from lab.cpu_engine.engine_command import MIMO
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP
-from tests.support.engine import MODES, MTP, EngineProcess, serving
+from tests.support.engine import EAGER_NIGHTLY, MODES, MTP, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import (
@@ -57,7 +57,7 @@ def blocks_amid_chains(count: int) -> Arm:
     return (7, False, 1) if count % 3 else (3, False, 0)
 
 
-@pytest.fixture(scope="module", params=["eager", "overlapped"])
+@pytest.fixture(scope="module", params=[EAGER_NIGHTLY, "overlapped"])
 def mode(request: pytest.FixtureRequest) -> str:
     """How an engine runs its passes: the first of `MODES`, and the last."""
     name: str = request.param

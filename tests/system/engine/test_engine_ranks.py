@@ -24,6 +24,7 @@ from lab.cpu_engine.serve import with_cpu_defaults
 from tests.support.engine import (
     CODE_ONLY,
     DRAFT,
+    EAGER_NIGHTLY,
     EAGLE3,
     MODES,
     TARGET,
@@ -278,6 +279,7 @@ def check_signals(signals: list[Signal]) -> None:
     assert torch.equal(found.top_tokens[:-1, 0].long(), following)
 
 
+@pytest.mark.parametrize("way", [EAGER_NIGHTLY, "overlapped"], indirect=True)
 def test_an_update_lands_on_all_ranks_in_the_same_step(
     way: str,
     learner: Arm,

@@ -27,7 +27,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 # As wide as its target, a Qwen3; and narrower ones: a Llama with a head of its own and stretched
 # rotary positions, and a Qwen2.
-DRAFTERS = ("sd2", "sd2-llama", "sd2-qwen2")
+DRAFTERS = (
+    "sd2",
+    pytest.param("sd2-llama", marks=pytest.mark.nightly),
+    pytest.param("sd2-qwen2", marks=pytest.mark.nightly),
+)
 GAMMAS = (0, 1, 3, 5)
 ARMS = ((5, False), (0, True), (3, False), (0, False), (1, False))
 
