@@ -6,6 +6,7 @@ and so does a call into C that never returns, or a teardown that hangs after the
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -31,20 +32,27 @@ class HangGuard:
     def __init__(self) -> None:
         # The tests' own output is captured; pytest-xdist puts another object in place of stderr.
         self._output = os.dup(2)
-        self._limit = 0.0
+        # Outside of tests there is none.
+        self._limit = math.inf
         # Asked for by `RunningTests`.
         faulthandler.register(signal.SIGUSR1, file=self._output, all_threads=True)
+        sys.addaudithook(_refuse_forks)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """Limits the whole test: setup, call and teardown."""
-        marker = item.get_closest_marker("timeout")
-        seconds = float(marker.args[0] if marker else item.config.getini("timeout"))
-        self._limit = time.monotonic() + seconds + GRACE_SECONDS
+        marker, config = item.get_closest_marker("timeout"), item.config
+        asked = config.getoption("timeout")
+        if asked is None:
+            asked = config.getini("timeout")
+        seconds = float(marker.args[0] if marker else asked)
+        # 0 is none, as for pytest-timeout.
+        self._limit = time.monotonic() + seconds + GRACE_SECONDS if seconds else math.inf
         self._arm()
         try:
             return (yield)
         finally:
+            self._limit = math.inf
             faulthandler.cancel_dump_traceback_later()
 
     @pytest.hookimpl(trylast=True)
@@ -54,7 +62,8 @@ class HangGuard:
 
     def _arm(self) -> None:
         left = max(1.0, self._limit - time.monotonic())
-        faulthandler.dump_traceback_later(left, file=self._output, exit=True)
+        if left < math.inf:
+            faulthandler.dump_traceback_later(left, file=self._output, exit=True)
 
 
 class RunningTests:
@@ -86,6 +95,15 @@ class RunningTests:
         time.sleep(1.0)
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
+
+
+def _refuse_forks(event: str, _arguments: tuple[object, ...]) -> None:
+    """A hook of the interpreter, which it calls before it forks; starting a program is no fork."""
+    if event == "os.fork":
+        raise RuntimeError(
+            "a test forks its own process: gRPC waits in os.fork(), with the interpreter, for "
+            "threads of its own that may wait for the interpreter; start a program instead"
+        )
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:

@@ -55,6 +55,12 @@ def stuck():
 def test_hangs(stuck):
     assert False
 """
+FORK = """
+import multiprocessing
+
+def test_forks():
+    multiprocessing.get_context("fork").Process(target=print).start()
+"""
 LONG = """
 import time
 from pathlib import Path
@@ -65,12 +71,14 @@ def test_is_long():
 """
 
 
-def start(folder: Path, text: str, *options: str) -> subprocess.Popen[str]:
-    (folder / "conftest.py").write_text(CONFTEST)
+def start(
+    folder: Path, text: str, *options: str, timeout: int = 60, more: str = ""
+) -> subprocess.Popen[str]:
+    (folder / "conftest.py").write_text(CONFTEST + more)
     (folder / "test_it.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     return subprocess.Popen(
-        [*command, "--timeout", "1", "-o", "timeout=1", "--rootdir", str(folder), str(folder)],
+        [*command, "--timeout", str(timeout), "--rootdir", str(folder), str(folder)],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -89,7 +97,7 @@ def end(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize("text", [CAUGHT, IN_C, TEARDOWN], ids=["caught", "in C", "teardown"])
 def test_a_worker_that_hangs_is_ended_and_its_test_fails_by_name(tmp_path: Path, text: str):
-    with start(tmp_path, text, "-n", "1") as process:
+    with start(tmp_path, text, "-n", "1", timeout=1) as process:
         said = end(process)
     assert "Timeout (0:00:0" in said
     assert 'test_it.py", line' in said
@@ -98,20 +106,35 @@ def test_a_worker_that_hangs_is_ended_and_its_test_fails_by_name(tmp_path: Path,
 
 
 def test_without_workers_the_run_ends_with_the_stack(tmp_path: Path):
-    with start(tmp_path, CAUGHT) as process:
+    with start(tmp_path, CAUGHT, timeout=1) as process:
         said = end(process)
     assert "in test_hangs" in said
     assert process.returncode == 1
 
 
 def test_a_run_that_is_ended_names_what_ran_and_shows_where(tmp_path: Path):
-    with start(tmp_path, LONG, "-n", "1", "--timeout", "600") as process:
+    with start(tmp_path, LONG, "-n", "1", timeout=600) as process:
         eventually((tmp_path / "runs").exists, what="the test runs")
         process.terminate()
         said = end(process)
     assert " s: test_it.py::test_is_long" in said
     assert 'test_it.py", line 7 in test_is_long' in said
     assert process.returncode == -signal.SIGTERM
+
+
+def test_a_fork_of_the_tests_process_is_refused(tmp_path: Path):
+    with start(tmp_path, FORK) as process:
+        said = end(process)
+    assert "a test forks its own process" in said
+    assert process.returncode == 1
+
+
+def test_what_cannot_be_collected_is_said_and_ends_nothing(tmp_path: Path):
+    ends_late = "\n\ndef pytest_sessionfinish():\n    __import__('time').sleep(2)\n"
+    with start(tmp_path, "raise ValueError('no test')", more=ends_late) as process:
+        said = end(process)
+    assert "ValueError: no test" in said
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
 
 
 def test_this_run_is_guarded(request: pytest.FixtureRequest):
