@@ -187,10 +187,11 @@ def test_it_learns_while_it_serves_and_never_changes_a_token(
     assert after > before + 0.2
 
 
+@pytest.mark.nightly
 def test_neither_collecting_nor_a_version_waits_for_the_device(
     engine: EngineProcess, waits: Path
 ) -> None:
-    """After all other tests of this engine."""
+    """After all other tests of this engine; a nightly one collects, and takes versions."""
     assert status(engine, "draft")["deployed"] > 0
     assert set(json.loads(waits.read_text())) == WAITS.keys()
 
