@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A test that hangs is named, whatever it hangs in."""
+    """Guards the process that runs tests, and the one that gives them to workers."""
     if config.getoption("numprocesses", None):
         config.pluginmanager.register(RunningTests())
     else:

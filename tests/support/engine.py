@@ -60,8 +60,8 @@ MODES: Mapping[str, Mapping[str, str]] = {
         "CPU_ENGINE_HOST_LENGTHS": "0",
     },
 }
-# Of a file that tests the first way and the last.  CI runs the last alone: test_engine_drafters.py
-# compares all three, and no GPU engine is served with eager passes.
+# For files that test the first mode and the last.  CI runs the last one only: most GPUs run it, and
+# test_engine_drafters.py compares all three.
 EAGER_NIGHTLY = pytest.param("eager", marks=pytest.mark.nightly)
 ONLINE = {"SPECULATION_ONLINE_UPDATES": "1", "SPECULATION_GAMMAS": "0,1,3"}
 START_SECONDS = 240.0

@@ -32,7 +32,7 @@ class HangGuard:
     def __init__(self) -> None:
         # The tests' own output is captured; pytest-xdist puts another object in place of stderr.
         self._output = os.dup(2)
-        # Outside of tests there is none.
+        # When the test must have ended; between tests there is no limit.
         self._limit = math.inf
         # Asked for by `RunningTests`.
         faulthandler.register(signal.SIGUSR1, file=self._output, all_threads=True)
