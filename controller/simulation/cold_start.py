@@ -6,9 +6,7 @@ Expected tokens over true costs say what the choices were worth, without the luc
 controller sees what it would see of an engine: drawn acceptance and noisy step times.
 """
 
-import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +18,7 @@ from controller.simulation.controller_policy import ControllerPolicy
 from controller.simulation.curves import Curves
 from controller.simulation.policy import StepRecord
 from controller.simulation.surface import CostSurface
+from controller.util.process_pool import make_process_pool
 from controller.util.text_table import TextColumn, TextTable, numbers
 
 # Conditional acceptance of four kinds of traffic, position by position; the last value goes on.
@@ -156,7 +155,7 @@ def run_cold_starts(
 ) -> list[ColdRun]:
     """Runs every cell on every seed, in this order, side by side on all processors."""
     tasks = [(cell, seed) for cell in cells for seed in seeds]
-    with ProcessPoolExecutor(processes or len(os.sched_getaffinity(0))) as pool:
+    with make_process_pool(processes) as pool:
         waiting = [pool.submit(run_cold, cell, seed) for cell, seed in tasks]
         try:
             return [future.result() for future in waiting]

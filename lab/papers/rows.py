@@ -12,9 +12,7 @@ at the end, or not be seen at all in a run of some thousand steps.  How much of 
 a run without the longest requests shows.
 """
 
-import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +30,7 @@ from controller.simulation.scenarios.place import Place
 from controller.simulation.scenarios.profile import ProfileSection
 from controller.simulation.sources import ClosedSource, PhaseSpec
 from controller.simulation.surface import CostSurface
+from controller.util.process_pool import make_process_pool
 
 PIECE = 512
 MIXTURE = "eagle+ngram"
@@ -181,7 +180,7 @@ def run_all(
     if longest:
         traces = [_shorter(trace, longest) for trace in traces]
     tasks = [(trace, size, steps, seed) for trace in traces for size in batch_sizes]
-    with ProcessPoolExecutor(processes or len(os.sched_getaffinity(0))) as pool:
+    with make_process_pool(processes) as pool:
         return list(pool.map(run_rows, *zip(*tasks, strict=True)))
 
 

@@ -6,10 +6,10 @@ batches at which nothing pays, and on all of them one after the other.
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 from controller.core.training.stride_planner import STRIDES
+from controller.util.process_pool import make_process_pool
 from lab.papers.stride_simulation import (
     Earned,
     Stream,
@@ -77,7 +77,7 @@ def reproduce_tts(seeds: Sequence[int], processes: int | None = None) -> StrideR
     alone = [(stream.name, (stream,)) for stream in streams()]
     together = mixes()
     tasks = [(group, seed) for _, group in (*alone, *together) for seed in seeds]
-    with ProcessPoolExecutor(processes) as pool:
+    with make_process_pool(processes) as pool:
         played = list(pool.map(_played, tasks))
     runs = []
     for i, (name, _) in enumerate((*alone, *together)):

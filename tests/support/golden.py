@@ -38,11 +38,14 @@ def same(figure: float, other: float) -> bool:
     return math.isclose(figure, other, rel_tol=RELATIVE, abs_tol=0.0)
 
 
-def simulated(part: str = "") -> Numbers:
-    """Runs the scenarios of the suite whose name has `part`; the numbers of each by its name."""
+def simulated(part: str = "", processes: int | None = None) -> Numbers:
+    """Runs the scenarios of the suite whose name has `part`; the numbers of each by its name.
+
+    processes: side by side; None for as many as there are processors.
+    """
     scenarios = standard(part)
     reports = {}
-    for scenario, seeds in zip(scenarios, run_all(scenarios, 0), strict=True):
+    for scenario, seeds in zip(scenarios, run_all(scenarios, 0, processes=processes), strict=True):
         reports[scenario.name] = _numbers(summarise(scenario, seeds), seeds)
     return reports
 

@@ -6,7 +6,7 @@ The oracle is the best run of all that know the truth and of all static arms.
 import hashlib
 import os
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -35,6 +35,7 @@ from controller.simulation.results import Latency, PolicyOrigin, Timeline
 from controller.simulation.scenario import Scenario
 from controller.simulation.surface import CostSurface
 from controller.simulation.workload import ClosedLoop
+from controller.util.process_pool import make_process_pool
 
 _POINTS = 200
 # 64 bits: far more than chance equality of a few thousand runs takes.
@@ -195,7 +196,7 @@ def run_all(
         for i, task_seed in tasks:
             keep(i, run_seed(scenarios[i], task_seed, wanted, settings))
         return found
-    with ProcessPoolExecutor(workers) as pool:
+    with make_process_pool(workers) as pool:
         waiting = {
             pool.submit(run_seed, scenarios[i], task_seed, wanted, settings): i
             for i, task_seed in tasks

@@ -16,7 +16,6 @@ import json
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import numpy as np
 import yaml
 
 from controller.simulation.scenarios.read import load_scenario
+from controller.util.process_pool import make_process_pool
 from tests.support.against_off import BAR, FLOOR, SHARE_BELOW_BAR, WINDOW, against_off
 from tests.support.dealing import dealt
 from tests.support.random_scenarios import has_memory, scenarios
@@ -91,7 +91,7 @@ def _played(
         for number in numbers:
             yield _play(number, folder)
         return
-    with ProcessPoolExecutor(processes) as pool:
+    with make_process_pool(processes) as pool:
         yield from pool.map(_play, numbers, [folder] * len(numbers), chunksize=8)
 
 
