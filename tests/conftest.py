@@ -7,7 +7,7 @@ import signal
 import pytest
 from hypothesis import settings
 
-from tests.support.hang_guard import HangGuard, RunningTests
+from tests.support.hang_guard import guard
 
 # Matrices as small as those of tests only wait for each other on more threads.  Read by torch and
 # by numpy while they are imported, here and in every process that a test starts.
@@ -33,11 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Guards the process that runs tests, and the one that gives them to workers."""
-    if config.getoption("numprocesses", None):
-        config.pluginmanager.register(RunningTests())
-    else:
-        config.pluginmanager.register(HangGuard())
+    """Ends and names tests that hang."""
+    guard(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -20,6 +20,14 @@ import pytest
 
 # Seconds for a test to clean up after its timeout, before its process is ended.
 GRACE_SECONDS = 120.0
+# Seconds for workers to write their stacks.
+STACKS_SECONDS = 1.0
+
+
+def guard(config: pytest.Config) -> None:
+    """Guards the process that runs tests, or the one that gives them to workers."""
+    plugin = RunningTests() if config.getoption("numprocesses", None) else HangGuard()
+    config.pluginmanager.register(plugin)
 
 
 class HangGuard:
@@ -46,7 +54,7 @@ class HangGuard:
         if asked is None:
             asked = config.getini("timeout")
         seconds = float(marker.args[0] if marker else asked)
-        # 0 is none, as for pytest-timeout.
+        # 0 means no limit, as it does for pytest-timeout.
         self._limit = time.monotonic() + seconds + GRACE_SECONDS if seconds else math.inf
         self._arm()
         try:
@@ -92,7 +100,7 @@ class RunningTests:
             with contextlib.suppress(OSError, psutil.Error):
                 if _catches(child.pid, signal.SIGUSR1):
                     child.send_signal(signal.SIGUSR1)
-        time.sleep(1.0)
+        time.sleep(STACKS_SECONDS)
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 

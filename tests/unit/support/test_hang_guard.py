@@ -19,9 +19,7 @@ hang_guard.GRACE_SECONDS = 2.0
 
 
 def pytest_configure(config):
-    workers = config.getoption("numprocesses", None)
-    plugin = hang_guard.RunningTests if workers else hang_guard.HangGuard
-    config.pluginmanager.register(plugin())
+    hang_guard.guard(config)
 """
 CAUGHT = """
 import time
@@ -98,17 +96,17 @@ def end(process: subprocess.Popen[str]) -> str:
 @pytest.mark.parametrize("text", [CAUGHT, IN_C, TEARDOWN], ids=["caught", "in C", "teardown"])
 def test_a_worker_that_hangs_is_ended_and_its_test_fails_by_name(tmp_path: Path, text: str):
     with start(tmp_path, text, "-n", "1", timeout=1) as process:
-        said = end(process)
-    assert "Timeout (0:00:0" in said
-    assert 'test_it.py", line' in said
-    assert "crashed while running 'test_it.py::test_hangs'" in said
+        output = end(process)
+    assert "Timeout (0:00:0" in output
+    assert 'test_it.py", line' in output
+    assert "crashed while running 'test_it.py::test_hangs'" in output
     assert process.returncode == 1
 
 
 def test_without_workers_the_run_ends_with_the_stack(tmp_path: Path):
     with start(tmp_path, CAUGHT, timeout=1) as process:
-        said = end(process)
-    assert "in test_hangs" in said
+        output = end(process)
+    assert "in test_hangs" in output
     assert process.returncode == 1
 
 
@@ -116,24 +114,24 @@ def test_a_run_that_is_ended_names_what_ran_and_shows_where(tmp_path: Path):
     with start(tmp_path, LONG, "-n", "1", timeout=600) as process:
         eventually((tmp_path / "runs").exists, what="the test runs")
         process.terminate()
-        said = end(process)
-    assert " s: test_it.py::test_is_long" in said
-    assert 'test_it.py", line 7 in test_is_long' in said
+        output = end(process)
+    assert " s: test_it.py::test_is_long" in output
+    assert 'test_it.py", line 7 in test_is_long' in output
     assert process.returncode == -signal.SIGTERM
 
 
 def test_a_fork_of_the_tests_process_is_refused(tmp_path: Path):
     with start(tmp_path, FORK) as process:
-        said = end(process)
-    assert "a test forks its own process" in said
+        output = end(process)
+    assert "a test forks its own process" in output
     assert process.returncode == 1
 
 
 def test_what_cannot_be_collected_is_said_and_ends_nothing(tmp_path: Path):
     ends_late = "\n\ndef pytest_sessionfinish():\n    __import__('time').sleep(2)\n"
     with start(tmp_path, "raise ValueError('no test')", more=ends_late) as process:
-        said = end(process)
-    assert "ValueError: no test" in said
+        output = end(process)
+    assert "ValueError: no test" in output
     assert process.returncode == pytest.ExitCode.INTERRUPTED
 
 

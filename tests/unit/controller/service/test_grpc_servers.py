@@ -31,10 +31,10 @@ def test_channelz_is_served_on_the_unix_sockets_only(tmp_path: Path):
         operators = f"unix:{tmp_path}/controller-operators.sock"
         for address in (sidecar.address, operators):
             with grpc.insecure_channel(address) as channel:
-                found = servers(channel).server
+                listed = servers(channel).server
             # Of the engines, of the operators, and of TCP.
-            assert len(found) == 3
-            assert max(server.data.calls_started for server in found) >= 1
+            assert len(listed) == 3
+            assert max(server.data.calls_started for server in listed) >= 1
         with grpc.insecure_channel(tcp) as channel, pytest.raises(grpc.RpcError) as refused:
             servers(channel)
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
