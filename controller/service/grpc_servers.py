@@ -46,6 +46,8 @@ class GrpcServers:
         self._operator_socket = operator_socket
         self._add_services = add_services
         self._access: AccessList | None = None
+        # Of the access list, the version by which open streams were last checked.
+        self._rechecked = 0
         self._interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
         self._servers: list[grpc.aio.Server] = []
         self._guards: list[Guard] = []
@@ -57,6 +59,7 @@ class GrpcServers:
         """
         settings, path = self._settings, self._settings.socket_path
         self._access = access = AccessList(settings.access) if settings.access else None
+        self._rechecked = 0 if access is None else access.version
         self._interceptors = interceptors
         engines = self._make(on_engines_socket)
         operators = self._make(on_operators_socket(self._operator_socket, access))
@@ -111,18 +114,22 @@ class GrpcServers:
         await self._operator_socket.close()
         self._servers, self._guards = [], []
 
+    @property
+    def has_access_list(self) -> bool:
+        """Whether `watch_access` has something to watch."""
+        return self._access is not None
+
     async def watch_access(self) -> None:
-        """Ends the streams of callers whom the access list no longer allows."""
-        if self._access is None:
-            return
-        version = self._access.version
+        """Ends the streams of callers whom the access list no longer allows, until cancelled."""
+        assert self._access is not None
         while True:
             await asyncio.sleep(_ACCESS_SECONDS)
             self._access.look()
-            if self._access.version != version:
-                version = self._access.version
+            version = self._access.version
+            if version != self._rechecked:
                 for guard in self._guards:
                     guard.recheck()
+                self._rechecked = version
 
 
 def _add_channelz(*servers: grpc.aio.Server) -> None:

@@ -18,7 +18,6 @@ import structlog
 from controller.service.sessions.audit_log import AuditLog
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.settings.policy_file import Policy, PolicyFileError, read_policy
-from controller.util import cancellation
 from controller.util.atomic_file import write_whole
 
 _LOOK_SECONDS: Final = 1.0
@@ -41,10 +40,9 @@ class PolicyWatch:
         self._override_registry = override_registry
         self._audit = audit
         self._seen: _Stamp = None
-        self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Puts the policy into force and begins to watch.
+        """Puts the policy into force.
 
         Raises PolicyFileError if the file cannot be used and no earlier policy is known.
         """
@@ -53,12 +51,6 @@ class PolicyWatch:
         policy = await asyncio.to_thread(self._first, self._path)
         await self._override_registry.use_policy(policy)
         _log_policy(policy)
-        self._watching = asyncio.create_task(self._watch(self._path))
-
-    async def close(self) -> None:
-        """Ends the watch; the policy stays in force."""
-        if self._watching is not None:
-            await cancellation.end([self._watching])
 
     def _first(self, path: Path) -> Policy:
         if not path.parent.is_dir():
@@ -73,7 +65,10 @@ class PolicyWatch:
                 raise error from None
             return Policy(path, overrides, self._kept.stat().st_mtime, str(error))
 
-    async def _watch(self, path: Path) -> None:
+    async def watch(self) -> None:
+        """Puts every change of the file into force, until cancelled."""
+        assert self._path is not None
+        path = self._path
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             policy = await asyncio.to_thread(self._look, path)
