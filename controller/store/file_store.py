@@ -135,7 +135,7 @@ class FileStore:
 
     @property
     def tasks(self) -> Mapping[str, Work]:
-        """Returns none: whoever opens the file is its only writer."""
+        """Returns an empty mapping: the sidecar that opens the file is its only writer."""
         return {}
 
     async def close(self) -> None:

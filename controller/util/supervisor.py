@@ -43,7 +43,7 @@ class TaskEndedError(Exception):
 
 @dataclass(slots=True)
 class TaskState:
-    """Holds what is known of one task.
+    """Holds the state of one task.
 
     fault: what has ended it, "" while it runs; of an error, the type only, because whoever may read
     the sidecar's health sees it, and the text stands in the log.  failures: since the start.
