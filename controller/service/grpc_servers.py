@@ -46,6 +46,8 @@ class GrpcServers:
         self._operator_socket = operator_socket
         self._add_services = add_services
         self._access: AccessList | None = None
+        # Of the access list, the version by which open streams were last checked.
+        self._rechecked = 0
         self._interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
         self._servers: list[grpc.aio.Server] = []
         self._guards: list[Guard] = []
@@ -57,6 +59,7 @@ class GrpcServers:
         """
         settings, path = self._settings, self._settings.socket_path
         self._access = access = self._make_access()
+        self._rechecked = 0 if access is None else access.version
         self._interceptors = interceptors
         engines = self._make(on_engines_socket)
         operators = self._make(on_operators_socket(self._operator_socket, access))
@@ -117,18 +120,25 @@ class GrpcServers:
         await self._operator_socket.close()
         self._servers, self._guards = [], []
 
+    @property
+    def has_access_list(self) -> bool:
+        """Whether `watch_access` has something to watch."""
+        return self._access is not None
+
     async def watch_access(self) -> None:
-        """Reads the access list again and again; ends streams that it no longer allows."""
-        if self._access is None:
-            return
-        checked: int | None = None
+        """Reads the access list again and again, and ends streams that it no longer allows.
+
+        Until cancelled.
+        """
+        assert self._access is not None
         while True:
-            if self._access.version != checked:
-                checked = self._access.version
-                for guard in self._guards:
-                    guard.recheck()
             await asyncio.sleep(LOOK_SECONDS)
             await asyncio.to_thread(self._access.look)
+            version = self._access.version
+            if version != self._rechecked:
+                for guard in self._guards:
+                    guard.recheck()
+                self._rechecked = version
 
 
 def _add_channelz(*servers: grpc.aio.Server) -> None:

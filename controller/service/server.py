@@ -5,9 +5,10 @@ Stop: NOT_SERVING -> sessions end, their streams close (bounded) -> socket file 
 """
 
 import asyncio
+import functools
 import gc
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Self
 
 import grpc
@@ -53,7 +54,7 @@ from controller.service.status.status_cache import StatusCache
 from controller.settings.settings import Settings
 from controller.store.file_store import FileStore
 from controller.store.interface import Store
-from controller.util import cancellation
+from controller.util.supervisor import Supervisor, Work
 from speculation.v1 import policy_pb2_grpc, service_pb2_grpc, training_pb2_grpc
 
 if TYPE_CHECKING:
@@ -98,12 +99,14 @@ class Sidecar(SessionObserver):
         self._training = TrainingStateFiles(settings.state_path / "training", self.registry)
         self._recorder = self._make_recorder()
         self.operator_socket = OperatorSocket(settings.socket_path)
+        self.supervisor = Supervisor()
         self._readiness = Readiness(
             self.registry,
             self.profiles,
             self.override_registry,
             self.operator_socket,
             settings.ready_with,
+            self.supervisor,
         )
         self._status_cache = StatusCache(
             self.registry, self.override_registry, self._readiness, self._clock
@@ -122,7 +125,6 @@ class Sidecar(SessionObserver):
         self._metrics: MetricsServer | None = None
         self._page: PageServer | None = None
         self._telemetry: Tracing | None = None
-        self._background: list[asyncio.Task[None]] = []
 
     def _core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
         settings = self._settings
@@ -202,26 +204,14 @@ class Sidecar(SessionObserver):
                     settings.page_host,
                     settings.page_port,
                 )
-        except SpeculationError:
-            await self.stop()
-            raise
-        try:
             await self._servers.start()
             if self._health_port is not None:
                 await self._health_port.open()
         except SpeculationError:
             await self.stop()
             raise
-        self._estimates.open()
-        self._training.open()
-        self._status_cache.open()
-        self._fleet_view.open()
-        self._background = [
-            asyncio.create_task(self._expire()),
-            asyncio.create_task(self._watch_load()),
-            asyncio.create_task(self._readiness.watch()),
-            asyncio.create_task(self._servers.watch_access()),
-        ]
+        for name, work in self._tasks():
+            self.supervisor.run(name, work)
         await self._readiness.started()
         _log.info(
             "serving",
@@ -243,7 +233,7 @@ class Sidecar(SessionObserver):
 
     async def stop(self) -> None:
         """Ends everything that start began, within the drain time."""
-        await cancellation.end(self._background)
+        await self.supervisor.end()
         await self._readiness.leave()
         sessions = list(self.registry)
         self.registry.close(
@@ -254,11 +244,8 @@ class Sidecar(SessionObserver):
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
         await self._fleet_view.close()
-        await self._status_cache.close()
         await self._fleet.close()
         await self._estimates.close()
-        await self._training.close()
-        await self._policy_watch.close()
         await self._audit.close()
         await self.override_registry.close()
         if self._recorder is not None:
@@ -286,7 +273,8 @@ class Sidecar(SessionObserver):
         try:
             async with self:
                 if read is not None:
-                    self._background.append(asyncio.create_task(self._reload(again, read)))
+                    reload = functools.partial(self._reload, again, read)
+                    self.supervisor.run("reload", reload)
                 # What the start has made stays: no full collection has to look at it again.
                 gc.collect()
                 gc.freeze()
@@ -302,6 +290,33 @@ class Sidecar(SessionObserver):
             await again.wait()
             again.clear()
             self._settings = await self._reloader.reload(self._settings, read)
+
+    def _tasks(self) -> Iterator[tuple[str, Work]]:
+        """Yields everything that has to run for as long as the sidecar serves.
+
+        `readiness` says which services depend on which.
+        """
+        yield "readiness", self._readiness.watch
+        yield "expiry", self._expire
+        yield "load", self._watch_load
+        if self._servers.has_access_list:
+            yield "access_list", self._servers.watch_access
+        yield "overrides", self.override_registry.keep
+        yield from self.store.tasks.items()
+        if self._settings.policy is not None:
+            yield "policy_file", self._policy_watch.watch
+        yield "audit_counts", self._audit.tell_counts
+        yield "estimates", self._estimates.tell_all
+        yield "training_state", self._training.watch
+        yield "status", self._status_cache.keep
+        if self.store.summaries is not None:
+            yield "fleet_summary", self._fleet_view.publisher.publish
+        if self._recorder is not None:
+            yield "recorder", self._recorder.keep
+        if self._metrics is not None:
+            yield "metrics_server", self._metrics.keep
+        if self._page is not None:
+            yield "page_server", self._page.keep
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         service_pb2_grpc.add_SpeculationServiceServicer_to_server(
@@ -345,7 +360,7 @@ class Sidecar(SessionObserver):
         host, port = self._settings.metrics_host, self._settings.metrics_port
         try:
             return MetricsServer(
-                self.registry, self.override_registry, self._fleet_view,
+                self.registry, self.override_registry, self._fleet_view, self.supervisor,
                 asyncio.get_running_loop(), host, port,
             )  # fmt: skip
         except OSError as error:

@@ -17,7 +17,7 @@ import dataclasses
 import fcntl
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +42,7 @@ from controller.store.interface import (
 )
 from controller.store.journal_import import import_journal
 from controller.util.atomic_file import remove_unfinished
+from controller.util.supervisor import Work
 
 _SIDECAR = Actor("", "its time was up", "sidecar")
 
@@ -131,6 +132,11 @@ class FileStore:
         except StoreUnavailableError as error:
             # It holds here; the next start finds the same and does the same.
             _log.warning("clock_not_corrected", error=str(error))
+
+    @property
+    def tasks(self) -> Mapping[str, Work]:
+        """Returns an empty mapping: the sidecar that opens the file is its only writer."""
+        return {}
 
     async def close(self) -> None:
         """Waits for changes under way.  A store that is closed stays closed."""

@@ -8,11 +8,12 @@ clock is wrong neither shortens nor lengthens an override.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from controller.core.errors import SpeculationError
+from controller.util.supervisor import Work
 
 # How long the tombstone of an ended override is kept.
 TOMBSTONE_SECONDS = 7 * 24 * 3600.0
@@ -120,6 +121,11 @@ class Store(Protocol):
 
         Raises StoreBrokenError, StoreTakenError.
         """
+        ...
+
+    @property
+    def tasks(self) -> Mapping[str, Work]:
+        """Returns what has to run, by name, between `open` and `close`."""
         ...
 
     async def close(self) -> None:

@@ -38,8 +38,8 @@ from controller.store.redis_client import close, connect, in_words, is_out_of_me
 from controller.store.redis_mirror import MirroredEntry, RedisMirror
 from controller.store.redis_scripts import FETCH, RECORD, REFUSED, SEED, WRITE
 from controller.store.redis_summaries import RedisSummaries
-from controller.util import cancellation
 from controller.util.redaction import redact
+from controller.util.supervisor import Work
 
 # Part of every key: another layout of keys is another number.
 SCHEMA = 1
@@ -90,7 +90,7 @@ class RedisStore:
         self._held: dict[str, MirroredEntry] = {}
         self._revision = "?"
         self._confirmed_at = time.monotonic()
-        self._listening: list[asyncio.Task[None]] = []
+        self._changed: Listener = _nobody
         self._trouble = "not asked yet"
         # A key that keeps Redis from taking writes, though it answers; "" for none.
         self._wrong_key = ""
@@ -116,14 +116,15 @@ class RedisStore:
             self._confirmed_at -= idle
         with contextlib.suppress(StoreUnavailableError):
             await self._refresh()
-        self._listening = [
-            asyncio.create_task(self._listen(changed)),
-            asyncio.create_task(self._reconcile(changed)),
-        ]
+        self._changed = changed
+
+    @property
+    def tasks(self) -> Mapping[str, Work]:
+        """Returns those that bring news."""
+        return {"store_news": self._listen, "store_counter": self._reconcile}
 
     async def close(self) -> None:
         """Implements the method of the store interface."""
-        await cancellation.end(self._listening)
         with contextlib.suppress(redis.exceptions.RedisError, OSError):
             await close(self._client)
 
@@ -307,7 +308,7 @@ class RedisStore:
                 _log.info("store_back", store=self._where)
         self._trouble = trouble
 
-    async def _listen(self, changed: Listener) -> None:
+    async def _listen(self) -> None:
         """Turns published messages into news; reconnects without an end, with pauses."""
         pause = _BACKOFF_SECONDS[0]
         while True:
@@ -315,17 +316,17 @@ class RedisStore:
                 async with self._client.pubsub() as channel:
                     await channel.subscribe(self._common[1])
                     pause = _BACKOFF_SECONDS[0]
-                    changed()
+                    self._changed()
                     async for message in channel.listen():
                         if message["type"] == "message":
-                            changed()
+                            self._changed()
             except (redis.exceptions.RedisError, OSError, TimeoutError):
                 # `_reconcile` reports silence; here it only means to try again.
                 pass
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, _BACKOFF_SECONDS[1])
 
-    async def _reconcile(self, changed: Listener) -> None:
+    async def _reconcile(self) -> None:
         """Polls the counter, so that a message that was missed does not matter."""
         while True:
             jitter = random.uniform(0.8, 1.2)
@@ -333,7 +334,11 @@ class RedisStore:
             with contextlib.suppress(StoreUnavailableError):
                 revision = await self._ask(lambda: self._client.get(self._keys[0]))
                 if str(revision or 0) != self._revision or self._trouble or self._wrong_key:
-                    changed()
+                    self._changed()
+
+
+def _nobody() -> None:
+    """Takes news before the store is open."""
 
 
 def _came_before_any_write(error: Exception) -> bool:

@@ -1,7 +1,7 @@
 """The sidecar as a whole: its engines, the overrides in force, the store, its own log."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +14,7 @@ from controller.service.status.fleet_view import FleetCounts
 from controller.settings.policy_file import Policy
 from controller.store.interface import Health
 from controller.util import logs
+from controller.util.supervisor import TaskState
 
 _COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
 
@@ -27,6 +28,8 @@ class SidecarSnapshot:
     held: Sequence[ActiveOverride]
     policy: Policy
     store: Health
+    # Of the sidecar's long-lived tasks, by name.
+    tasks: Mapping[str, TaskState]
     # Of other sidecars' summaries; None without a store that others use.
     fleet: FleetCounts | None = None
     # Sessions whose own metrics could not be read.
@@ -122,6 +125,16 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
         _GAUGE, "speculation_store_state_seconds",
         "Time since speculation_store_ok last changed.",
         lambda s: s.store.since_seconds, unit="seconds",
+    ),
+    Family(
+        _GAUGE, "speculation_task_down",
+        "1 while a long-lived task of the sidecar has failed and does not run again yet, by task.",
+        lambda s: {name: bool(state.fault) for name, state in s.tasks.items()}, label="task",
+    ),
+    Family(
+        _COUNTER, "speculation_task_failures",
+        "Failures of the sidecar's long-lived tasks, by task.  A task that fails is started again.",
+        lambda s: {name: state.failures for name, state in s.tasks.items()}, label="task",
     ),
     Family(
         _COUNTER, "speculation_fleet_summaries",

@@ -25,7 +25,7 @@ from controller.core.errors import InvalidBeliefError
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
 from controller.store.interface import ACCEPTANCE, BlobStore, StoreUnavailableError
-from controller.util import cancellation
+from controller.util.background_tasks import BackgroundTasks
 
 _TELL_SECONDS = 60.0
 # Of one group, under one name; as a hexadecimal digit.
@@ -48,26 +48,17 @@ class FleetEstimates:
         self._registry = registry
         self._tell_seconds = tell_seconds
         self._told: WeakKeyDictionary[EngineSession, int] = WeakKeyDictionary()
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._under_way = BackgroundTasks()
         # Of these, those that publish: an engine that returns starts from its last estimates.
         self._telling_now: set[asyncio.Task[None]] = set()
-        self._telling: asyncio.Task[None] | None = None
-
-    def open(self) -> None:
-        """Begins to tell."""
-        self._telling = asyncio.get_running_loop().create_task(self._tell_all())
 
     async def close(self) -> None:
-        """Ends, and waits briefly for what is being published."""
-        if self._telling is not None:
-            await cancellation.end({self._telling})
-        if self._under_way:
-            await asyncio.wait(self._under_way, timeout=_LAST_WORDS_SECONDS)
-        await cancellation.end(self._under_way)
+        """Waits briefly for what is being published."""
+        await self._under_way.close(_LAST_WORDS_SECONDS)
 
     def look_for(self, session: EngineSession) -> None:
         """Asks in the background, and warms the session when the answer comes."""
-        self._start(self._find(session))
+        self._under_way.start("find estimates", self._find(session))
 
     def tell(self, session: EngineSession) -> None:
         """Tells in the background what the session has learnt, if it is news."""
@@ -77,15 +68,10 @@ class FleetEstimates:
         self._told[session] = reports
         work = self._put(session.spec, _group(session), session.core.beliefs())
         self._telling_now = {task for task in self._telling_now if not task.done()}
-        self._telling_now.add(self._start(work))
+        self._telling_now.add(self._under_way.start("publish estimates", work))
 
-    def _start(self, work: "asyncio._CoroutineLike[None]") -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        return task
-
-    async def _tell_all(self) -> None:
+    async def tell_all(self) -> None:
+        """Tells about every engine from time to time, until cancelled."""
         while True:
             await asyncio.sleep(self._tell_seconds * random.uniform(0.8, 1.2))
             for session in self._registry:

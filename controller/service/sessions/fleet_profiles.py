@@ -22,7 +22,7 @@ from controller.service.sessions.profile_registry import (
 )
 from controller.service.sessions.registry import SessionRegistry
 from controller.store.interface import PROFILES, BlobStore, StoreUnavailableError
-from controller.util import cancellation
+from controller.util.background_tasks import BackgroundTasks
 
 # Identities that are listed, the newest.
 _LISTED = 200
@@ -48,7 +48,7 @@ class FleetProfiles:
         self._blobs = blobs
         self._profile_registry = profile_registry
         self._registry = registry
-        self._looking: set[asyncio.Task[None]] = set()
+        self._looking = BackgroundTasks()
 
     async def push(self, profile: Profile) -> str:
         """Gives a profile to the fleet; its identity.  Raises StoreUnavailableError."""
@@ -116,13 +116,11 @@ class FleetProfiles:
 
     def look_for(self, spec: EngineSpec) -> None:
         """Asks for an engine's profile in the background, and puts it into use when it comes."""
-        task = asyncio.get_running_loop().create_task(self._find(spec))
-        self._looking.add(task)
-        task.add_done_callback(self._looking.discard)
+        self._looking.start("find a profile", self._find(spec))
 
     async def close(self) -> None:
         """Stops looking for profiles."""
-        await cancellation.end(self._looking)
+        await self._looking.close()
 
     async def _find(self, spec: EngineSpec) -> None:
         try:

@@ -42,7 +42,6 @@ from controller.store.interface import (
     Store,
     StoreUnavailableError,
 )
-from controller.util import cancellation
 from controller.wire.overrides import from_body, to_body
 
 # After trouble the store is asked again after this time at the latest.
@@ -97,19 +96,15 @@ class OverrideRegistry:
         self._policies: dict[str, ActiveOverride] = {}
         self._unreadable: set[str] = set()
         self._news = asyncio.Event()
-        self._keeping: asyncio.Task[None] | None = None
         self._watchers: set[_Queue] = set()
 
     async def open(self) -> None:
         """Opens the store and takes what is in force.  Raises StoreError."""
         await self._store.open(self._news.set)
         await self.refresh()
-        self._keeping = asyncio.create_task(self._keep())
 
     async def close(self) -> None:
-        """Ends watching, and closes the store."""
-        if self._keeping is not None:
-            await cancellation.end([self._keeping])
+        """Ends the calls that watch, and closes the store."""
         for queue in self._watchers:
             with contextlib.suppress(asyncio.QueueFull):
                 queue.put_nowait(None)
@@ -353,8 +348,10 @@ class OverrideRegistry:
             session.advance()
             session.ring()
 
-    async def _keep(self) -> None:
-        """Ends what has run out, and takes news from the store."""
+    async def keep(self) -> None:
+        """Ends what has run out, and takes news from the store, until cancelled."""
+        # What has happened while nothing ran here is news.
+        self._news.set()
         while True:
             soonest = min((held.until for held in self._held.values()), default=math.inf)
             pause = min(max(0.0, soonest - time.monotonic()), _ASK_AGAIN_SECONDS)

@@ -27,7 +27,6 @@ from controller.settings.policy_file import (
     parse_policy,
     read_policy,
 )
-from controller.util import cancellation
 from controller.util.atomic_file import write_whole
 from controller.util.watched_file import AGREEING_LOOKS, LOOK_SECONDS, Found, WatchedFile
 
@@ -53,10 +52,9 @@ class PolicyWatch:
         self._audit = audit
         # What the file held when it was last judged: put into force, or refused.
         self._judged: Found | None = None
-        self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Puts the policy into force and begins to watch.
+        """Puts the policy into force.
 
         Raises PolicyFileError if the file cannot be used and no earlier policy is known.
         """
@@ -65,12 +63,6 @@ class PolicyWatch:
         policy = await asyncio.to_thread(self._first, self._file)
         await self._override_registry.use_policy(policy)
         _log_policy(policy)
-        self._watching = asyncio.create_task(self._watch(self._file))
-
-    async def close(self) -> None:
-        """Ends the watch; the policy stays in force."""
-        if self._watching is not None:
-            await cancellation.end([self._watching])
 
     def _first(self, file: WatchedFile) -> Policy:
         if not file.path.parent.is_dir():
@@ -98,7 +90,10 @@ class PolicyWatch:
         except (PolicyFileError, OSError):
             return None
 
-    async def _watch(self, file: WatchedFile) -> None:
+    async def watch(self) -> None:
+        """Puts every change of the file into force, until cancelled."""
+        file = self._file
+        assert file is not None
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             policy = await asyncio.to_thread(self._look, file)

@@ -25,7 +25,7 @@ from controller.service.status.fleet_summary import (
 )
 from controller.service.status.status_cache import StatusCache
 from controller.store.interface import StoreUnavailableError, Summaries, Summary, SummaryBoard
-from controller.util import cancellation
+from controller.util.background_tasks import BackgroundTasks
 
 # A look waits so long for the store.
 _PATIENCE_SECONDS = 0.5
@@ -164,10 +164,11 @@ class FleetView:
         self._status_cache = status_cache
         self._clock = clock
         self._me = FleetMember.of_this_process()
-        self._publisher = FleetPublisher(board, status_cache, self._me)
+        self.publisher = FleetPublisher(board, status_cache, self._me)
         self._others = Fleet((), board is not None, _NOT_READ if board else _ALONE)
         self._fresh_until = -math.inf
         self._reading: asyncio.Task[None] | None = None
+        self._under_way = BackgroundTasks()
         self._refused = 0
 
     @property
@@ -175,18 +176,13 @@ class FleetView:
         """Returns what has happened so far; None without a store that others use."""
         if self._board is None:
             return None
-        published = self._publisher.published
+        published = self.publisher.published
         return FleetCounts(published.written, published.failed, self._refused)
-
-    def open(self) -> None:
-        """Begins to publish this sidecar's engines; those of others are read when asked for."""
-        self._publisher.open()
 
     async def close(self) -> None:
         """Takes this sidecar's engines back, and ends a reading that is under way."""
-        await self._publisher.close()
-        if self._reading is not None:
-            await cancellation.end([self._reading])
+        await self.publisher.close()
+        await self._under_way.close()
 
     async def look(self) -> Fleet:
         """Returns the view; it fails in no case, whatever the store holds."""
@@ -197,7 +193,7 @@ class FleetView:
         ]
         if self._board is not None and self._clock.now() >= self._fresh_until:
             if self._reading is None or self._reading.done():
-                self._reading = asyncio.create_task(self._read(self._board))
+                self._reading = self._under_way.start("read the fleet", self._read(self._board))
             await asyncio.wait([self._reading], timeout=_PATIENCE_SECONDS)
         # A thread's work, because a large fleet would keep steering waiting.
         return await asyncio.to_thread(_merged, own, self._others)

@@ -116,6 +116,10 @@ class PageServer:
             asked.cancel()
             raise
 
+    async def keep(self) -> None:
+        """Watches the server's thread; see HttpServer."""
+        await self._server.keep()
+
     def close(self) -> None:
         """Stops the server.  It must not be called on the event loop."""
         self._server.close()

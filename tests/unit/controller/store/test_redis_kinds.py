@@ -12,6 +12,7 @@ from controller.store.interface import Actor, Entry, StoreUnavailableError
 from controller.store.redis_client import RedisUrlError, connect
 from controller.store.redis_store import RedisStore
 from lab.harness.ports import free_port
+from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import PATIENCE_SECONDS, RedisServer
 
 ANN = Actor("ann", "because", "uid 1000")
@@ -64,7 +65,7 @@ async def test_a_cluster_keeps_its_promises(cluster: RedisServer):
     news = asyncio.Event()
     await one.open(lambda: None)
     await two.open(news.set)
-    try:
+    async with kept_running(one), kept_running(two):
         entry = await written(one, "a")
         async with asyncio.timeout(120):
             while "a" not in await live(two):
@@ -74,9 +75,8 @@ async def test_a_cluster_keeps_its_promises(cluster: RedisServer):
         assert await live(one) == {}
         assert [r.action for r in await one.audit(5)] == ["clear", "set"]
         await keeps_summaries(one, two)
-    finally:
-        await one.close()
-        await two.close()
+    await one.close()
+    await two.close()
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ async def test_after_a_fail_over_everything_is_there_and_can_be_changed(
     url = f"redis+sentinel://127.0.0.1:{sentinel.port}/fleet/0"
     store = RedisStore(url, timeout_seconds=0.5, reconcile_seconds=0.2)
     await store.open(lambda: None)
-    try:
+    async with kept_running(store):
         await written(store, "before")
         await keeps_summaries(store, store)
         primary.kill()
@@ -117,8 +117,7 @@ async def test_after_a_fail_over_everything_is_there_and_can_be_changed(
         await written(store, "after")
         assert set(await live(store)) == {"before", "after"}
         assert store.health.ok
-    finally:
-        await store.close()
+    await store.close()
 
 
 @pytest.mark.parametrize(

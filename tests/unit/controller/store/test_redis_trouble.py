@@ -13,6 +13,7 @@ import redis
 from controller.store import redis_mirror as held_module
 from controller.store.interface import Actor, ConflictError, Entry, StoreUnavailableError
 from controller.store.redis_store import RedisStore
+from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import PATIENCE_SECONDS, RedisServer
 
 ANN = Actor("ann", "because", "uid 1000")
@@ -33,10 +34,9 @@ async def store_of(
     store = RedisStore(server.url, mirror, **settings)
     news = asyncio.Event()
     await store.open(news.set)
-    try:
+    async with kept_running(store):
         yield store, news
-    finally:
-        await store.close()
+    await store.close()
 
 
 async def live(store: RedisStore) -> dict[str, Entry]:

@@ -13,6 +13,7 @@ import redis
 
 from controller.store.interface import Actor, BlobKind, Entry, StoreUnavailableError
 from controller.store.redis_store import RedisStore
+from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import RedisServer
 
 ANN = Actor("ann", "because", "uid 1000")
@@ -39,10 +40,9 @@ def client(server: RedisServer) -> Iterator[redis.Redis]:
 async def store_of(server: RedisServer, url: str = "") -> AsyncIterator[RedisStore]:
     store = RedisStore(url or server.url, timeout_seconds=2, reconcile_seconds=0.1)
     await store.open(lambda: None)
-    try:
+    async with kept_running(store):
         yield store
-    finally:
-        await store.close()
+    await store.close()
 
 
 async def live(store: RedisStore) -> dict[str, Entry]:

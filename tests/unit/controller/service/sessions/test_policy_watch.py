@@ -189,7 +189,7 @@ async def test_a_bad_file_is_shown_and_what_it_said_before_stays_in_force(
 
 def measured(running: Running) -> dict[str, float]:
     registry = running.sidecar.override_registry
-    view = SidecarSnapshot([], [], registry.policy, registry.health)
+    view = SidecarSnapshot([], [], registry.policy, registry.health, {})
     return {
         sample.name: sample.value for family in OF_THE_SIDECAR for sample in written(family, view)
     }
