@@ -5,7 +5,7 @@
 
 A change counts when two looks in a row have found the same bytes, because whoever writes the file
 may not be done with it.  What takes something out of force has to last for longer: a file that is
-gone, and one that has lost some of its entries and kept others, as a file that is being written.
+gone, and one with some of its entries and no others, as of a file that is being written.
 An empty file is a bad one; `policies: []` is an empty policy.
 """
 
@@ -30,7 +30,7 @@ from controller.settings.policy_file import (
 from controller.util.atomic_file import write_whole
 from controller.util.watched_file import AGREEING_LOOKS, LOOK_SECONDS, Found, WatchedFile
 
-# Looks in a row with fewer entries than before, 2 s: longer than a writer pauses between two.
+# Looks in a row with some of the entries before and no others, 2 s: longer than a writer pauses between two.
 _SHORTER_LOOKS: Final = 1 + math.ceil(2.0 / LOOK_SECONDS)
 # Looks in a row without a file, 10 s: longer than an editor, or a mount, takes to replace it.
 _GONE_LOOKS: Final = 1 + math.ceil(10.0 / LOOK_SECONDS)
@@ -149,9 +149,8 @@ def _looks_needed(policy: Policy, before: Policy, found: Found) -> int:
     """Returns how many looks in a row have to agree about a policy."""
     if found.is_missing:
         return _GONE_LOOKS if before.overrides else AGREEING_LOOKS
-    ids = {override.override_id for override in policy.overrides}
-    is_shorter = bool(ids) and any(held.override_id not in ids for held in before.overrides)
-    return _SHORTER_LOOKS if is_shorter else AGREEING_LOOKS
+    now, then = ({override.override_id for override in it.overrides} for it in (policy, before))
+    return _SHORTER_LOOKS if now and now < then else AGREEING_LOOKS
 
 
 def _log_policy(policy: Policy) -> None:
