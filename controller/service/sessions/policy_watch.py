@@ -30,7 +30,7 @@ from controller.settings.policy_file import (
 from controller.util.atomic_file import write_whole
 from controller.util.watched_file import AGREEING_LOOKS, LOOK_SECONDS, Found, WatchedFile
 
-# Looks in a row with some of the entries before and no others, 2 s: longer than a writer pauses between two.
+# Looks in a row with fewer entries and none that is new, 2 s: longer than a writer pauses.
 _SHORTER_LOOKS: Final = 1 + math.ceil(2.0 / LOOK_SECONDS)
 # Looks in a row without a file, 10 s: longer than an editor, or a mount, takes to replace it.
 _GONE_LOOKS: Final = 1 + math.ceil(10.0 / LOOK_SECONDS)

@@ -362,7 +362,8 @@ async def test_a_change_that_could_not_be_put_into_force_is_not_forgotten(
     path.write_text(BOUND)
     async with serving(tmp_path, policy=path) as running:
         registry = running.sidecar.override_registry
-        use, failures = registry.use_policy, []
+        use = registry.use_policy
+        failures: list[Policy] = []
 
         async def fail_once(policy: Policy) -> None:
             if not failures:
