@@ -14,7 +14,7 @@
 
 Every entry becomes one override, a schedule one for each of its ranges.  What they mean beside the
 overrides of operators is decided in `controller.core.planning.overrides`; they are the weakest.
-`policies: []` is an empty policy.  A file without that key is none: it may be the beginning of one.
+`policies: []` is an empty policy.  A file without that key cannot be used: it may be a beginning.
 """
 
 from collections.abc import Iterator, Mapping

@@ -37,14 +37,18 @@ class PasswordFile(CredentialProvider):
         self._path = path
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Reads the password.  Raises OSError, also for what is no text."""
+        """Reads the password.
+
+        Raises redis's ConnectionError; of other errors its client would not close the connection.
+        """
         try:
             return (read_small(self._path, _PASSWORD_BYTES_MAX).decode("utf-8").strip(),)
-        except UnreadableFileError as error:
-            raise OSError(f"password file {self._path}: {error}") from error
-        except UnicodeDecodeError as error:
-            # Without the bytes, which are part of the password.
-            raise OSError(f"password file {self._path}: not UTF-8 text") from error
+        except (UnreadableFileError, UnicodeDecodeError) as error:
+            # The latter quotes a part of the password.
+            wrong = str(error) if isinstance(error, UnreadableFileError) else "not UTF-8 text"
+            raise redis.exceptions.ConnectionError(
+                f"password file {self._path}: {wrong}"
+            ) from error
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
         """Reads the same small file."""

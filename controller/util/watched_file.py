@@ -27,8 +27,8 @@ class MissingFileError(UnreadableFileError):
 def read_small(path: Path, bytes_max: int) -> bytes:
     """Reads a regular file of at most `bytes_max` bytes.
 
-    Raises UnreadableFileError, and MissingFileError if there is none.  Waits for nobody: a named
-    pipe is refused.
+    Raises UnreadableFileError, and MissingFileError if there is no such file.  Waits for nobody: a
+    named pipe is refused.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

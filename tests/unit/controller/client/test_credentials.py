@@ -53,6 +53,17 @@ def test_an_authority_means_tls_and_the_token_goes_with_every_call(name):
     assert Credentials.for_address("pod:9466").tls is not None
 
 
+@pytest.mark.parametrize("content", [b"two\nlines", b"\xff\xfe", b"a\0b", b"\x1b[31m"])
+def test_a_file_that_holds_no_token_is_named(
+    name, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "token"
+    path.write_bytes(content)
+    monkeypatch.setenv("CONTROLLER_TOKEN_FILE", str(path))
+    with pytest.raises(CredentialsError, match=f"TOKEN_FILE: {path}: the token is not one line"):
+        Credentials.for_address("localhost:9466")
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:9466", "localhost:9466", "[::1]:9466"])
 def test_on_this_machine_a_token_may_go_over_an_open_line(name, address: str):
     name("TOKEN_FILE")

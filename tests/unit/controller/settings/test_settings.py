@@ -88,6 +88,7 @@ def test_what_kubernetes_says_about_a_service_of_such_a_name_is_no_setting(
         ({"tcp": "9000"}, "tcp: .*HOST:PORT is needed"),
         ({"log_level": "loud"}, "log_level: "),
         ({"max_engines": 0}, "max_engines: "),
+        ({"max_message_bytes": 10**30}, "max_message_bytes: "),
         ({"planner": {"probe_shar": 0.1}}, "planner: .*unknown: probe_shar"),
         ({"planner": {"probe_share": 2}}, r"planner: .*must lie in \[0, 1\)"),
         ({"planner": {"lease_seconds": float("inf")}}, "planner: .*must be a finite number"),

@@ -333,6 +333,32 @@ async def test_a_password_in_a_file_may_rotate(server: RedisServer, tmp_path: Pa
     assert "second" not in store.health.detail
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"x" * 100_000, None])
+async def test_a_password_file_without_a_password_is_a_store_that_is_away(
+    server: RedisServer, tmp_path: Path, content: bytes | None
+):
+    secret = tmp_path / "password"
+    secret.write_text("first\n")
+    with server.client() as client:
+        client.config_set("requirepass", "first")
+    async with store_of(server, password_file=secret) as (store, _):
+        with server.client(password="first") as admin:
+            if content is None:
+                secret.unlink()
+            else:
+                secret.write_bytes(content)
+            admin.client_kill_filter(_type="normal", skipme=True)
+        said = ""
+        async with asyncio.timeout(60):
+            # The first write meets the connection that was killed.
+            while f"password file {secret}: " not in said:
+                with pytest.raises(StoreUnavailableError) as refused:
+                    await store.write("a", "1", 100.0, 0, ANN)
+                said = str(refused.value)
+        secret.write_text("first\n")
+        assert (await store.write("a", "1", 100.0, 0, ANN)).body == "1"
+
+
 async def test_asking_costs_two_commands_a_second_or_so_whatever_the_engines(server: RedisServer):
     async with store_of(server, reconcile_seconds=0.5) as (store, _):
         await store.entries()
