@@ -375,6 +375,9 @@ async def test_a_change_that_could_not_be_put_into_force_is_not_forgotten(
         path.write_text(BOUND.replace("at_most: 2", "at_most: 1"))
         await until(lambda: registry.policy.overrides[0].rule.gamma_max == 1)
         assert failures
+        # Then it is done with: it is not put into force again and again.
+        watch = running.sidecar._policy_watch
+        await until(lambda: watch._file is not None and watch._judged == watch._file.found)
 
 
 async def test_a_first_start_with_a_bad_file_is_refused(tmp_path: Path, mounted: Mounted):
