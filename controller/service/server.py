@@ -28,6 +28,7 @@ from controller.service.grpc_servers import GrpcServers
 from controller.service.metrics import MetricsServer
 from controller.service.net.errors import AddressTakenError, ShuttingDownError, StartRefusedError
 from controller.service.net.health_port import HealthPort
+from controller.service.net.limits import READS_WAITING, Turns
 from controller.service.net.operator_socket import OperatorSocket
 from controller.service.reload import Reloader
 from controller.service.rpc.inspection import InspectionServicer
@@ -142,7 +143,7 @@ class Sidecar(SessionObserver):
     def opened(self, session: EngineSession, before: EngineSession | None) -> None:
         """Brings to a new session what is known elsewhere, in the background."""
         if not session.core.profile_id:
-            self._fleet.look_for(session.spec)
+            self._fleet.look_for(session)
         if before is not None and not session.identity.has_same_secret(before.identity):
             self._audit.replaced(session, before)
         if not self._settings.warm_start:
@@ -164,7 +165,9 @@ class Sidecar(SessionObserver):
             self._telemetry.decision(session, before, began)
 
     def ended(self, session: EngineSession) -> None:
-        """Publishes what a session has learnt."""
+        """Publishes what a session has learnt, and searches no longer for what it needs."""
+        self._fleet.searches.withdraw(session)
+        self._estimates.searches.withdraw(session)
         self._estimates.tell(session)
         self._training.tell(session)
 
@@ -304,6 +307,8 @@ class Sidecar(SessionObserver):
             self._settings = await self._reloader.reload(self._settings, read)
 
     def _add_services(self, server: grpc.aio.Server) -> None:
+        # Every server has turns of its own: nobody waits for those who call another one.
+        reads = Turns(READS_WAITING)
         service_pb2_grpc.add_SpeculationServiceServicer_to_server(
             SpeculationServicer(self.registry), server
         )
@@ -314,12 +319,13 @@ class Sidecar(SessionObserver):
                 self._readiness,
                 self._status_cache,
                 self._fleet_view,
+                reads,
             ),
             server,
         )
         service_pb2_grpc.add_ProfilingServiceServicer_to_server(
             ProfilingServicer(
-                self.registry, self.profiles, self._fleet, self._audit, self._request_ids
+                self.registry, self.profiles, self._fleet, self._audit, self._request_ids, reads
             ),
             server,
         )
