@@ -7,8 +7,9 @@ types it becomes.
 import asyncio
 import resource
 import time
-from collections.abc import Callable
-from typing import Final, TypeVar
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final, TypeVar, cast
 
 import structlog
 
@@ -27,7 +28,11 @@ STREAMS_A_CONNECTION: Final = 1024
 # nothing).  A profile is one text, which takes little to parse; the text is read by a thread.
 MESSAGE_BYTES: Final = 128 * 1024
 PROFILE_BYTES: Final = 1024 * 1024
+# Lists and explanations that may wait on one server; its guard lets no more in at once.
+READS_WAITING: Final = 400
 _PROFILE_CALLS: Final = frozenset({"InstallProfile", "PushProfile"})
+# Work that can be interrupted has the event loop for so long at a time.
+_PIECE_SECONDS: Final = 0.002
 # Descriptors beyond those of connections: files, sockets, the store's.
 _OTHER_DESCRIPTORS = 256
 
@@ -73,7 +78,8 @@ class Turns:
     """Takes turns at work that occupies the event loop for long: one piece at a time.
 
     After each piece the loop is left free for as long as the piece took, so that whoever asks for
-    many at once does not keep steering waiting for all of them.
+    many at once does not keep steering waiting for all of them.  Calls of several pieces alternate:
+    a short one does not wait for the end of a long one.
     """
 
     def __init__(self, most_waiting: int) -> None:
@@ -83,16 +89,53 @@ class Turns:
 
     async def take(self, work: Callable[[], T]) -> T:
         """Returns the result of `work`.  Raises TooManyCallsError when too many wait."""
+        async with self.turn():
+            return work()
+
+    async def take_pieces(self, work: Generator[None, None, T]) -> T:
+        """Returns the result of `work`, which yields wherever it may be interrupted.
+
+        Raises TooManyCallsError when too many wait; work that has begun is never refused.
+        """
+        with self._place():
+            while True:
+                await self._lock.acquire()
+                with self._work():
+                    until = time.monotonic() + _PIECE_SECONDS
+                    try:
+                        while time.monotonic() < until:
+                            next(work)
+                    except StopIteration as end:
+                        return cast("T", end.value)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Has the block run alone, for work that waits for a thread, say.
+
+        Raises TooManyCallsError when too many wait.
+        """
+        with self._place():
+            await self._lock.acquire()
+        with self._work():
+            yield
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """Counts a call among those that wait."""
         if self._waiting >= self._most:
             raise TooManyCallsError(f"{self._most} such calls wait already: try again in a moment")
         self._waiting += 1
         try:
-            await self._lock.acquire()
+            yield
         finally:
             self._waiting -= 1
+
+    @contextmanager
+    def _work(self) -> Iterator[None]:
+        """Leaves the loop free after the block, for as long as it took."""
         began = time.monotonic()
         try:
-            return work()
+            yield
         finally:
             asyncio.get_running_loop().call_later(time.monotonic() - began, self._lock.release)
 

@@ -24,6 +24,7 @@ from controller.service.net.errors import (
     PolicyNotClearedError,
     UnknownEngineError,
 )
+from controller.service.net.limits import READS_WAITING, Turns
 from controller.service.rpc import audit_pages
 from controller.service.rpc.request_ids import RequestIds, require_uuid
 from controller.service.rpc.store_messages import health_to_proto
@@ -62,6 +63,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         self._request_ids = request_ids
         self.default_seconds = default_seconds
         self.max_seconds = max_seconds
+        self._turns = Turns(READS_WAITING)
         # One page at a time is read and held in memory, however many ask.
         self._audit_turn = asyncio.Semaphore(1)
 
@@ -195,6 +197,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         held = {h.override.override_id: h for h in self._override_registry.held()}
         try:
             rows, token = await page_of(
+                self._turns,
                 held,
                 lambda name: held_to_proto(held[name]),
                 None,
