@@ -7,8 +7,9 @@ types it becomes.
 import asyncio
 import resource
 import time
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 import structlog
 
@@ -30,6 +31,9 @@ PROFILE_BYTES: Final = 1024 * 1024
 _PROFILE_CALLS: Final = frozenset({"InstallProfile", "PushProfile"})
 # Descriptors beyond those of connections: files, sockets, the store's.
 _OTHER_DESCRIPTORS = 256
+
+# Sources of which it is remembered what they have taken: more than there are connections.
+_SOURCES: Final = 4096
 
 T = TypeVar("T")
 
@@ -67,6 +71,31 @@ class Bucket:
             return False
         self._left -= 1
         return True
+
+
+class BySource(Generic[T]):
+    """Holds one limit for each source of calls, made when a source first calls.
+
+    The limit of the source that has been silent for longest is forgotten for a new one, so that
+    many sources take no more memory; what all of them may take has to be limited beside this.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._limits: OrderedDict[str, T] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._limits)
+
+    def of(self, source: str) -> T:
+        """Returns the limit of this source."""
+        found = self._limits.get(source)
+        if found is None:
+            if len(self._limits) >= _SOURCES:
+                self._limits.popitem(last=False)
+            found = self._limits[source] = self._make()
+        self._limits.move_to_end(source)
+        return found
 
 
 class Turns:
