@@ -47,7 +47,7 @@ class Allowance:
         self._rate, self._burst = a_second, at_once
         self._left, self._at = at_once, time.monotonic()
 
-    def take(self, count: int) -> float:
+    def take(self, count: float) -> float:
         """Takes so many; the seconds to wait before the next are taken."""
         now = time.monotonic()
         self._left = min(self._burst, self._left + (now - self._at) * self._rate) - count
@@ -62,14 +62,14 @@ class Bucket:
         self._rate, self._burst = a_second, at_once
         self._left, self._at = at_once, time.monotonic()
 
-    def take(self) -> bool:
-        """False when none is left."""
+    def take(self, count: float = 1.0) -> bool:
+        """Takes so many; False, and nothing is taken, when fewer are left."""
         now = time.monotonic()
         self._left = min(self._burst, self._left + (now - self._at) * self._rate)
         self._at = now
-        if self._left < 1:
+        if self._left < count:
             return False
-        self._left -= 1
+        self._left -= count
         return True
 
 
@@ -96,6 +96,18 @@ class BySource(Generic[T]):
             found = self._limits[source] = self._make()
         self._limits.move_to_end(source)
         return found
+
+
+class SharedAllowance:
+    """Allows each source so many a second, and so many at once; all sources twice as many."""
+
+    def __init__(self, a_second: float, at_once: float) -> None:
+        self._of_all = Allowance(2 * a_second, 2 * at_once)
+        self._by_source = BySource(lambda: Allowance(a_second, at_once))
+
+    def take(self, source: str, count: float) -> float:
+        """Takes so many for a source; the seconds that it has to wait."""
+        return max(self._by_source.of(source).take(count), self._of_all.take(count))
 
 
 class Turns:
