@@ -19,7 +19,6 @@ _ELSEWHERE = frozenset(
         grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.UNAVAILABLE,
     }
 )
 
@@ -112,4 +111,8 @@ class _Answers:
 
 
 def _is_refused(error: grpc.RpcError) -> bool:
+    """Whether the operators' socket, or the server behind it, does not take the call."""
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        # What a sidecar is away for says something else.
+        return "failed to connect" in (error.details() or "")
     return error.code() in _ELSEWHERE

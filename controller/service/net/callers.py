@@ -34,6 +34,7 @@ class Caller:
     """Describes a caller.
 
     identity: name of the access entry that the caller proved to be, "" for an anonymous one.
+    user: the user on the operators' socket as "uid:NUMBER", whatever process calls; "" elsewhere.
     engines: globs of the engine ids that the caller may act on.  origin: where the call came from,
     for the audit.
     """
@@ -43,6 +44,12 @@ class Caller:
     identity: str = ""
     engines: tuple[str, ...] = ("*",)
     origin: str = ""
+    user: str = ""
+
+    @property
+    def account(self) -> str:
+        """Names who calls, in whatever process and through whatever connection; "" for nobody."""
+        return self.user or self.identity
 
     @property
     def is_restricted(self) -> bool:
