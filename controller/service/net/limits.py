@@ -7,9 +7,10 @@ types it becomes.
 import asyncio
 import resource
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Final, TypeVar, cast
+from typing import Final, Generic, TypeVar, cast
 
 import structlog
 
@@ -36,6 +37,9 @@ _PIECE_SECONDS: Final = 0.002
 # Descriptors beyond those of connections: files, sockets, the store's.
 _OTHER_DESCRIPTORS = 256
 
+# Sources of which it is remembered what they have taken: more than there are connections.
+_SOURCES: Final = 4096
+
 T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
@@ -48,7 +52,7 @@ class Allowance:
         self._rate, self._burst = a_second, at_once
         self._left, self._at = at_once, time.monotonic()
 
-    def take(self, count: int) -> float:
+    def take(self, count: float) -> float:
         """Takes so many; the seconds to wait before the next are taken."""
         now = time.monotonic()
         self._left = min(self._burst, self._left + (now - self._at) * self._rate) - count
@@ -63,15 +67,52 @@ class Bucket:
         self._rate, self._burst = a_second, at_once
         self._left, self._at = at_once, time.monotonic()
 
-    def take(self) -> bool:
-        """False when none is left."""
+    def take(self, count: float = 1.0) -> bool:
+        """Takes so many; False, and nothing is taken, when fewer are left."""
         now = time.monotonic()
         self._left = min(self._burst, self._left + (now - self._at) * self._rate)
         self._at = now
-        if self._left < 1:
+        if self._left < count:
             return False
-        self._left -= 1
+        self._left -= count
         return True
+
+
+class BySource(Generic[T]):
+    """Holds one limit for each source of calls, made when a source first calls.
+
+    The limit of the source that has been silent for longest is forgotten for a new one, so that
+    many sources take no more memory; what all of them may take has to be limited beside this.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._limits: OrderedDict[str, T] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._limits)
+
+    def of(self, source: str) -> T:
+        """Returns the limit of this source."""
+        found = self._limits.get(source)
+        if found is None:
+            if len(self._limits) >= _SOURCES:
+                self._limits.popitem(last=False)
+            found = self._limits[source] = self._make()
+        self._limits.move_to_end(source)
+        return found
+
+
+class SharedAllowance:
+    """Allows each source so many a second, and so many at once; all sources twice as many."""
+
+    def __init__(self, a_second: float, at_once: float) -> None:
+        self._of_all = Allowance(2 * a_second, 2 * at_once)
+        self._by_source = BySource(lambda: Allowance(a_second, at_once))
+
+    def take(self, source: str, count: float) -> float:
+        """Takes so many for a source; the seconds that it has to wait."""
+        return max(self._by_source.of(source).take(count), self._of_all.take(count))
 
 
 class Turns:
