@@ -9,13 +9,18 @@ from typing import Any
 
 
 @contextmanager
-def answering(answers: Mapping[str, object]) -> Iterator[str]:
-    """Serves at the URL that it yields: JSON by path, or bytes as they are; 404 for the rest."""
+def answering(answers: Mapping[str, object], redirect: str = "") -> Iterator[str]:
+    """Serves at the URL that it yields: JSON by path, or bytes as they are; 404 for the rest.
+
+    redirect: where it sends whoever asks for anything else.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             found = answers.get(self.path)
-            self.send_response(404 if found is None else 200)
+            self.send_response(200 if found is not None else 302 if redirect else 404)
+            if found is None and redirect:
+                self.send_header("Location", redirect)
             self.end_headers()
             self.wfile.write(found if isinstance(found, bytes) else json.dumps(found).encode())
 
