@@ -54,9 +54,14 @@ def connected(address: str, hints: Mapping[Exit, str] | None = None) -> "Iterato
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import grpc
 
+    from controller.client.paging import EndlessListError
+
     try:
         with open_channel(address) as channel:
             yield channel
+    except EndlessListError as error:
+        typer.echo(f"controller: {error}", err=True)
+        raise typer.Exit(Exit.FAILED) from error
     except grpc.RpcError as error:
         details, code = _failure(address, error)
         hint = (hints or {}).get(code, "")

@@ -108,17 +108,19 @@ def log(
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Shows who changed what, when, why and from where; the newest first."""
+    from controller.client.paging import Pages
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
     with connected(address) as channel:
         stub = policy_pb2_grpc.PolicyServiceStub(channel)
         request = policy_pb2.QueryAuditRequest(limit=limit, override_id=override_id)
         records: list[policy_pb2.AuditRecord] = []
+        pages = Pages()
         while request.limit:
             answer = stub.QueryAudit(request, timeout=_ANSWER_SECONDS_MAX)
-            records += answer.records
-            request.page_token = answer.next_page_token
-            request.limit = limit - len(records) if answer.next_page_token else 0
+            records += answer.records[: request.limit]
+            request.page_token = pages.next_token(answer)
+            request.limit = limit - len(records) if request.page_token else 0
     if as_json:
         _print_json(records)
     else:

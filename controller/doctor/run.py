@@ -7,6 +7,7 @@ from pathlib import Path
 import grpc.aio
 
 from controller.client.credentials import Credentials, CredentialsError
+from controller.client.paging import EndlessListError
 from controller.doctor import dependencies, local, processes, sidecar
 from controller.doctor.finding import Finding, fail, ok
 from controller.settings.settings import DEFAULT_ADDRESS, Settings, SettingsError
@@ -75,5 +76,7 @@ async def _sidecar(address: str) -> tuple[list[Finding], set[str] | None]:
             answers = await sidecar.ask(channel, credentials.metadata())
         except grpc.aio.AioRpcError as error:
             return [sidecar.check_silence(address, error)], None
+        except EndlessListError as error:
+            return [fail("sidecar", f"{address}: {error}", "see what runs there")], None
     kinds = {engine.engine.fingerprint.engine for engine in answers.engines.engines}
     return [*sidecar.check_sidecar(answers), *sidecar.check_engines(answers, address)], kinds
