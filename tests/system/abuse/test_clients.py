@@ -7,7 +7,7 @@ from controller.cli import app
 from controller.client.client import Client
 from controller.client.paging import LIST_BYTES_MAX, PAGES_MAX, EndlessListError
 from controller.util.exit_codes import Exit
-from tests.system.abuse.hostile_sidecar import hostile_sidecar
+from tests.support.hostile_sidecar import hostile_sidecar
 
 LISTS = (
     ("top", "--once"), ("top", "--once", "--fleet"), ("engines",), ("engines", "--fleet"),
