@@ -1,4 +1,4 @@
-"""Tells which hosts are this machine's to itself, by their address and never by how a name looks."""
+"""Tells which hosts are this machine's to itself, by address and never by how a name looks."""
 
 import ipaddress
 import re

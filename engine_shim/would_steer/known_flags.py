@@ -67,29 +67,32 @@ _NUMBERS: Final = {
     "--triton-attention-num-kv-splits": _BATCH,
     "--triton-attention-split-tile-size": _TOKENS,
 }
-_SHARES: Final = frozenset({"--mem-fraction-static"})
 # Batch sizes, as many as there are in _BATCH at most.
 _LISTS: Final = frozenset({"--cuda-graph-bs", "--cuda-graph-bs-decode", "--cuda-graph-bs-prefill"})
+_WORD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 # SGLang chooses between parts of its own by these.
-_WORDS: Final = frozenset(
-    {
-        "--attention-backend", "--cuda-graph-backend-decode", "--cuda-graph-backend-prefill",
-        "--decode-attention-backend", "--disaggregation-mode", "--dtype", "--elastic-ep-backend",
-        "--kv-cache-dtype", "--prefill-attention-backend", "--speculative-algorithm",
-        "--speculative-attention-mode", "--speculative-draft-attention-backend",
-    }
-)  # fmt: skip
-_DEVICES: Final = frozenset({"cpu", "cuda", "hpu", "mps", "musa", "npu", "xpu"})
+_WORDS: Final = {
+    **dict.fromkeys(
+        (
+            "--attention-backend", "--cuda-graph-backend-decode", "--cuda-graph-backend-prefill",
+            "--decode-attention-backend", "--disaggregation-mode", "--dtype",
+            "--elastic-ep-backend", "--kv-cache-dtype", "--prefill-attention-backend",
+            "--speculative-algorithm", "--speculative-attention-mode",
+            "--speculative-draft-attention-backend",
+        ),
+        _WORD,
+    ),
+    "--device": re.compile(r"cpu|cuda|hpu|mps|musa|npu|xpu"),
+    "--mem-fraction-static": re.compile(r"0?\.[0-9]{1,17}|1(\.0{1,17})?|0"),
+}  # fmt: skip
 # What the answer cannot do without, and the user has to give; each with its other names.
 MODEL: Final = ("--model-path", "--model")
 DRAFTER: Final = ("--speculative-draft-model-path", "--speculative-draft-model")
 # Only that there are adapters matters, not which.
 _STANDS_FOR: Final = {"--lora-paths": "--enable-lora"}
 _NAME: Final = re.compile(r"--[a-z0-9][a-z0-9-]{0,63}")
-_WORD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _NUMBER: Final = re.compile(r"-?[0-9]{1,10}")
 _COUNT: Final = re.compile(r"([0-9]{1,10})(k|M|Ki|Mi)?")
-_SHARE: Final = re.compile(r"0?\.[0-9]{1,17}|1(\.0{1,17})?|0")
 _MULTIPLES: Final = {None: 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
 # Names of flags that are shown; more are counted.
 _SHOWN_MAX: Final = 64
@@ -156,17 +159,12 @@ def _known(name: str, values: list[str]) -> list[str] | None:
     if name in _LISTS:
         sizes = [_number(name, value, _BATCH) for value in values]
         return _require(name, sizes, 0 < len(sizes) <= _BATCH[1])
-    if name not in _NUMBERS and name not in _SHARES | _WORDS | {"--device"}:
-        return None
-    _require(name, values, len(values) == 1)
-    (value,) = values
     if name in _NUMBERS:
-        return [_number(name, value, _NUMBERS[name])]
-    if name in _SHARES:
-        return _require(name, values, _SHARE.fullmatch(value))
-    if name == "--device":
-        return _require(name, values, value in _DEVICES)
-    return _require(name, values, _WORD.fullmatch(value))
+        _require(name, values, len(values) == 1)
+        return [_number(name, values[0], _NUMBERS[name])]
+    if name in _WORDS:
+        return _require(name, values, len(values) == 1 and _WORDS[name].fullmatch(values[0]))
+    return None
 
 
 def _number(name: str, value: str, limits: tuple[int, int]) -> str:

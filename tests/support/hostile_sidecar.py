@@ -56,16 +56,29 @@ class HostileSidecar:
 
         class Policy(policy_pb2_grpc.PolicyServiceServicer):
             def QueryAudit(self, request: Any, context: Any) -> Any:
-                answer = fill(policy_pb2.QueryAuditResponse(), "records", "override_id")
-                del answer.records[:]
+                answer = fill(policy_pb2.QueryAuditResponse(), "records", "reason")
+                answer.records[0].override_id = answer.records[0].reason
+                # `override log` ends when it has as many records as it wants.
+                if answer.next_page_token:
+                    del answer.records[:]
                 return answer
 
             def ListOverrides(self, request: Any, context: Any) -> Any:
                 return fill(policy_pb2.ListOverridesResponse(), "overrides", "override.reason")
 
-        service_pb2_grpc.add_InspectionServiceServicer_to_server(Inspection(), server)
-        service_pb2_grpc.add_ProfilingServiceServicer_to_server(Profiling(), server)
-        policy_pb2_grpc.add_PolicyServiceServicer_to_server(Policy(), server)
+        # Other calls are answered as gRPC does for what is not there.
+        service_pb2_grpc.add_InspectionServiceServicer_to_server(
+            Inspection(),  # type: ignore[abstract]
+            server,
+        )
+        service_pb2_grpc.add_ProfilingServiceServicer_to_server(
+            Profiling(),  # type: ignore[abstract]
+            server,
+        )
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(
+            Policy(),  # type: ignore[abstract]
+            server,
+        )
 
 
 @contextmanager

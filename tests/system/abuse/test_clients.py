@@ -52,3 +52,16 @@ def test_a_list_of_empty_pages_ends_too():
         with Client(sidecar.address) as client, pytest.raises(EndlessListError):
             list(client.audit())
         assert sidecar.pages == PAGES_MAX + 1
+
+
+@pytest.mark.parametrize(
+    "form", [(), ("-o", "wide"), ("-o", "json"), ("-o", "yaml"), ("-o", "name")]
+)
+@pytest.mark.parametrize("words", LISTS[:-2], ids=" ".join)
+def test_words_of_a_stranger_command_no_terminal(words: tuple[str, ...], form: tuple[str, ...]):
+    hostile = "a\x1b]0;x\x07\x1b[2J\x9b31m\u202eb\u2066\u2028\x7f\r"
+    with hostile_sidecar(lambda _: ("", 0), hostile) as sidecar:
+        code, output = ran(sidecar.address, *words, *form)
+    assert code == 0
+    assert output.strip()
+    assert all(line.isprintable() for line in output.split("\n")), output

@@ -36,9 +36,9 @@ def engine() -> Iterator[dict[str, object]]:
 
 async def test_a_redirect_is_not_followed(engine: dict[str, object]):
     engine["/server_info"] = {"never": "read"}
-    with answering({}, redirect=f"{engine['']}/server_info") as url:
-        with pytest.raises(EngineUnreachableError, match="/server_info answers 302"):
-            await EngineHttp(url, "secret").limits()
+    refused = pytest.raises(EngineUnreachableError, match="/server_info answers 302")
+    with answering({}, redirect=f"{engine['']}/server_info") as url, refused:
+        await EngineHttp(url, "secret").limits()
 
 
 @pytest.mark.parametrize("host", ["127.evil.example", "10.0.0.1", "[::2]", "engine"])
