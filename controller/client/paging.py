@@ -15,7 +15,7 @@ Answer = TypeVar("Answer", bound=Any)
 
 
 class EndlessListError(SpeculationError):
-    """What answers is no sidecar, or a broken one: its list has no end, or is larger than any."""
+    """A list that no sidecar gives: it has no end, or is larger than any."""
 
 
 class Pages:

@@ -9,7 +9,7 @@ from controller.profiling.errors import EngineUnreachableError
 
 # Tokens of a sequence, where an engine does not say how many it takes.
 _FALLBACK_CONTEXT: Final = 2048
-# More than any engine holds; a larger number is none that can be calculated with.
+# Tokens, more than any engine holds: a larger number is no limit of an engine.
 _TOKENS_MAX: Final = 2**48
 
 

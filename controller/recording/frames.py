@@ -21,7 +21,7 @@ MAGIC: Final = b"speculation-record/%d\n" % _VERSION
 _FIRST_LINE = re.compile(rb"speculation-record/(\d{1,9})\n")
 _HEAD = struct.Struct("<II")
 # Bytes of a plain block, above which no reader takes one: half a second of an engine has some
-# hundred kB, and an opening with the largest profile that a sidecar takes 4 MiB.  Its messages take
+# hundred kB, and an opening with the largest profile that a sidecar takes 1 MiB.  Its messages take
 # up to 25 times as much memory, whatever they are.
 _BLOCK_MAX = 8 * 1024 * 1024
 # Of a deflated one, which can be a little larger than what it was made of.

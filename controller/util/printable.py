@@ -33,7 +33,10 @@ def escaped_yaml(text: str) -> str:
 
 
 def _escape(character: str, pair: str) -> str:
-    """pair: how a character beyond 16 bits is written as two; "": as one of 32 bits."""
+    """Returns a printable character as it is, and an escape for another one.
+
+    pair: how a character beyond 16 bits is written as two; "": as one of 32 bits.
+    """
     number = ord(character)
     if character.isprintable():
         return character

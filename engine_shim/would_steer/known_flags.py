@@ -101,7 +101,7 @@ _STRANGE: Final = "words that are no flag"
 
 @dataclass(frozen=True, slots=True)
 class TakenFlags:
-    """What was taken of an engine's command line.
+    """Describes what was taken of an engine's command line.
 
     flags: for SGLang's parser.  left_out: the names of all others, in order, each once.  model,
     drafter: what the engine says that it loads, "" if it does not; never for SGLang.
