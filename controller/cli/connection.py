@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from controller.cli.output import print_error
 from controller.util.exit_codes import Exit
+from controller.util.printable import printable
 
 if TYPE_CHECKING:
     import grpc
@@ -55,13 +57,18 @@ def connected(address: str, hints: Mapping[Exit, str] | None = None) -> "Iterato
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import grpc
 
+    from controller.client.paging import EndlessListError
+
     try:
         with open_channel(address) as channel:
             yield channel
+    except EndlessListError as error:
+        print_error(f"controller: {error}")
+        raise typer.Exit(Exit.FAILED) from error
     except grpc.RpcError as error:
         details, code = _failure(address, error)
         hint = (hints or {}).get(code, "")
-        typer.echo(f"controller: {details}{hint and '; '}{hint}", err=True)
+        print_error(printable(f"controller: {details}{hint and '; '}{hint}"))
         raise typer.Exit(code) from error
 
 
@@ -118,7 +125,7 @@ def open_channel(address: str) -> "grpc.Channel":
     try:
         credentials = Credentials.for_address(address)
     except CredentialsError as error:
-        typer.echo(f"controller: {error}", err=True)
+        print_error(f"controller: {error}")
         raise typer.Exit(Exit.USAGE) from error
     channel = reading_channel(credentials, address)
     return _with_metadata(channel, credentials.metadata()) if credentials.token else channel

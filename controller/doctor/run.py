@@ -7,6 +7,7 @@ from pathlib import Path
 import grpc.aio
 
 from controller.client.credentials import Credentials, CredentialsError
+from controller.client.paging import EndlessListError
 from controller.doctor import dependencies, local, processes, sidecar
 from controller.doctor.finding import Finding, fail, ok
 from controller.settings.settings import DEFAULT_ADDRESS, Settings, SettingsError
@@ -79,6 +80,8 @@ async def _sidecar(address: str) -> tuple[list[Finding], set[str] | None]:
                 break
             except grpc.aio.AioRpcError as error:
                 silence = [sidecar.check_silence(address, error)]
+            except EndlessListError as error:
+                return [fail("sidecar", f"{address}: {error}", "see what runs there")], None
     if answers is None:
         return silence, None
     kinds = {engine.engine.fingerprint.engine for engine in answers.engines.engines}

@@ -33,7 +33,6 @@ from controller.service.net.errors import (
 from controller.service.net.http_server import (
     SILENCE_SECONDS,
     HttpServer,
-    is_loopback,
     names_loopback,
 )
 from controller.service.net.limits import READS_WAITING, Turns
@@ -42,6 +41,7 @@ from controller.service.status.fleet_filter import FleetSearch
 from controller.service.status.fleet_json import LIMIT, fleet_document
 from controller.service.status.fleet_view import FleetView
 from controller.service.status.status_cache import StatusCache
+from controller.util.loopback import is_loopback_host
 
 _JSON = "application/json; charset=utf-8"
 _TEXT = "text/plain; charset=utf-8"
@@ -97,7 +97,7 @@ class PageServer:
             for name in _FILES
         }
         self.files["/"] = self.files["/index.html"]
-        self.loopback = is_loopback(host)
+        self.loopback = is_loopback_host(host)
         self._loop = loop
         try:
             self._server = HttpServer(host, port, _handler_of(self), "page")
