@@ -8,7 +8,7 @@ from typing import Final
 import controller
 from controller.core.planning.overrides import ScopeKind
 from controller.service.metrics.family import Family, MetricKind
-from controller.service.sessions.override_registry import ActiveOverride
+from controller.service.sessions.active_overrides import ActiveOverride
 from controller.service.sessions.session import EngineSession
 from controller.service.status.fleet_view import FleetCounts
 from controller.settings.policy_file import Policy
