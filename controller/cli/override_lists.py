@@ -57,6 +57,12 @@ def list_(
         )  # fmt: skip
     if not answer.store.ok:
         typer.echo(f"the store is in trouble: {answer.store.detail}", err=True)
+    if answer.store.unusable_count:
+        typer.echo(
+            f"{answer.store.unusable_count} overrides in the store are not in force:", err=True
+        )
+        for line in answer.store.unusable:
+            typer.echo(f"  {line}", err=True)
 
 
 def watch(

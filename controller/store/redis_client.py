@@ -30,6 +30,7 @@ _BEFORE_ANY_WRITE = (
     redis.exceptions.BusyLoadingError,
     redis.exceptions.ClusterDownError,
     redis.exceptions.MasterDownError,
+    redis.exceptions.MaxConnectionsError,
     redis.exceptions.NoPermissionError,
     redis.exceptions.ReadOnlyError,
     redis.exceptions.SlotNotCoveredError,

@@ -54,9 +54,12 @@ def text_of(reply: Any) -> str:
 
 
 def shown(reply: Any, most: int = 64) -> str:
-    """What a reply says, in printable ASCII, for people; cut to so many characters."""
-    data = reply[:most] if isinstance(reply, bytes) else repr(reply)[:most].encode()
-    return data.decode("ascii", "backslashreplace").encode("unicode_escape").decode()[:most]
+    """A reply in printable ASCII, for people, cut to about so many characters.
+
+    In anything but plain text there is a backslash.
+    """
+    text = reply[:most].decode("latin-1") if isinstance(reply, bytes) else repr(reply)[:most]
+    return text.encode("unicode_escape").decode()
 
 
 def number_of(reply: Any) -> int:

@@ -20,6 +20,7 @@ KEYS  1 revision (counter)   2 live (sorted set: id by end)   3 tombstones (sort
 from typing import Final
 
 from controller.store.interface import LIVE_ENTRIES_MAX
+from controller.store.redis_replies import TIME_MAX
 
 # What an error begins with after which nothing was changed.
 REFUSED: Final = "REFUSED "
@@ -36,6 +37,7 @@ _NAMED_MAX: Final = 20
 
 _COMMON = (
     f"local ENTRY_BYTES_MAX, LIVE_MAX = {ENTRY_BYTES_MAX}, {LIVE_ENTRIES_MAX}\n"
+    f"local TIME_MAX = {TIME_MAX:.0f}\n"
     """
 local prefix, channel = ARGV[1], ARGV[2]
 local t = redis.call('TIME')
@@ -127,7 +129,8 @@ local function found(id)
   local fine, entry = pcall(cjson.decode, text)
   local right = text and fine and type(entry) == 'table' and is_utf8(id) and is_utf8(text)
     and type(entry.revision) == 'number' and entry.revision >= 0 and entry.revision < 2^53
-    and type(entry.created) == 'number' and entry.created >= 0 and entry.created < 2^53
+    and entry.revision % 1 == 0
+    and type(entry.created) == 'number' and entry.created >= 0 and entry.created <= TIME_MAX
     and type(entry.body) == 'string' and type(entry.ended) == 'string'
   if right then return entry, text end
 end

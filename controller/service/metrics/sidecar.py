@@ -124,6 +124,18 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
         lambda s: s.store.since_seconds, unit="seconds",
     ),
     Family(
+        _GAUGE, "speculation_store_unusable_overrides",
+        "Overrides in the store that are not in force here, because they cannot be read or are "
+        "more than can be in force.",
+        lambda s: s.store.unusable_count,
+    ),
+    Family(
+        _COUNTER, "speculation_store_skipped_entries",
+        "Entries of the store that could not be used, in all readings so far, by kind (absent "
+        "before the first one).",
+        lambda s: dict(s.store.skipped), label="kind",
+    ),
+    Family(
         _COUNTER, "speculation_fleet_summaries",
         "Summaries of its engines that the sidecar has written for others, by outcome: written, or "
         "failed because the store did not take it (absent without Redis).",
