@@ -24,7 +24,7 @@ from controller.store.redis_replies import TIME_MAX
 
 # What an error begins with after which nothing was changed.
 REFUSED: Final = "REFUSED "
-# Bytes of one entry's JSON; an override with the longest texts allowed takes 10 KiB.
+# Bytes of one entry's JSON; an override with the longest texts allowed takes 8 KiB.
 ENTRY_BYTES_MAX: Final = 64 * 1024
 # Ids of live entries, and of tombstones, that one look goes through: those that end last.
 _EXAMINED_MAX: Final = 5000
