@@ -23,13 +23,15 @@ from controller.store.redis_replies import BoundedParser
 from controller.util.redaction import redact
 
 _Sentinel: Any = _UntypedSentinel
+# What the client raises on purpose; the errors of a cluster are not among those of Redis.
+REDIS_ERRORS = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
 # Errors of a command that Redis, or a cluster, refused before it began.
 _BEFORE_ANY_WRITE = (
     redis.exceptions.AskError,
     redis.exceptions.AuthenticationError,
     redis.exceptions.BusyLoadingError,
-    redis.exceptions.ClusterDownError,
-    redis.exceptions.MasterDownError,
+    # Also where a cluster has sent the command from node to node, and none took it.
+    redis.exceptions.ClusterError,
     redis.exceptions.MaxConnectionsError,
     redis.exceptions.NoPermissionError,
     redis.exceptions.ReadOnlyError,
@@ -37,6 +39,8 @@ _BEFORE_ANY_WRITE = (
     redis.exceptions.TryAgainError,
     MasterNotFoundError,
 )
+# Such errors without a class: too few replicas, or a snapshot that cannot be written.
+_REFUSED_WRITES = ("NOREPLICAS", "MISCONF")
 
 
 class RedisUrlError(SpeculationError):
@@ -67,9 +71,13 @@ def connect(url: str, timeout_seconds: float, password_file: Path | None = None)
 
 
 async def close(client: Any) -> None:
-    """Closes a client of any kind.  Raises RedisError, OSError."""
+    """Closes a client of any kind.  Raises one of REDIS_ERRORS, OSError."""
     manager = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
     await client.aclose()
+    if isinstance(client, RedisCluster):
+        # After an error it takes its connections for closed.
+        await client.nodes_manager.aclose()
+        await client.nodes_manager.aclose("startup_nodes")
     for sentinel in manager.sentinels if manager else ():
         await sentinel.aclose()
 
@@ -82,7 +90,8 @@ def is_out_of_memory(error: Exception) -> bool:
 def came_before_any_write(error: Exception) -> bool:
     """Whether Redis has not begun to carry out the command that failed so."""
     connecting = isinstance(error, redis.exceptions.ConnectionError) and "connecting" in str(error)
-    return connecting or isinstance(error, _BEFORE_ANY_WRITE) or is_out_of_memory(error)
+    refused = isinstance(error, _BEFORE_ANY_WRITE) or str(error).startswith(_REFUSED_WRITES)
+    return connecting or refused or is_out_of_memory(error)
 
 
 def in_words(error: Exception) -> str:

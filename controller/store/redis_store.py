@@ -36,7 +36,13 @@ from controller.store.interface import (
 )
 from controller.store.redis_audit import RedisAudit
 from controller.store.redis_blobs import RedisBlobStore
-from controller.store.redis_client import came_before_any_write, close, connect, in_words
+from controller.store.redis_client import (
+    REDIS_ERRORS,
+    came_before_any_write,
+    close,
+    connect,
+    in_words,
+)
 from controller.store.redis_mirror import Fetched, MirroredEntry, RedisMirror
 from controller.store.redis_replies import (
     list_of,
@@ -137,7 +143,7 @@ class RedisStore:
     async def close(self) -> None:
         """Implements the method of the store interface."""
         await cancellation.end(self._listening)
-        with contextlib.suppress(redis.exceptions.RedisError, OSError):
+        with contextlib.suppress(*REDIS_ERRORS, OSError):
             await close(self._client)
 
     async def entries(self) -> Sequence[Entry]:
@@ -298,7 +304,7 @@ class RedisStore:
                 f"redis {self._where} takes no writes: {wrong.removeprefix(REFUSED)}; nothing was "
                 "changed"
             ) from error
-        except (redis.exceptions.RedisError, OSError) as error:
+        except (*REDIS_ERRORS, OSError) as error:
             raise self._failed(error, writes=writes) from error
         except Exception as error:  # what the client raises at a reply that it does not expect
             what = ValueError(f"its reply cannot be read ({type(error).__name__})")

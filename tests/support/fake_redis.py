@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import Any, Self
 
 
-def _resp(value: int | bytes | Sequence[Any]) -> bytes:
+def resp(value: int | bytes | Sequence[Any]) -> bytes:
     """A value in RESP."""
     if isinstance(value, int):
         return b":%d\r\n" % value
     if isinstance(value, bytes):
         return b"$%d\r\n%b\r\n" % (len(value), value)
-    return b"*%d\r\n%b" % (len(value), b"".join(map(_resp, value)))
+    return b"*%d\r\n%b" % (len(value), b"".join(map(resp, value)))
 
 
 Reply = Callable[[str, Sequence[bytes]], bytes | None]
@@ -38,8 +38,8 @@ JUNK: dict[str, bytes] = {
     "numbers": b"*7\r\n" + 7 * b":1\r\n",
     "texts": b"*7\r\n" + 7 * b"$1\r\nx\r\n",
     # In the form of an answer to a write, and to a look at all entries.
-    "written": _resp([1, b'{"revision":1,"body":"junk","created":1,"ended":""}', -1]),
-    "entries": _resp([b"", b"1", 0, 0, 0, [], [[], b"x", 400 * b"9"]]),
+    "written": resp([1, b'{"revision":1,"body":"junk","created":1,"ended":""}', -1]),
+    "entries": resp([b"", b"1", 0, 0, 0, [], [[], b"x", 400 * b"9"]]),
     "errors in a list": b"*7\r\n" + 7 * b"-ERR x\r\n",
     "nested": 3000 * b"*1\r\n" + b":1\r\n",
     "endless list": b"*2000000000\r\n" + 2000 * b":1\r\n",
@@ -62,6 +62,7 @@ class FakeRedis:
         self._real = real
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
+        self._serving: set[asyncio.Task[None]] = set()
         self.commands: list[str] = []
         self.port = 0
 
@@ -84,16 +85,23 @@ class FakeRedis:
         self._server.close()
         for writer in self._open:
             writer.close()
+        if self._serving:
+            await asyncio.wait(self._serving)
         await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
         self._open.add(writer)
         try:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 if self._real:
                     there, onward = await asyncio.open_connection("127.0.0.1", self._real)
                     self._open.add(onward)
-                    await self._answer(reader, writer, lambda raw: _passed(raw, there, onward))
+                    with contextlib.closing(onward):
+                        await self._answer(reader, writer, lambda raw: _passed(raw, there, onward))
                 else:
                     await self._answer(reader, writer, None)
         finally:
