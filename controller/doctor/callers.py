@@ -40,7 +40,10 @@ _ROOT = 0
 
 @dataclass(frozen=True, slots=True)
 class _Socket:
-    """file: inode of the path that it is bound to.  peer: inode of the other end.  0: none."""
+    """Describes one end of a connection, or a listener.
+
+    file: inode of the path that it is bound to.  peer: inode of the other end.  0: none.
+    """
 
     file: int
     peer: int
@@ -80,7 +83,7 @@ def check_callers(engines: Path, proc: Path = Path("/proc")) -> Iterator[Finding
 
 def _unix_sockets() -> Mapping[int, _Socket]:
     """Returns every unix socket of this network namespace, by inode.  Raises OSError."""
-    found = {}
+    found: dict[int, _Socket] = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
         kernel.settimeout(_ANSWER_SECONDS)
         show = _SHOW_VFS | _SHOW_PEER | _SHOW_UID
@@ -126,7 +129,7 @@ def _inodes(proc: Path) -> set[int]:
         with suppress(OSError):  # it has ended, or is another user's
             for descriptor in folder.iterdir():
                 with suppress(OSError):
-                    kind, _, rest = os.readlink(descriptor).partition(":[")
+                    kind, _, rest = str(descriptor.readlink()).partition(":[")
                     if kind == "socket":
                         found.add(int(rest.rstrip("]")))
     return found

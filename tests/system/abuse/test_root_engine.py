@@ -1,4 +1,4 @@
-"""An engine's container whose process is root: it has the engines' socket, and must be no operator."""
+"""An engine's container whose process is root: it has the engines' socket and is no operator."""
 
 import os
 import shutil

@@ -55,7 +55,7 @@ async def test_an_engine_with_a_user_of_its_own_is_none(public: Path):
     path = public / "controller.sock"
     async with serving(public):
         path.chmod(0o666)
-        with subprocess.Popen(
+        with subprocess.Popen(  # noqa: ASYNC220  # it is only started here
             [sys.executable, "-c", CONNECT, str(path), str(NOBODY)],
             env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         ) as engine:  # fmt: skip
