@@ -250,7 +250,7 @@ class EngineLink:
             self._supervisor.stop()
 
     def leave_to_parent(self) -> None:
-        """Gives up this copy, in a fork of the engine, which goes on with the link as it was."""
+        """Gives up this copy, in a fork of the engine, which keeps the link as it was."""
         self._closed = True
         self._disconnect("the link is that of the process that forked this one")
         self._supervisor.leave_to_parent()

@@ -78,7 +78,7 @@ class AgentSupervisor:
         return taken
 
     def leave_to_parent(self) -> None:
-        """Gives up this copy, in a fork of the engine, which goes on with its agent."""
+        """Gives up this copy, in a fork of the engine, which keeps its agent."""
         self._stopping.set()
         self._process = None
         self._discard_untaken()
