@@ -5,8 +5,8 @@ stream of its own, lives for half a minute or so, and ends in one of three ways;
 under its own id or another one.  Beside them an operator sets and clears overrides, somebody lists
 and scrapes, and one honest engine asks for a decision ten times a second, whose delays are noted.
 
-Sampled are memory, descriptors, threads, sockets, the log and the tasks of the event loop.  The exit
-code is 1 if something grew, an engine was not steered, or a call failed that should not.
+Sampled are memory, descriptors, threads, sockets, the log and the tasks of the event loop.  The
+exit code is 1 if something grew, an engine was not steered, or a call failed that should not.
 """
 
 import argparse
@@ -244,7 +244,7 @@ def _step(step: int, rng: random.Random) -> engine_pb2.StepReport:
 
 @asynccontextmanager
 async def _sampled(
-    process: "subprocess.Popen[bytes]", found: Soaked, log: Path, tasks: Path, every: float
+    process: "subprocess.Popen[str]", found: Soaked, log: Path, tasks: Path, every: float
 ) -> AsyncIterator[None]:
     """Samples the sidecar while the block runs."""
     began = time.monotonic()
@@ -280,7 +280,7 @@ async def _play(place: Path, engines: int, seconds: float) -> Soaked:
     with (
         log.open("wb") as lines,
         subprocess.Popen(  # noqa: ASYNC220  # it is only started here
-            command, env=ENVIRONMENT | settings, stderr=lines
+            command, env=ENVIRONMENT | settings, stderr=lines, text=True
         ) as process,
     ):
         try:

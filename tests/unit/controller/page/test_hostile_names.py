@@ -59,8 +59,8 @@ def hostile(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         with redis.client() as client:
             now = client.time()
             assert isinstance(now, tuple)
-            text = encode_summary("hasOwnProperty", "1.0", 60.0, [other])
-            client.set("{speculation:1}:fleet:0123456789abcdef", text)
+            summary = encode_summary("hasOwnProperty", "1.0", 60.0, [other])
+            client.set("{speculation:1}:fleet:0123456789abcdef", summary)
             client.zadd("{speculation:1}:fleet", {"0123456789abcdef": 1000 * now[0]})
         page.resize(1280, 1000)
         page.open(f"http://127.0.0.1:{port}")
