@@ -143,7 +143,12 @@ class _Crowd:
             step = 0
             while time.monotonic() < ends:
                 step += 1
-                await call.write(_steer(opened.session_id, _step(step, rng)))
+                try:
+                    await call.write(_steer(opened.session_id, _step(step, rng)))
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    why = f"{(await call.code()).name}: {await call.details()}"
+                    self._found.failures.append(f"the stream of {engine_id} has ended: {why}")
+                    break
                 await asyncio.sleep(_STEP_SECONDS)
             # By a word, by cancelling, or by the end of the connection.
             how = rng.randrange(3)
