@@ -6,7 +6,8 @@ from tests.system.faults.catalogue import linked_faults
 from tests.system.faults.fault import Fault, injected
 
 _KILLS = 6
-QUICK = [fault for fault in linked_faults(_KILLS) if fault.quick]
+_DAMAGES = 40
+QUICK = [fault for fault in linked_faults(_KILLS, _DAMAGES) if fault.quick]
 
 pytestmark = pytest.mark.slow
 

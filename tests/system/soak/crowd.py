@@ -1,9 +1,10 @@
 """Many engines that come and go at one sidecar: `python -m tests.system.soak.crowd --minutes 10`.
 
 A real `controller serve` with its metrics and its page.  Every engine has a connection and a
-stream of its own, lives for half a minute or so, and ends in one of three ways; then it comes back,
-under its own id or another one.  Beside them an operator sets and clears overrides, somebody lists
-and scrapes, and one honest engine asks for a decision ten times a second, whose delays are noted.
+stream of its own, lives for a fifth of the run or so, and ends in one of three ways; then it comes
+back, under its own id or another one.  Beside them an operator sets and clears overrides, somebody
+lists and scrapes, and one honest engine asks for a decision ten times a second, whose delays are
+noted.
 
 Sampled are memory, descriptors, threads, sockets, the log and the tasks of the event loop.  The
 exit code is 1 if something grew, an engine was not steered, or a call failed that should not.
@@ -48,11 +49,12 @@ from tests.system.soak.sampling import Sample, Sampler, Watched
 _HONEST: Final = "honest"
 # Steps of an engine.
 _STEP_SECONDS: Final = 0.2
-_LIFE_SECONDS: Final = (15.0, 45.0)
+# Of the whole run; introductions are what costs most, and engines seldom come back.
+_LIFE_SHARES: Final = (0.1, 0.3)
 # Every so many lives an engine has another id, so that sessions are left behind.
 _OTHER_ID_EVERY: Final = 3
 # They are removed in this time, so that their number is steady after it.
-_SESSION_IDLE_SECONDS: Final = 10.0
+_SESSION_IDLE_SECONDS: Final = 20.0
 _DECISION_SECONDS: Final = 0.1
 _OVERRIDE_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 5.0
@@ -108,6 +110,7 @@ class _Crowd:
     def __init__(self, address: str, found: Soaked, seconds: float) -> None:
         self._address, self._found = address, found
         self._began = time.monotonic()
+        self._seconds = seconds
         self._end = self._began + seconds
 
     @property
@@ -129,7 +132,7 @@ class _Crowd:
                 await asyncio.sleep(1.0)
 
     async def _one_life(self, engine_id: str, secret: str, rng: random.Random) -> None:
-        ends = min(time.monotonic() + rng.uniform(*_LIFE_SECONDS), self._end)
+        ends = min(time.monotonic() + rng.uniform(*_LIFE_SHARES) * self._seconds, self._end)
         async with grpc.aio.insecure_channel(self._address, _ALONE) as channel:
             stub = service_pb2_grpc.SpeculationServiceStub(channel)
             opened = await stub.Introduce(
@@ -150,7 +153,7 @@ class _Crowd:
                     self._found.failures.append(f"the stream of {engine_id} has ended: {why}")
                     break
                 await asyncio.sleep(_STEP_SECONDS)
-            # By a word, by cancelling, or by the end of the connection.
+            # By a word, by cancelling, or by closing the connection.
             how = rng.randrange(3)
             if how == 0:
                 await call.done_writing()
@@ -187,7 +190,11 @@ class _Crowd:
                     session_id=opened.session_id, report=_step(step, rng)
                 )
                 began = time.monotonic()
-                await stub.Decide(request, timeout=PATIENCE_SECONDS)
+                try:
+                    await stub.Decide(request, timeout=PATIENCE_SECONDS)
+                except grpc.aio.AioRpcError as error:
+                    self._found.failures.append(f"Decide: {error.code().name}: {error.details()}")
+                    return
                 took = time.monotonic() - began
                 self._found.delays.append((began - self._began, 1e3 * took))
                 await asyncio.sleep(_DECISION_SECONDS)
@@ -305,6 +312,7 @@ async def _play(place: Path, engines: int, seconds: float) -> Soaked:
                 found.failures.append(f"the sidecar ended with {code}")
         finally:
             process.kill()
+    found.failures += [line for line in log.read_text().splitlines() if '"call_failed"' in line]
     found.growths = growths(found.samples)
     return found
 
