@@ -16,7 +16,7 @@ _ON = "the plan goes on, no safe default"
 _REDIS = f"{_ON}; new overrides refused with the reason, those acknowledged in force"
 
 
-def linked_faults(kills: int, damages: int) -> tuple[Fault, ...]:
+def linked_faults(kills: int, damages: int, full_disks: int) -> tuple[Fault, ...]:
     """At a real `controller serve` and a real agent; the engine's steps are made up."""
     return (
         Fault(
@@ -92,6 +92,13 @@ def linked_faults(kills: int, damages: int) -> tuple[Fault, ...]:
             "state and record directories on a tmpfs of 256 KiB that is filled",
             f"{_ON}; overrides refused; what was acknowledged is there after a restart",
             state_faults.disk_full,
+            quick=True,
+        ),
+        Fault(
+            "state-disk-full-at-random",
+            f"a disk of 256 KiB that is full at some instant of a store's life, {full_disks} times",
+            "what was acknowledged is there, and no more, also after a start on the full disk",
+            state_faults.disk_full_at_random(full_disks),
             quick=True,
         ),
         Fault(

@@ -7,7 +7,8 @@ from tests.system.faults.fault import Fault, injected
 
 _KILLS = 6
 _DAMAGES = 40
-QUICK = [fault for fault in linked_faults(_KILLS, _DAMAGES) if fault.quick]
+_FULL_DISKS = 4
+QUICK = [fault for fault in linked_faults(_KILLS, _DAMAGES, _FULL_DISKS) if fault.quick]
 
 pytestmark = pytest.mark.slow
 
