@@ -99,7 +99,7 @@ class Sidecar(SessionObserver):
         self._estimates = FleetEstimates(store.blobs, self.registry)
         self._training = TrainingStateFiles(settings.state_path / "training", self.registry)
         self._recorder = self._make_recorder()
-        self.operator_socket = OperatorSocket(settings.socket_path)
+        self.operator_socket = OperatorSocket(settings.socket_path, settings.operators_directory)
         self.supervisor = Supervisor()
         self._readiness = Readiness(
             self.registry,

@@ -37,7 +37,8 @@ def why_denied(address: str) -> str:
     """
     if not address.startswith("unix:"):
         return ""
-    path = socket_path(address).absolute()
+    # The operators' socket may lie elsewhere, behind a link.
+    path = Path(os.path.realpath(socket_path(address)))
     for directory in reversed(path.parents):
         if not directory.exists():
             return ""
@@ -63,7 +64,10 @@ def _denied(path: Path, right: int) -> str:
 
 
 def operators_path(path: Path) -> Path:
-    """Returns NAME-operators.sock for NAME.sock, and the operators' socket itself unchanged."""
+    """Returns NAME-operators.sock for NAME.sock, and the operators' socket itself unchanged.
+
+    It may be a link: a sidecar with `operators_directory` has the socket there.
+    """
     if path.stem.endswith(_OPERATORS):
         return path
     return path.with_name(f"{path.stem}{_OPERATORS}{path.suffix}")
