@@ -6,7 +6,7 @@ redis+cluster://HOST:PORT                           rediss+cluster://...
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import redis.asyncio
@@ -21,7 +21,10 @@ from redis.credentials import CredentialProvider
 from controller.core.errors import SpeculationError
 from controller.store.redis_replies import BoundedParser
 from controller.util.redaction import redact
+from controller.util.watched_file import UnreadableFileError, read_small
 
+# Far more than a password has.
+_PASSWORD_BYTES_MAX: Final = 64 * 1024
 _Sentinel: Any = _UntypedSentinel
 # What the client raises on purpose; the errors of a cluster are not among those of Redis.
 REDIS_ERRORS = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
@@ -48,14 +51,20 @@ class RedisUrlError(SpeculationError):
 
 
 class PasswordFile(CredentialProvider):
-    """The password in a file, which may rotate: read for every connection."""
+    """The password in a file, which may be replaced: read for every connection."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Reads the password.  Raises OSError."""
-        return (self._path.read_text(encoding="utf-8").strip(),)
+        """Reads the password.  Raises OSError, also for what is no text."""
+        try:
+            return (read_small(self._path, _PASSWORD_BYTES_MAX).decode("utf-8").strip(),)
+        except UnreadableFileError as error:
+            raise OSError(f"password file {self._path}: {error}") from error
+        except UnicodeDecodeError as error:
+            # Without the bytes, which are part of the password.
+            raise OSError(f"password file {self._path}: not UTF-8 text") from error
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
         """Reads the same small file."""

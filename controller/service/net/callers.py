@@ -33,10 +33,10 @@ ALL = Right.READ | Right.STEER | Right.MEASURE | Right.INSTALL | Right.OVERRIDE
 class Caller:
     """Describes a caller.
 
-    identity: name of the access entry that the caller proved to be, "" for an anonymous one.
-    user: the user on the operators' socket as "uid:NUMBER", whatever process calls; "" elsewhere.
-    engines: globs of the engine ids that the caller may act on.  origin: where the call came from,
-    for the audit.
+    name: for people to read.  identity: key of the access entry that the caller proved to be, which
+    no other entry has; "" for an anonymous one.  user: the user on the operators' socket as
+    "uid:NUMBER", whatever process calls; "" elsewhere.  engines: globs of the engine ids that the
+    caller may act on.  origin: where the call came from, for the audit.
     """
 
     name: str
