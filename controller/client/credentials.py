@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from controller.core.errors import SpeculationError
+from controller.util.loopback import is_loopback
 
 # A sidecar is called where it is, whatever proxy the environment names for the web.
 _OPTIONS = (("grpc.enable_http_proxy", 0),)
@@ -83,12 +84,6 @@ def why_silent(address: str, details: str | None) -> str:
     if "CONTROLLER_CA" in os.environ:
         return running
     return f"{running} If it serves TLS, name its authority in CONTROLLER_CA"
-
-
-def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT stays on this machine."""
-    host = address.rpartition(":")[0].strip("[]")
-    return host in {"localhost", "::1"} or host.startswith("127.")
 
 
 def _read_token() -> str:

@@ -24,7 +24,7 @@ from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings, TrainingState
 from controller.recording.event_log import EndOf, EventLog, Queue
 from controller.recording.events import Moment, Opening
-from controller.recording.frames import frame
+from controller.recording.frames import RECORDS_MAX, frame
 from controller.recording.messages import moment_to_proto
 from controller.recording.recorded_controller import RecordedController
 from controller.recording.ring import Ring, Segment
@@ -39,8 +39,6 @@ _SLICE = 32
 _MOMENT_BYTES = 100
 # So many have to be there to measure it.
 _MEASURED_MOMENTS = 64
-# Moments of one frame.
-_FRAME_MOMENTS = 2048
 
 _log = structlog.get_logger(__name__)
 
@@ -143,8 +141,8 @@ class Recorder:
             event_log, moment = self._queue.popleft()
             taken.setdefault(event_log, []).append(moment)
         for event_log, moments in taken.items():
-            for first in range(0, len(moments), _FRAME_MOMENTS):
-                self._write(event_log, moments[first : first + _FRAME_MOMENTS])
+            for first in range(0, len(moments), RECORDS_MAX):
+                self._write(event_log, moments[first : first + RECORDS_MAX])
         for event_log in over:
             self._end(event_log)
             self._dropped.pop(event_log, None)

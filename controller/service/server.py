@@ -29,6 +29,7 @@ from controller.service.grpc_servers import GrpcServers
 from controller.service.metrics import MetricsServer
 from controller.service.net.errors import AddressTakenError, ShuttingDownError, StartRefusedError
 from controller.service.net.health_port import HealthPort
+from controller.service.net.limits import READS_WAITING, Turns
 from controller.service.net.operator_socket import OperatorSocket
 from controller.service.reload import Reloader
 from controller.service.rpc.inspection import InspectionServicer
@@ -98,7 +99,7 @@ class Sidecar(SessionObserver):
         self._estimates = FleetEstimates(store.blobs, self.registry)
         self._training = TrainingStateFiles(settings.state_path / "training", self.registry)
         self._recorder = self._make_recorder()
-        self.operator_socket = OperatorSocket(settings.socket_path)
+        self.operator_socket = OperatorSocket(settings.socket_path, settings.operators_directory)
         self.supervisor = Supervisor()
         self._readiness = Readiness(
             self.registry,
@@ -144,7 +145,7 @@ class Sidecar(SessionObserver):
     def opened(self, session: EngineSession, before: EngineSession | None) -> None:
         """Brings to a new session what is known elsewhere, in the background."""
         if not session.core.profile_id:
-            self._fleet.look_for(session.spec)
+            self._fleet.look_for(session)
         if before is not None and not session.identity.has_same_secret(before.identity):
             self._audit.replaced(session, before)
         if not self._settings.warm_start:
@@ -166,7 +167,9 @@ class Sidecar(SessionObserver):
             self._telemetry.decision(session, before, began)
 
     def ended(self, session: EngineSession) -> None:
-        """Publishes what a session has learnt."""
+        """Publishes what a session has learnt, and searches no longer for what it needs."""
+        self._fleet.searches.withdraw(session)
+        self._estimates.searches.withdraw(session)
         self._estimates.tell(session)
         self._training.tell(session)
 
@@ -244,7 +247,6 @@ class Sidecar(SessionObserver):
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
         await self._fleet_view.close()
-        await self._fleet.close()
         await self._estimates.close()
         await self._audit.close()
         await self.override_registry.close()
@@ -306,6 +308,8 @@ class Sidecar(SessionObserver):
         if self._settings.policy is not None:
             yield "policy_file", self._policy_watch.watch
         yield "audit_counts", self._audit.tell_counts
+        yield "profile_searches", self._fleet.searches.keep
+        yield "estimate_searches", self._estimates.searches.keep
         yield "estimates", self._estimates.tell_all
         yield "training_state", self._training.watch
         yield "status", self._status_cache.keep
@@ -319,6 +323,8 @@ class Sidecar(SessionObserver):
             yield "page_server", self._page.keep
 
     def _add_services(self, server: grpc.aio.Server) -> None:
+        # Every server has turns of its own: nobody waits for those who call another one.
+        reads = Turns(READS_WAITING)
         service_pb2_grpc.add_SpeculationServiceServicer_to_server(
             SpeculationServicer(self.registry), server
         )
@@ -329,12 +335,13 @@ class Sidecar(SessionObserver):
                 self._readiness,
                 self._status_cache,
                 self._fleet_view,
+                reads,
             ),
             server,
         )
         service_pb2_grpc.add_ProfilingServiceServicer_to_server(
             ProfilingServicer(
-                self.registry, self.profiles, self._fleet, self._audit, self._request_ids
+                self.registry, self.profiles, self._fleet, self._audit, self._request_ids, reads
             ),
             server,
         )

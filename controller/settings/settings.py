@@ -108,6 +108,11 @@ class Settings(BaseSettings):
     address: Annotated[str, AfterValidator(_is_unix)] = Field(
         DEFAULT_ADDRESS, description="Unix socket to serve on, unix:PATH or /PATH."
     )
+    operators_directory: Path | None = Field(
+        None,
+        description="Directory of the operators' socket, which no engine should have; by default "
+        "that of address.",
+    )
     tcp: Annotated[str | None, AfterValidator(_is_host_port)] = Field(
         None,
         description="TCP address HOST:PORT to serve on as well; see access and tls_certificate.",

@@ -30,6 +30,11 @@ class BackgroundTasks:
         task.add_done_callback(self._end)
         return task
 
+    async def join(self) -> None:
+        """Returns when everything has ended that is under way now."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
     async def close(self, patience_seconds: float = 0.0) -> None:
         """Waits for what is under way, for the time given, and cancels the rest."""
         if self._tasks and patience_seconds:

@@ -11,6 +11,9 @@ from typing import Final
 import grpc
 import grpc.aio
 
+from engine_shim.link.errors import LinkSettingsError
+from engine_shim.link.sidecar_address import is_on_this_machine
+
 _CHANNEL_OPTIONS: Final = (
     # Waits between attempts are the client's; gRPC's own would go up to two minutes.
     ("grpc.use_local_subchannel_pool", 1),
@@ -30,8 +33,17 @@ class EngineCredentials:
     token_file: str = ""
 
     def channel(self, target: str) -> grpc.aio.Channel:
-        """Raises OSError for a file that cannot be read."""
+        """Makes a channel that is not connected yet.
+
+        Raises OSError for a file that cannot be read, and LinkSettingsError where the token would
+        leave this machine unencrypted.
+        """
         if not self.ca:
+            if self.token_file and not is_on_this_machine(target):
+                raise LinkSettingsError(
+                    f"the token would go over an open line to {target}: name the authority of the "
+                    "sidecar's certificate (--ca, or SPECULATION_CA)"
+                )
             return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
         key, certificate = _read(self.key), _read(self.certificate)
         tls = grpc.ssl_channel_credentials(Path(self.ca).read_bytes(), key, certificate)

@@ -77,6 +77,12 @@ class AgentSupervisor:
                 taken = newer
         return taken
 
+    def leave_to_parent(self) -> None:
+        """Gives up this copy, in a fork of the engine, which keeps its agent."""
+        self._stopping.set()
+        self._process = None
+        self._discard_untaken()
+
     def stop(self) -> None:
         """Ends the agent (its socket should be closed by now) and the thread."""
         self._stopping.set()

@@ -23,13 +23,13 @@ from controller.service.metrics.steps import LINK, STEPS
 from controller.service.net.http_server import (
     SILENCE_SECONDS,
     HttpServer,
-    is_loopback,
     names_loopback,
 )
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.status.engine_snapshot import EngineSnapshot
 from controller.service.status.fleet_view import FleetView
+from controller.util.loopback import is_loopback_host
 from controller.util.supervisor import Supervisor
 
 _log = structlog.get_logger(__name__)
@@ -109,7 +109,7 @@ class MetricsServer:
         )
         ProcessCollector(registry=metrics)
         PlatformCollector(registry=metrics)
-        kind = _LocalHandler if is_loopback(host) else _MetricsHandler
+        kind = _LocalHandler if is_loopback_host(host) else _MetricsHandler
         self._server = HttpServer(host, port, kind.factory(metrics), "metrics")
 
     async def keep(self) -> None:

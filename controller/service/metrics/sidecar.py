@@ -8,7 +8,7 @@ from typing import Final
 import controller
 from controller.core.planning.overrides import ScopeKind
 from controller.service.metrics.family import Family, MetricKind
-from controller.service.sessions.override_registry import ActiveOverride
+from controller.service.sessions.active_overrides import ActiveOverride
 from controller.service.sessions.session import EngineSession
 from controller.service.status.fleet_view import FleetCounts
 from controller.settings.policy_file import Policy
@@ -135,6 +135,18 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
         _COUNTER, "speculation_task_failures",
         "Failures of the sidecar's long-lived tasks, by task.  A task that fails is started again.",
         lambda s: {name: state.failures for name, state in s.tasks.items()}, label="task",
+    ),
+    Family(
+        _GAUGE, "speculation_store_unusable_overrides",
+        "Overrides in the store that are not in force here, because they cannot be read or are "
+        "more than can be in force.",
+        lambda s: s.store.unusable_count,
+    ),
+    Family(
+        _COUNTER, "speculation_store_skipped_entries",
+        "Entries of the store that could not be used, in all readings so far, by kind (absent "
+        "before the first one).",
+        lambda s: dict(s.store.skipped), label="kind",
     ),
     Family(
         _COUNTER, "speculation_fleet_summaries",

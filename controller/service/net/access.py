@@ -210,12 +210,13 @@ def on_operators_socket(operator_socket: OperatorSocket, access: AccessList | No
 
 
 def _operator(peer: Peer, access: AccessList | None) -> Caller:
+    user = f"uid:{peer.uid}"
     if access is None or not access.governs_operators:
-        return Caller(str(peer), ALL, origin=str(peer))
-    for key in (f"uid:{peer.uid}", f"gid:{peer.gid}"):
+        return Caller(str(peer), ALL, origin=str(peer), user=user)
+    for key in (user, f"gid:{peer.gid}"):
         caller = access.find(key)
         if caller is not None:
-            return replace(caller, origin=str(peer))
+            return replace(caller, origin=str(peer), user=user)
     raise UnauthenticatedError(f"the access list does not know {peer}")
 
 

@@ -5,7 +5,6 @@ answer included, has so many seconds, whatever it does with them.
 """
 
 import contextlib
-import ipaddress
 import socket
 import threading
 import time
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from controller.util.loopback import is_loopback_host
 from controller.util.supervisor import keep_thread
 
 # Requests at a time; more are asked to try again.
@@ -30,15 +30,6 @@ _LOOK_SECONDS = 0.1
 _log = structlog.get_logger(__name__)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this machine's to itself."""
-    name = host.strip("[]").lower()
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
-
-
 def names_loopback(header: str) -> bool:
     """Whether a Host header (HOST or HOST:PORT) names this machine to itself.
 
@@ -46,7 +37,7 @@ def names_loopback(header: str) -> bool:
     point here, does not.
     """
     try:
-        return is_loopback(urlsplit(f"//{header}").hostname or "")
+        return is_loopback_host(urlsplit(f"//{header}").hostname or "")
     except ValueError:
         return False
 

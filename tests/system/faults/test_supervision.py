@@ -40,10 +40,15 @@ SHORT_LIVED = {
     "engine_shim/link/agent.py",
     "engine_shim/link/sidecar_client.py",
 }
-KEEPERS = {"controller/util/background_tasks.py", "controller/util/supervisor.py"}
+KEEPERS = {
+    "controller/util/background_tasks.py",
+    "controller/util/cancellation.py",
+    "controller/util/supervisor.py",
+}
 TASKS = {
     "readiness", "expiry", "load", "access_list", "overrides", "store_news", "store_counter",
-    "policy_file", "audit_counts", "estimates", "training_state", "status", "fleet_summary",
+    "policy_file", "audit_counts", "profile_searches", "estimate_searches", "estimates",
+    "training_state", "status", "fleet_summary",
     "recorder", "metrics_server", "page_server",
 }  # fmt: skip
 
@@ -108,10 +113,10 @@ async def test_every_task_that_is_killed_is_seen_and_runs_again(tmp_path: Path, 
         await until(lambda: not supervisor.faults())
         found = measured(running)
         assert not any(found["speculation_task_down", name] for name in TASKS)
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while not await is_serving(running, ""):  # noqa: ASYNC110  # it is asked over the network
-                await asyncio.sleep(0.01)
-        assert await is_serving(running, STORE)
+        for service in ("", STORE):
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while not await is_serving(running, service):  # noqa: ASYNC110  # asked by a call
+                    await asyncio.sleep(0.01)
         await obeys(running)
 
 
