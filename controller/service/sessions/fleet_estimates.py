@@ -112,13 +112,17 @@ class FleetEstimates:
         try:
             for drafter in spec.drafters:
                 for item in await self._blobs.items(ACCEPTANCE, _name(spec, drafter)):
-                    beliefs = warm_start.from_json(item.text)
+                    try:
+                        beliefs = warm_start.from_json(item.text)
+                    except InvalidBeliefError as error:
+                        _log.warning("estimates_refused", source=item.source, error=str(error))
+                        continue
                     told.setdefault(item.source[: len(own)], []).extend(
                         (b, item.age_seconds) for b in beliefs if b.drafter == drafter.name
                     )
                     sources.add(item.source)
                     youngest = min(youngest, item.age_seconds)
-        except (StoreUnavailableError, InvalidBeliefError) as error:
+        except StoreUnavailableError as error:
             _log.warning("estimates_not_found", engine=spec.engine_id, error=str(error))
             return
         groups = [told[own]] if own in told else told.values()
