@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -358,7 +359,8 @@ async def test_estimates_on_the_shelf_that_are_none_harm_nobody(
             while key is None:
                 key = next(iter(client.zrange("{speculation:1}:acceptance", 0, -1)), None)
             # Beside others they are left out.
-            junk = {"01": b"\xff", "02": '{"at": 0, "text": "no"}', "03": '{"at": 1e400}'}
+            now = round(time.time() * 1000)
+            junk = {"01": b"\xff", "02": f'{{"at": {now}, "text": "no"}}', "03": '{"at": 1e400}'}
             client.hset(f"{{speculation:1}}:acceptance:{key}", mapping=junk)
             await one.introduce("beside")
             await until(lambda: first_position(one, "beside")[1] > 0)

@@ -336,8 +336,10 @@ async def test_of_more_entries_than_can_be_in_force_the_newest_are_taken_and_the
                 text = {"revision": number + 1, "body": "1", "created": 1.0, "ended": ""}
                 pipe.set(f"{{speculation:1}}:entry:o{number}", json.dumps(text))
                 pipe.zadd("{speculation:1}:live", {f"o{number}": time.time() * 1000 + 1e6 - number})
+            # JSON of the right form, of newer revisions, and not UTF-8.
+            junk = b'{"revision": 9999, "body": "\xff", "created": 1, "ended": ""}'
             for number in range(1000):
-                pipe.set(f"{{speculation:1}}:entry:junk{number}", b"\xff")
+                pipe.set(f"{{speculation:1}}:entry:junk{number}", junk)
                 pipe.zadd("{speculation:1}:live", {f"junk{number}": "inf"})
             pipe.execute()
         found = await live(store)
