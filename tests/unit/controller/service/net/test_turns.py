@@ -85,6 +85,20 @@ async def test_calls_of_several_pieces_alternate_and_others_come_between():
     assert all(after > before + 1 for before, after in itertools.pairwise(worked))
 
 
+async def test_after_a_piece_the_loop_is_free_for_as_long_as_it_took():
+    turns, times = Turns(10), list[tuple[float, float]]()
+
+    def piece() -> None:
+        began = time.monotonic()
+        time.sleep(PIECE_SECONDS)
+        times.append((began, time.monotonic()))
+
+    await asyncio.gather(*(turns.take(piece) for _ in range(4)))
+    pauses = [after[0] - before[1] for before, after in itertools.pairwise(times)]
+    # Less than all of it, because a loop's timers may ring a little early.
+    assert min(pauses) > PIECE_SECONDS / 2
+
+
 async def test_work_that_is_short_is_not_interrupted():
     turns, order = Turns(1), list[str]()
 

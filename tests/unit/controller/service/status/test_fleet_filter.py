@@ -147,7 +147,8 @@ async def test_a_filter_is_bounded(tmp_path: Path, what: str, made: list[Fleet])
         url = f"http://127.0.0.1:{port}/api/v1/fleet?filter={quote(TOO_MUCH[what])}"
         with pytest.raises(HTTPError) as error:
             await soon(asyncio.to_thread(urlopen, url, timeout=PATIENCE_SECONDS))
-        assert error.value.code == 400
+        with error.value as answer:
+            assert answer.code == 400
         request = service_pb2.ListFleetRequest(filter=" ".join("e" * FILTER_WORDS_MAX))
         await soon(running.inspection.ListFleet(request))
     assert len(made) == 1
