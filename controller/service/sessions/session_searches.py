@@ -26,7 +26,7 @@ class SessionSearches:
 
     goods: their name, for the log.  search: looks for what a session needs; it returns how all
     sessions that need the same are given what was found, or None.  Where the store is unavailable
-    they go on without.
+    they get nothing.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SessionSearches:
         self._waiting.pop(session, None)
 
     async def close(self) -> None:
-        """Stops searching."""
+        """Stops the search that is under way, and begins no other one."""
         if self._working is not None:
             await cancellation.end([self._working])
 

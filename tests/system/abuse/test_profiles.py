@@ -1,6 +1,7 @@
 """Profiles of the fleet under attack: floods of introductions and of lists beside foreign ones."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -187,3 +188,23 @@ async def test_a_profile_that_no_engine_could_have_is_not_listed(tmp_path: Path)
     async with among_foreign(tmp_path) as running:
         await push(running, make_profile("x" * 100_000))
         assert len(await listed(running)) == FOREIGN
+
+
+async def test_profiles_that_are_brought_at_once_are_parsed_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    parse, parsing, most = Profile.from_json, 0, 0
+
+    def slow(text: str) -> Profile:
+        nonlocal parsing, most
+        parsing += 1
+        most = max(most, parsing)
+        time.sleep(0.01)
+        parsing -= 1
+        return parse(text)
+
+    async with serving(tmp_path, warm_start=False) as running:
+        monkeypatch.setattr(Profile, "from_json", slow)
+        await asyncio.gather(*(push(running, make_profile(f"m-{n}")) for n in range(10)))
+        assert len(await listed(running)) == 10
+    assert most == 1
