@@ -122,7 +122,7 @@ class FleetEstimates:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Holds what engines have reported of the same drafters: what each group knows, and all together.
+    """Holds what engines have reported of the same drafters, by group and of all together.
 
     youngest: the age in seconds of the newest estimate.
     """
