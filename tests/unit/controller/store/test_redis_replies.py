@@ -103,7 +103,6 @@ async def test_of_a_reply_with_entries_that_are_none_the_others_are_taken():
     async with FakeRedis(lambda name, _: handshake(name) or answer) as fake:
         store = RedisStore(fake.url, timeout_seconds=30)
         await store.open(lambda: None)
-        await end_listening(store)
         try:
             assert [entry.override_id for entry in await store.entries()] == ["good"]
             assert set(store.health.unusable) == {"bad", "[]", "late"}
