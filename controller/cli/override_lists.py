@@ -58,6 +58,10 @@ def list_(
         )
     if not answer.store.ok:
         print_error(f"the store is in trouble: {answer.store.detail}")
+    if answer.store.unusable_count:
+        print_error(f"{answer.store.unusable_count} overrides in the store are not in force:")
+        for line in answer.store.unusable:
+            print_error(f"  {line}")
 
 
 def watch(

@@ -20,6 +20,7 @@ import grpc
 from controller.client.credentials import Credentials
 from controller.client.errors import NotFoundError, UnsupportedError, error_of
 from controller.client.paging import Pages, every_page
+from controller.client.reading_channel import reading_channel
 from controller.util.socket_paths import operators_address, sidecar_address
 from controller.util.user import user_name
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
@@ -68,8 +69,9 @@ Answer = TypeVar("Answer")
 class Client:
     """Calls one sidecar.
 
-    Reads through the engines' socket, and changes through the operators' one beside it; over TCP
-    both are the same address.  Calls can be made from several threads.
+    Changes through the operators' socket, and reads there too if this process may open it, else
+    through the engines' socket; over TCP both are the same address.  Calls can be made from several
+    threads.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Client:
         self.timeout_seconds = timeout_seconds
         self._credentials = Credentials.for_address(self.address)
         operators = operators_address(self.address)
-        self._reading = self._credentials.channel(self.address, *_OPTIONS)
+        self._reading = reading_channel(self._credentials, self.address, *_OPTIONS)
         self._changing = self._credentials.channel(operators, *_OPTIONS)
         self._inspection = service_pb2_grpc.InspectionServiceStub(self._reading)
         self._policy = policy_pb2_grpc.PolicyServiceStub(self._reading)

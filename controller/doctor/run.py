@@ -8,10 +8,10 @@ import grpc.aio
 
 from controller.client.credentials import Credentials, CredentialsError
 from controller.client.paging import EndlessListError
-from controller.doctor import dependencies, local, processes, sidecar
+from controller.doctor import callers, dependencies, local, processes, sidecar
 from controller.doctor.finding import Finding, fail, ok
 from controller.settings.settings import DEFAULT_ADDRESS, Settings, SettingsError
-from controller.util.socket_paths import socket_path
+from controller.util.socket_paths import reading_addresses, socket_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,8 @@ async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
     address = request.address or (settings.address if settings else DEFAULT_ADDRESS)
     if address.startswith("unix:"):
         yield local.check_socket(socket_path(address))
+        for finding in callers.check_callers(socket_path(address)):
+            yield finding
     findings, introduced = await _sidecar(address)
     for finding in findings:
         yield finding
@@ -71,12 +73,18 @@ async def _sidecar(address: str) -> tuple[list[Finding], set[str] | None]:
     except CredentialsError as error:
         found = fail("sidecar", str(error), "correct the variable, or ask on the unix socket")
         return [found], None
-    async with credentials.aio_channel(address) as channel:
-        try:
-            answers = await sidecar.ask(channel, credentials.metadata())
-        except grpc.aio.AioRpcError as error:
-            return [sidecar.check_silence(address, error)], None
-        except EndlessListError as error:
-            return [fail("sidecar", f"{address}: {error}", "see what runs there")], None
+    answers: sidecar.Answers | None = None
+    silence: list[Finding] = []
+    for asked in reading_addresses(address):
+        async with credentials.aio_channel(asked) as channel:
+            try:
+                answers = await sidecar.ask(channel, credentials.metadata())
+                break
+            except grpc.aio.AioRpcError as error:
+                silence = [sidecar.check_silence(address, error)]
+            except EndlessListError as error:
+                return [fail("sidecar", f"{address}: {error}", "see what runs there")], None
+    if answers is None:
+        return silence, None
     kinds = {engine.engine.fingerprint.engine for engine in answers.engines.engines}
     return [*sidecar.check_sidecar(answers), *sidecar.check_engines(answers, address)], kinds

@@ -1,17 +1,26 @@
 // Elements, numbers and times.  Whatever comes from the sidecar is put in as text (textContent,
-// attributes), never as markup.
+// attributes), never as markup.  A character that cannot be seen is shown by its number, so that none
+// changes the order in which the words around it are read.
 
 export const find = (id) => document.getElementById(id);
 
 export function put(tag, given = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(given)) made.setAttribute(name, value);
-  made.append(...children);
+  made.append(...children.map((child) => (typeof child === "string" ? visible(child) : child)));
   return made;
 }
 
 export function say(element, text) {
-  if (element.textContent !== text) element.textContent = text;
+  const seen = visible(text);
+  if (element.textContent !== seen) element.textContent = seen;
+}
+
+// Controls, marks of direction, and separators other than the space; what has no shape yet, too.
+const UNSEEN = /[\p{C}\p{Zl}\p{Zp}]/gu;
+
+function visible(text) {
+  return String(text).replace(UNSEEN, (it) => `\\u{${it.codePointAt(0).toString(16)}}`);
 }
 
 export const number = (value, digits = 0) =>

@@ -1,6 +1,8 @@
-// Plain words for what the sidecar reports.  The codes are those of `controller explain`.
+// Plain words for what the sidecar reports.  The codes are those of `controller explain`.  No table
+// has a prototype, or a code named "constructor" would have words.
 
 export const REASONS = {
+  __proto__: null,
   exploit: "It has the most tokens per second by estimate at this batch size.",
   probe: "The best choice by estimate runs; now and then another one is tried for a few steps, to learn about it.",
   hold: "Another choice is better by estimate, but by too little to pay back a change.",
@@ -12,6 +14,7 @@ export const REASONS = {
 };
 
 export const LINKS = {
+  __proto__: null,
   steered: ["good", "steered", "The engine follows the plan."],
   waiting: ["", "waiting", "The engine has not reported a step yet."],
   alone: ["bad", "on its own", "The engine has no valid plan. It keeps its last one for a limited time and then uses its safe default."],
@@ -23,6 +26,7 @@ export const LINKS = {
 export const linkOf = (link) => LINKS[link] || ["warn", link, ""];
 
 const COSTS = {
+  __proto__: null,
   profile: "a profile measured on this engine",
   roofline: "a roofline of the model (no profile is loaded)",
   generic: "a general guess (no profile is loaded)",
@@ -31,6 +35,7 @@ const COSTS = {
 export const costsText = (costs) => COSTS[costs] || costs;
 
 export const SOURCES = {
+  __proto__: null,
   measured: "from the profile",
   extrapolated: "outside what was measured",
   roofline: "from a roofline of the model, not measured",

@@ -5,6 +5,7 @@ full, the session's core is asked for an opening, and the next segment begins wi
 refuses is logged once; what arrives until it takes an opening again is dropped and counted.
 """
 
+import contextlib
 import threading
 import time
 from collections import defaultdict, deque
@@ -27,6 +28,7 @@ from controller.recording.frames import RECORDS_MAX, frame
 from controller.recording.messages import moment_to_proto
 from controller.recording.recorded_controller import RecordedController
 from controller.recording.ring import Ring, Segment
+from controller.util.supervisor import keep_thread
 
 _ROUND_SECONDS = 0.5
 # After trouble the disk is tried again after this time.
@@ -68,8 +70,17 @@ class Recorder:
     def open(self) -> None:
         """Begins to write.  Raises RecordDirectoryError."""
         self._ring.open()
+        self._thread = self._start()
+
+    def _start(self) -> threading.Thread:
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
+        return self._thread
+
+    async def keep(self) -> None:
+        """Watches the thread; when it has ended, starts it again and raises TaskEndedError."""
+        assert self._thread is not None
+        await keep_thread(self._thread, self._start)
 
     def close(self) -> None:
         """Writes what has come, and ends."""
@@ -112,6 +123,15 @@ class Recorder:
             self._round()
         except Exception:  # noqa: BLE001  # a fault of ours: said, and steering goes on
             _log.exception("recording_ended", directory=str(self._directory))
+            self._drop_segments()
+
+    def _drop_segments(self) -> None:
+        """Has every recording begin with an opening again, because moments may be lost."""
+        for event_log in list(self._segments):
+            self._dropped[event_log] += 1
+            # A segment that cannot be ended is not written to again.
+            with contextlib.suppress(OSError):
+                self._end(event_log)
 
     def _round(self) -> None:
         # What they had to say is in the queue by now.

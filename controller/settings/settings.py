@@ -108,6 +108,11 @@ class Settings(BaseSettings):
     address: Annotated[str, AfterValidator(_is_unix)] = Field(
         DEFAULT_ADDRESS, description="Unix socket to serve on, unix:PATH or /PATH."
     )
+    operators_directory: Path | None = Field(
+        None,
+        description="Directory of the operators' socket, which no engine should have; by default "
+        "that of address.",
+    )
     tcp: Annotated[str | None, AfterValidator(_is_host_port)] = Field(
         None,
         description="TCP address HOST:PORT to serve on as well; see access and tls_certificate.",
@@ -204,7 +209,10 @@ class Settings(BaseSettings):
         "engines keep the lease that they have.",
     )
     max_message_bytes: int = Field(
-        4 * 1024 * 1024, ge=64 * 1024, description="Largest gRPC message, in both directions."
+        4 * 1024 * 1024,
+        ge=64 * 1024,
+        le=1 << 30,
+        description="Largest gRPC message, in both directions.",
     )
     max_connections: int = Field(
         2048,

@@ -175,9 +175,7 @@ class Database:
             )
         if not connection.execute("PRAGMA user_version").fetchone()[0]:
             connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
-        found = connection.execute("PRAGMA quick_check(entries)").fetchone()[0]
-        if found != "ok":
-            raise sqlite3.DatabaseError(found)
+        _require_entries(connection)
 
     def _check_format(self, connection: sqlite3.Connection) -> None:
         application = connection.execute("PRAGMA application_id").fetchone()[0]
@@ -380,6 +378,22 @@ def _damaged(path: Path, error: Exception) -> StoreBrokenError:
         f"{path} is damaged ({error}): restore it from a backup, or move it away together with "
         f"{path.name}-wal to start without overrides"
     )
+
+
+def _require_entries(connection: sqlite3.Connection) -> None:
+    """Raises sqlite3.DatabaseError if the tree of the entries is damaged, or may lack a part.
+
+    A part may lack where pages belong to nothing.  If the audit is damaged, they may be its own:
+    that is found when it is read, and overrides do not depend on it.
+    """
+
+    def fault(scope: str) -> str:
+        found = str(connection.execute(f"PRAGMA quick_check{scope}").fetchone()[0])
+        return "" if found == "ok" else found
+
+    found = fault("(entries)") or (fault("") if not fault("(audit)") else "")
+    if found:
+        raise sqlite3.DatabaseError(" ".join(found.split()))
 
 
 def _stored(row: Iterable[Any]) -> StoredEntry:

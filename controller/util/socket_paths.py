@@ -37,7 +37,8 @@ def why_denied(address: str) -> str:
     """
     if not address.startswith("unix:"):
         return ""
-    path = socket_path(address).absolute()
+    # The operators' socket may lie elsewhere, behind a link.
+    path = Path(os.path.realpath(socket_path(address)))
     for directory in reversed(path.parents):
         if not directory.exists():
             return ""
@@ -63,7 +64,10 @@ def _denied(path: Path, right: int) -> str:
 
 
 def operators_path(path: Path) -> Path:
-    """Returns NAME-operators.sock for NAME.sock, and the operators' socket itself unchanged."""
+    """Returns NAME-operators.sock for NAME.sock, and the operators' socket itself unchanged.
+
+    It may be a link: a sidecar with `operators_directory` has the socket there.
+    """
     if path.stem.endswith(_OPERATORS):
         return path
     return path.with_name(f"{path.stem}{_OPERATORS}{path.suffix}")
@@ -74,3 +78,15 @@ def operators_address(address: str) -> str:
     if not address.startswith("unix:"):
         return address
     return f"unix:{operators_path(socket_path(address))}"
+
+
+def reading_addresses(address: str) -> tuple[str, ...]:
+    """Returns where a command that only reads asks, the first one first.
+
+    Where this process may open the operators' socket, it asks there: what engines and others ask on
+    the engines' socket then cannot keep it out.
+    """
+    operators = operators_address(address)
+    if operators == address or not os.access(socket_path(operators), os.W_OK):
+        return (address,)
+    return (operators, address)

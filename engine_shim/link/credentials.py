@@ -3,6 +3,7 @@
 The files are read for every session, so that what rotates is taken up when the next one opens.
 """
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -49,11 +50,19 @@ class EngineCredentials:
         return grpc.aio.secure_channel(target, tls, options=_CHANNEL_OPTIONS)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Returns the metadata that every call carries.  Raises OSError."""
-        token = _read(self.token_file)
-        if token is None:
+        """Returns the metadata that every call carries.
+
+        Raises OSError, also for a file that holds no token: gRPC would raise an error of its own at
+        the call.
+        """
+        content = _read(self.token_file)
+        if content is None:
             return ()
-        return (("authorization", f"Bearer {token.decode('ascii', 'replace').strip()}"),)
+        token = content.decode("ascii", "replace").strip()
+        if not (token.isascii() and token.isprintable()):
+            wrong = "the token is not one line of printable ASCII"
+            raise OSError(errno.EINVAL, wrong, self.token_file)
+        return (("authorization", f"Bearer {token}"),)
 
 
 def _read(path: str) -> bytes | None:

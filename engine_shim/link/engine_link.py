@@ -3,10 +3,15 @@
 Everything here that an engine step calls is non-blocking and raises nothing: no lock, no RPC, no
 wait.  A full socket drops the report and counts it; a dead agent is noticed, flagged, and replaced
 as soon as its successor runs.
+
+A process that the engine forks has a copy of the link and of its socket.  What it sent would count
+as the engine's, and what it read would be missing there, so it closes its copy before it does
+anything else.
 """
 
 import errno
 import logging
+import os
 import select
 import socket
 import struct
@@ -14,6 +19,7 @@ from collections import deque
 from dataclasses import dataclass
 from time import monotonic
 from typing import Final, Self
+from weakref import WeakSet
 
 from engine_shim.link import packets
 from engine_shim.link.errors import LinkStartError, PacketError
@@ -85,6 +91,7 @@ class EngineLink:
         # Packets of all losses, and of those that the present agent has not been sent.
         self._lost: list[bytes] = []
         self._untold: deque[bytes] = deque()
+        _links.add(self)
 
     @classmethod
     def start(
@@ -242,6 +249,13 @@ class EngineLink:
             self._disconnect("the link was closed")
             self._supervisor.stop()
 
+    def leave_to_parent(self) -> None:
+        """Gives up this copy, in a fork of the engine, which keeps the link as it was."""
+        self._closed = True
+        self._disconnect("the link is that of the process that forked this one")
+        self._supervisor.leave_to_parent()
+        self.steering.drop_plan()
+
     def _connected(self) -> socket.socket | None:
         """Returns the socket in use, or else that of a new agent if one has been started."""
         if self._socket is None and not self._closed:
@@ -304,6 +318,18 @@ class EngineLink:
             self._arrivals = select.poll()
             gone.close()
         self._sidecar, self._sidecar_detail = SidecarState.UNKNOWN, f"no agent: {why}"
+
+
+# The links of this process.
+_links: WeakSet[EngineLink] = WeakSet()
+
+
+def _leave_links_to_parent() -> None:
+    for link in tuple(_links):
+        link.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_links_to_parent)
 
 
 def steering_of(

@@ -121,6 +121,10 @@ class PlanFollower:
         self.taken += 1
         return True
 
+    def drop_plan(self) -> None:
+        """Chooses the safe default from now on, until a plan is accepted."""
+        self.plan, self.lease_end, self.source = None, _NEVER, Source.SAFE_DEFAULT
+
     def source_at(self, now: float) -> Source:
         """Returns where `choose` would take a choice from, without choosing."""
         if now < self.lease_end:

@@ -6,7 +6,6 @@ the engine does not start.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import pkgutil
 from collections.abc import Callable
@@ -40,6 +39,7 @@ from engine_shim.sglang.request_wishes import RequestWishes
 from engine_shim.sglang.runtime_switch import RuntimeSwitch
 from engine_shim.sglang.server_args import SteeredConfiguration
 from engine_shim.sglang.step_reports import StepTap
+from engine_shim.steering.at_exit import at_exit
 from engine_shim.steering.errors import HookError, PluginError
 from engine_shim.steering.losses import Losses
 from speculation.v1 import engine_pb2
@@ -194,7 +194,7 @@ class EngineStartup:
             raise PluginError(str(error)) from error
         tap = None
         if link is not None:
-            atexit.register(link.close)
+            at_exit(link.close)
             tap = StepTap(link, tuple(spec.fingerprint.graph_batch_sizes), eager, rows)
             self._graph_states.log()
             eager.log()
@@ -267,7 +267,7 @@ class EngineStartup:
         online = updates_for(worker, device, ranks.peers(), self._settings, self._orders, second)
         if not isinstance(online, OnlineUpdates):
             return None, online
-        atexit.register(online.close)
+        at_exit(online.close)
         return online, None
 
     def _collection(
@@ -302,7 +302,7 @@ class EngineStartup:
             return None, None
         except (OSError, VersionError) as error:
             raise PluginError(f"SPECULATION_SIGNALS_FOLDER: {error}") from error
-        atexit.register(collector.close)
+        at_exit(collector.close)
         return collector, deployment
 
 

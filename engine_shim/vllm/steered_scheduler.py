@@ -13,7 +13,6 @@ OpenAI-compatible API takes as `vllm_xargs`: `{"vllm_xargs": {"speculation": fal
 
 from __future__ import annotations
 
-import atexit
 import logging
 from collections.abc import Iterable, Mapping
 from time import perf_counter
@@ -23,6 +22,7 @@ from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.errors import LinkStartError
 from engine_shim.link.losses import reason_of
 from engine_shim.link.plan_follower import StepChoice
+from engine_shim.steering.at_exit import at_exit
 from engine_shim.steering.errors import HookError, UnsupportedEngineError
 from engine_shim.steering.losses import Losses
 from engine_shim.steering.row_groups import SPECULATION
@@ -203,7 +203,7 @@ def start(scheduler: Any, settings: VllmSettings) -> Steering:
         link = EngineLink.start(spec, settings, speculative.num_speculative_tokens)
     except LinkStartError as error:
         raise UnsupportedEngineError(str(error)) from error
-    atexit.register(link.close)
+    at_exit(link.close)
     tap = StepTap(
         link,
         gammas,

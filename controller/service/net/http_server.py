@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from controller.util.loopback import is_loopback_host
+from controller.util.supervisor import keep_thread
 
 # Requests at a time; more are asked to try again.
 REQUESTS_MAX: Final = 8
@@ -57,10 +58,19 @@ class HttpServer(ThreadingHTTPServer):
         # Sockets under way, and when they are cut off.
         self._until: dict[socket.socket, float] = {}
         super().__init__((host, port), handler)
+        self._name = name
+        self._thread = self._start()
+
+    def _start(self) -> threading.Thread:
         self._thread = threading.Thread(
-            target=self.serve_forever, args=(_LOOK_SECONDS,), name=name, daemon=True
+            target=self.serve_forever, args=(_LOOK_SECONDS,), name=self._name, daemon=True
         )
         self._thread.start()
+        return self._thread
+
+    async def keep(self) -> None:
+        """Watches the thread; when it has ended, starts it again and raises TaskEndedError."""
+        await keep_thread(self._thread, self._start)
 
     def server_bind(self) -> None:
         """Binds the socket without a look-up of the machine's own name."""

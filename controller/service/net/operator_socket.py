@@ -24,6 +24,7 @@ from types import MappingProxyType
 import structlog
 
 from controller.service.net import unix_socket
+from controller.service.net.unix_socket import SocketTakenError
 from controller.util import cancellation
 from controller.util.socket_paths import operators_path
 
@@ -55,15 +56,20 @@ class Peer:
 class OperatorSocket:
     """Serves operators on a socket of their own.
 
-    path: of the sidecar's own socket; this one lies beside it.
+    engines: path of the engines' socket.  directory: where this one lies; None: beside that one.
+    Elsewhere, a link beside the engines' socket leads to it, so that every command finds it by one
+    rule; an engine that does not have the directory cannot follow it.
 
     The operators' gRPC server has to be bound inside `binding` before `open`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = operators_path(path)
-        self._main = path
-        self._main_inode = self._inode = 0
+    def __init__(self, engines: Path, directory: Path | None = None) -> None:
+        beside = operators_path(engines)
+        self.path = beside if directory is None else directory / beside.name
+        self._link = None if self.path.absolute() == beside.absolute() else beside
+        self._main = engines
+        # Every file that was made, and its inode.
+        self._made: dict[Path, int] = {}
         # The inner socket's file, which has no name any more.
         self._inner: int | None = None
         self._peers: dict[str, Peer] = {}
@@ -88,13 +94,13 @@ class OperatorSocket:
             yield inner
             self._inner = os.open(inner, os.O_PATH)
             inner.unlink()
-        self._main_inode = self._main.stat().st_ino
+        self._made[self._main] = self._main.lstat().st_ino
 
     @property
     def lost(self) -> str:
         """Names the socket files that have gone, and the consequence; "" if all exist."""
-        bound = {self._main: self._main_inode, self.path: self._inode}
-        gone = [str(path) for path, inode in bound.items() if not unix_socket.is_own(path, inode)]
+        made = self._made.items()
+        gone = [str(path) for path, inode in made if not unix_socket.is_own(path, inode)]
         if not gone:
             return ""
         return (
@@ -104,17 +110,27 @@ class OperatorSocket:
 
     async def open(self) -> None:
         """Lets operators in.  Raises SocketTakenError."""
+        if self._link is not None:
+            # Before the socket is there, which a link that was left behind would lead to.
+            unix_socket.remove_if_dead(self._link)
         with unix_socket.claimed(self.path, _MODE):
             self._server = await asyncio.start_unix_server(self._enter, self.path)
-            self._inode = self.path.stat().st_ino
+            self._made[self.path] = self.path.lstat().st_ino
+        if self._link is not None:
+            try:
+                self._link.symlink_to(self.path.absolute())
+            except OSError as error:
+                raise SocketTakenError(f"{self._link} cannot be made: {error.strerror}") from error
+            self._made[self._link] = self._link.lstat().st_ino
 
     async def close(self) -> None:
         """Ends all connections and removes the socket files that are still this sidecar's."""
         if self._server is not None:
             self._server.close()
-            unix_socket.remove_own(self.path, self._inode)
             self._server = None
-        unix_socket.remove_own(self._main, self._main_inode)
+        for path, inode in self._made.items():
+            unix_socket.remove_own(path, inode)
+        self._made.clear()
         await cancellation.end(self._connections)
         if self._inner is not None:
             os.close(self._inner)

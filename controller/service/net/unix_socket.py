@@ -45,7 +45,7 @@ def claimed(path: Path, mode: int = _MODE) -> Iterator[None]:
         ) from error
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
-        _remove_if_dead(path)
+        remove_if_dead(path)
         umask = os.umask(0o777 & ~mode)
         try:
             yield
@@ -56,10 +56,18 @@ def claimed(path: Path, mode: int = _MODE) -> Iterator[None]:
         os.close(directory)
 
 
-def _remove_if_dead(path: Path) -> None:
+def remove_if_dead(path: Path) -> None:
+    """Removes the socket, or the link to one, that a sidecar has left behind.
+
+    Raises SocketTakenError if it is served, or is something else.
+    """
     try:
         mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            mode = path.stat().st_mode
     except FileNotFoundError:
+        # There is nothing, or a link to nothing.
+        path.unlink(missing_ok=True)
         return
     if not stat.S_ISSOCK(mode):
         raise SocketTakenError(f"{path} exists and is not a socket: remove it or name another path")

@@ -26,6 +26,8 @@ _HOLDS = {True: "as expected", False: "OTHERWISE", None: "not injected"}
 def faults(
     only: Annotated[list[str] | None, typer.Option(help="This fault; may be repeated.")] = None,
     kills: Annotated[int, typer.Option(min=1, help="At random instants.")] = 200,
+    damages: Annotated[int, typer.Option(min=1, help="To the database of overrides.")] = 1000,
+    full_disks: Annotated[int, typer.Option(min=1, help="Under a store that writes.")] = 100,
     engine: Annotated[
         bool, typer.Option("--engine/--no-engine", help="Those at a real SGLang, too.")
     ] = True,
@@ -38,7 +40,10 @@ def faults(
     os.dup2(log.fileno(), sys.stderr.fileno())
     console = Console()
     with on_stage() as stage:
-        every = [*linked_faults(kills), *(engine_faults(stage) if engine else ())]
+        every = [
+            *linked_faults(kills, damages, full_disks),
+            *(engine_faults(stage) if engine else ()),
+        ]
         known = [fault.name for fault in every]
         if only is not None and (unknown := sorted(set(only) - set(known))):
             console.print(f"no fault {', '.join(unknown)}; there are {', '.join(known)}")

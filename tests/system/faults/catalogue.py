@@ -1,6 +1,7 @@
 """Every fault that is injected without an engine's model, and what is expected of it."""
 
 from tests.system.faults import (
+    damage_faults,
     kill_faults,
     link_faults,
     redis_faults,
@@ -15,7 +16,7 @@ _ON = "the plan goes on, no safe default"
 _REDIS = f"{_ON}; new overrides refused with the reason, those acknowledged in force"
 
 
-def linked_faults(kills: int) -> tuple[Fault, ...]:
+def linked_faults(kills: int, damages: int, full_disks: int) -> tuple[Fault, ...]:
     """At a real `controller serve` and a real agent; the engine's steps are made up."""
     return (
         Fault(
@@ -91,6 +92,20 @@ def linked_faults(kills: int) -> tuple[Fault, ...]:
             "state and record directories on a tmpfs of 256 KiB that is filled",
             f"{_ON}; overrides refused; what was acknowledged is there after a restart",
             state_faults.disk_full,
+            quick=True,
+        ),
+        Fault(
+            "state-disk-full-at-random",
+            f"a disk of 256 KiB that is full at some instant of a store's life, {full_disks} times",
+            "what was acknowledged is there, and no more, also after a start on the full disk",
+            state_faults.disk_full_at_random(full_disks),
+            quick=True,
+        ),
+        Fault(
+            "database-damaged",
+            f"a bit, a sector, a page or the end of overrides.db changed, {damages} copies",
+            "refused with its name, or all that was acknowledged is there",
+            damage_faults.damaged(damages),
             quick=True,
         ),
         Fault(

@@ -37,11 +37,15 @@ _STILLBORN = 4
 
 @dataclass
 class Acknowledged:
-    """What sidecars have acknowledged, over all their lives; under way: asked and not answered."""
+    """What sidecars have acknowledged, over all their lives.
+
+    under_way: asked and not answered.  settled: those of them that were cleared afterwards.
+    """
 
     pinned: dict[str, int] = field(default_factory=dict)
     cleared: set[str] = field(default_factory=set)
     under_way: set[str] = field(default_factory=set)
+    settled: set[str] = field(default_factory=set)
     pushed: list[Profile] = field(default_factory=list)
     installed: list[str] = field(default_factory=list)
 
@@ -85,6 +89,11 @@ class Writers:
         stub = policy_pb2_grpc.PolicyServiceStub(self._channels[number])
         known = self._known
         kept = [name for name in known.certain() if name.endswith(f"-{number}")]
+        # What was asked when a sidecar died may be in force: after many lives it would be too many.
+        for name in sorted(known.under_way - known.settled):
+            if name.endswith(f"-{number}"):
+                stub.ClearOverride(_clear(name), timeout=PATIENCE_SECONDS)
+                known.settled.add(name)
         count = 0
         while True:
             count += 1
@@ -97,10 +106,7 @@ class Writers:
             if len(kept) > _KEPT:
                 over = kept.pop(0)
                 known.under_way.add(over)
-                stub.ClearOverride(
-                    policy_pb2.ClearOverrideRequest(override_id=over, author="ann", reason="done"),
-                    timeout=PATIENCE_SECONDS,
-                )
+                stub.ClearOverride(_clear(over), timeout=PATIENCE_SECONDS)
                 known.cleared.add(over)
                 known.under_way.discard(over)
 
@@ -135,6 +141,12 @@ def _request(name: str, gamma: int) -> policy_pb2.SetOverrideRequest:
             reason="until the next kill",
         ),
         for_ever=True,
+    )
+
+
+def _clear(name: str) -> policy_pb2.ClearOverrideRequest:
+    return policy_pb2.ClearOverrideRequest(
+        override_id=name, author="ann", reason="done", allow_missing=True
     )
 
 

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import grpc
+import psutil
 from grpc_health.v1 import health_pb2
 
 from engine_shim.link.packets import ReportPacket
@@ -34,6 +35,8 @@ _DELAY_SECONDS = 1.0
 _LOWER_GAMMA = PINNED_GAMMA - 2
 _RENEWALS = 3
 _DROPPED = 500
+# More than buffers of 256 reports and of sockets hold.
+_PILE_MEGABYTES = 16.0
 
 
 def went_on(here: Scene, seen: Seen, since: float) -> None:
@@ -75,6 +78,24 @@ def steered_again(
     seen.that("the override is in force", PIN in in_force, in_force)
 
 
+def returned(here: Scene, seen: Seen, moment: float) -> None:
+    """Since the moment the engine ran nothing but the plan and its safe default."""
+    ran = {(one.source, one.gamma) for one in here.drive.since(moment)}
+    wanted = {(Source.PLAN, PINNED_GAMMA), (Source.SAFE_DEFAULT, SAFE_GAMMA)}
+    seen.that("no other plan ran", ran <= wanted, ran)
+
+
+def megabytes(*pids: int) -> float:
+    """What the processes hold together."""
+    return sum(psutil.Process(pid).memory_info().rss for pid in pids) / 1e6
+
+
+def nothing_piled_up(seen: Seen, before: float, after: float) -> None:
+    """What came while one process was stopped took no memory of the two that remains."""
+    seen.figure("grown_megabytes", after - before)
+    seen.that("nothing has piled up", after - before < _PILE_MEGABYTES, after - before)
+
+
 def _agent(here: Scene) -> int:
     pid = here.drive.engine.link.status().agent_pid
     assert pid is not None
@@ -103,6 +124,7 @@ def agent_stopped(place: Path, seen: Seen) -> None:
     """For as long as lease and grace, and then continued."""
     with scene(place, environment=SHORT, grace_seconds=SHORT_GRACE_SECONDS) as here:
         moment, agent = time.monotonic(), _agent(here)
+        before = megabytes(agent, here.sidecars.pid)
         os.kill(agent, signal.SIGSTOP)
         here.drive.wait_for(Source.SAFE_DEFAULT, moment)
         here.drive.wait_for_steps()
@@ -110,6 +132,8 @@ def agent_stopped(place: Path, seen: Seen) -> None:
         moment = time.monotonic()
         os.kill(agent, signal.SIGCONT)
         steered_again(here, seen, moment)
+        returned(here, seen, moment)
+        nothing_piled_up(seen, before, megabytes(agent, here.sidecars.pid))
         seen.that("the same agent", _agent(here) == agent, _agent(here))
 
 

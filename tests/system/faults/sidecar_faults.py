@@ -25,7 +25,14 @@ from tests.system.faults.driving import (
     scene,
 )
 from tests.system.faults.fault import Seen
-from tests.system.faults.link_faults import left_alone, steered_again, went_on
+from tests.system.faults.link_faults import (
+    left_alone,
+    megabytes,
+    nothing_piled_up,
+    returned,
+    steered_again,
+    went_on,
+)
 
 _STORM = 20
 _CROWD = 64
@@ -47,7 +54,9 @@ def killed(place: Path, seen: Seen) -> None:
 def stopped(place: Path, seen: Seen) -> None:
     """For as long as lease and grace, and then continued."""
     with scene(place, environment=SHORT, grace_seconds=SHORT_GRACE_SECONDS) as here:
-        moment = time.monotonic()
+        moment, agent = time.monotonic(), here.drive.engine.link.status().agent_pid
+        assert agent is not None
+        before = megabytes(agent, here.sidecars.pid)
         os.kill(here.sidecars.pid, signal.SIGSTOP)
         here.drive.wait_for(Source.SAFE_DEFAULT, moment)
         here.drive.wait_for_steps()
@@ -55,6 +64,8 @@ def stopped(place: Path, seen: Seen) -> None:
         moment = time.monotonic()
         os.kill(here.sidecars.pid, signal.SIGCONT)
         steered_again(here, seen, moment)
+        returned(here, seen, moment)
+        nothing_piled_up(seen, before, megabytes(agent, here.sidecars.pid))
 
 
 def two_at_one_place(place: Path, seen: Seen) -> None:

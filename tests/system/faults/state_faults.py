@@ -1,16 +1,21 @@
 """Faults of what the sidecar keeps: a full disk, a clock that is set, half a profile."""
 
+import asyncio
 import contextlib
 import os
+import random
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 
+from controller.store.file_store import FileStore
+from controller.store.interface import Actor, ConflictError, Entry, StoreUnavailableError
 from controller.util.exit_codes import Exit
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
@@ -23,6 +28,10 @@ from tests.system.faults.link_faults import new_session, steered_again, went_on
 _DAY_SECONDS = 86_400
 _FAKETIME = "/usr/lib/*/faketime/libfaketimeMT.so.1"
 _TTL_SECONDS = 3.0
+_ANN = Actor("ann", "a fault is injected", "uid 1000")
+# Changes that a full disk refuses, before the next start.
+_REFUSALS = 5
+_CLEAR_SHARE = 0.2
 
 
 def disk_full(place: Path, seen: Seen) -> None:
@@ -54,6 +63,73 @@ def disk_full(place: Path, seen: Seen) -> None:
             here.sidecars.restart()
             in_force = here.operator.in_force()
             seen.that("it starts on a full disk, too", in_force == acknowledged, in_force)
+
+
+def disk_full_at_random(count: int) -> Callable[[Path, Seen], None]:
+    """An injection of so many disks that are full at some instant of a store's life."""
+
+    def inject(place: Path, seen: Seen) -> None:
+        rng = random.Random()
+        lost: list[str] = []
+        acknowledged = refused = 0
+        with _small_disk(place) as disk:
+            for _ in range(count):
+                known, refusals, wrong = asyncio.run(_filled_life(disk, rng))
+                acknowledged, refused, lost = acknowledged + known, refused + refusals, lost + wrong
+        seen.that(f"{count} full disks: what was acknowledged, and no more", not lost, lost[:5])
+        seen.figure("changes_acknowledged", acknowledged)
+        seen.figure("changes_refused", refused)
+        seen.figure("lost_or_wrong", len(lost))
+
+    return inject
+
+
+async def _filled_life(disk: Path, rng: random.Random) -> tuple[int, int, list[str]]:
+    """Changes that were acknowledged and refused, and what is not as it was acknowledged."""
+    state, filler = disk / "state", disk / "filler"
+    filler.write_bytes(b"\0" * rng.randrange(150_000))
+    known: dict[str, tuple[int, str]] = {}
+    acknowledged = refused = 0
+    store = FileStore(state)
+    await store.open(lambda: None)
+    while refused < _REFUSALS:
+        name = f"o{rng.randrange(40)}"
+        try:
+            revision = known[name][0] if name in known else None
+            if revision is not None and rng.random() < _CLEAR_SHARE:
+                await store.clear(name, revision, _ANN)
+                del known[name]
+            else:
+                body = "x" * rng.randrange(1, 3000)
+                known[name] = (
+                    (await store.write(name, body, None, revision or 0, _ANN)).revision,
+                    body,
+                )
+            acknowledged += 1
+        except ConflictError:
+            continue  # it was cleared, and its id is not taken again
+        except StoreUnavailableError:
+            refused += 1
+    wrong = _differs("while it is full", await store.entries(), known)
+    await store.close()
+    for when in ("after a start on the full disk", "after a start with room"):
+        store = FileStore(state)
+        await store.open(lambda: None)
+        wrong += _differs(when, await store.entries(), known)
+        await store.close()
+        filler.unlink(missing_ok=True)
+    shutil.rmtree(state)
+    return acknowledged, refused, wrong
+
+
+def _differs(when: str, entries: Sequence[Entry], known: dict[str, tuple[int, str]]) -> list[str]:
+    """Names the overrides that are not as they were acknowledged."""
+    found = {it.override_id: (it.revision, it.body) for it in entries if not it.ended}
+    return [
+        f"{name} {when}"
+        for name in known.keys() | found.keys()
+        if known.get(name) != found.get(name)
+    ]
 
 
 def _until_refused(here: Scene) -> tuple[set[str], str]:

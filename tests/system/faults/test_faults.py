@@ -6,7 +6,9 @@ from tests.system.faults.catalogue import linked_faults
 from tests.system.faults.fault import Fault, injected
 
 _KILLS = 6
-QUICK = [fault for fault in linked_faults(_KILLS) if fault.quick]
+_DAMAGES = 40
+_FULL_DISKS = 4
+QUICK = [fault for fault in linked_faults(_KILLS, _DAMAGES, _FULL_DISKS) if fault.quick]
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,8 @@ FOREIGN = Path(__file__).parent / "foreign"
 VERSIONS = ("1.29", kubernetes_validate.latest_version())
 LABEL = "speculation-controller/engine"
 VOLUMES = {
-    "speculation-socket", "speculation-settings", "speculation-policy", "speculation-state"
+    "speculation-socket", "speculation-operators", "speculation-settings", "speculation-policy",
+    "speculation-state",
 }  # fmt: skip
 KINDS = ("deployment", "statefulset", "leaderworkerset")
 
@@ -154,6 +155,8 @@ def test_shim_sidecar_and_profile_mean_the_same_socket(
     file.write_text(settings["controller.yaml"])
     monkeypatch.setenv("CONTROLLER_CONFIG", str(file))
     address = Settings.load().address
+    (sidecar,) = (item for item in pod["initContainers"] if item["name"] == "controller")
+    operators = by_name(sidecar["env"])["CONTROLLER_OPERATORS_DIRECTORY"]["value"]
     engine = pod["containers"][0]
     for item in engine["env"]:
         if item["name"].startswith("SPECULATION_"):
@@ -161,6 +164,13 @@ def test_shim_sidecar_and_profile_mean_the_same_socket(
     assert LinkSettings.load().sidecar == address
     step = by_name(pod["initContainers"])["profile"]
     assert by_name(step["env"])["CONTROLLER_ADDRESS"]["value"] == address
+    # The operators' socket is for the added containers alone, whatever user the engine is.
+    for container in pod["initContainers"][-2:]:
+        (mount,) = (m for m in container["volumeMounts"] if m["name"] == "speculation-operators")
+        assert mount["mountPath"] == operators
+    for container in (*pod["containers"], *pod["initContainers"][:-2]):
+        mounts = container.get("volumeMounts", [])
+        assert "speculation-operators" not in {mount["name"] for mount in mounts}
     for container in (engine, *pod["initContainers"][-2:]):
         (mount,) = (m for m in container["volumeMounts"] if m["name"] == "speculation-socket")
         assert f"unix:{mount['mountPath']}/controller.sock" == address

@@ -56,9 +56,10 @@ def test_it_has_the_time_that_its_settings_give_it_to_stop():
 def test_socket_and_state_lie_where_systemd_makes_room_for_them():
     unit = read_unit(SIDECAR)
     assert unit["Service", "ProtectSystem"] == ["strict"]
-    (runtime,) = unit["Service", "RuntimeDirectory"]
+    runtime, operators = unit["Service", "RuntimeDirectory"][0].split()
     (state,) = unit["Service", "StateDirectory"]
     assert settings().socket_path.parent == Path("/run") / runtime
+    assert settings().operators_directory == Path("/run") / operators
     for path in (settings().state_directory, settings().profile_directory):
         assert path is not None
         assert path.parent == Path("/var/lib") / state
@@ -71,6 +72,11 @@ def test_the_engine_may_open_the_socket():
     assert engine["Service", "SupplementaryGroups"] == [group]
     assert engine["Service", "User"] != sidecar["Service", "User"]
     assert sidecar["Service", "RuntimeDirectoryMode"] == ["0750"]
+
+
+def test_the_engine_s_unit_does_not_have_the_operators_socket():
+    hidden = read_unit(ENGINE)["Service", "InaccessiblePaths"]
+    assert hidden == [f"-{settings().operators_directory}"]
 
 
 def test_the_engine_goes_on_without_the_sidecar():

@@ -127,9 +127,9 @@ async def test_all_is_well(tmp_path: Path, http: Http, monkeypatch: pytest.Monke
         found = await examined(tmp_path, address="", engine_url=http.url)
         assert levels(found) == dict.fromkeys(
             (
-                "settings", "socket", "sidecar", "version", "clock", "store", "engine engine-0",
-                "shim of engine-0", "profile of engine-0", "engine HTTP", "plugin",
-                "state directory", "disk", "health port",
+                "settings", "socket", "operators", "sidecar", "version", "clock", "store",
+                "engine engine-0", "shim of engine-0", "profile of engine-0", "engine HTTP",
+                "plugin", "state directory", "disk", "health port",
             ),
             "ok",
         )  # fmt: skip

@@ -18,6 +18,7 @@ from controller.store import database as database_module
 from controller.store.database import Database
 from controller.store.file_store import FileStore
 from controller.store.interface import (
+    LIVE_ENTRIES_MAX,
     PROFILES,
     Actor,
     ConflictError,
@@ -185,6 +186,31 @@ async def test_damage_to_the_audit_is_a_typed_error_and_overrides_go_on(tmp_path
     await store.close()
 
 
+async def test_no_override_disappears_with_a_page_in_the_place_of_another(tmp_path: Path):
+    database = await filled(tmp_path / "whole", 200)
+    content = database.read_bytes()
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        (root,) = connection.execute(
+            "SELECT rootpage FROM sqlite_master WHERE name = 'entries'"
+        ).fetchone()
+    pages = len(content) // 4096
+    refused = 0
+    for other in range(1, pages):
+        data, here, there = bytearray(content), (root - 1) * 4096, other * 4096
+        data[here : here + 4096] = content[there : there + 4096]
+        data[there : there + 4096] = content[here : here + 4096]
+        (folder := tmp_path / str(other)).mkdir()
+        (folder / "overrides.db").write_bytes(data)
+        store = await opened_in_spite(folder)
+        if store is None:
+            refused += 1
+            continue
+        assert len(await store.entries()) == 200
+        await store.close()
+    # Each but the one that takes its own place.
+    assert refused >= pages - 2 > 5
+
+
 async def opened_in_spite(folder: Path) -> FileStore | None:
     """None where the damage is found at the start already."""
     try:
@@ -298,7 +324,7 @@ async def test_an_audit_that_is_read_beside_writes_is_never_called_damaged(tmp_p
         return count
 
     readers = [asyncio.create_task(read()) for _ in range(3)]
-    for number in range(300):
+    for number in range(LIVE_ENTRIES_MAX):
         await store.write(f"o{number}", "x" * 300, None, 0, ANN)
     stop = True
     assert min(await asyncio.gather(*readers)) > 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import structlog
 
 from controller.service.net import operator_socket
 from controller.service.net.unix_socket import SocketTakenError
@@ -112,7 +114,9 @@ async def test_an_access_list_with_users_decides_among_them(tmp_path: Path):
         assert await Called(running.operators).override("o1") is OK
         assert "guests has not the right to override" in await as_user(NOBODY, path, "o2")
         access.write_text("read uid:0 root\n")
-        await asyncio.sleep(1.1)
+        with structlog.testing.capture_logs() as lines:
+            await until(lambda: lines)
+        assert lines[0]["event"] == "access_read"
         assert await Called(running.operators).override("o3") is DENIED
         assert "does not know uid 65534" in await as_user(NOBODY, path, "o4")
 
@@ -186,3 +190,61 @@ async def test_after_a_kill_the_sockets_left_behind_are_taken_over(tmp_path: Pat
         code, text = await failure(stub.SetOverride(asked("o2", off=True)))
         assert code is DENIED
         assert str(operators_path(main)) in text
+
+
+async def test_in_a_directory_of_its_own_it_is_found_by_a_link(tmp_path: Path):
+    own = tmp_path / "operators" / "controller-operators.sock"
+    beside = operators_path(tmp_path / "controller.sock")
+    own.parent.mkdir()
+    # What sidecars that were killed have left behind: one had it elsewhere, the other one here.
+    for left in (tmp_path / "gone" / "controller-operators.sock", own):
+        beside.symlink_to(left)
+        if left == own:
+            with socket.socket(socket.AF_UNIX) as dead:
+                dead.bind(str(own))
+        async with serving(tmp_path, operators_directory=own.parent) as running:
+            assert stat.S_IMODE(own.lstat().st_mode) == 0o600
+            assert beside.readlink() == own
+            await set_(running, scope=FLEET, off=True)
+            with pytest.raises(SocketTakenError):
+                async with serving(tmp_path, operators_directory=own.parent):
+                    pass
+            assert not running.sidecar.operator_socket.lost
+            beside.unlink()
+            assert str(beside) in running.sidecar.operator_socket.lost
+        assert not own.exists()
+        assert not beside.is_symlink()
+
+
+async def test_a_file_where_the_link_would_be_refuses_the_start_and_stays(tmp_path: Path):
+    beside = operators_path(tmp_path / "controller.sock")
+    beside.write_text("mine")
+    with pytest.raises(SocketTakenError, match="is not a socket"):
+        async with serving(tmp_path, operators_directory=tmp_path / "operators"):
+            pass
+    assert beside.read_text() == "mine"
+
+
+def test_who_may_not_enter_that_directory_is_told(tmp_path: Path):
+    own = tmp_path / "operators" / "controller-operators.sock"
+    own.parent.mkdir()
+    beside = operators_path(tmp_path / "controller.sock")
+    beside.symlink_to(own)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == os.getuid() and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o711)
+    own.parent.chmod(0o700)
+    program = (
+        "import os, sys\n"
+        "from controller.util.socket_paths import why_denied\n"
+        "if os.getuid() == 0: os.setuid(65534)\n"
+        "print(why_denied(sys.argv[1]))\n"
+    )
+    if os.getuid() != 0:
+        own.parent.chmod(0)
+    done = subprocess.run(
+        [sys.executable, "-c", program, f"unix:{beside}"],
+        env=ENVIRONMENT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    own.parent.chmod(0o700)
+    assert f"permission denied: {own.parent} has mode" in done.stdout

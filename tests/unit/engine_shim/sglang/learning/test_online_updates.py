@@ -1,10 +1,12 @@
 """A drafter that learns, with a real trainer and no engine around it."""
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -30,6 +32,8 @@ from tests.support.training_rounds import (
 )
 
 GAMMA = 3
+# What some thousand steps may take, with the caches of torch.
+MEMORY_BYTES = 32 * 1024 * 1024
 
 
 class Driver:
@@ -259,6 +263,27 @@ def block_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made.request("first")
     yield made
     made.online.close()
+
+
+@pytest.mark.nightly
+def test_a_trainer_that_is_stopped_holds_up_nobody_and_goes_on_later(driver: Driver) -> None:
+    driver.until(lambda: driver.counters.updates > 2)
+    trainer, engine = driver.online._trainer.process, psutil.Process()
+    trainer.send_signal(signal.SIGSTOP)
+    # The round that was under way may have been answered before.
+    for _ in range(20):
+        driver.step(2)
+    updates, weights = driver.counters.updates, driver.weights()
+    memory, descriptors = engine.memory_info().rss, engine.num_fds()
+    for _ in range(1000):
+        driver.step(2)
+    assert driver.counters.updates == updates
+    assert torch.equal(driver.weights(), weights)
+    assert engine.memory_info().rss - memory < MEMORY_BYTES
+    assert engine.num_fds() <= descriptors
+    trainer.send_signal(signal.SIGCONT)
+    driver.until(lambda: driver.counters.updates > updates + 2)
+    assert trainer.poll() is None
 
 
 def test_a_block_drafter_learns_its_own_drafts_from_longer_ones(block_driver: Driver) -> None:

@@ -1,0 +1,80 @@
+"""Who is connected to the engines' socket, asked of the real kernel."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from controller.doctor import Level
+from controller.doctor.callers import check_callers
+from controller.doctor.finding import Finding
+from tests.support.service_harness import ENVIRONMENT, serving
+from tests.unit.controller.doctor.test_local import public
+
+__all__ = ["public"]
+
+NOBODY = 65_534
+CONNECT = """
+import os, socket, sys
+os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
+caller = socket.socket(socket.AF_UNIX)
+caller.connect(sys.argv[1])
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+def checked(engines: Path, proc: Path) -> Finding:
+    (found,) = check_callers(engines, proc)
+    return found
+
+
+async def test_the_sidecars_user_in_another_container_is_an_operator(tmp_path: Path):
+    (elsewhere := tmp_path / "proc").mkdir()  # of a container whose processes are not seen
+    path = tmp_path / "controller.sock"
+    async with serving(tmp_path):
+        assert checked(path, elsewhere).level is Level.OK
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(path))
+            found = checked(path, elsewhere)
+            assert found.level is Level.WARN
+            assert ("root" if os.getuid() == 0 else f"uid {os.getuid()}") in found.found
+            assert str(tmp_path / "controller-operators.sock") in found.found
+            assert "operators_directory" in found.fix
+            # The same process, seen: it is the operator's own.
+            assert checked(path, Path("/proc")).level is Level.OK
+        assert checked(path, elsewhere).level is Level.OK
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's place")
+async def test_an_engine_with_a_user_of_its_own_is_none(public: Path):
+    (elsewhere := public / "proc").mkdir()
+    path = public / "controller.sock"
+    async with serving(public):
+        path.chmod(0o666)
+        with subprocess.Popen(  # noqa: ASYNC220  # it is only started here
+            [sys.executable, "-c", CONNECT, str(path), str(NOBODY)],
+            env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        ) as engine:  # fmt: skip
+            assert engine.stdout is not None
+            assert engine.stdout.readline() == "connected\n"
+            assert checked(path, elsewhere).level is Level.OK
+            engine.communicate()
+
+
+async def test_sockets_in_two_directories_are_well_whoever_calls(tmp_path: Path):
+    (elsewhere := tmp_path / "proc").mkdir()
+    path = tmp_path / "controller.sock"
+    async with serving(tmp_path, operators_directory=tmp_path / "operators"):
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(path))
+            found = checked(path, elsewhere)
+    assert found.level is Level.OK
+    assert str(tmp_path / "operators" / "controller-operators.sock") in found.found
+
+
+def test_without_sockets_there_is_nothing_to_say(tmp_path: Path):
+    assert list(check_callers(tmp_path / "controller.sock")) == []
