@@ -23,7 +23,7 @@ from controller.cli import (
     simulate,
     top,
 )
-from controller.cli.output import Output, OutputOption, show_one
+from controller.cli.output import Output, OutputOption, print_error, print_line, show_one
 from controller.util.exit_codes import Exit
 
 app = typer.Typer(
@@ -74,7 +74,7 @@ def version(output: OutputOption = Output.TABLE) -> None:
     import controller
 
     found = controller.__version__
-    show_one("Version", {"version": found}, output, [found], lambda: print(found))
+    show_one("Version", {"version": found}, output, [found], lambda: print_line(found))
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
         raise
     except UnicodeEncodeError as error:
         # An argument was no UTF-8, and stands in a message to the sidecar or on the screen.
-        typer.echo(f"controller: {ascii(error.object)[:200]} is not UTF-8 text", err=True)
+        print_error(f"controller: {ascii(error.object)[:200]} is not UTF-8 text")
         raise SystemExit(Exit.USAGE) from error
 
 

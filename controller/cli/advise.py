@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from controller.cli.output import Output, OutputOption, show_one
+from controller.cli.output import Output, OutputOption, print_error, print_line, show_one
 from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ def advise(
 
     def tell() -> None:
         for row in rows:
-            print(f"{row['name']}: {row['train']} train, {row['serve']} serve")
+            print_line(f"{row['name']}: {row['train']} train, {row['serve']} serve")
         plain = untrained == 1
         against = "no speculation" if plain else f"speculation at {untrained:g}x, untrained"
-        print(f"throughput: {found.relative:.3f} of all cards serving with {against}")
-        print(f"pays from a speedup of {found.break_even:.3f} on; {speedup:g} is expected")
+        print_line(f"throughput: {found.relative:.3f} of all cards serving with {against}")
+        print_line(f"pays from a speedup of {found.break_even:.3f} on; {speedup:g} is expected")
         if not found.pays:
-            print("advice: let all cards serve, and do not train")
+            print_line("advice: let all cards serve, and do not train")
 
     values = {
         "pools": rows, "throughput": found.relative, "break_even_speedup": found.break_even,
@@ -82,5 +82,5 @@ def _pool(text: str) -> "Pool":
 
 
 def _refuse(fault: str) -> NoReturn:
-    typer.echo(f"controller advise: {' '.join(fault.splitlines())}", err=True)
+    print_error(f"controller advise: {' '.join(fault.splitlines())}")
     raise typer.Exit(Exit.USAGE)

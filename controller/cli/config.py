@@ -1,11 +1,18 @@
 """Implements `controller config`: the settings of a sidecar, and where each value comes from."""
 
-from json import dumps
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controller.cli.output import Column, Listing, Output, OutputOption, show
+from controller.cli.output import (
+    Column,
+    Listing,
+    Output,
+    OutputOption,
+    print_error,
+    print_json,
+    show,
+)
 from controller.cli.serve import flags_of, serve
 from controller.util.exit_codes import Exit
 
@@ -42,13 +49,13 @@ def config(
         settings, sources = Settings.read(flags, file)
         _require_a_redis(settings)
     except SpeculationError as error:
-        typer.echo(f"controller config: {error}", err=True)
+        print_error(f"controller config: {error}")
         raise typer.Exit(Exit.USAGE) from error
     if check:
         return
     rows = _rows(settings, sources)
     if json:
-        print(dumps(rows, indent=2))
+        print_json(rows, indent=2)
     else:
         show(_SETTINGS, rows, output)
 

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from controller.cli.output import print_error
 from controller.util.exit_codes import Exit
+from controller.util.printable import printable
 
 if TYPE_CHECKING:
     import grpc
@@ -47,6 +49,7 @@ def for_operators(address: str) -> str:
 def connected(address: str, hints: Mapping[Exit, str] | None = None) -> "Iterator[grpc.Channel]":
     """Opens a channel; an error of a call ends the command with one line, and an exit code for it.
 
+    address: of the sidecar, for calls that only read; `for_operators` of it for all others.
     hints: what to say after the error, by exit code.
     """
     import os
@@ -54,13 +57,18 @@ def connected(address: str, hints: Mapping[Exit, str] | None = None) -> "Iterato
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import grpc
 
+    from controller.client.paging import EndlessListError
+
     try:
         with open_channel(address) as channel:
             yield channel
+    except EndlessListError as error:
+        print_error(f"controller: {error}")
+        raise typer.Exit(Exit.FAILED) from error
     except grpc.RpcError as error:
         details, code = _failure(address, error)
         hint = (hints or {}).get(code, "")
-        typer.echo(f"controller: {details}{hint and '; '}{hint}", err=True)
+        print_error(printable(f"controller: {details}{hint and '; '}{hint}"))
         raise typer.Exit(code) from error
 
 
@@ -109,16 +117,17 @@ def is_away(error: "grpc.RpcError") -> bool:
 def open_channel(address: str) -> "grpc.Channel":
     """Opens a channel with the credentials that the environment names.
 
-    Ends the command when that cannot be used.
+    address: as of `connected`.  Ends the command when they cannot be used.
     """
     from controller.client.credentials import Credentials, CredentialsError
+    from controller.client.reading_channel import reading_channel
 
     try:
         credentials = Credentials.for_address(address)
     except CredentialsError as error:
-        typer.echo(f"controller: {error}", err=True)
+        print_error(f"controller: {error}")
         raise typer.Exit(Exit.USAGE) from error
-    channel = credentials.channel(address)
+    channel = reading_channel(credentials, address)
     return _with_metadata(channel, credentials.metadata()) if credentials.token else channel
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from controller.cli.output import Output, OutputOption, show_one
+from controller.cli.output import Output, OutputOption, print_error, print_line, show_one
 from controller.util.exit_codes import Exit
 
 
@@ -44,12 +44,12 @@ def convert(
         _refuse(str(error), error)
     show_one(
         "ConvertedFile", {"path": target, "cells": cells}, output, [str(target)],
-        lambda: print(f"{target}: {cells} cells"),
+        lambda: print_line(f"{target}: {cells} cells"),
     )  # fmt: skip
 
 
 def _refuse(fault: str, error: Exception) -> NoReturn:
-    typer.echo(f"controller convert: {' '.join(fault.splitlines())}", err=True)
+    print_error(f"controller convert: {' '.join(fault.splitlines())}")
     raise typer.Exit(Exit.USAGE) from error
 
 

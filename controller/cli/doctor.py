@@ -1,13 +1,19 @@
 """Implements `controller doctor`: checks a pod from inside and names what to fix."""
 
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from controller.cli.connection import checked_address
-from controller.cli.output import DOCUMENTS, Output, OutputOption, print_document, printable
+from controller.cli.output import (
+    DOCUMENTS,
+    Output,
+    OutputOption,
+    print_document,
+    print_json,
+    print_line,
+)
 from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -65,7 +71,7 @@ def doctor(
         for it in findings
     ]
     if json:
-        print(dumps(rows, indent=2))
+        print_json(rows, indent=2)
     elif not shown:
         print_document("FindingList", {"items": rows}, output)
     if any(finding.level is Level.FAIL for finding in findings):
@@ -92,12 +98,10 @@ def _findings(
 
 
 def _print(finding: "Finding") -> None:
-    print(
-        f"{finding.level.value:5}{printable(finding.check)}: {printable(finding.found)}", flush=True
-    )
+    print_line(f"{finding.level.value:5}{finding.check}: {finding.found}")
     if finding.fix:
-        print(f"     -> {printable(finding.fix)}", flush=True)
+        print_line(f"     -> {finding.fix}")
 
 
 def _print_name(finding: "Finding") -> None:
-    print(printable(finding.check), flush=True)
+    print_line(finding.check)

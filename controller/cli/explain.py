@@ -19,6 +19,7 @@ from controller.cli.output import (
     Output,
     OutputOption,
     plain_values,
+    print_line,
     print_words,
     show,
     show_one,
@@ -58,8 +59,9 @@ def engines(
         return
     for status in answer.engines:
         for line in lost_text(status.engine.lost).splitlines():
-            print(f"{status.engine.engine_id}: {line}")
-    print(health_text(answer.sidecar.services), end="")
+            print_line(f"{status.engine.engine_id}: {line}")
+    for line in health_text(answer.sidecar.services).splitlines():
+        print_line(line)
 
 
 def explain(

@@ -11,7 +11,7 @@ from controller.cli.output import (
     Output,
     optional_text,
     print_document,
-    printable,
+    print_line,
     show,
 )
 
@@ -65,7 +65,7 @@ def show_fleet(answer: "service_pb2.ListFleetResponse", output: Output) -> None:
     show(FLEET, answer.engines, output, "no engine is known")
     if output is not Output.NAME:
         for line in foot(answer):
-            print(printable(line))
+            print_line(line)
 
 
 def head(answer: "service_pb2.ListFleetResponse") -> str:

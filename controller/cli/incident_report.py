@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from controller.cli.output import FORM_HELP, Output, show_one
+from controller.cli.output import FORM_HELP, Output, print_error, print_line, show_one
 from controller.cli.replay import Engine, RecordingPath
 from controller.util.exit_codes import Exit
 
@@ -35,12 +35,12 @@ def report(
         verdict = replay(find(recording, engine), [window])
         text = render_ticket(window, verdict)
     except SpeculationError as error:
-        typer.echo(f"controller report: {' '.join(str(error).splitlines())}", err=True)
+        print_error(f"controller report: {' '.join(str(error).splitlines())}")
         raise typer.Exit(Exit.USAGE) from error
     try:
         write_whole(path, text.encode("utf-8", "replace"))
     except OSError as error:
-        typer.echo(f"controller report: {path} cannot be written: {error.strerror}", err=True)
+        print_error(f"controller report: {path} cannot be written: {error.strerror}")
         raise typer.Exit(Exit.USAGE) from error
     steps, plans = len(window.steps), window.plan_count
     show_one(
@@ -48,7 +48,7 @@ def report(
         {"path": path, "engine_id": verdict.engine_id, "steps": steps, "plans": plans},
         form,
         [str(path)],
-        lambda: print(f"{path}: {steps} steps, {plans} plans"),
+        lambda: print_line(f"{path}: {steps} steps, {plans} plans"),
     )
 
 
@@ -60,5 +60,5 @@ def _target(file: Path | None, output: str) -> tuple[Path, Output]:
         return file, Output(output)
     if file is not None:
         raise typer.BadParameter(f"-o {output}: one of {', '.join(Output)} is needed")
-    typer.echo("controller report: -o FILE will be gone, write --output FILE", err=True)
+    print_error("controller report: -o FILE will be gone, write --output FILE")
     return Path(output), Output.TABLE

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import typer
 
+from controller.util.printable import escaped_json, escaped_yaml, printable, printable_lines
+
 if TYPE_CHECKING:
     from google.protobuf.message import Message
     from rich.console import Console
@@ -91,7 +93,7 @@ def show(listing: Listing[Item], items: Sequence[Item], output: Output, empty: s
     elif output is Output.NAME:
         _print_names(map(listing.name, items))
     elif not items:
-        print(empty)
+        print_line(empty)
     else:
         _show_table(listing, items, wide=output is Output.WIDE)
 
@@ -118,7 +120,7 @@ def show_one(
 def show_news(kind: str, values: Mapping[str, Any], output: Output, name: str) -> None:
     """Prints one message of a stream: a line of JSON, a document of a YAML stream, or a name."""
     if output is Output.JSON:
-        print(json.dumps(_document(kind, values), ensure_ascii=False), flush=True)
+        print_json(_document(kind, values))
     elif output is Output.YAML:
         print("---")
         print_document(kind, values, output)
@@ -130,11 +132,24 @@ def print_document(kind: str, values: Mapping[str, Any], output: Output) -> None
     """Prints values as JSON or YAML, with the version and the kind of the document."""
     document = _document(kind, values)
     if output is Output.JSON:
-        print(json.dumps(document, ensure_ascii=False, indent=2), flush=True)
-        return
+        print_json(document, indent=2)
+    else:
+        print(_yaml_text(document), end="", flush=True)
+
+
+def _yaml_text(document: Mapping[str, Any]) -> str:
+    """Returns YAML with escapes for all that is not printable."""
     import yaml
 
-    print(yaml.safe_dump(document, allow_unicode=True, sort_keys=False), end="", flush=True)
+    class Dumper(yaml.SafeDumper):
+        """Quotes such strings, as only quoted ones have escapes."""
+
+    def quoted(dumper: Dumper, text: str) -> yaml.Node:
+        style = None if text.isprintable() else '"'
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+    Dumper.add_representer(str, quoted)
+    return escaped_yaml(yaml.dump(document, Dumper=Dumper, allow_unicode=True, sort_keys=False))
 
 
 def _document(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,9 +185,24 @@ def optional_text(message: "Message", name: str, form: str) -> str:
     return form.format(getattr(message, name)) if message.HasField(name) else "-"
 
 
-def printable(words: str) -> str:
-    """Returns words of others without what could command a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
+def print_line(words: str) -> None:
+    """Prints one line, without what could command a terminal or begin another line."""
+    print(printable(words), flush=True)
+
+
+def print_lines(text: str) -> None:
+    """Prints text as it is, without what could command a terminal."""
+    print(printable_lines(text), flush=True)
+
+
+def print_error(text: str) -> None:
+    """Prints lines to standard error, without what could command a terminal."""
+    typer.echo(printable_lines(text), err=True)
+
+
+def print_json(value: Any, indent: int | None = None) -> None:
+    """Prints JSON with escapes for all that is not printable; by default in one line."""
+    print(escaped_json(json.dumps(value, ensure_ascii=False, indent=indent)), flush=True)
 
 
 def print_table(table: "TextTable", *, wide: bool = False) -> None:
@@ -196,18 +226,17 @@ def _style(styles: Mapping[str, str], text: str) -> str:
 def print_words(words: str) -> None:
     """Prints text, which a terminal gets broken between words."""
     console = _console()
-    lines = [printable(line) for line in words.split("\n")]
     if not console.is_terminal:
-        print("\n".join(lines))
+        print_lines(words)
         return
     from rich.text import Text
 
-    console.print(Text("\n".join(lines)), overflow="fold")
+    console.print(Text(printable_lines(words)), overflow="fold")
 
 
 def _print_names(names: Iterable[str]) -> None:
     for name in names:
-        print(printable(name), flush=True)
+        print_line(name)
 
 
 def _console() -> "Console":
@@ -232,7 +261,7 @@ def _show_table(listing: Listing[Item], items: Sequence[Item], *, wide: bool) ->
             cell.rjust(width) if column.right else cell.ljust(width)
             for cell, width, column in zip(row, widths, columns, strict=False)
         ]
-        print(_GAP.join(cells).rstrip())
+        print_line(_GAP.join(cells).rstrip())
 
 
 def fitting_table(

@@ -17,7 +17,7 @@ from controller.cli.connection import (
     connected,
     for_operators,
 )
-from controller.cli.output import Output, OutputOption, plain_values, show_one
+from controller.cli.output import Output, OutputOption, plain_values, print_line, show_one
 from controller.util.exit_codes import Exit
 from controller.util.user import user_name
 from controller.wire.override_text import (
@@ -147,15 +147,19 @@ def set_(
 def _print_answer(name: str, answer: "policy_pb2.SetOverrideResponse", *, dry_run: bool) -> None:
     lasts = override_lists.lasts_text(answer.held)
     if answer.repeated:
-        print(f"{name} is in force by this very request already, and ends in {lasts}")
+        print_line(f"{name} is in force by this very request already, and ends in {lasts}")
     elif answer.end_moved:
-        print(f"{name} is in force already; its end {'would move' if dry_run else 'has moved'}:")
-        print(f"{name} {'would last' if dry_run else 'lasts'} {lasts} from now on")
+        print_line(
+            f"{name} is in force already; its end {'would move' if dry_run else 'has moved'}:"
+        )
+        print_line(f"{name} {'would last' if dry_run else 'lasts'} {lasts} from now on")
     else:
-        print(f"{name} {'would last' if dry_run else 'lasts'} {lasts}")
+        print_line(f"{name} {'would last' if dry_run else 'lasts'} {lasts}")
     _print_effects(answer.effects, would=dry_run, renewed=answer.repeated or answer.end_moved)
     if not dry_run:
-        print(f"etag {answer.held.etag}; to end it: controller override clear {name} --reason ...")
+        print_line(
+            f"etag {answer.held.etag}; to end it: controller override clear {name} --reason ..."
+        )
 
 
 @override.command("clear")
@@ -186,7 +190,7 @@ def clear(
         )  # fmt: skip
 
     def tell() -> None:
-        print(f"{override_id} has ended")
+        print_line(f"{override_id} has ended")
         _print_effects(answer.effects, would=False, renewed=False)
 
     values = {"override_id": override_id, **plain_values(answer)}
@@ -207,7 +211,7 @@ def _print_effects(
     """
     effects = list(effects)
     if not effects:
-        print("no engine of this sidecar is in its scope")
+        print_line("no engine of this sidecar is in its scope")
     for effect in effects:
         lines = _effect_lines(effect)
         shadows = ", ".join(effect.shadowed_by)
@@ -225,8 +229,8 @@ def _print_effects(
             lines.append(f"  it cannot do all of this: {effect.unable}")
         if effect.constrains and shadows:
             lines.append(f"  in part shadowed by {shadows}")
-        print(f"engine {effect.engine_id}{head}")
-        print(*lines, sep="\n", end="\n" if lines else "")
+        for line in (f"engine {effect.engine_id}{head}", *lines):
+            print_line(line)
 
 
 def _effect_lines(effect: "policy_pb2.OverrideEffect") -> list[str]:

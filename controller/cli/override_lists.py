@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime as dt
-import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,7 +15,9 @@ from controller.cli.output import (
     Output,
     OutputOption,
     plain_values,
-    printable,
+    print_error,
+    print_json,
+    print_line,
     show,
     show_news,
 )
@@ -49,14 +50,18 @@ def list_(
     else:
         show(_OVERRIDES, answer.overrides, output, "no override is in force")
         if answer.overrides and output in {Output.TABLE, Output.WIDE}:
-            print(PRECEDENCE)
+            print_line(PRECEDENCE)
     if answer.HasField("policy") and not answer.policy.ok:
-        typer.echo(
-            f"the policy file cannot be used, so what it said before stays in force: "
-            f"{answer.policy.detail}", err=True,
-        )  # fmt: skip
+        print_error(
+            "the policy file cannot be used, so what it said before stays in force: "
+            f"{answer.policy.detail}"
+        )
     if not answer.store.ok:
-        typer.echo(f"the store is in trouble: {answer.store.detail}", err=True)
+        print_error(f"the store is in trouble: {answer.store.detail}")
+    if answer.store.unusable_count:
+        print_error(f"{answer.store.unusable_count} overrides in the store are not in force:")
+        for line in answer.store.unusable:
+            print_error(f"  {line}")
 
 
 def watch(
@@ -74,7 +79,7 @@ def watch(
         stub = policy_pb2_grpc.PolicyServiceStub(channel)
         people = not as_json and output in {Output.TABLE, Output.WIDE}
         if people:
-            print(PRECEDENCE, flush=True)
+            print_line(PRECEDENCE)
         for news in stub.WatchOverrides(policy_pb2.WatchOverridesRequest()):
             if as_json:
                 _print_json([news])
@@ -88,7 +93,7 @@ def watch(
                 f"{kind:8} {held.override.override_id}  {scope_text(held.override)}: "
                 f"{rule_text(held.override)}; {author_text(held)}: {held.override.reason}"
             )
-            print(printable(line), flush=True)
+            print_line(line)
 
 
 def _kind(news: "policy_pb2.WatchOverridesResponse") -> str:
@@ -108,17 +113,19 @@ def log(
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Shows who changed what, when, why and from where; the newest first."""
+    from controller.client.paging import Pages
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
     with connected(address) as channel:
         stub = policy_pb2_grpc.PolicyServiceStub(channel)
         request = policy_pb2.QueryAuditRequest(limit=limit, override_id=override_id)
         records: list[policy_pb2.AuditRecord] = []
+        pages = Pages()
         while request.limit:
             answer = stub.QueryAudit(request, timeout=_ANSWER_SECONDS_MAX)
-            records += answer.records
-            request.page_token = answer.next_page_token
-            request.limit = limit - len(records) if answer.next_page_token else 0
+            records += answer.records[: request.limit]
+            request.page_token = pages.next_token(answer)
+            request.limit = limit - len(records) if request.page_token else 0
     if as_json:
         _print_json(records)
     else:
@@ -188,4 +195,4 @@ def _print_json(messages: Iterable[Any]) -> None:
 
     for message in messages:
         found = json_format.MessageToDict(message, preserving_proto_field_name=True)
-        print(json.dumps(found, ensure_ascii=False), flush=True)
+        print_json(found)

@@ -29,6 +29,8 @@ def health_text(services: "Iterable[service_pb2.ServiceHealth]") -> str:
 
 
 def row_for(plan: "plan_pb2.Plan", batch_size: int) -> "plan_pb2.PlanRow":
-    """Returns the row of a plan that is for this batch size."""
+    """Returns the row of a plan that is for this batch size; an empty one if it has none."""
+    from speculation.v1 import plan_pb2
+
     fitting = (row for row in plan.rows if batch_size <= row.max_batch_size)
-    return next(fitting, plan.rows[-1])
+    return next(fitting, plan.rows[-1] if plan.rows else plan_pb2.PlanRow())

@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from controller.cli.output import Column, Listing, Output, OutputOption, plain_values, show
+from controller.cli.output import (
+    Column,
+    Listing,
+    Output,
+    OutputOption,
+    plain_values,
+    print_error,
+    show,
+)
 from controller.util.exit_codes import Exit
 from controller.wire.override_text import rule_text, scope_text
 
@@ -35,7 +43,7 @@ def check(
     try:
         overrides, _ = read_policy(file)
     except PolicyFileError as error:
-        typer.echo(f"controller policy: {error}", err=True)
+        print_error(f"controller policy: {error}")
         raise typer.Exit(Exit.USAGE) from error
     show(_RULES, [*map(override_to_proto, overrides)], output, "the file is an empty policy")
 

@@ -7,7 +7,7 @@ import typer
 
 from controller.cli.completion import engine_ids
 from controller.cli.connection import checked_address
-from controller.cli.output import FormOption, Output, print_words, show_one
+from controller.cli.output import FormOption, Output, print_error, print_words, show_one
 from controller.cli.profiles import print_profile, profile_values
 from controller.util.exit_codes import Exit
 
@@ -123,7 +123,7 @@ def measure(
         )
         outcome = _run(request)
     except (SpeculationError, UnicodeDecodeError) as error:
-        typer.echo(f"controller profile: {error}", err=True)
+        print_error(f"controller profile: {error}")
         code = error.exit_code if isinstance(error, ProfilingError) else Exit.FAILED
         raise typer.Exit(code) from error
     _print(outcome, form)
@@ -173,7 +173,7 @@ def _run(request: "ProfileRequest") -> "ProfileOutcome":
         return asyncio.run(run())
     except asyncio.CancelledError:
         name = caught[0].name if caught else "cancelled"
-        typer.echo(f"controller profile: stopped ({name})", err=True)
+        print_error(f"controller profile: stopped ({name})")
         raise typer.Exit(_EXIT_SIGNAL + (caught[0] if caught else 0)) from None
 
 

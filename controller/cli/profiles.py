@@ -16,6 +16,9 @@ from controller.cli.output import (
     Output,
     OutputOption,
     plain_values,
+    print_error,
+    print_line,
+    print_lines,
     print_table,
     print_words,
     show_one,
@@ -52,7 +55,7 @@ def push(
         )
     show_one(
         "PushedProfile", plain_values(answer), output, [answer.profile_id],
-        lambda: print(
+        lambda: print_line(
             f"profile {answer.profile_id} is in the profile store, under identity {answer.identity}"
         ),
     )  # fmt: skip
@@ -75,19 +78,17 @@ def pull(
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Fetches a profile from the sidecar's store; of an identity all its measurements merged."""
-    from controller.core.cost.profile import Profile
-
     if bool(profile_id) == bool(engine):
         raise typer.BadParameter("name a profile, or an engine with --engine")
-    found = Profile.from_json(_fetch(address, profile_id, engine))
+    found = _fetched(address, profile_id, engine)
     if file is not None:
         _write(file, found)
 
     def tell() -> None:
         if file is None:
-            print(found.to_json(), end="")
+            print_lines(found.to_json().removesuffix("\n"))
         else:
-            print(f"{file}: profile {found.profile_id}")
+            print_line(f"{file}: profile {found.profile_id}")
 
     show_one("Profile", profile_values(found, file), form, [found.profile_id], tell)
 
@@ -213,7 +214,7 @@ def diff(
             print_words(f"{field}: {mine!r} in {one}, {theirs!r} in {other}")
         for table in difference_tables(cells):
             print_table(table, wide=output is Output.WIDE)
-        print("! further apart than both spreads together; -: measured in one of them only")
+        print_line("! further apart than both spreads together; -: measured in one of them only")
 
     fields = [{"field": name, "first": mine, "second": its} for name, mine, its in different]
     values = {"fields": fields, "cells": [dataclasses.asdict(cell) for cell in cells]}
@@ -239,20 +240,20 @@ def merge(
     count = len(merged.merged_from)
     show_one(
         "Profile", profile_values(merged, file), form, [merged.profile_id],
-        lambda: print(f"{file}: profile {merged.profile_id}, from {count} measurements"),
+        lambda: print_line(f"{file}: profile {merged.profile_id}, from {count} measurements"),
     )  # fmt: skip
 
 
 def _profile(which: str, address: str) -> "Profile":
-    from controller.core.cost.profile import Profile
-
     # An id is never taken for a file that is missing, nor a file for an id.
     if re.fullmatch(r"[0-9a-f]{16}", which) and not Path(which).exists():
-        return Profile.from_json(_fetch(address, which, ""))
+        return _fetched(address, which, "")
     return _read(Path(which))
 
 
-def _fetch(address: str, profile_id: str, engine: str) -> str:
+def _fetched(address: str, profile_id: str, engine: str) -> "Profile":
+    from controller.core.cost.profile import Profile
+    from controller.core.errors import InvalidProfileError
     from speculation.v1 import service_pb2
 
     request = (
@@ -261,7 +262,11 @@ def _fetch(address: str, profile_id: str, engine: str) -> str:
         else service_pb2.GetProfileRequest(profile_id=profile_id)
     )
     with connected(address) as channel:
-        return _stub(channel).GetProfile(request, timeout=_ANSWER_SECONDS).profile_json
+        answer = _stub(channel).GetProfile(request, timeout=_ANSWER_SECONDS)
+    try:
+        return Profile.from_json(answer.profile_json)
+    except InvalidProfileError as error:
+        _refuse(f"what the sidecar gave is no profile: {error}")
 
 
 def _stub(channel: "grpc.Channel") -> "service_pb2_grpc.ProfilingServiceStub":
@@ -292,7 +297,7 @@ def _write(file: Path, what: "Profile") -> None:
 
 
 def _refuse(message: str) -> Never:
-    typer.echo(f"controller profile: {message}", err=True)
+    print_error(f"controller profile: {message}")
     raise typer.Exit(Exit.USAGE)
 
 

@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controller.cli.output import Output, OutputOption, print_table, show_one
+from controller.cli.output import (
+    Output,
+    OutputOption,
+    print_error,
+    print_json,
+    print_line,
+    print_table,
+    show_one,
+)
 from controller.util.exit_codes import Exit
 from controller.util.text_table import TextColumn, TextTable
 
@@ -50,8 +58,6 @@ def replay(
 
     Exit codes: 0 every plan came out the same, 1 one did not, 2 bad input.
     """
-    import json
-
     from controller.core.errors import SpeculationError
     from controller.recording.counterfactual import Counterfactual
     from controller.recording.recording import find
@@ -62,7 +68,7 @@ def replay(
         other = None if change is None else Counterfactual(change)
         verdict = decide_again(find(recording, engine), [] if other is None else [other])
     except SpeculationError as error:
-        typer.echo(f"controller replay: {' '.join(str(error).splitlines())}", err=True)
+        print_error(f"controller replay: {' '.join(str(error).splitlines())}")
         raise typer.Exit(Exit.USAGE) from error
     compared = None if other is None else other.found
     found = _as_json(verdict, compared)
@@ -73,7 +79,7 @@ def replay(
             _print_comparison(compared, wide=output is Output.WIDE)
 
     if as_json:
-        print(json.dumps(found, indent=1))
+        print_json(found, indent=1)
     else:
         show_one("Replay", found, output, [verdict.engine_id], tell)
     if not verdict.is_same:
@@ -125,40 +131,40 @@ def _print(verdict: "ReplayVerdict") -> None:
     from controller.report.page import time_text
 
     seconds = verdict.ended_at - verdict.began_at
-    print(
+    print_line(
         f"{verdict.engine_id}: {verdict.reports} reports, {verdict.decisions} decisions, "
         f"{verdict.plans} plans in {seconds:.1f} s from {time_text(verdict.began_at)} "
         f"({verdict.segments} segments, {verdict.sessions} sessions)"
     )
     for name, why in verdict.gaps:
-        print(f"gap: {name}: {why}")
+        print_line(f"gap: {name}: {why}")
     if verdict.is_same:
-        print(
+        print_line(
             f"the same, bit by bit: {verdict.decisions} decisions, and the core's variables at "
             f"{verdict.states} openings"
         )
         return
     first = verdict.first
     assert first is not None
-    print(f"{verdict.differences} differences; the first, at {time_text(first.wall_seconds)},")
-    print(f"{first.path.name}, record {first.record}: {first.text}")
+    print_line(f"{verdict.differences} differences; the first, at {time_text(first.wall_seconds)},")
+    print_line(f"{first.path.name}, record {first.record}: {first.text}")
     for name, there, here in verdict.strange:
-        print(f"recorded with {name} {there}, decided again with {here}: last bits may differ")
+        print_line(f"recorded with {name} {there}, decided again with {here}: last bits may differ")
 
 
 def _print_comparison(found: "Comparison", *, wide: bool) -> None:
-    print(
+    print_line(
         f"otherwise: another arm for {found.differing_share:.1%} of {found.steps} steps; "
         f"estimated {found.other_rate:.1f} tokens/s against {found.recorded_rate:.1f} "
         f"({found.gain:+.1%}); observed, probes included, {found.observed_rate:.1f}"
     )
-    print(
+    print_line(
         "An estimate: by the costs and acceptance that the recorded configuration believed in. "
         f"In {found.unseen} of the {found.differing} differing steps the other arm drafts "
         "positions that were hardly seen, or not at all: there it says little."
     )
     if found.measured:
-        print(f"{found.measured} steps of a measurement are left out")
+        print_line(f"{found.measured} steps of a measurement are left out")
     if found.stretches:
         print_table(_stretches(found), wide=wide)
 

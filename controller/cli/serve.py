@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from controller.cli.output import print_error
 from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -134,14 +135,14 @@ def serve(
     try:
         settings = read()
     except SettingsError as error:
-        typer.echo(f"controller serve: {error}", err=True)
+        print_error(f"controller serve: {error}")
         raise typer.Exit(Exit.USAGE) from error
     logs.configure(settings.log_level)
     limits.raise_descriptors(settings)
     try:
         asyncio.run(Sidecar(settings).run(read))
     except SpeculationError as error:
-        typer.echo(f"controller serve: {error}", err=True)
+        print_error(f"controller serve: {error}")
         raise typer.Exit(_code_of(error)) from error
     finally:
         logs.tell_suppressed()

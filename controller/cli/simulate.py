@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from controller.cli.output import Output, OutputOption, print_table, print_words, show_one
+from controller.cli.output import (
+    Output,
+    OutputOption,
+    print_error,
+    print_lines,
+    print_table,
+    print_words,
+    show_one,
+)
 from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -144,7 +152,7 @@ def simulate(
         report = _run(scenarios, seed, wanted, processes, sustained=sustained)
         _show(report, json_file, html, output)
     except SpeculationError as error:
-        typer.echo(f"controller simulate: {' '.join(str(error).splitlines())}", err=True)
+        print_error(f"controller simulate: {' '.join(str(error).splitlines())}")
         raise typer.Exit(Exit.USAGE) from error
 
 
@@ -165,7 +173,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _dump(name: str) -> None:
     from controller.simulation.suite import scenario_text
 
-    print(scenario_text(name), end="")
+    print_lines(scenario_text(name).removesuffix("\n"))
 
 
 def _scenarios(

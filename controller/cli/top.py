@@ -30,10 +30,12 @@ from controller.cli.output import (
     fitting_table,
     optional_text,
     plain_values,
-    printable,
+    print_error,
+    print_line,
     show,
     show_news,
 )
+from controller.util.printable import printable
 
 if TYPE_CHECKING:
     import grpc
@@ -118,7 +120,7 @@ def _stream(view: _View[Answer], looks: Iterator[tuple[Answer, str]], output: Ou
         if not trouble:
             show_news(view.listing.kind, view.document(found), output, "")
         elif trouble != known:
-            typer.echo(f"controller top: {trouble}", err=True)
+            print_error(f"controller top: {trouble}")
         known = trouble
 
 
@@ -199,9 +201,9 @@ def _screen(
 def _print(view: _View[Answer], answer: Answer, output: Output, trouble: str = "") -> None:
     """Prints one look; what stands above the table is for people only."""
     if output in {Output.TABLE, Output.WIDE}:
-        print(printable(view.head(answer)))
+        print_line(view.head(answer))
         if trouble:
-            print(printable(trouble))
+            print_line(trouble)
     view.print(answer, output)
 
 
@@ -209,7 +211,7 @@ def _print_engines(answer: "service_pb2.OverviewResponse", output: Output) -> No
     show(ENGINES, answer.engines, output, "no engine has introduced itself")
     if output in {Output.TABLE, Output.WIDE}:
         for line in _losses(answer):
-            print(printable(line))
+            print_line(line)
 
 
 def _document(answer: "service_pb2.OverviewResponse") -> dict[str, Any]:

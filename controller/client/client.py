@@ -1,6 +1,7 @@
 """A client of one sidecar for programs: engines, explanations, overrides and profiles.
 
-Results are the messages of the contract (docs/api.md), errors those of `controller.client.errors`.
+Results are the messages of the contract (docs/api.md), errors those of `controller.client.errors`,
+and EndlessListError of `controller.client.paging` where what answers lists without an end.
 Every call has a deadline.  Calls that can be repeated without harm are, where the sidecar cannot be
 reached for a moment: those that read, and those that change something with a request id, which lets
 the sidecar do it once only.
@@ -18,7 +19,8 @@ import grpc
 
 from controller.client.credentials import Credentials
 from controller.client.errors import NotFoundError, UnsupportedError, error_of
-from controller.client.paging import every_page
+from controller.client.paging import Pages, every_page
+from controller.client.reading_channel import reading_channel
 from controller.util.socket_paths import operators_address, sidecar_address
 from controller.util.user import user_name
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
@@ -67,8 +69,9 @@ Answer = TypeVar("Answer")
 class Client:
     """Calls one sidecar.
 
-    Reads through the engines' socket, and changes through the operators' one beside it; over TCP
-    both are the same address.  Calls can be made from several threads.
+    Changes through the operators' socket, and reads there too if this process may open it, else
+    through the engines' socket; over TCP both are the same address.  Calls can be made from several
+    threads.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class Client:
         self.timeout_seconds = timeout_seconds
         self._credentials = Credentials.for_address(self.address)
         operators = operators_address(self.address)
-        self._reading = self._credentials.channel(self.address, *_OPTIONS)
+        self._reading = reading_channel(self._credentials, self.address, *_OPTIONS)
         self._changing = self._credentials.channel(operators, *_OPTIONS)
         self._inspection = service_pb2_grpc.InspectionServiceStub(self._reading)
         self._policy = policy_pb2_grpc.PolicyServiceStub(self._reading)
@@ -255,13 +258,16 @@ class Client:
             raise error_of(self.address, error) from error
 
     def audit(self, override_id: str = "") -> Iterator[policy_pb2.AuditRecord]:
-        """Yields who changed what, when and why, the newest first; only of this override if any."""
-        token = ""
+        """Yields who changed what, when and why, the newest first; only of this override if any.
+
+        Raises EndlessListError.
+        """
+        token, pages = "", Pages(keeps=False)
         while True:
             request = policy_pb2.QueryAuditRequest(override_id=override_id, page_token=token)
             answer = self._call(self._policy.QueryAudit, request)
             yield from answer.records
-            token = answer.next_page_token
+            token = pages.next_token(answer)
             if not token:
                 return
 

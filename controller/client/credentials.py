@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from controller.core.errors import SpeculationError
+from controller.util.loopback import is_loopback
 
 # A sidecar is called where it is, whatever proxy the environment names for the web.
 _OPTIONS = (("grpc.enable_http_proxy", 0),)
@@ -38,7 +39,7 @@ class Credentials:
         """
         if address.startswith("unix:"):
             return cls()
-        authority, token = _read("CA"), (_read("TOKEN_FILE") or b"").decode("ascii", "replace")
+        authority, token = _read("CA"), _read_token()
         certificate, key = _read("CLIENT_CERTIFICATE"), _read("CLIENT_KEY")
         if (certificate is None) != (key is None):
             raise CredentialsError(
@@ -54,7 +55,7 @@ class Credentials:
         tls = (
             None if authority is None else grpc.ssl_channel_credentials(authority, key, certificate)
         )
-        return cls(tls, token.strip())
+        return cls(tls, token)
 
     def channel(self, address: str, *options: tuple[str, int | str]) -> grpc.Channel:
         """Makes a channel that is not connected yet; its calls carry no metadata of themselves."""
@@ -85,10 +86,15 @@ def why_silent(address: str, details: str | None) -> str:
     return f"{running} If it serves TLS, name its authority in CONTROLLER_CA"
 
 
-def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT stays on this machine."""
-    host = address.rpartition(":")[0].strip("[]")
-    return host in {"localhost", "::1"} or host.startswith("127.")
+def _read_token() -> str:
+    token = (_read("TOKEN_FILE") or b"").decode("ascii", "replace").strip()
+    # gRPC would raise an error of its own at the call.
+    if not (token.isascii() and token.isprintable()):
+        raise CredentialsError(
+            f"CONTROLLER_TOKEN_FILE: {os.environ['CONTROLLER_TOKEN_FILE']}: the token is not one "
+            "line of printable ASCII"
+        )
+    return token
 
 
 def _read(name: str) -> bytes | None:

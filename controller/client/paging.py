@@ -3,38 +3,72 @@
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
-# A sidecar that is broken may have pages without end.
-_PAGES_MAX: Final = 1000
+from controller.core.errors import SpeculationError
+
+# Of one list.  A sidecar gives 1000 rows a page, if they fit.
+PAGES_MAX: Final = 1000
+# Of the pages of one list that are kept, as they are sent: 1024 engines, each with the longest plan
+# that there is, have half of it.
+LIST_BYTES_MAX: Final = 64 << 20
 
 Answer = TypeVar("Answer", bound=Any)
+
+
+class EndlessListError(SpeculationError):
+    """A list that no sidecar gives: it has no end, or is larger than any."""
+
+
+class Pages:
+    """Follows the pages of one list, and refuses a list that does not end.
+
+    keeps: the caller keeps all of them, so that their bytes count together.
+    """
+
+    def __init__(self, *, keeps: bool = True) -> None:
+        self._keeps = keeps
+        self._tokens: set[str] = set()
+        self._bytes = 0
+
+    def next_token(self, answer: Any) -> str:
+        """Takes a page and returns the next one's token, "" after the last one.
+
+        Raises EndlessListError.
+        """
+        token: str = answer.next_page_token
+        self._bytes += answer.ByteSize() if self._keeps else 0
+        if self._bytes > LIST_BYTES_MAX:
+            raise EndlessListError(f"the sidecar's list has more than {LIST_BYTES_MAX} bytes")
+        if token in self._tokens:
+            raise EndlessListError("the sidecar names a page as the next one that it has given")
+        if len(self._tokens) >= PAGES_MAX:
+            raise EndlessListError(f"the sidecar's list has more than {PAGES_MAX} pages")
+        if token:
+            self._tokens.add(token)
+        return token
 
 
 def every_page(call: Callable[[str], Answer], rows: str = "engines") -> Answer:
     """The first page's answer, with the rows of all pages.
 
-    call: takes a page token.  rows: name of the field that has them.
+    call: takes a page token.  rows: name of the field that has them.  Raises EndlessListError.
     """
-    answer = call("")
-    token = answer.next_page_token
-    for _ in range(_PAGES_MAX):
-        if not token:
-            break
+    pages, answer = Pages(), call("")
+    token = pages.next_token(answer)
+    while token:
         more = call(token)
+        token = pages.next_token(more)
         getattr(answer, rows).extend(getattr(more, rows))
-        token = more.next_page_token
     answer.next_page_token = ""
     return answer
 
 
 async def every_page_aio(call: Callable[[str], Awaitable[Answer]], rows: str = "engines") -> Answer:
     """Does the same as `every_page`, for asyncio."""
-    answer = await call("")
-    token = answer.next_page_token
-    for _ in range(_PAGES_MAX):
-        if not token:
-            break
+    pages, answer = Pages(), await call("")
+    token = pages.next_token(answer)
+    while token:
         more = await call(token)
+        token = pages.next_token(more)
         getattr(answer, rows).extend(getattr(more, rows))
-        token = more.next_page_token
     answer.next_page_token = ""
     return answer

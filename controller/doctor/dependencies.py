@@ -18,6 +18,8 @@ from controller.settings.settings import Settings
 _ANSWER_SECONDS = 5.0
 _CLOCK_SECONDS = 2.0
 _PLUGIN = "speculation_controller"
+# Characters of what an engine says that are shown.
+_DETAIL_MAX = 300
 
 
 async def check_engine_http(
@@ -78,21 +80,22 @@ def _plugin(said: dict[str, Any]) -> Finding:
             "the engine runs without it",
             "install 'speculation-controller-shim' in its image, and set SPECULATION_SIDECAR",
         )
+    detail = str(status.get("sidecar_detail"))[:_DETAIL_MAX]
     if not status.get("agent_connected"):
         return fail(
             "plugin",
-            f"its agent is gone ({status.get('sidecar_detail')})",
+            f"its agent is gone ({detail})",
             "see the engine's log; the agent is started again by itself",
         )
     state = status.get("sidecar")
     if state != "STEERING":
         return fail(
             "plugin",
-            f"its agent has no session: {state}: {status.get('sidecar_detail')}",
+            f"its agent has no session: {str(state)[:_DETAIL_MAX]}: {detail}",
             "see whether SPECULATION_SIDECAR names this sidecar, and the sockets' directory is "
             "mounted in the engine's container",
         )
-    return ok("plugin", f"steered, {status.get('plans_taken')} plans taken")
+    return ok("plugin", f"steered, {str(status.get('plans_taken'))[:_DETAIL_MAX]} plans taken")
 
 
 async def check_redis(settings: Settings) -> Finding:

@@ -7,10 +7,11 @@ from pathlib import Path
 import grpc.aio
 
 from controller.client.credentials import Credentials, CredentialsError
+from controller.client.paging import EndlessListError
 from controller.doctor import callers, dependencies, local, processes, sidecar
 from controller.doctor.finding import Finding, fail, ok
 from controller.settings.settings import DEFAULT_ADDRESS, Settings, SettingsError
-from controller.util.socket_paths import socket_path
+from controller.util.socket_paths import reading_addresses, socket_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,18 @@ async def _sidecar(address: str) -> tuple[list[Finding], set[str] | None]:
     except CredentialsError as error:
         found = fail("sidecar", str(error), "correct the variable, or ask on the unix socket")
         return [found], None
-    async with credentials.aio_channel(address) as channel:
-        try:
-            answers = await sidecar.ask(channel, credentials.metadata())
-        except grpc.aio.AioRpcError as error:
-            return [sidecar.check_silence(address, error)], None
+    answers: sidecar.Answers | None = None
+    silence: list[Finding] = []
+    for asked in reading_addresses(address):
+        async with credentials.aio_channel(asked) as channel:
+            try:
+                answers = await sidecar.ask(channel, credentials.metadata())
+                break
+            except grpc.aio.AioRpcError as error:
+                silence = [sidecar.check_silence(address, error)]
+            except EndlessListError as error:
+                return [fail("sidecar", f"{address}: {error}", "see what runs there")], None
+    if answers is None:
+        return silence, None
     kinds = {engine.engine.fingerprint.engine for engine in answers.engines.engines}
     return [*sidecar.check_sidecar(answers), *sidecar.check_engines(answers, address)], kinds

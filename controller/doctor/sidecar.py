@@ -18,6 +18,8 @@ from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2
 _ANSWER_SECONDS = 5.0
 # Wall clocks that are further apart make audits hard to read.
 _CLOCK_SECONDS = 2.0
+# Overrides that a finding names.
+_NAMED_MAX = 3
 _STORE = "speculation.store"
 
 
@@ -153,7 +155,18 @@ def _store(store: policy_pb2.StoreStatus) -> Finding:
             f"in trouble for {store.since_seconds:.0f} s: {store.detail}",
             "mend it: overrides in force stay, new ones are refused",
         )
+    if store.unusable_count:
+        return warn(
+            "store",
+            f"{store.unusable_count} overrides in it are not in force: {_few(store.unusable)}",
+            "end them with `controller override clear ID`, or delete their keys in Redis",
+        )
     return ok("store", store.detail or "can be read and written")
+
+
+def _few(names: Sequence[str]) -> str:
+    more = "; ..." if len(names) > _NAMED_MAX else ""
+    return "; ".join(names[:_NAMED_MAX]) + more
 
 
 def _policy(overrides: policy_pb2.ListOverridesResponse) -> Finding:

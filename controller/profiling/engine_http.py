@@ -27,15 +27,24 @@ from controller.profiling.server_kinds import (
     sglang_limits,
     vllm_limits,
 )
+from controller.util.loopback import is_loopback_host
 
 _ANSWER_SECONDS = 30.0
 # /health_generate itself waits up to 20 s for the scheduler.
 _HEALTH_SECONDS = 25.0
 _LOAD_SECONDS = 1800.0
+# Bytes of an answer that is read; a description of a server has some tens of kB.
+_ANSWER_BYTES_MAX = 8 << 20
+# Bytes of a load's answer that are in memory at a time; what it says is not looked at.
+_PIECE_BYTES = 1 << 20
 
 
 class EngineHttp:
-    """Calls one engine's HTTP API.  Raises ProfilingUsageError for an impossible URL."""
+    """Calls one engine's HTTP API; redirects are not followed, and no proxy is asked.
+
+    Raises ProfilingUsageError for an impossible URL, and for a key that would be sent unencrypted
+    to another machine.
+    """
 
     def __init__(self, url: str, api_key: str = "") -> None:
         parts = urlsplit(url)
@@ -54,6 +63,13 @@ class EngineHttp:
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
         self._kind: ServerKind | None = None
         if api_key:
+            if not (api_key.isascii() and api_key.isprintable()):
+                raise ProfilingUsageError("the API key holds what is not printable ASCII text")
+            if not (self._secure or is_loopback_host(parts.hostname)):
+                raise ProfilingUsageError(
+                    f"the API key would go over an open line to {parts.hostname}: use https://, or "
+                    "run this beside the engine"
+                )
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     async def kind(self) -> ServerKind:
@@ -143,22 +159,49 @@ class EngineHttp:
         return http.client.HTTPConnection(self._host, self._port, timeout=seconds)
 
     def exchange(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: object
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: object,
+        *,
+        is_load: bool = False,
     ) -> tuple[int, Any]:
-        """One request and its answer, blocking.  Raises EngineUnreachableError."""
+        """One request and its answer, blocking.  Raises EngineUnreachableError.
+
+        is_load: an answer of 200 is read to its end, and not kept: None is returned for it.
+        """
         content = None if body is None else json.dumps(body)
         try:
             connection.request(method, self._prefix + path, content, self._headers)
             answer = connection.getresponse()
-            text = answer.read()
+            if is_load and answer.status == http.client.OK:
+                while answer.read(_PIECE_BYTES):
+                    pass
+                _require_whole(answer)
+                return answer.status, None
+            text = answer.read(_ANSWER_BYTES_MAX + 1)
+            if len(text) <= _ANSWER_BYTES_MAX:
+                _require_whole(answer)
         except (OSError, http.client.HTTPException) as error:
             raise EngineUnreachableError(
                 f"no engine answers at {self.url}{path}: {str(error) or type(error).__name__}"
             ) from error
+        if len(text) > _ANSWER_BYTES_MAX:
+            raise EngineUnreachableError(
+                f"{self.url}{path} answers more than {_ANSWER_BYTES_MAX} bytes: is this a server "
+                "of SGLang or vLLM?"
+            )
         try:
             return answer.status, json.loads(text)
         except (ValueError, RecursionError):
             return answer.status, text.decode(errors="replace")
+
+
+def _require_whole(answer: http.client.HTTPResponse) -> None:
+    """Raises IncompleteRead for an answer that was cut off, as a read of all of it would."""
+    if answer.length:
+        raise http.client.IncompleteRead(b"", answer.length)
 
 
 class Generation:
@@ -206,7 +249,9 @@ class Generation:
 
     def _run(self, body: dict[str, Any]) -> tuple[int, Any]:
         try:
-            return self._engine.exchange(self._connection, "POST", self._kind.generate, body)
+            return self._engine.exchange(
+                self._connection, "POST", self._kind.generate, body, is_load=True
+            )
         finally:
             self._connection.close()
 

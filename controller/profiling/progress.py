@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from controller.core.clock import Clock, WallClock
+from controller.util.printable import printable
 
 _LINE_SECONDS = 10.0
 
@@ -42,7 +43,7 @@ class LineReporter:
 
     def note(self, text: str) -> None:
         """Prints a line, as Reporter asks."""
-        print(text, file=self._out, flush=True)
+        print(printable(text), file=self._out, flush=True)
 
     def waiting(self, text: str) -> None:
         """Prints the text at once, and again every few seconds, as Reporter asks."""
@@ -65,7 +66,7 @@ class BarReporter:
 
     def __init__(self) -> None:
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.percentage:3.0f}%"),
             TimeElapsedColumn(),
@@ -89,7 +90,7 @@ class BarReporter:
 
     def note(self, text: str) -> None:
         """Prints above the bar, as Reporter asks."""
-        self._progress.console.print(text, markup=False, soft_wrap=True)
+        self._progress.console.print(printable(text), markup=False, soft_wrap=True)
 
     def waiting(self, text: str) -> None:
         """Shows the text beside the bar, as Reporter asks."""
@@ -100,7 +101,7 @@ class BarReporter:
         self._show(share, doing, f"about {left_seconds:.0f} s left")
 
     def _show(self, share: float | None, doing: str, left: str) -> None:
-        total = None if share is None else 1.0
+        total, doing = None if share is None else 1.0, printable(doing)
         if self._task is None:
             self._task = self._progress.add_task(doing, total=total, left=left)
         self._progress.update(

@@ -9,6 +9,8 @@ from controller.profiling.errors import EngineUnreachableError
 
 # Tokens of a sequence, where an engine does not say how many it takes.
 _FALLBACK_CONTEXT: Final = 2048
+# Tokens, more than any engine holds: a larger number is no limit of an engine.
+_TOKENS_MAX: Final = 2**48
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,4 +95,4 @@ def _label(metrics: str, name: str) -> int:
 
 
 def _positive(value: object) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+    return value if isinstance(value, int) and 0 < value <= _TOKENS_MAX else 0

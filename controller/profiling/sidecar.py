@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from controller.client.credentials import Credentials, CredentialsError, why_silent
-from controller.client.paging import every_page_aio
+from controller.client.paging import EndlessListError, every_page_aio
 from controller.core.cost.profile import Profile
 from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.errors import (
@@ -147,6 +147,8 @@ class ProfilingClient:
             )
         except grpc.aio.AioRpcError as error:
             raise self._away(error) from error
+        except EndlessListError as error:
+            raise ProfilingError(f"what listens at {self.address}: {error}") from error
         return [
             engine_from_proto(status.engine) for status in answer.engines if not status.unavailable
         ]

@@ -20,15 +20,24 @@ _VERSION: Final = 8
 MAGIC: Final = b"speculation-record/%d\n" % _VERSION
 _FIRST_LINE = re.compile(rb"speculation-record/(\d{1,9})\n")
 _HEAD = struct.Struct("<II")
-# Deflated and plain: no writer makes a block as large, no reader takes a larger one.
-_FRAME_MAX = 64 * 1024 * 1024
-_BLOCK_MAX = 256 * 1024 * 1024
+# Bytes of a plain block, above which no reader takes one: half a second of an engine has some
+# hundred kB, and an opening with the largest profile that a sidecar takes 1 MiB.  Its messages take
+# up to 25 times as much memory, whatever they are.
+_BLOCK_MAX = 8 * 1024 * 1024
+# Of a deflated one, which can be a little larger than what it was made of.
+_FRAME_MAX = _BLOCK_MAX + 64 * 1024
+# Records of a block, which a writer makes no larger either.
+RECORDS_MAX: Final = 2048
 # Quick rather than small: the writer shares its processor with an engine.
 _LEVEL = 1
 
 
 def frame(records: Sequence[record_pb2.Record]) -> bytes:
-    """Packs records into one frame."""
+    """Packs records into one frame, or into several where a reader would not take one."""
+    size = sum(record.ByteSize() for record in records)
+    if len(records) > 1 and (len(records) > RECORDS_MAX or size > _BLOCK_MAX // 2):
+        half = len(records) // 2
+        return frame(records[:half]) + frame(records[half:])
     packed = zlib.compress(record_pb2.Block(records=records).SerializeToString(), _LEVEL)
     return _HEAD.pack(len(packed), zlib.crc32(packed)) + packed
 
@@ -82,6 +91,9 @@ def _block(packed: bytes, at: int) -> record_pb2.Block:
         plain = inflating.decompress(packed, _BLOCK_MAX)
         if not inflating.eof:
             raise RecordingError(f"at byte {at}: a block of more than {_BLOCK_MAX} bytes, or torn")
-        return record_pb2.Block.FromString(plain)
+        block = record_pb2.Block.FromString(plain)
     except (zlib.error, DecodeError) as error:
         raise RecordingError(f"at byte {at}: no block: {error}") from error
+    if len(block.records) > RECORDS_MAX:
+        raise RecordingError(f"at byte {at}: a block of more than {RECORDS_MAX} records")
+    return block

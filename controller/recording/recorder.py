@@ -5,6 +5,7 @@ full, the session's core is asked for an opening, and the next segment begins wi
 refuses is logged once; what arrives until it takes an opening again is dropped and counted.
 """
 
+import contextlib
 import threading
 import time
 from collections import defaultdict, deque
@@ -23,10 +24,11 @@ from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings, TrainingState
 from controller.recording.event_log import EndOf, EventLog, Queue
 from controller.recording.events import Moment, Opening
-from controller.recording.frames import frame
+from controller.recording.frames import RECORDS_MAX, frame
 from controller.recording.messages import moment_to_proto
 from controller.recording.recorded_controller import RecordedController
 from controller.recording.ring import Ring, Segment
+from controller.util.supervisor import keep_thread
 
 _ROUND_SECONDS = 0.5
 # After trouble the disk is tried again after this time.
@@ -37,8 +39,6 @@ _SLICE = 32
 _MOMENT_BYTES = 100
 # So many have to be there to measure it.
 _MEASURED_MOMENTS = 64
-# Moments of one frame.
-_FRAME_MOMENTS = 2048
 
 _log = structlog.get_logger(__name__)
 
@@ -70,8 +70,17 @@ class Recorder:
     def open(self) -> None:
         """Begins to write.  Raises RecordDirectoryError."""
         self._ring.open()
+        self._thread = self._start()
+
+    def _start(self) -> threading.Thread:
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
+        return self._thread
+
+    async def keep(self) -> None:
+        """Watches the thread; when it has ended, starts it again and raises TaskEndedError."""
+        assert self._thread is not None
+        await keep_thread(self._thread, self._start)
 
     def close(self) -> None:
         """Writes what has come, and ends."""
@@ -114,6 +123,15 @@ class Recorder:
             self._round()
         except Exception:  # noqa: BLE001  # a fault of ours: said, and steering goes on
             _log.exception("recording_ended", directory=str(self._directory))
+            self._drop_segments()
+
+    def _drop_segments(self) -> None:
+        """Has every recording begin with an opening again, because moments may be lost."""
+        for event_log in list(self._segments):
+            self._dropped[event_log] += 1
+            # A segment that cannot be ended is not written to again.
+            with contextlib.suppress(OSError):
+                self._end(event_log)
 
     def _round(self) -> None:
         # What they had to say is in the queue by now.
@@ -123,8 +141,8 @@ class Recorder:
             event_log, moment = self._queue.popleft()
             taken.setdefault(event_log, []).append(moment)
         for event_log, moments in taken.items():
-            for first in range(0, len(moments), _FRAME_MOMENTS):
-                self._write(event_log, moments[first : first + _FRAME_MOMENTS])
+            for first in range(0, len(moments), RECORDS_MAX):
+                self._write(event_log, moments[first : first + RECORDS_MAX])
         for event_log in over:
             self._end(event_log)
             self._dropped.pop(event_log, None)

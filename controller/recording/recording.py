@@ -25,6 +25,8 @@ class RecordingPart:
         self.path = path
         self.damage = ""
         self.torn = False
+        if path.exists() and not path.is_file():
+            raise RecordingError(f"{path} is no file")
         try:
             data = path.read_bytes()
         except OSError as error:

@@ -5,6 +5,7 @@ A server knows its own callers only, and nobody waits for a place among the call
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import grpc.aio
 import structlog
@@ -24,9 +25,8 @@ from controller.service.net.operator_socket import OperatorSocket
 from controller.service.sessions.session import EngineSession
 from controller.service.status.readiness import SERVICES
 from controller.settings.settings import Settings
+from controller.util.watched_file import LOOK_SECONDS
 
-# How often the access list is looked at for the sake of streams that are open.
-_ACCESS_SECONDS = 1.0
 # For unary calls and last words, once the streams are closed; health watches are cut after it.
 _LAST_GRACE_SECONDS = 0.2
 
@@ -46,6 +46,8 @@ class GrpcServers:
         self._operator_socket = operator_socket
         self._add_services = add_services
         self._access: AccessList | None = None
+        # Of the access list, the version by which open streams were last checked.
+        self._rechecked = 0
         self._interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
         self._servers: list[grpc.aio.Server] = []
         self._guards: list[Guard] = []
@@ -56,7 +58,8 @@ class GrpcServers:
         Raises StartRefusedError, AddressTakenError and what the access list raises.
         """
         settings, path = self._settings, self._settings.socket_path
-        self._access = access = AccessList(settings.access) if settings.access else None
+        self._access = access = self._make_access()
+        self._rechecked = 0 if access is None else access.version
         self._interceptors = interceptors
         engines = self._make(on_engines_socket)
         operators = self._make(on_operators_socket(self._operator_socket, access))
@@ -71,6 +74,12 @@ class GrpcServers:
             raise AddressTakenError(f"{path} cannot be bound: {error}") from error
         if settings.tcp is not None:
             tcp.bind(self._make(on_tcp(access)), settings.tcp, settings, access)
+
+    def _make_access(self) -> AccessList | None:
+        path = self._settings.access
+        if path is None:
+            return None
+        return AccessList(path, partial(tcp.require_no_open_token, self._settings))
 
     def _make(self, identify: Identify) -> grpc.aio.Server:
         most = self._settings.max_open_calls
@@ -111,18 +120,25 @@ class GrpcServers:
         await self._operator_socket.close()
         self._servers, self._guards = [], []
 
+    @property
+    def has_access_list(self) -> bool:
+        """Whether `watch_access` has something to watch."""
+        return self._access is not None
+
     async def watch_access(self) -> None:
-        """Ends the streams of callers whom the access list no longer allows."""
-        if self._access is None:
-            return
-        version = self._access.version
+        """Reads the access list again and again, and ends streams that it no longer allows.
+
+        Until cancelled.
+        """
+        assert self._access is not None
         while True:
-            await asyncio.sleep(_ACCESS_SECONDS)
-            self._access.look()
-            if self._access.version != version:
-                version = self._access.version
+            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.to_thread(self._access.look)
+            version = self._access.version
+            if version != self._rechecked:
                 for guard in self._guards:
                     guard.recheck()
+                self._rechecked = version
 
 
 def _add_channelz(*servers: grpc.aio.Server) -> None:

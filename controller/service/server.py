@@ -5,9 +5,10 @@ Stop: NOT_SERVING -> sessions end, their streams close (bounded) -> socket file 
 """
 
 import asyncio
+import functools
 import gc
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Self
 
 import grpc
@@ -28,6 +29,7 @@ from controller.service.grpc_servers import GrpcServers
 from controller.service.metrics import MetricsServer
 from controller.service.net.errors import AddressTakenError, ShuttingDownError, StartRefusedError
 from controller.service.net.health_port import HealthPort
+from controller.service.net.limits import READS_WAITING, Turns
 from controller.service.net.operator_socket import OperatorSocket
 from controller.service.reload import Reloader
 from controller.service.rpc.inspection import InspectionServicer
@@ -53,7 +55,7 @@ from controller.service.status.status_cache import StatusCache
 from controller.settings.settings import Settings
 from controller.store.file_store import FileStore
 from controller.store.interface import Store
-from controller.util import cancellation
+from controller.util.supervisor import Supervisor, Work
 from speculation.v1 import policy_pb2_grpc, service_pb2_grpc, training_pb2_grpc
 
 if TYPE_CHECKING:
@@ -98,12 +100,14 @@ class Sidecar(SessionObserver):
         self._training = TrainingStateFiles(settings.state_path / "training", self.registry)
         self._recorder = self._make_recorder()
         self.operator_socket = OperatorSocket(settings.socket_path, settings.operators_directory)
+        self.supervisor = Supervisor()
         self._readiness = Readiness(
             self.registry,
             self.profiles,
             self.override_registry,
             self.operator_socket,
             settings.ready_with,
+            self.supervisor,
         )
         self._status_cache = StatusCache(
             self.registry, self.override_registry, self._readiness, self._clock
@@ -122,7 +126,6 @@ class Sidecar(SessionObserver):
         self._metrics: MetricsServer | None = None
         self._page: PageServer | None = None
         self._telemetry: Tracing | None = None
-        self._background: list[asyncio.Task[None]] = []
 
     def _core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
         settings = self._settings
@@ -142,7 +145,7 @@ class Sidecar(SessionObserver):
     def opened(self, session: EngineSession, before: EngineSession | None) -> None:
         """Brings to a new session what is known elsewhere, in the background."""
         if not session.core.profile_id:
-            self._fleet.look_for(session.spec)
+            self._fleet.look_for(session)
         if before is not None and not session.identity.has_same_secret(before.identity):
             self._audit.replaced(session, before)
         if not self._settings.warm_start:
@@ -164,7 +167,9 @@ class Sidecar(SessionObserver):
             self._telemetry.decision(session, before, began)
 
     def ended(self, session: EngineSession) -> None:
-        """Publishes what a session has learnt."""
+        """Publishes what a session has learnt, and searches no longer for what it needs."""
+        self._fleet.searches.withdraw(session)
+        self._estimates.searches.withdraw(session)
         self._estimates.tell(session)
         self._training.tell(session)
 
@@ -202,26 +207,14 @@ class Sidecar(SessionObserver):
                     settings.page_host,
                     settings.page_port,
                 )
-        except SpeculationError:
-            await self.stop()
-            raise
-        try:
             await self._servers.start()
             if self._health_port is not None:
                 await self._health_port.open()
         except SpeculationError:
             await self.stop()
             raise
-        self._estimates.open()
-        self._training.open()
-        self._status_cache.open()
-        self._fleet_view.open()
-        self._background = [
-            asyncio.create_task(self._expire()),
-            asyncio.create_task(self._watch_load()),
-            asyncio.create_task(self._readiness.watch()),
-            asyncio.create_task(self._servers.watch_access()),
-        ]
+        for name, work in self._tasks():
+            self.supervisor.run(name, work)
         await self._readiness.started()
         _log.info(
             "serving",
@@ -243,7 +236,7 @@ class Sidecar(SessionObserver):
 
     async def stop(self) -> None:
         """Ends everything that start began, within the drain time."""
-        await cancellation.end(self._background)
+        await self.supervisor.end()
         await self._readiness.leave()
         sessions = list(self.registry)
         self.registry.close(
@@ -254,11 +247,7 @@ class Sidecar(SessionObserver):
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
         await self._fleet_view.close()
-        await self._status_cache.close()
-        await self._fleet.close()
         await self._estimates.close()
-        await self._training.close()
-        await self._policy_watch.close()
         await self._audit.close()
         await self.override_registry.close()
         if self._recorder is not None:
@@ -286,7 +275,8 @@ class Sidecar(SessionObserver):
         try:
             async with self:
                 if read is not None:
-                    self._background.append(asyncio.create_task(self._reload(again, read)))
+                    reload = functools.partial(self._reload, again, read)
+                    self.supervisor.run("reload", reload)
                 # What the start has made stays: no full collection has to look at it again.
                 gc.collect()
                 gc.freeze()
@@ -303,7 +293,38 @@ class Sidecar(SessionObserver):
             again.clear()
             self._settings = await self._reloader.reload(self._settings, read)
 
+    def _tasks(self) -> Iterator[tuple[str, Work]]:
+        """Yields everything that has to run for as long as the sidecar serves.
+
+        `readiness` says which services depend on which.
+        """
+        yield "readiness", self._readiness.watch
+        yield "expiry", self._expire
+        yield "load", self._watch_load
+        if self._servers.has_access_list:
+            yield "access_list", self._servers.watch_access
+        yield "overrides", self.override_registry.keep
+        yield from self.store.tasks.items()
+        if self._settings.policy is not None:
+            yield "policy_file", self._policy_watch.watch
+        yield "audit_counts", self._audit.tell_counts
+        yield "profile_searches", self._fleet.searches.keep
+        yield "estimate_searches", self._estimates.searches.keep
+        yield "estimates", self._estimates.tell_all
+        yield "training_state", self._training.watch
+        yield "status", self._status_cache.keep
+        if self.store.summaries is not None:
+            yield "fleet_summary", self._fleet_view.publisher.publish
+        if self._recorder is not None:
+            yield "recorder", self._recorder.keep
+        if self._metrics is not None:
+            yield "metrics_server", self._metrics.keep
+        if self._page is not None:
+            yield "page_server", self._page.keep
+
     def _add_services(self, server: grpc.aio.Server) -> None:
+        # Every server has turns of its own: nobody waits for those who call another one.
+        reads = Turns(READS_WAITING)
         service_pb2_grpc.add_SpeculationServiceServicer_to_server(
             SpeculationServicer(self.registry), server
         )
@@ -314,12 +335,13 @@ class Sidecar(SessionObserver):
                 self._readiness,
                 self._status_cache,
                 self._fleet_view,
+                reads,
             ),
             server,
         )
         service_pb2_grpc.add_ProfilingServiceServicer_to_server(
             ProfilingServicer(
-                self.registry, self.profiles, self._fleet, self._audit, self._request_ids
+                self.registry, self.profiles, self._fleet, self._audit, self._request_ids, reads
             ),
             server,
         )
@@ -345,7 +367,7 @@ class Sidecar(SessionObserver):
         host, port = self._settings.metrics_host, self._settings.metrics_port
         try:
             return MetricsServer(
-                self.registry, self.override_registry, self._fleet_view,
+                self.registry, self.override_registry, self._fleet_view, self.supervisor,
                 asyncio.get_running_loop(), host, port,
             )  # fmt: skip
         except OSError as error:

@@ -14,6 +14,7 @@
 
 Every entry becomes one override, a schedule one for each of its ranges.  What they mean beside the
 overrides of operators is decided in `controller.core.planning.overrides`; they are the weakest.
+`policies: []` is an empty policy.  A file without that key is none: it may be the beginning of one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,14 +38,15 @@ from controller.core.planning.overrides import (
 from controller.util.strict_yaml import (
     StrictLoader,
     StrictYamlError,
+    decoded,
     fault,
     load_mapping,
-    read_text,
 )
+from controller.util.watched_file import UnreadableFileError, read_small
 from controller.wire.override_text import batch_range
 
 POLICY_PREFIX: Final = "policy:"
-_MAX_BYTES: Final = 64 * 1024
+MAX_BYTES: Final = 64 * 1024
 # Overrides of a file: every plan is made under all of them.
 _MAX_OVERRIDES: Final = 64
 _AUTHOR: Final = "policy file"
@@ -73,16 +75,30 @@ class Policy:
 def read_policy(path: Path) -> tuple[tuple[Override, ...], str]:
     """Returns the overrides that a file stands for, in its order, and its text.
 
-    An empty file is an empty policy.  Raises PolicyFileError.
+    Raises PolicyFileError.
     """
     try:
-        text = read_text(path, _MAX_BYTES)
-        found = load_mapping(text, _Loader, _lines)
+        content = read_small(path, MAX_BYTES)
+    except UnreadableFileError as error:
+        raise PolicyFileError(f"{path}: {error}") from error
+    return parse_policy(path, content), content.decode()
+
+
+def parse_policy(path: Path, content: bytes) -> tuple[Override, ...]:
+    """Returns the overrides that the content of a file stands for, in its order.
+
+    path: for messages.  Raises PolicyFileError.
+    """
+    try:
+        found = load_mapping(decoded(content), _Loader, _lines)
     except StrictYamlError as error:
         where = f", line {error.line}" if error.line else ""
         raise PolicyFileError(f"{path}{where}: {error}") from error
     if found is None:
-        return (), text
+        raise PolicyFileError(
+            f"{path}: the file is empty, or has comments only, which may be the beginning of a "
+            "longer one; write `policies: []` for an empty policy"
+        )
     values, lines = found
     try:
         file = _File.model_validate(values)
@@ -97,7 +113,7 @@ def read_policy(path: Path) -> tuple[tuple[Override, ...], str]:
             raise PolicyFileError(f"{where}: {entry.name}: {error}") from error
     if len(overrides) > _MAX_OVERRIDES:
         raise PolicyFileError(f"{path}: {len(overrides)} entries, at most {_MAX_OVERRIDES}")
-    return tuple(overrides), text
+    return tuple(overrides)
 
 
 def _batches(value: object) -> tuple[int, int]:
@@ -189,7 +205,7 @@ class _Entry(_Model):
 
 
 class _File(_Model):
-    policies: tuple[_Entry, ...] = ()
+    policies: tuple[_Entry, ...]
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

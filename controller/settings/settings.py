@@ -209,7 +209,10 @@ class Settings(BaseSettings):
         "engines keep the lease that they have.",
     )
     max_message_bytes: int = Field(
-        4 * 1024 * 1024, ge=64 * 1024, description="Largest gRPC message, in both directions."
+        4 * 1024 * 1024,
+        ge=64 * 1024,
+        le=1 << 30,
+        description="Largest gRPC message, in both directions.",
     )
     max_connections: int = Field(
         2048,

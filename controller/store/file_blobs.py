@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import shutil
 import time
@@ -9,21 +10,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import structlog
-
 from controller.core.errors import MALFORMED
 from controller.store.interface import BLOB_NAMES, Blob, BlobKind, StoreUnavailableError
+from controller.store.skipped_entries import SkippedEntries
 from controller.util.atomic_file import write_whole
 
-_log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 
 
 class FileBlobStore:
     """Times are wall-clock seconds of this machine: files are read again after a restart."""
 
-    def __init__(self, directory: Path, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        wall: Callable[[], float] = time.time,
+        skipped: SkippedEntries | None = None,
+    ) -> None:
         self._directory = directory
+        self._skipped = skipped or SkippedEntries(str(directory))
         self._wall = wall
         self._one_at_a_time = asyncio.Lock()
 
@@ -33,7 +38,7 @@ class FileBlobStore:
             await self._run(lambda: self._put(kind, name, source, text))
 
     async def items(self, kind: BlobKind, name: str) -> Sequence[Blob]:
-        """Implements the store interface; logs and omits a file that cannot be read."""
+        """Implements the store interface; counts and omits a file that cannot be read."""
         return await self._run(lambda: [item for item, _ in self._items(kind, name)])
 
     async def names(self, kind: BlobKind) -> Sequence[str]:
@@ -67,9 +72,14 @@ class FileBlobStore:
         for path in (self._directory / kind.name / name).glob("*.json"):
             try:
                 body = json.loads(path.read_bytes())
-                item = Blob(path.stem, str(body["text"]), max(0.0, now - float(body["at"])))
-            except MALFORMED as error:
-                _log.warning("shelf_file_not_read", path=str(path), error=str(error))
+                text, at = body["text"], float(body["at"])
+                if not (isinstance(text, str) and math.isfinite(at)):
+                    raise TypeError("a text and a time are needed")
+                text.encode()  # half a surrogate pair can stand in JSON, and nowhere else
+                item = Blob(path.stem, text, max(0.0, now - at))
+            except (OSError, *MALFORMED) as error:
+                reason = error.strerror if isinstance(error, OSError) else str(error)
+                self._skipped.add(kind.name, [f"{name}/{path.name}"], reason or "")
                 continue
             if kind.seconds is None or item.age_seconds < kind.seconds:
                 found.append((item, path))

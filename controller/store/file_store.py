@@ -17,7 +17,7 @@ import dataclasses
 import fcntl
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ import structlog
 from controller.store.database import Database, StoredEntry, refuse_links
 from controller.store.file_blobs import FileBlobStore
 from controller.store.interface import (
+    LIVE_ENTRIES_MAX,
     TOMBSTONE_SECONDS,
     Actor,
     AuditRecord,
@@ -35,13 +36,16 @@ from controller.store.interface import (
     Health,
     Listener,
     StoreError,
+    StoreFullError,
     StoreTakenError,
     StoreUnavailableError,
     SummaryBoard,
     UnknownSequenceError,
 )
 from controller.store.journal_import import import_journal
+from controller.store.skipped_entries import SkippedEntries
 from controller.util.atomic_file import remove_unfinished
+from controller.util.supervisor import Work
 
 _SIDECAR = Actor("", "its time was up", "sidecar")
 
@@ -55,7 +59,8 @@ class FileStore:
     def __init__(self, directory: Path, wall: Callable[[], float] = time.time) -> None:
         self._directory = directory
         self._wall = wall
-        self.blobs = FileBlobStore(directory / "shelf", wall)
+        self._skipped = SkippedEntries(str(directory))
+        self.blobs = FileBlobStore(directory / "shelf", wall, self._skipped)
         # The directory is one sidecar's alone.
         self.summaries: SummaryBoard | None = None
         # Wall time less monotonic time, as it was when the store was opened.
@@ -131,6 +136,11 @@ class FileStore:
         except StoreUnavailableError as error:
             # It holds here; the next start finds the same and does the same.
             _log.warning("clock_not_corrected", error=str(error))
+
+    @property
+    def tasks(self) -> Mapping[str, Work]:
+        """Returns an empty mapping: the sidecar that opens the file is its only writer."""
+        return {}
 
     async def close(self) -> None:
         """Waits for changes under way.  A store that is closed stays closed."""
@@ -209,6 +219,8 @@ class FileStore:
         async with self._one_at_a_time:
             now = self._now()
             before = self._expect(override_id, expected, now)
+            if body and (before is None or before.ended):
+                self._require_room(now)
             after = self._next(override_id, body, seconds, now, "" if body else "cleared")
             action = "clear" if not body else "replace" if before else "set"
             await self._commit(action, after, before, who)
@@ -222,6 +234,13 @@ class FileStore:
                 found.entry(now) if found else None,
             )
         return found
+
+    def _require_room(self, now: float) -> None:
+        live = sum(not held.ended and not held.over(now) for held in self._held.values())
+        if live >= LIVE_ENTRIES_MAX:
+            raise StoreFullError(
+                f"{live} overrides are in force already, which is the limit: clear some"
+            )
 
     def _next(
         self, override_id: str, body: str, seconds: float | None, now: float, ended: str
@@ -275,7 +294,10 @@ class FileStore:
     def health(self) -> Health:
         """Trouble is a database that cannot be written."""
         detail = self._trouble or f"file store in {self._directory}"
-        return Health(not self._trouble, detail, time.monotonic() - self._since)
+        return Health(
+            not self._trouble, detail, time.monotonic() - self._since,
+            skipped=dict(self._skipped.counts),
+        )  # fmt: skip
 
 
 def _moved_back(entry: StoredEntry, now: float) -> StoredEntry:

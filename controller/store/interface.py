@@ -8,14 +8,17 @@ clock is wrong neither shortens nor lengthens an override.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 from controller.core.errors import SpeculationError
+from controller.util.supervisor import Work
 
 # How long the tombstone of an ended override is kept.
 TOMBSTONE_SECONDS = 7 * 24 * 3600.0
+# Overrides in force at a time: every plan is made under all of them.
+LIVE_ENTRIES_MAX: Final = 200
 # Records of the audit that a store keeps; the oldest go first.
 AUDIT_KEPT = 100_000
 
@@ -41,6 +44,10 @@ class StoreTakenError(StoreError):
 
 class UnknownSequenceError(StoreError):
     """No record of this store's audit has such a sequence."""
+
+
+class StoreFullError(StoreError):
+    """As many entries are live as a store takes; nothing was changed."""
 
 
 class ConflictError(StoreError):
@@ -102,11 +109,20 @@ class AuditRecord:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Holds the state of a store.  detail: for people; since: seconds it has been so."""
+    """Holds the state of a store.
+
+    detail: for people.  since_seconds: how long `ok` has been so.  unusable: of overrides that the
+    store has and that cannot be in force, the reason by id; of many, not all are named.
+    unusable_count: all of them.  skipped: entries that could not be read, by kind, in all readings
+    since the start.
+    """
 
     ok: bool
     detail: str
     since_seconds: float
+    unusable: Mapping[str, str] = field(default_factory=dict)
+    unusable_count: int = 0
+    skipped: Mapping[str, int] = field(default_factory=dict)
 
 
 Listener = Callable[[], None]
@@ -122,12 +138,20 @@ class Store(Protocol):
         """
         ...
 
+    @property
+    def tasks(self) -> Mapping[str, Work]:
+        """Returns what has to run, by name, between `open` and `close`."""
+        ...
+
     async def close(self) -> None:
         """Closes the store; what was acknowledged is durable."""
         ...
 
     async def entries(self) -> Sequence[Entry]:
-        """All entries, tombstones too; what has run out by now is ended, and recorded, by this."""
+        """All entries, tombstones too; what has run out by now is ended, and recorded, by this.
+
+        An entry that cannot be read is left out, and named by `health`.
+        """
         ...
 
     async def write(
@@ -140,7 +164,8 @@ class Store(Protocol):
     ) -> Entry:
         """Creates (expected = 0) or replaces the entry of that revision; durable on return.
 
-        Raises ConflictError.
+        An entry that cannot be read is replaced as if it were not there.  Raises ConflictError,
+        StoreFullError.
         """
         ...
 
@@ -153,7 +178,10 @@ class Store(Protocol):
         ...
 
     async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
-        """The newest records first, of one subject if named, older than a sequence if given."""
+        """The newest records first, of one subject if named, older than a sequence if given.
+
+        A record that cannot be read is left out.
+        """
         ...
 
     @property

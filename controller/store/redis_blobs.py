@@ -1,15 +1,23 @@
 """The fleet's blob store: a hash for each name, a field for each source, and an index by time."""
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
-
-import structlog
+import re
+from collections.abc import Sequence
+from typing import Any, Final
 
 from controller.core.errors import MALFORMED
 from controller.store.interface import BLOB_NAMES, Blob, BlobKind
-
-_log = structlog.get_logger(__name__)
+from controller.store.redis_audit import Ask
+from controller.store.redis_replies import (
+    list_of,
+    nothing,
+    number_of,
+    rows_of,
+    shown,
+    text_of,
+    time_of,
+)
+from controller.store.skipped_entries import SkippedEntries
 
 _NOW = """
 local t = redis.call('TIME')
@@ -50,30 +58,46 @@ return 1
 """
 )
 
-# -> the hash, flat, and now at its end.
+# KEYS 1 the name's hash.  ARGV 1 sources that are read, 2 bytes of all their texts.
+# -> {now, items left out because of their size or number, flat: source, text}
 _ITEMS = (
     _NOW
     + """
-local flat = redis.call('HGETALL', KEYS[1])
-flat[#flat + 1] = string.format('%.0f', now)
-return flat
+local sources, left, left_out, all = redis.pcall('HKEYS', KEYS[1]), tonumber(ARGV[2]), 0, {}
+if sources.err then return {string.format('%.0f', now), 1, {}} end
+for i, source in ipairs(sources) do
+  local size = redis.call('HSTRLEN', KEYS[1], source) + #source
+  if i > tonumber(ARGV[1]) or size > left then
+    left_out = left_out + 1
+  else
+    left = left - size
+    all[#all + 1] = source
+    all[#all + 1] = redis.call('HGET', KEYS[1], source)
+  end
+end
+return {string.format('%.0f', now), left_out, all}
 """
 )
 
+# KEYS 1 the index.  ARGV 1 names that are read.  -> the names, the one last put first.
+_NAMES = """
+local names = redis.pcall('ZREVRANGE', KEYS[1], 0, tonumber(ARGV[1]) - 1)
+return names.err and {} or names
+"""
 
-class Ask(Protocol):
-    """Calls Redis for the store; raises StoreUnavailableError."""
-
-    async def __call__(self, command: Callable[[], Awaitable[Any]], *, writes: bool = False) -> Any:
-        """Returns the answer of Redis."""
-        ...
+# Bytes of the items of one name.
+_ITEMS_BYTES_MAX: Final = 16 * 1024 * 1024
+# Sources that are read of one name: some may be of another kind of entries.
+_SOURCES_READ: Final = 64
+_HEXADECIMAL = re.compile(rb"[0-9a-f]{1,64}")
 
 
 class RedisBlobStore:
     """Keeps blobs in Redis.  tag: the prefix of all keys."""
 
-    def __init__(self, client: Any, ask: Ask, tag: str) -> None:
+    def __init__(self, client: Any, ask: Ask, tag: str, skipped: SkippedEntries) -> None:
         self._client = client
+        self._skipped = skipped
         self._ask = ask
         self._tag = tag
 
@@ -85,34 +109,61 @@ class RedisBlobStore:
             lambda: self._client.eval(
                 _PUT, 2, self._key(kind, name), self._index(kind), *map(str, values)
             ),
+            nothing,
             writes=True,
         )
 
     async def items(self, kind: BlobKind, name: str) -> Sequence[Blob]:
-        """Implements the store interface; logs and omits an item that cannot be read."""
-        *flat, now = await self._ask(lambda: self._client.eval(_ITEMS, 1, self._key(kind, name)))
-        found = []
-        for source, body in zip(flat[::2], flat[1::2], strict=True):
+        """Implements the store interface; counts and omits an item that cannot be read."""
+        key, found, names = self._key(kind, name), [], []
+        now, left_out, rows = await self._ask(
+            lambda: self._client.eval(_ITEMS, 1, key, str(_SOURCES_READ), str(_ITEMS_BYTES_MAX)),
+            _items,
+        )
+        for source, body in rows:
             try:
-                value = json.loads(body)
-                age = max(0.0, (int(now) - float(value["at"])) / 1000)
-                item = Blob(source, str(value["text"]), age)
-            except MALFORMED as error:
-                _log.warning("shelf_item_not_read", name=name, source=source, error=str(error))
+                item = _blob(source, body, now)
+            except MALFORMED:
+                names.append(shown(source))
                 continue
             if kind.seconds is None or item.age_seconds < kind.seconds:
                 found.append(item)
+        count = len(names) + left_out
+        self._skipped.add(kind.name, names, f"not what a sidecar puts under {name}", count)
         return sorted(found, key=lambda item: item.age_seconds)
 
     async def names(self, kind: BlobKind) -> Sequence[str]:
-        """Implements the method of the store interface."""
-        found: Sequence[str] = await self._ask(
-            lambda: self._client.zrange(self._index(kind), 0, -1, desc=True)
+        """Implements the store interface; counts and omits what is no name."""
+        found = await self._ask(
+            lambda: self._client.eval(_NAMES, 1, self._index(kind), str(BLOB_NAMES)), list_of
         )
-        return found
+        good = [name.decode() for name in found if isinstance(name, bytes) and _is_name(name)]
+        bad = [shown(name) for name in found if not (isinstance(name, bytes) and _is_name(name))]
+        self._skipped.add(kind.name, bad, "not a name")
+        return good
 
     def _key(self, kind: BlobKind, name: str) -> str:
         return f"{self._tag}:{kind.name}:{name}"
 
     def _index(self, kind: BlobKind) -> str:
         return f"{self._tag}:{kind.name}"
+
+
+def _is_name(name: bytes) -> bool:
+    return _HEXADECIMAL.fullmatch(name) is not None
+
+
+def _items(reply: Any) -> tuple[int, int, Sequence[tuple[Any, ...]]]:
+    """Reads the answer of _ITEMS.  Raises one of MALFORMED."""
+    now, left_out, flat = list_of(reply, 3)
+    return number_of(now), number_of(left_out), rows_of(flat, 2)
+
+
+def _blob(source: Any, body: Any, now: int) -> Blob:
+    """Reads an item; now: Redis's milliseconds.  Raises one of MALFORMED."""
+    value = json.loads(text_of(body))
+    text, at = value["text"], value["at"]
+    if not (isinstance(text, str) and _is_name(source)):
+        raise TypeError("a source and a text are needed")
+    text.encode()  # half a surrogate pair can stand in JSON, and nowhere else
+    return Blob(source.decode(), text, max(0.0, now / 1000 - time_of(at / 1000)))

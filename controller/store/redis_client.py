@@ -6,21 +6,44 @@ redis+cluster://HOST:PORT                           rediss+cluster://...
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import redis.asyncio
 import redis.exceptions
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import MasterNotFoundError
 from redis.asyncio.sentinel import Sentinel as _UntypedSentinel
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 
 from controller.core.errors import SpeculationError
+from controller.store.redis_replies import BoundedParser
 from controller.util.redaction import redact
+from controller.util.watched_file import UnreadableFileError, read_small
 
+# Far more than a password has.
+_PASSWORD_BYTES_MAX: Final = 64 * 1024
 _Sentinel: Any = _UntypedSentinel
+# What the client raises on purpose; the errors of a cluster are not among those of Redis.
+REDIS_ERRORS = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
+# Errors of a command that Redis, or a cluster, refused before it began.
+_BEFORE_ANY_WRITE = (
+    redis.exceptions.AskError,
+    redis.exceptions.AuthenticationError,
+    redis.exceptions.BusyLoadingError,
+    # Also where a cluster has sent the command from node to node, and none took it.
+    redis.exceptions.ClusterError,
+    redis.exceptions.MaxConnectionsError,
+    redis.exceptions.NoPermissionError,
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.SlotNotCoveredError,
+    redis.exceptions.TryAgainError,
+    MasterNotFoundError,
+)
+# Such errors without a class: too few replicas, or a snapshot that cannot be written.
+_REFUSED_WRITES = ("NOREPLICAS", "MISCONF")
 
 
 class RedisUrlError(SpeculationError):
@@ -28,14 +51,20 @@ class RedisUrlError(SpeculationError):
 
 
 class PasswordFile(CredentialProvider):
-    """The password in a file, which may rotate: read for every connection."""
+    """The password in a file, which may be replaced: read for every connection."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Reads the password.  Raises OSError."""
-        return (self._path.read_text(encoding="utf-8").strip(),)
+        """Reads the password.  Raises OSError, also for what is no text."""
+        try:
+            return (read_small(self._path, _PASSWORD_BYTES_MAX).decode("utf-8").strip(),)
+        except UnreadableFileError as error:
+            raise OSError(f"password file {self._path}: {error}") from error
+        except UnicodeDecodeError as error:
+            # Without the bytes, which are part of the password.
+            raise OSError(f"password file {self._path}: not UTF-8 text") from error
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
         """Reads the same small file."""
@@ -51,9 +80,13 @@ def connect(url: str, timeout_seconds: float, password_file: Path | None = None)
 
 
 async def close(client: Any) -> None:
-    """Closes a client of any kind.  Raises RedisError, OSError."""
+    """Closes a client of any kind.  Raises one of REDIS_ERRORS, OSError."""
     manager = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
     await client.aclose()
+    if isinstance(client, RedisCluster):
+        # After an error it takes its connections for closed.
+        await client.nodes_manager.aclose()
+        await client.nodes_manager.aclose("startup_nodes")
     for sentinel in manager.sentinels if manager else ():
         await sentinel.aclose()
 
@@ -61,6 +94,13 @@ async def close(client: Any) -> None:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether Redis refused a write for want of memory."""
     return isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error)
+
+
+def came_before_any_write(error: Exception) -> bool:
+    """Whether Redis has not begun to carry out the command that failed so."""
+    connecting = isinstance(error, redis.exceptions.ConnectionError) and "connecting" in str(error)
+    refused = isinstance(error, _BEFORE_ANY_WRITE) or str(error).startswith(_REFUSED_WRITES)
+    return connecting or refused or is_out_of_memory(error)
 
 
 def in_words(error: Exception) -> str:
@@ -71,15 +111,17 @@ def in_words(error: Exception) -> str:
         return "takes no writes (out of memory)"
     if isinstance(error, redis.exceptions.AuthenticationError):
         return "refuses the credentials"
-    text = " ".join(str(error).split())
-    return text[:200] or type(error).__name__
+    words = " ".join(str(error).split())[:200]
+    text = "".join(letter if letter.isprintable() else "?" for letter in words)
+    return text or type(error).__name__
 
 
 def _client(url: str, timeout_seconds: float, password_file: Path | None) -> Any:
     options: dict[str, Any] = {
         "socket_timeout": timeout_seconds,
         "socket_connect_timeout": timeout_seconds,
-        "decode_responses": True,
+        # Others write there what they like: every entry is decoded on its own.
+        "decode_responses": False,
         "protocol": 2,
     }
     if password_file is not None:
@@ -91,18 +133,28 @@ def _client(url: str, timeout_seconds: float, password_file: Path | None) -> Any
     if not parts.netloc.rpartition("@")[2]:
         raise ValueError("no host is named")
     if kind == "sentinel":
-        return _sentinel(url, scheme == "rediss", options)
+        return _sentinel(url, scheme == "rediss", options | {"retry": Retry(NoBackoff(), 0)})
     plain = url.replace(f"{parts.scheme}://", f"{scheme}://", 1)
-    if kind == "cluster":
-        return RedisCluster.from_url(plain, **options)
     # A write is never sent twice on its own: the first one's effect is unknown.
-    client: Any = redis.asyncio.Redis.from_url(plain, retry=Retry(NoBackoff(), 0), **options)
+    options["retry"] = Retry(NoBackoff(), 0)
+    if kind == "cluster":
+        return _cluster(plain, options)
+    client: Any = redis.asyncio.Redis.from_url(plain, parser_class=BoundedParser, **options)
     # Nothing is sent: only here the options in the URL's query meet the client that takes them.
     try:
         client.connection_pool.make_connection()
     except TypeError as error:
         # Which one is not said: a password with a delimiter in it may stand there.
         raise ValueError("its query names an option that the Redis client does not know") from error
+    return client
+
+
+def _cluster(url: str, options: dict[str, Any]) -> Any:
+    client = RedisCluster.from_url(url, **options)
+    # It takes no parser, but hands these options to every connection.
+    known: Any
+    for known in (client.nodes_manager, *client.startup_nodes):
+        known.connection_kwargs["parser_class"] = BoundedParser
     return client
 
 
@@ -120,6 +172,7 @@ def _sentinel(url: str, tls: bool, options: dict[str, Any]) -> Any:
         service,
         db=int(database or 0),
         ssl=tls,
+        parser_class=BoundedParser,
         **({} if "credential_provider" in options else {"username": user or None}),
         **({} if "credential_provider" in options else {"password": password or None}),
         **options,

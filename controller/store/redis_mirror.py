@@ -16,6 +16,15 @@ import structlog
 
 from controller.core.errors import MALFORMED
 from controller.store.interface import Entry
+from controller.store.redis_replies import (
+    NUMBER_MAX,
+    list_of,
+    number_of,
+    rows_of,
+    shown,
+    text_of,
+    time_of,
+)
 from controller.util.atomic_file import remove_unfinished, write_whole
 
 _log = structlog.get_logger(__name__)
@@ -33,21 +42,17 @@ class MirroredEntry:
     ended: str
 
     @classmethod
-    def of(cls, override_id: str, text: str, ms: int, now: float) -> Self:
+    def of(cls, override_id: str, text: Any, left: Any, now: float) -> Self:
         """Reads Redis's JSON and the milliseconds left there (below 0: no end).
-
-        Raises one of MALFORMED for an impossible entry.
 
         Raises one of MALFORMED for what is no entry.
         """
-        found = json.loads(text)
-        body, ended = found["body"], found["ended"]
-        if not (isinstance(body, str) and isinstance(ended, str)):
-            raise TypeError("body and ended must be texts")
+        found, ms = json.loads(text_of(text)), number_of(left)
         until = math.inf if ms < 0 else now + ms / 1000
         return cls(
-            override_id, int(found["revision"]), body, until, _finite(found["created"]), ended
-        )
+            override_id, _revision(found["revision"]), _text(found["body"]), until,
+            time_of(found["created"]), _text(found["ended"]),
+        )  # fmt: skip
 
     def left(self, now: float) -> float:
         """Seconds until its end."""
@@ -74,6 +79,44 @@ class MirroredEntry:
             "ended": self.ended,
             "ms": -1 if math.isinf(self.until) else round(1000 * self.left(now)),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Holds what Redis has.
+
+    wrong: what keeps it from taking writes, "" for nothing.  counter: as it stands there.
+    left_out: live entries, and tombstones, beyond what one look returns.  unreadable: ids of
+    entries that cannot be read, as they can be shown; of many, not all are named.
+    unreadable_count: all of them.
+    """
+
+    wrong: str
+    counter: bytes
+    left_out: tuple[int, int]
+    entries: dict[str, MirroredEntry]
+    unreadable: tuple[str, ...]
+    unreadable_count: int
+
+    @classmethod
+    def of(cls, reply: Any, now: float) -> Self:
+        """Reads the reply of the script FETCH.  Raises one of MALFORMED."""
+        wrong, counter, live, ended, count, names, flat = list_of(reply, 7)
+        unreadable = [shown(name) for name in list_of(names)]
+        bad = number_of(count) - len(unreadable)
+        entries = {}
+        for name, text, left in rows_of(flat, 3):
+            try:
+                override_id = text_of(name)
+                entries[override_id] = MirroredEntry.of(override_id, text, left, now)
+            except MALFORMED:
+                unreadable.append(shown(name))
+        if not isinstance(counter, bytes):
+            raise TypeError("the counter must be a text")
+        return cls(
+            text_of(wrong), counter, (number_of(live), number_of(ended)), entries,
+            tuple(unreadable), bad + len(unreadable),
+        )  # fmt: skip
 
 
 class RedisMirror:
@@ -110,7 +153,7 @@ class RedisMirror:
         if hashlib.sha256(body).hexdigest().encode() != check:
             raise ValueError("its checksum is wrong")
         found = json.loads(body)
-        idle, now = time.time() - _finite(found["at"]), time.monotonic()
+        idle, now = time.time() - time_of(found["at"]), time.monotonic()
         if idle < 0:
             _log.warning(
                 "clock_went_back", path=str(self._path), seconds=round(-idle),
@@ -121,16 +164,26 @@ class RedisMirror:
         return {held.override_id: held for held in entries if not held.over(now)}, idle
 
 
-def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{number} is no time")
-    return number
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a text is needed")
+    value.encode()  # half a surrogate pair can stand in JSON, and nowhere else
+    return value
+
+
+def _revision(value: Any) -> int:
+    # Lua writes whole numbers, large ones with an exponent.
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise ValueError("a revision is a whole number")
+    if not 0 <= value < NUMBER_MAX:
+        raise ValueError("a revision is below 2^53")
+    return int(value)
 
 
 def _held(item: dict[str, Any], idle: float, now: float) -> MirroredEntry:
-    until = math.inf if item["ms"] < 0 else now + _finite(item["ms"]) / 1000 - idle
+    ms = number_of(item["ms"])
+    until = math.inf if ms < 0 else now + ms / 1000 - idle
     return MirroredEntry(
-        item["id"], int(item["revision"]), item["body"], until, _finite(item["created"]),
-        item["ended"],
+        _text(item["id"]), _revision(item["revision"]), _text(item["body"]), until,
+        time_of(item["created"]), _text(item["ended"]),
     )  # fmt: skip

@@ -8,18 +8,37 @@ An audit record is written before the entry that it belongs to.
 All keys carry one hash tag, so that a cluster keeps them together.  Times are Redis's own
 (milliseconds of TIME); an entry's key lives a minute longer than the entry, so that its end can
 still be recorded, and then vanishes by itself even if no sidecar is left.  An invalid entry, which
-somebody else wrote, counts as absent: it can be written again, and stops nobody.  An entry
-that was created later than now shows that Redis's clock went back (or that another server with
-another clock took over): it gets the time to live that it was granted, from now on.
+somebody else wrote, counts as absent: it can be written again, and stops nobody.  What leaves Redis
+is bounded, whatever somebody else has put there.  An entry that was created later than now shows
+that Redis's clock went back (or that another server with another clock took over): it gets the time
+to live that it was granted, from now on.
 
 KEYS  1 revision (counter)   2 live (sorted set: id by end)   3 tombstones (sorted set "traces")
       4 audit (stream)       ARGV 1 is the prefix of entry keys, ARGV 2 the channel for news
 """
 
-# What an error begins with after which nothing was changed.
-REFUSED = "REFUSED "
+from typing import Final
 
-_COMMON = """
+from controller.store.interface import LIVE_ENTRIES_MAX
+from controller.store.redis_replies import TIME_MAX
+
+# What an error begins with after which nothing was changed.
+REFUSED: Final = "REFUSED "
+# Bytes of one entry's JSON; an override with the longest texts allowed takes 8 KiB.
+ENTRY_BYTES_MAX: Final = 64 * 1024
+# Ids of live entries, and of tombstones, that one look goes through: those that end last.
+_EXAMINED_MAX: Final = 5000
+# Live entries that one look returns, the newest: some may be of no use to this sidecar.
+_RETURNED_MAX: Final = 2 * LIVE_ENTRIES_MAX
+# Bytes of the live entries, and of the tombstones, that one look returns.
+_RETURNED_BYTES_MAX: Final = 4 * 1024 * 1024
+# Ids of unreadable entries that one look names.
+_NAMED_MAX: Final = 20
+
+_COMMON = (
+    f"local ENTRY_BYTES_MAX, LIVE_MAX = {ENTRY_BYTES_MAX}, {LIVE_ENTRIES_MAX}\n"
+    f"local TIME_MAX = {TIME_MAX:.0f}\n"
+    """
 local prefix, channel = ARGV[1], ARGV[2]
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
@@ -87,23 +106,44 @@ local function record(action, id, who, before, after)
     'origin', who.origin, 'before', before, 'after', after)
 end
 
+-- Of a text that is not too long; else nil.
 local function text_at(key)
-  local text = redis.pcall('GET', key)
-  return type(text) == 'string' and text or nil
+  local size = redis.pcall('STRLEN', key)
+  if type(size) ~= 'number' or size == 0 or size > ENTRY_BYTES_MAX then return nil end
+  return redis.call('GET', key)
 end
 
-local function text_of(id)
-  return text_at(prefix .. id)
+local function is_utf8(text)
+  if not string.find(text, '[\\128-\\255]') then return true end
+  local tail = '[\\128-\\191]'
+  for _, sequence in ipairs({'[%z\\1-\\127]+', '[\\194-\\223]' .. tail,
+      '[\\224-\\239]' .. tail .. tail, '[\\240-\\244]' .. tail .. tail .. tail}) do
+    text = string.gsub(text, sequence, '')
+  end
+  return text == ''
 end
 
+-- The entry, and its text; nil for one that cannot be read.
 local function found(id)
-  local text = text_of(id)
+  local text = text_at(prefix .. id)
   local fine, entry = pcall(cjson.decode, text)
-  local right = text and fine and type(entry) == 'table'
+  local right = text and fine and type(entry) == 'table' and is_utf8(id) and is_utf8(text)
     and type(entry.revision) == 'number' and entry.revision >= 0 and entry.revision < 2^53
-    and type(entry.created) == 'number' and entry.created >= 0 and entry.created < 2^53
+    and entry.revision % 1 == 0
+    and type(entry.created) == 'number' and entry.created >= 0 and entry.created <= TIME_MAX
     and type(entry.body) == 'string' and type(entry.ended) == 'string'
-  return right and entry or nil
+  if right then return entry, text end
+end
+
+local function is_full()
+  if redis.call('ZCARD', KEYS[2]) < LIVE_MAX then return false end
+  local count = 0
+  for _, id in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
+    local entry = found(id)
+    if entry and entry.ended == '' then count = count + 1 end
+    if count == LIVE_MAX then return true end
+  end
+  return false
 end
 
 local function ends_at(id, entry)
@@ -143,9 +183,11 @@ local function run_out()
   return changed
 end
 """
+)
 
 # ARGV 3 id, 4 body ('' ends it), 5 milliseconds (-1: no end), 6 expected revision, 7 who (JSON).
-# -> {1, entry JSON, remaining ms} or, on a conflict, {0, entry JSON or '', remaining ms}.
+# -> {WRITTEN, entry JSON, remaining ms}, {CONFLICT, entry JSON or '', remaining ms} or {FULL}.
+CONFLICT, WRITTEN, FULL = 0, 1, 2
 WRITE = (
     _COMMON
     + """
@@ -161,6 +203,7 @@ if (before and before.revision or 0) ~= expected then
   local ends = ends_at(id, before)
   return {0, cjson.encode(before), ends < 0 and -1 or math.max(0, ends - now)}
 end
+if body ~= '' and not (before and before.ended == '') and is_full() then return {2} end
 local after = {revision = redis.call('INCR', KEYS[1]), body = body, created = now / 1000,
   ended = body == '' and 'cleared' or ''}
 if body == '' then ms = TOMBSTONE end
@@ -182,30 +225,47 @@ record(ARGV[3], ARGV[4], cjson.decode(ARGV[5]), '', '')
 """
 )
 
-# -> {what keeps this Redis from taking writes, or ''; revision; and of every entry: id, JSON,
-#     remaining ms or -1}
+# -> {what keeps this Redis from taking writes, or ''; the counter; live entries and tombstones that
+#     are left out; entries that cannot be read; the ids of some of them; flat, of every entry: id,
+#     JSON, remaining ms or -1}
 FETCH = (
     _COMMON
+    + f"local EXAMINED_MAX, RETURNED_MAX = {_EXAMINED_MAX}, {_RETURNED_MAX}\n"
+    + f"local RETURNED_BYTES_MAX, NAMED_MAX = {_RETURNED_BYTES_MAX}, {_NAMED_MAX}\n"
     + """
 local wrong = trouble()
 if not wrong and run_out() then redis.pcall('PUBLISH', channel, redis.call('GET', KEYS[1])) end
-local all = {wrong or '', text_at(KEYS[1]) or '0'}
-for _, key in ipairs({KEYS[2], KEYS[3]}) do
-  local members = redis.pcall('ZRANGE', key, 0, -1, 'WITHSCORES')
-  for i = 1, #members, 2 do
-    local text = text_of(members[i])
-    if text then
-      local ends = members[i + 1]
-      all[#all + 1] = members[i]
-      all[#all + 1] = text
-      all[#all + 1] = ends == 'inf' and '-1'
-        or string.format('%.0f', math.max(0, tonumber(ends) - now))
+local left_out, unreadable, names, all = {0, 0}, 0, {}, {}
+for i, key in ipairs({KEYS[2], KEYS[3]}) do
+  local members = redis.pcall('ZREVRANGE', key, 0, EXAMINED_MAX - 1, 'WITHSCORES')
+  local rows, count = {}, redis.pcall('ZCARD', key)
+  if type(count) ~= 'number' then count = 0 end
+  left_out[i] = count - #members / 2
+  for j = 1, #members, 2 do
+    local id, ends = members[j], members[j + 1]
+    local entry, text = found(id)
+    if entry then
+      rows[#rows + 1] = {entry.revision, id, text, ends == 'inf' and '-1'
+        or string.format('%.0f', math.max(0, tonumber(ends) - now))}
+    elseif redis.call('EXISTS', prefix .. id) == 1 then
+      unreadable = unreadable + 1
+      if #names < NAMED_MAX then names[#names + 1] = string.sub(id, 1, 256) end
     elseif not wrong then
-      redis.call('ZREM', key, members[i])
+      redis.call('ZREM', key, id)
+    end
+  end
+  table.sort(rows, function(a, b) return a[1] > b[1] or (a[1] == b[1] and a[2] < b[2]) end)
+  local bytes = RETURNED_BYTES_MAX
+  for j, row in ipairs(rows) do
+    bytes = bytes - #row[2] - #row[3]
+    if bytes < 0 or (i == 1 and j > RETURNED_MAX) then
+      left_out[i] = left_out[i] + 1
+    else
+      for k = 2, 4 do all[#all + 1] = row[k] end
     end
   end
 end
-return all
+return {wrong or '', text_at(KEYS[1]) or '0', left_out[1], left_out[2], unreadable, names, all}
 """
 )
 

@@ -15,15 +15,15 @@ import functools
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import redis.exceptions
 import structlog
 
-from controller.core.errors import MALFORMED
 from controller.store.interface import (
+    LIVE_ENTRIES_MAX,
     TOMBSTONE_SECONDS,
     Actor,
     AuditRecord,
@@ -31,26 +31,41 @@ from controller.store.interface import (
     Entry,
     Health,
     Listener,
+    StoreFullError,
     StoreUnavailableError,
 )
+from controller.store.redis_audit import RedisAudit
 from controller.store.redis_blobs import RedisBlobStore
-from controller.store.redis_client import close, connect, in_words, is_out_of_memory
-from controller.store.redis_mirror import MirroredEntry, RedisMirror
-from controller.store.redis_scripts import FETCH, RECORD, REFUSED, SEED, WRITE
+from controller.store.redis_client import (
+    REDIS_ERRORS,
+    came_before_any_write,
+    close,
+    connect,
+    in_words,
+)
+from controller.store.redis_mirror import Fetched, MirroredEntry, RedisMirror
+from controller.store.redis_replies import (
+    list_of,
+    nothing,
+    number_of,
+)
+from controller.store.redis_scripts import (
+    FETCH,
+    FULL,
+    RECORD,
+    REFUSED,
+    SEED,
+    WRITE,
+    WRITTEN,
+)
 from controller.store.redis_summaries import RedisSummaries
-from controller.util import cancellation
+from controller.store.skipped_entries import SkippedEntries
 from controller.util.redaction import redact
+from controller.util.supervisor import Work
 
 # Part of every key: another layout of keys is another number.
 SCHEMA = 1
 _BACKOFF_SECONDS = (0.2, 5.0)
-# Errors of a command that Redis refused before it began.
-_BEFORE_ANY_WRITE = (
-    redis.exceptions.ReadOnlyError,
-    redis.exceptions.AuthenticationError,
-    redis.exceptions.NoPermissionError,
-    redis.exceptions.BusyLoadingError,
-)
 # An entry this near its end is not worth putting back.
 _TOO_LATE_SECONDS = 5.0
 
@@ -88,15 +103,19 @@ class RedisStore:
         self._replicas = replicas
         self._file = RedisMirror(mirror) if mirror is not None else None
         self._held: dict[str, MirroredEntry] = {}
-        self._revision = "?"
+        self._revision = b"?"
+        self._skipped = SkippedEntries(self._where)
+        self._unusable: dict[str, str] = {}
+        self._unusable_count = 0
         self._confirmed_at = time.monotonic()
-        self._listening: list[asyncio.Task[None]] = []
+        self._changed: Listener = _nobody
         self._trouble = "not asked yet"
         # A key that keeps Redis from taking writes, though it answers; "" for none.
         self._wrong_key = ""
         self._since = time.monotonic()
         self.commands = 0
-        self._blobs = RedisBlobStore(self._client, self._ask, tag)
+        self._blobs = RedisBlobStore(self._client, self._ask, tag, self._skipped)
+        self._audit = RedisAudit(self._client, self._ask, self._keys[3], self._skipped)
         self._summaries = RedisSummaries(self._client, tag, self._redacted, timeout_seconds)
 
     @property
@@ -116,15 +135,16 @@ class RedisStore:
             self._confirmed_at -= idle
         with contextlib.suppress(StoreUnavailableError):
             await self._refresh()
-        self._listening = [
-            asyncio.create_task(self._listen(changed)),
-            asyncio.create_task(self._reconcile(changed)),
-        ]
+        self._changed = changed
+
+    @property
+    def tasks(self) -> Mapping[str, Work]:
+        """Returns those that bring news."""
+        return {"store_news": self._listen, "store_counter": self._reconcile}
 
     async def close(self) -> None:
         """Implements the method of the store interface."""
-        await cancellation.end(self._listening)
-        with contextlib.suppress(redis.exceptions.RedisError, OSError):
+        with contextlib.suppress(*REDIS_ERRORS, OSError):
             await close(self._client)
 
     async def entries(self) -> Sequence[Entry]:
@@ -140,11 +160,16 @@ class RedisStore:
         """Implements the method of the store interface."""
         ms = -1 if seconds is None else max(1, round(seconds * 1000))
         asked = json.dumps({"author": who.author, "reason": who.reason, "origin": who.origin})
-        done, text, left = await self._ask(
-            lambda: self._script(WRITE, override_id, body, ms, expected, asked), writes=True
+        done, held = await self._ask(
+            lambda: self._script(WRITE, override_id, body, ms, expected, asked),
+            functools.partial(_written, override_id, body),
+            writes=True,
         )
-        held = MirroredEntry.of(override_id, text, int(left), time.monotonic()) if text else None
-        if not int(done):
+        if done == FULL:
+            raise StoreFullError(
+                f"{LIVE_ENTRIES_MAX} overrides are in force already, which is the limit: clear some"
+            )
+        if done != WRITTEN:
             raise ConflictError(
                 f"override {override_id!r} is not at revision {expected}",
                 held.entry(time.monotonic()) if held else None,
@@ -161,26 +186,12 @@ class RedisStore:
     async def record(self, action: str, subject: str, who: Actor) -> None:
         """Implements the method of the store interface."""
         asked = json.dumps({"author": who.author, "reason": who.reason, "origin": who.origin})
-        await self._ask(lambda: self._script(RECORD, action, subject, asked), writes=True)
+        await self._ask(lambda: self._script(RECORD, action, subject, asked), nothing, writes=True)
         await self._replicated()
 
     async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
-        """Reads audit records; sequences are stream ids.  It searches the newest 10,000 at most."""
-        end = f"({before}" if before else "+"
-        found: list[AuditRecord] = []
-        looked = 0
-        while len(found) < limit and looked < 10_000:
-            page = await self._ask(
-                functools.partial(self._client.xrevrange, self._keys[3], max=end, count=500)
-            )
-            for sequence, fields in page:
-                if subject in {"", fields["subject"]}:
-                    found.append(_audit(sequence, fields))
-            looked += len(page)
-            if len(page) < 500:
-                break
-            end = f"({page[-1][0]}"
-        return found[:limit]
+        """Implements the method of the store interface; sequences are stream ids."""
+        return await self._audit.query(limit, subject, before)
 
     @property
     def health(self) -> Health:
@@ -190,32 +201,43 @@ class RedisStore:
             trouble = f"takes no writes: {self._wrong_key}"
         if trouble:
             detail = f"{detail}: {trouble}; going on with what is held here"
-        return Health(not trouble, detail, time.monotonic() - self._since)
+        return Health(
+            not trouble, detail, time.monotonic() - self._since,
+            self._unusable, self._unusable_count, dict(self._skipped.counts),
+        )  # fmt: skip
 
     async def _refresh(self) -> None:
         """Brings what is held here and what Redis has together."""
-        wrong, revision, *flat = await self._ask(lambda: self._script(FETCH))
-        self._note_key(wrong)
         now = time.monotonic()
-        fetched = {}
-        for name, text, left in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
-            try:
-                fetched[name] = MirroredEntry.of(name, text, int(left), now)
-            except MALFORMED as error:
-                _log.error("override_not_read", override=name, error=str(error))
-        lost = self._lost(fetched, now)
+        found = await self._ask(lambda: self._script(FETCH), lambda reply: Fetched.of(reply, now))
+        self._note_key(found.wrong)
+        fetched = found.entries
+        # Of more entries than one look returns, those that are left out are not lost.
+        lost = [] if any(found.left_out) else self._lost(fetched, now)
         self._confirmed_at = now
-        if lost and not wrong:
+        self._note_unusable(found, {held.override_id for held in lost})
+        if lost and not found.wrong:
             _log.warning(
                 "store_had_lost", store=self._where, overrides=[h.override_id for h in lost]
             )
-            await self._ask(
-                lambda: self._script(SEED, json.dumps([h.seed(now) for h in lost])), writes=True
-            )
+            seeds = json.dumps([h.seed(now) for h in lost])
+            await self._ask(lambda: self._script(SEED, seeds), nothing, writes=True)
         # Also where nothing can be put back: what was acknowledged stays in force.
         fetched.update({h.override_id: h for h in lost})
-        self._revision = str(revision)
+        self._revision = found.counter
         await self._hold(fetched)
+
+    def _note_unusable(self, found: Fetched, put_right: Collection[str]) -> None:
+        """Notes what cannot be read or is beyond the limit.  put_right: ids held here."""
+        left_out = found.left_out[0]
+        names = [name for name in found.unreadable if name not in put_right]
+        self._unusable = dict.fromkeys(names, "it cannot be read: clear it, or delete it in Redis")
+        if left_out:
+            self._unusable[f"{left_out} others"] = "they are older than those in force"
+        count = found.unreadable_count - (len(found.unreadable) - len(names))
+        self._unusable_count = count + left_out
+        self._skipped.add("override", found.unreadable, "not an entry", found.unreadable_count)
+        self._skipped.add("override_beyond_limit", (), "more than can be in force", left_out)
 
     def _lost(self, fetched: Mapping[str, MirroredEntry], now: float) -> list[MirroredEntry]:
         if now - self._confirmed_at > TOMBSTONE_SECONDS / 2:
@@ -245,26 +267,36 @@ class RedisStore:
     async def _replicated(self) -> None:
         if self._replicas:
             ms = round(self._timeout_seconds * 500)
-            have = await self._ask(lambda: self._client.wait(self._replicas, ms), writes=True)
-            if int(have) < self._replicas:
+            have = await self._ask(
+                lambda: self._client.wait(self._replicas, ms), number_of, writes=True
+            )
+            if have < self._replicas:
                 raise StoreUnavailableError(
                     f"written, but only {have} of {self._replicas} replicas have it: not "
                     "acknowledged; repeat it with the same id"
                 )
 
-    async def _ask(self, command: Callable[[], Awaitable[T]], *, writes: bool = False) -> T:
+    async def _ask(
+        self,
+        command: Callable[[], Awaitable[Any]],
+        read: Callable[[Any], T],
+        *,
+        writes: bool = False,
+    ) -> T:
+        """Sends a command and reads the reply; `read` raises one of MALFORMED for a wrong one.
+
+        Raises StoreUnavailableError, whatever Redis answers.
+        """
         self.commands += 1
         try:
             async with asyncio.timeout(2 * self._timeout_seconds):
-                answer = await command()
+                answer = read(await command())
         except (TimeoutError, redis.exceptions.TimeoutError) as error:
             self._note("does not answer in time")
             raise StoreUnavailableError(
                 f"redis {self._where} does not answer in time"
                 + ("; whether it was done is not known: repeat it with the same id" * writes)
             ) from error
-        except redis.exceptions.NoScriptError:
-            raise
         except redis.exceptions.ResponseError as error:
             if not (wrong := str(error)).startswith(REFUSED):
                 raise self._failed(error, writes=writes) from error
@@ -273,8 +305,11 @@ class RedisStore:
                 f"redis {self._where} takes no writes: {wrong.removeprefix(REFUSED)}; nothing was "
                 "changed"
             ) from error
-        except (redis.exceptions.RedisError, OSError) as error:
+        except (*REDIS_ERRORS, OSError) as error:
             raise self._failed(error, writes=writes) from error
+        except Exception as error:  # what the client raises at a reply that it does not expect
+            what = ValueError(f"its reply cannot be read ({type(error).__name__})")
+            raise self._failed(what, writes=writes) from error
         if writes or not self._trouble.startswith("takes no writes"):
             self._note("")
         return answer
@@ -283,7 +318,7 @@ class RedisStore:
         words = self._redacted(in_words(error))
         self._note(words)
         outcome = "nothing was changed"
-        if writes and not _came_before_any_write(error):
+        if writes and not came_before_any_write(error):
             outcome = "whether it was done is not known: repeat it with the same id"
         return StoreUnavailableError(f"redis {self._where}: {words}; {outcome}")
 
@@ -307,7 +342,7 @@ class RedisStore:
                 _log.info("store_back", store=self._where)
         self._trouble = trouble
 
-    async def _listen(self, changed: Listener) -> None:
+    async def _listen(self) -> None:
         """Turns published messages into news; reconnects without an end, with pauses."""
         pause = _BACKOFF_SECONDS[0]
         while True:
@@ -315,32 +350,45 @@ class RedisStore:
                 async with self._client.pubsub() as channel:
                     await channel.subscribe(self._common[1])
                     pause = _BACKOFF_SECONDS[0]
-                    changed()
+                    self._changed()
                     async for message in channel.listen():
                         if message["type"] == "message":
-                            changed()
-            except (redis.exceptions.RedisError, OSError, TimeoutError):
-                # `_reconcile` reports silence; here it only means to try again.
-                pass
+                            self._changed()
+            except Exception as error:  # noqa: BLE001  # whatever a reply makes the client raise
+                # `_reconcile` reports trouble; here it only means to try again.
+                _log.debug("store_not_heard", store=self._where, error=type(error).__name__)
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, _BACKOFF_SECONDS[1])
 
-    async def _reconcile(self, changed: Listener) -> None:
+    async def _reconcile(self) -> None:
         """Polls the counter, so that a message that was missed does not matter."""
         while True:
             jitter = random.uniform(0.8, 1.2)
             await asyncio.sleep(self._reconcile_seconds * jitter)
             with contextlib.suppress(StoreUnavailableError):
-                revision = await self._ask(lambda: self._client.get(self._keys[0]))
-                if str(revision or 0) != self._revision or self._trouble or self._wrong_key:
-                    changed()
+                counter = await self._ask(lambda: self._client.get(self._keys[0]), _counter)
+                if counter != self._revision or self._trouble or self._wrong_key:
+                    self._changed()
 
 
-def _came_before_any_write(error: Exception) -> bool:
-    connecting = isinstance(error, redis.exceptions.ConnectionError) and "connecting" in str(error)
-    return connecting or isinstance(error, _BEFORE_ANY_WRITE) or is_out_of_memory(error)
+def _nobody() -> None:
+    """Takes news before the store is open."""
 
 
-def _audit(sequence: str, fields: Mapping[str, str]) -> AuditRecord:
-    names = ("action", "subject", "author", "reason", "origin", "before", "after")
-    return AuditRecord(sequence, float(fields["at"]), *(fields[n] for n in names))
+def _written(override_id: str, body: str, reply: Any) -> tuple[int, MirroredEntry | None]:
+    """Reads the answer of WRITE.  Raises one of MALFORMED."""
+    done, *rest = list_of(reply)
+    if number_of(done) == FULL:
+        return FULL, None
+    text, left = list_of(rest, 2)
+    held = MirroredEntry.of(override_id, text, left, time.monotonic()) if text else None
+    if done == WRITTEN and (held is None or held.body != body):
+        raise ValueError("the entry that was written is needed")
+    return done, held
+
+
+def _counter(reply: Any) -> bytes:
+    """Reads the counter, whatever it holds.  Raises TypeError."""
+    if reply is not None and not isinstance(reply, bytes):
+        raise TypeError("the counter must be a text")
+    return reply or b"0"

@@ -11,13 +11,13 @@ that neither who writes nor who looks waits for it again and again.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import redis.exceptions
-from redis.client import NEVER_DECODE
 
 from controller.store.interface import StoreUnavailableError, Summaries, Summary
 from controller.store.redis_client import in_words
+from controller.store.redis_replies import list_of, nothing, number_of, rows_of, text_of
 
 # How long a text is kept: a sidecar that died is listed as silent for so long.
 KEPT_SECONDS: Final = 300.0
@@ -113,6 +113,8 @@ return all
 """
 _REFUSED, _NO_ROOM = -1, -2
 
+_T = TypeVar("_T")
+
 
 class RedisSummaries:
     """Keeps summaries in Redis.
@@ -145,28 +147,31 @@ class RedisSummaries:
             lambda: self._client.eval(
                 _PUT, 2, self._index, self._key(source),
                 source, body, milliseconds, SOURCES_MAX, self._key(""),
-            )
+            ),
+            nothing,
         )  # fmt: skip
 
     async def remove(self, source: str) -> None:
         """Implements the method of the store interface."""
         await self._ask(
-            lambda: self._client.eval(_REMOVE, 2, self._index, self._key(source), source)
+            lambda: self._client.eval(_REMOVE, 2, self._index, self._key(source), source), nothing
         )
 
     async def read(self) -> Summaries:
         """Implements the method of the store interface."""
-        refused, *flat = await self._ask(
-            lambda: self._client.eval(_SOURCES, 1, self._index, SOURCES_MAX)
+        bad, ages = await self._ask(
+            lambda: self._client.eval(_SOURCES, 1, self._index, SOURCES_MAX), _sources
         )
-        ages = {name: int(age) / 1000 for name, age in zip(flat[::2], flat[1::2], strict=True)}
         found: list[Summary] = []
-        pending, bad, room = list(ages), int(refused), _READ_BYTES_MAX
+        pending, room = list(ages), _READ_BYTES_MAX
         # Each answer has room for one text at least, so that `pending` shrinks.
         while pending and room >= TEXT_BYTES_MAX:
             asked, pending = pending[:_TEXTS], pending[_TEXTS:]
             texts = dict(zip(asked, await self._texts(asked, room), strict=True))
-            pending = [source for source in asked if texts[source] == _NO_ROOM] + pending
+            late = [source for source in asked if texts[source] == _NO_ROOM]
+            if late == asked:
+                raise StoreUnavailableError("its reply cannot be read: it has room for no text")
+            pending = late + pending
             bad += sum(text == _REFUSED for text in texts.values())
             for source, text in texts.items():
                 if isinstance(text, bytes):
@@ -175,28 +180,25 @@ class RedisSummaries:
         return Summaries(found, bad, left_out=len(pending))
 
     async def _texts(self, sources: Sequence[str], room: int) -> Sequence[bytes | int]:
-        """Asks for bytes: what others wrote need not be UTF-8, and the client would stumble."""
         keys = map(self._key, sources)
         most = (TEXT_BYTES_MAX, min(room, _ANSWER_BYTES_MAX))
-        answer: Sequence[bytes | int] = await self._ask(
-            lambda: self._client.execute_command(
-                "EVAL", _GET, len(sources), *keys, *most, **{NEVER_DECODE: True}
-            )
+        return await self._ask(
+            lambda: self._client.eval(_GET, len(sources), *keys, *most),
+            lambda reply: _texts(reply, len(sources)),
         )
-        return answer
 
     def _key(self, source: str) -> str:
         return f"{self._index}:{source}"
 
-    async def _ask(self, command: Callable[[], Awaitable[Any]]) -> Any:
+    async def _ask(self, command: Callable[[], Awaitable[Any]], read: Callable[[Any], _T]) -> _T:
         """Asks Redis, unless it failed a moment ago: it is tried again after a pause."""
         if (wait := self._again_at - time.monotonic()) > 0:
             raise StoreUnavailableError(f"{self._trouble}; it is asked again in {wait:.1f} s")
         try:
             # The client's own time-out comes first, unless an answer trickles in.
             async with asyncio.timeout(2 * self._timeout_seconds):
-                answer = await command()
-        except (TimeoutError, redis.exceptions.RedisError, OSError) as error:
+                answer = read(await command())
+        except Exception as error:  # also whatever a reply makes the client raise
             silent = isinstance(error, TimeoutError | redis.exceptions.TimeoutError)
             self._trouble = "does not answer in time" if silent else self._redacted(in_words(error))
             first, most = _PAUSE_SECONDS
@@ -205,3 +207,20 @@ class RedisSummaries:
             raise StoreUnavailableError(self._trouble) from error
         self._pause_seconds = 0.0
         return answer
+
+
+def _sources(reply: Any) -> tuple[int, dict[str, float]]:
+    """Reads the answer of _SOURCES: those refused, and ages in seconds.  Raises of MALFORMED."""
+    refused, *flat = list_of(reply)
+    if not all(isinstance(name, bytes) and name.isalnum() for name in flat[::2]):
+        raise ValueError("sources are hexadecimal digits")
+    ages = {text_of(name): number_of(age) / 1000 for name, age in rows_of(flat, 2)}
+    return number_of(refused), ages
+
+
+def _texts(reply: Any, count: int) -> Sequence[bytes | int]:
+    """Reads the answer of _GET.  Raises one of MALFORMED."""
+    texts = list_of(reply, count)
+    if not all(isinstance(text, bytes | int) for text in texts):
+        raise TypeError("texts and numbers are needed")
+    return texts

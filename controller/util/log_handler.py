@@ -66,8 +66,9 @@ class LogQueue(QueueHandler):
 
     def _write(self) -> None:
         while (record := self._lines.get()) is not None:
-            # If standard error is closed, there is nowhere to report it.
-            with contextlib.suppress(OSError, ValueError):
+            # If standard error is closed, there is nowhere to report it, nor would anybody notice
+            # that this thread has ended.
+            with contextlib.suppress(Exception):
                 self._stream.write(f"{record.getMessage()}\n")
                 self._stream.flush()
             if self.lost and self._lines.qsize() < _LINES_MAX // 2:

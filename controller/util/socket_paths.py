@@ -78,3 +78,15 @@ def operators_address(address: str) -> str:
     if not address.startswith("unix:"):
         return address
     return f"unix:{operators_path(socket_path(address))}"
+
+
+def reading_addresses(address: str) -> tuple[str, ...]:
+    """Returns where a command that only reads asks, the first one first.
+
+    Where this process may open the operators' socket, it asks there: what engines and others ask on
+    the engines' socket then cannot keep it out.
+    """
+    operators = operators_address(address)
+    if operators == address or not os.access(socket_path(operators), os.W_OK):
+        return (address,)
+    return (operators, address)

@@ -1,17 +1,27 @@
 """Reads YAML that people write by hand, strictly: no anchors, no tags, bounded in size and depth.
 
 `yaml.safe_load` keeps no line numbers, takes the last of two equal keys, expands aliases without a
-bound, and quotes values, which may be secrets, in its errors.
+bound, quotes values, which may be secrets, in its errors, and raises more than YAMLError: for a
+number that is too large, a date that does not exist, or an escape that is no character.
 """
 
-import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import yaml
 
+from controller.util.watched_file import UnreadableFileError, read_small
+
 _NULL = "tag:yaml.org,2002:null"
+_NUMBERS: Final = frozenset({"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"})
+# Characters of a number.  No float has more digits that count, and 64 fit into a float in every
+# base that YAML has (60 among them).
+_NUMBER_MAX: Final = 64
+
+# What PyYAML's scanner and constructors raise of Python's own conversions.
+_STRAY: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_UNREADABLE: Final = "a value cannot be read; put it into quotes"
 
 _T = TypeVar("_T")
 
@@ -48,24 +58,40 @@ class StrictLoader(yaml.SafeLoader):
         if self._depth > self.depth_max:
             raise fault(event, f"nested too deeply; {self.too_deep}")
         try:
-            return super().compose_node(parent, index)
+            node = super().compose_node(parent, index)
         finally:
             self._depth -= 1
+        if isinstance(node, yaml.ScalarNode):
+            _check_scalar(node)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Makes the value of a node; the parameters are PyYAML's."""
+        try:
+            return super().construct_object(node, deep)
+        except _STRAY as error:
+            raise fault(node, _UNREADABLE) from error
+
+
+def _check_scalar(node: yaml.ScalarNode) -> None:
+    """Refuses what no reader of such a file can use.  Raises MarkedYAMLError."""
+    text: str = node.value
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise fault(node, "a text with a zero character, or with half a surrogate pair")
+    if node.tag in _NUMBERS and len(text) > _NUMBER_MAX:
+        raise fault(node, f"a number of more than {_NUMBER_MAX} characters")
 
 
 def read_text(path: Path, bytes_max: int) -> str:
     """Reads a regular UTF-8 file of at most `bytes_max` bytes, or raises StrictYamlError."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise StrictYamlError(0, "not a regular file")
-        with path.open("rb") as file:
-            content = file.read(bytes_max + 1)
-    except OSError as error:
-        raise StrictYamlError(0, error.strerror or "cannot be read") from error
-    except ValueError as error:
-        raise StrictYamlError(0, "is not a file name") from error
-    if len(content) > bytes_max:
-        raise StrictYamlError(0, f"the file is larger than {bytes_max // 1024} KiB")
+        return decoded(read_small(path, bytes_max))
+    except UnreadableFileError as error:
+        raise StrictYamlError(0, str(error)) from error
+
+
+def decoded(content: bytes) -> str:
+    """Returns the text of a file, or raises StrictYamlError."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -79,26 +105,28 @@ def load_mapping(
 
     `lines` may raise `fault` as well.  Raises StrictYamlError.
     """
+    loader: StrictLoader | None = None
     try:
         loader = kind(text)
-        try:
-            root = loader.get_single_node()
-            if root is None or root.tag == _NULL:
-                return None
-            if not isinstance(root, yaml.MappingNode):
-                raise fault(root, "the file is not a mapping; write `key: value` lines")
-            found = lines(root)
-            return loader.construct_document(root), found
-        finally:
-            loader.dispose()
+        root = loader.get_single_node()
+        if root is None or root.tag == _NULL:
+            return None
+        if not isinstance(root, yaml.MappingNode):
+            raise fault(root, "the file is not a mapping; write `key: value` lines")
+        found = lines(root)
+        return loader.construct_document(root), found
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         said = ", ".join(part for part in (error.context, error.problem) if part)
         raise StrictYamlError(mark.line + 1 if mark else 0, said) from error
     except yaml.YAMLError as error:
         raise StrictYamlError(0, "the file is not YAML text") from error
-    except ValueError as error:  # the date 2026-99-99, say
-        raise StrictYamlError(0, "a value cannot be read; put it into quotes") from error
+    except _STRAY as error:
+        # The scanner has come to the line of the value.
+        raise StrictYamlError(0 if loader is None else loader.line + 1, _UNREADABLE) from error
+    finally:
+        if loader is not None:
+            loader.dispose()
 
 
 def fault(where: Any, problem: str) -> yaml.MarkedYAMLError:

@@ -3,12 +3,16 @@
 The files are read for every session, so that what rotates is taken up when the next one opens.
 """
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import grpc
 import grpc.aio
+
+from engine_shim.link.errors import LinkSettingsError
+from engine_shim.link.sidecar_address import is_on_this_machine
 
 _CHANNEL_OPTIONS: Final = (
     # Waits between attempts are the client's; gRPC's own would go up to two minutes.
@@ -29,19 +33,36 @@ class EngineCredentials:
     token_file: str = ""
 
     def channel(self, target: str) -> grpc.aio.Channel:
-        """Raises OSError for a file that cannot be read."""
+        """Makes a channel that is not connected yet.
+
+        Raises OSError for a file that cannot be read, and LinkSettingsError where the token would
+        leave this machine unencrypted.
+        """
         if not self.ca:
+            if self.token_file and not is_on_this_machine(target):
+                raise LinkSettingsError(
+                    f"the token would go over an open line to {target}: name the authority of the "
+                    "sidecar's certificate (--ca, or SPECULATION_CA)"
+                )
             return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
         key, certificate = _read(self.key), _read(self.certificate)
         tls = grpc.ssl_channel_credentials(Path(self.ca).read_bytes(), key, certificate)
         return grpc.aio.secure_channel(target, tls, options=_CHANNEL_OPTIONS)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Returns the metadata that every call carries.  Raises OSError."""
-        token = _read(self.token_file)
-        if token is None:
+        """Returns the metadata that every call carries.
+
+        Raises OSError, also for a file that holds no token: gRPC would raise an error of its own at
+        the call.
+        """
+        content = _read(self.token_file)
+        if content is None:
             return ()
-        return (("authorization", f"Bearer {token.decode('ascii', 'replace').strip()}"),)
+        token = content.decode("ascii", "replace").strip()
+        if not (token.isascii() and token.isprintable()):
+            wrong = "the token is not one line of printable ASCII"
+            raise OSError(errno.EINVAL, wrong, self.token_file)
+        return (("authorization", f"Bearer {token}"),)
 
 
 def _read(path: str) -> bytes | None:

@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from engine_shim.link.errors import LinkSettingsError
 from engine_shim.link.packets import MAX_GAMMA
 from engine_shim.link.service_links import service_links
+from engine_shim.link.sidecar_address import is_on_this_machine
 
 PREFIX: Final = "SPECULATION_"
 
@@ -124,11 +125,9 @@ class LinkSettings(BaseSettings):
     def _check_credentials(self) -> Self:
         if bool(self.client_certificate) != bool(self.client_key):
             raise ValueError("a certificate and its key go together: one of them is not named")
-        host = self.sidecar.rpartition(":")[0]
-        local = host.startswith(("unix", "127.")) or host in {"localhost", "[::1]"}
         if self.client_certificate and not self.ca:
             raise ValueError("a certificate needs TLS: name the authority with SPECULATION_CA")
-        if self.token_file and not (self.ca or local):
+        if self.token_file and not (self.ca or is_on_this_machine(self.sidecar)):
             raise ValueError(
                 "the token would go over an open line: name the authority with SPECULATION_CA"
             )

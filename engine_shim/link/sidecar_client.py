@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from engine_shim.link.agent_socket import AgentSocket
 from engine_shim.link.credentials import EngineCredentials
-from engine_shim.link.errors import PacketError, UnusablePlanError
+from engine_shim.link.errors import LinkSettingsError, PacketError, UnusablePlanError
 from engine_shim.link.older_sidecar import reduced
 from engine_shim.link.packets import ReportPacket, SidecarState
 from engine_shim.link.rate_limited_log import RateLimitedLog
@@ -106,6 +106,8 @@ class SidecarClient:
         except OSError as error:
             detail = f"{error.filename}: {error.strerror}"
             return SidecarState.REFUSED, grpc.StatusCode.UNAUTHENTICATED, detail
+        except LinkSettingsError as error:
+            return SidecarState.REFUSED, grpc.StatusCode.UNAUTHENTICATED, str(error)
         async with channel:
             stub = SpeculationServiceStub(channel)
             losses = len(self.port.losses)

@@ -44,7 +44,7 @@ class AgentSupervisor:
         self._fresh: deque[socket.socket] = deque()
         self._stopping = threading.Event()
         self._started = threading.Event()
-        self._start_error: OSError | None = None
+        self._start_error: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="speculation-agent", daemon=True)
         self.starts = 0
@@ -99,7 +99,7 @@ class AgentSupervisor:
             begun = time.monotonic()
             try:
                 process = self._spawn()
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - the thread has to outlive any failure
                 if not self._started.is_set():
                     self._start_error = error
                     self._started.set()

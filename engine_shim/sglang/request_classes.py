@@ -27,8 +27,10 @@ from engine_shim.steering.errors import PluginError
 
 # The key of `custom_params`.
 CLASS: Final = "speculation_class"
-# Classes that are kept apart; later requests of others count as OTHER.
+# Classes that are kept apart; requests of further ones count as OTHER.
 LABELS_MOST: Final = 32
+# Requests without a class after which another one takes its place.
+UNUSED_REQUESTS: Final = 1000
 OTHER: Final = "other"
 # What the contract allows a label, and what a client's own and an adapter's name may have of it.
 _CHARACTERS: Final = 64
@@ -68,6 +70,32 @@ def params_of(request: Any) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
+class _Places:
+    """Gives places to so many names; the longest unused one makes room for a new one."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._requests = 0
+        # The request that used each name last, the longest unused name first.
+        self._used_at: dict[str, int] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._used_at
+
+    def take(self, name: str) -> bool:
+        """Counts a request that has this name; False if all places are in use by others."""
+        self._requests += 1
+        if name in self._used_at:
+            del self._used_at[name]
+        elif len(self._used_at) >= self._most:
+            unused = next(iter(self._used_at))
+            if self._requests - self._used_at[unused] < UNUSED_REQUESTS:
+                return False
+            del self._used_at[unused]
+        self._used_at[name] = self._requests
+        return True
+
+
 class RequestClasses:
     """Names the class of each request of one engine.
 
@@ -97,10 +125,10 @@ class RequestClasses:
         self._traits = [trait for name, trait in known.items() if name in asked]
         self._key, self._prompt_tokens = key, prompt_tokens
         self._adapters = {} if adapters is None else adapters
-        self._labels: set[str] = set()
+        self._labels = _Places(LABELS_MOST)
         # Digests of beginnings, in the order in which they came.
         self._once: dict[str, None] = {}
-        self._repeated: set[str] = set()
+        self._repeated = _Places(LABELS_MOST)
 
     def label(self, request: Any) -> str:
         """Names the class of a request, "" for none.  Once for each request."""
@@ -111,12 +139,7 @@ class RequestClasses:
             _log.exception("requests are no longer divided into classes")
             return ""
         label = named[:_CHARACTERS].rstrip()
-        if not label or label in self._labels:
-            return label
-        if len(self._labels) >= LABELS_MOST:
-            return OTHER
-        self._labels.add(label)
-        return label
+        return label if not label or self._labels.take(label) else OTHER
 
     def _prompt(self, request: Any) -> str:
         """Names the beginning of a prompt, if an earlier one began with the same tokens."""
@@ -124,14 +147,9 @@ class RequestClasses:
         if len(first) < self._prompt_tokens:
             return ""
         digest = hmac.digest(self._key, array("q", first).tobytes(), "sha256").hex()[:_DIGITS]
-        if digest in self._repeated:
-            return digest
-        if digest in self._once:
-            del self._once[digest]
-            if len(self._repeated) < LABELS_MOST:
-                self._repeated.add(digest)
-                return digest
-            return ""
+        if digest in self._repeated or digest in self._once:
+            self._once.pop(digest, None)
+            return digest if self._repeated.take(digest) else ""
         if len(self._once) >= _ONCE_MOST:
             del self._once[next(iter(self._once))]
         self._once[digest] = None

@@ -43,7 +43,8 @@ class Verdict:
     """Describes an engine as its flags have it.
 
     facts: what was found and is no obstacle whatever it is.  variables: for the engine's
-    environment, by name.  memory: None where the engine would not be steered.
+    environment, by name.  memory: None where the engine would not be steered.  left_out: names of
+    flags of a running engine that were not looked at, because they may make SGLang load something.
     """
 
     engine: str
@@ -53,6 +54,7 @@ class Verdict:
     drafters: tuple[Drafter, ...] = ()
     memory: Memory | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def is_steered(self) -> bool:
@@ -75,6 +77,7 @@ class Verdict:
             "drafters": [asdict(drafter) for drafter in self.drafters],
             "memory": None if self.memory is None else dict(self.memory.values),
             "variables": dict(self.variables),
+            "left_out": list(self.left_out),
         }
 
 

@@ -16,6 +16,7 @@ import structlog
 import torch
 
 from engine_shim.link.credentials import EngineCredentials
+from engine_shim.link.errors import LinkSettingsError
 from engine_shim.training.adapt import AdaptSettings
 from engine_shim.training.sd2_command import add_sd2_command, run_sd2_command
 from engine_shim.training.specforge import ExportError, export_signals, import_draft
@@ -129,7 +130,9 @@ def main() -> int:
     except FolderTakenError as error:
         _log.error("stopped", error=str(error))
         return _TAKEN
-    except (NoEngineError, ExportError, VersionError, ValueError, OSError) as error:
+    except (
+        NoEngineError, ExportError, VersionError, LinkSettingsError, ValueError, OSError,
+    ) as error:  # fmt: skip
         _log.error("stopped", error=str(error))
         return _CANNOT
     except grpc.aio.AioRpcError as error:

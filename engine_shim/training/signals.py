@@ -277,7 +277,7 @@ class SignalWriter:
         while (signal := self._queue.get()) is not None:
             try:
                 self._store.add(signal)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - the thread has to outlive any signal
                 self.counters.dropped += 1
                 if self.counters.state == "ready":
                     _log.warning("training signals cannot be written: %s", error)

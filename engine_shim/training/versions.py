@@ -41,6 +41,8 @@ FORMAT: Final = "speculation-draft-1"
 FOLDER: Final = "drafter"
 # What using stored JSON raises that is not what it should be.
 _MALFORMED: Final = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
+# What the parameters of a version may be.
+_FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _BASE: Final = "base"
 _SUFFIX: Final = ".safetensors"
 # What is not trained, between the drafter's parameters.
@@ -244,13 +246,19 @@ class Versions:
 
 
 def check_parameters(found: Mapping[str, Tensor], like: Mapping[str, Tensor], path: Path) -> None:
-    """Raises VersionError where names or shapes differ from `like`, or values are not finite."""
+    """Raises VersionError where names or shapes differ from `like`, or values are no finite floats.
+
+    Quantised values (fp8, say) are refused: what their scales are is not in the file.
+    """
     for name in sorted(found.keys() | like.keys()):
         ours = tuple(found[name].shape) if name in found else "missing"
         theirs = tuple(like[name].shape) if name in like else "missing"
         if ours != theirs:
             raise VersionError(f"{path}: {name} is {ours}, the drafter's {theirs}")
     for name, part in found.items():
+        if part.dtype not in _FLOATS:
+            kinds = ", ".join(map(str, _FLOATS))
+            raise VersionError(f"{path}: {name} is of {part.dtype}, and one of {kinds} is needed")
         if not bool(torch.isfinite(part).all()):
             raise VersionError(f"{path}: {name} contains NaN or infinite values")
 

@@ -46,6 +46,8 @@ _EVERY_SECONDS: Final = 1.0
 _RETRY_SECONDS: Final = 2.0
 _RETRY_MOST_SECONDS: Final = 30.0
 _PROGRESS_SECONDS: Final = 5.0
+# Of a sidecar's list of engines, which has two at most: 1024 engines, 1000 a page.
+_PAGES_MAX: Final = 100
 
 _log = structlog.get_logger(__name__)
 
@@ -209,8 +211,8 @@ async def _talk(
 async def _only_engine(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> str:
     stub = InspectionServiceStub(channel)
     able: list[str] = []
-    token, more = "", True
-    while more:
+    token = ""
+    for _ in range(_PAGES_MAX):
         answer = await stub.ListEngines(ListEnginesRequest(page_token=token), metadata=metadata)
         able += [
             status.engine.engine_id
@@ -218,10 +220,17 @@ async def _only_engine(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str
             if status.engine.capabilities.can_take_versions
         ]
         token = answer.next_page_token
-        more = bool(token)
+        # One engine too many is enough to know; others are named as far as this page has them.
+        if not token or len(able) > 1:
+            break
+    else:
+        raise NoEngineError(
+            f"the sidecar's list of engines has more than {_PAGES_MAX} pages: name an engine with "
+            "--engine"
+        )
     if len(able) > 1:
         raise NoEngineError(
-            f"the sidecar has {len(able)} engines that learn: name one with --engine, {able[:8]}"
+            f"the sidecar has several engines that learn: name one with --engine, {able[:8]}"
         )
     if not able:
         raise grpc.aio.AioRpcError(

@@ -13,6 +13,10 @@ _ONLY_AT_THE_START: Final = (
     "Only the start itself can tell whether the engine's package lets every hook take, and whether "
     "the drafter drafts. If something is missing then, the engine does not start and names it."
 )
+_LEFT_OUT: Final = (
+    "They are not taken from a running engine, because they may name code, files or secrets; what "
+    "matters of them goes after `--`."
+)
 
 
 def page(verdict: Verdict, width: int) -> str:
@@ -23,9 +27,16 @@ def page(verdict: Verdict, width: int) -> str:
     return "\n".join(_lines(verdict, max(40, width))) + "\n"
 
 
+def printable(words: str) -> str:
+    """Returns words of others without what could command a terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
+
+
 def _lines(verdict: Verdict, width: int) -> Iterator[str]:
     would = "would be steered" if verdict.is_steered else "would not be steered"
     yield from _wrapped(f"{verdict.engine} {verdict.version}: this engine {would}.", "", width)
+    if verdict.left_out:
+        yield from _wrapped(f"Not looked at: {', '.join(verdict.left_out)}. {_LEFT_OUT}", "", width)
     yield ""
     topics = [*(check.topic for check in verdict.checks), *verdict.facts]
     column = max(map(len, topics))
@@ -40,7 +51,7 @@ def _lines(verdict: Verdict, width: int) -> Iterator[str]:
     names = max((len(drafter.name) for drafter in verdict.drafters), default=0)
     for drafter in verdict.drafters:
         lengths = ",".join(map(str, drafter.gammas))
-        yield f"  {drafter.name:{names}}  draft lengths {lengths}"
+        yield printable(f"  {drafter.name:{names}}  draft lengths {lengths}")
     if verdict.memory is not None:
         yield ""
         yield "Memory"
@@ -49,7 +60,7 @@ def _lines(verdict: Verdict, width: int) -> Iterator[str]:
     yield ""
     yield "In the engine's environment"
     for name, value in verdict.variables.items():
-        yield f"  {name}={value}"
+        yield printable(f"  {name}={value}")
     yield ""
     yield from _wrapped(_ONLY_AT_THE_START, "", width)
 
@@ -65,7 +76,7 @@ def _check_lines(check: Check, column: int, width: int) -> Iterator[str]:
 
 def _wrapped(line: str, indent: str, width: int) -> list[str]:
     """Breaks a line between words only, so that paths and options can be copied."""
-    plain = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+    plain = printable(line)
     if len(plain) <= width:
         return [plain.rstrip()]
     # The columns in front of the first word stay as they are.

@@ -11,6 +11,7 @@ from typing import Self
 
 import grpc
 
+from controller.client.paging import every_page
 from lab.harness.background_thread import BackgroundThread
 from lab.harness.errors import HarnessError
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
@@ -127,13 +128,9 @@ class SidecarHandle:
         return self._inspection.ListEngines(request, timeout=_CALL_SECONDS)
 
     def _status(self) -> service_pb2.EngineStatus | None:
-        token: str | None = ""
-        while token is not None:
-            answer = self._list(token)
-            for engine in answer.engines:
-                if engine.engine.engine_id == self.engine_id:
-                    return engine
-            token = answer.next_page_token or None
+        for engine in every_page(self._list).engines:
+            if engine.engine.engine_id == self.engine_id:
+                return engine
         return None
 
 

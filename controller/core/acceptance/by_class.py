@@ -24,8 +24,10 @@ from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 
-# Classes beyond these are estimated as part of all traffic.
+# Classes beyond these are estimated as part of all traffic, until one of them is unused.
 MAX_CLASSES = 8
+# Steps without a class after which another one takes its place: at 20 ms a step, 20 s.
+UNUSED_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,9 @@ class TrafficCurves:
         return mixed
 
 
-@recorded("traffic_estimator", "states classes _awaited _batch_size _mix _undrafted")
+@recorded(
+    "traffic_estimator", "states classes _awaited _batch_size _mix _undrafted", added="_used_at"
+)
 class TrafficEstimator:
     """Owns all acceptance estimators of one engine.
 
@@ -89,6 +93,8 @@ class TrafficEstimator:
         self._settings = settings
         self.states = TrafficStates({d.name: max(d.gammas[-1], 1) for d in drafters}, settings)
         self.classes: dict[str, dict[str, AcceptanceEstimator]] = {}
+        # The step of each class's last report.
+        self._used_at: dict[str, int] = {}
         # Warm-start estimates of classes that have not been reported yet: by label and drafter.
         self._awaited: dict[str, dict[str, Belief]] = {}
         self._mix: dict[str, float] = {}
@@ -138,7 +144,7 @@ class TrafficEstimator:
         for part in report.classes:
             known = self.classes.get(part.label)
             if known is None:
-                if len(self.classes) >= MAX_CLASSES:
+                if not self._has_room(report.step):
                     continue
                 known = self.admit(part.label)
                 for belief in self._awaited.pop(part.label, {}).values():
@@ -150,9 +156,22 @@ class TrafficEstimator:
                 else:
                     estimator.pass_by()
             self._mix[part.label] = sum(part.accepted_counts) / drafted
+            self._used_at[part.label] = report.step
+
+    def _has_room(self, step: int) -> bool:
+        """Whether one more class can be estimated; the longest unused one makes room for it."""
+        if len(self.classes) < MAX_CLASSES:
+            return True
+        unused = min(self.classes, key=lambda label: self._used_at.get(label, 0))
+        if step - self._used_at.get(unused, 0) < UNUSED_STEPS:
+            return False
+        del self.classes[unused]
+        self._used_at.pop(unused, None)
+        return True
 
     def admit(self, label: str) -> dict[str, AcceptanceEstimator]:
         """Estimates a request class by itself from now on; returns its estimators by drafter."""
+        self._used_at[label] = 0
         self.classes[label] = {
             name: AcceptanceEstimator(main.gamma_max, self._settings, main.changes)
             for name, main in self.drafters.items()

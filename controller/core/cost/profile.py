@@ -47,8 +47,45 @@ class DrafterIdentity:
     revision: str = ""
 
 
+@dataclass(frozen=True)
+class MeasuredEngine:
+    """Describes the engine that was measured."""
+
+    fingerprint: Fingerprint
+    drafters: tuple[DrafterIdentity, ...]
+
+    def require_match(self, fingerprint: Fingerprint, drafters: tuple[DrafterSpec, ...]) -> None:
+        """Raises ProfileMismatchError, naming the first field that differs."""
+        identities = tuple(DrafterIdentity(d.name, d.model, d.revision) for d in drafters)
+        for difference in self.differences(fingerprint, identities):
+            raise ProfileMismatchError(*difference)
+
+    def differences(
+        self, fingerprint: Fingerprint, drafters: tuple[DrafterIdentity, ...]
+    ) -> Iterator[tuple[str, object, object]]:
+        """Yields (field, here, there) for what does not fit an engine; further drafters do no harm.
+
+        The shim's version is recorded but not compared: it does not change what a step costs.
+        """
+        for item in dataclasses.fields(Fingerprint):
+            mine, theirs = getattr(self.fingerprint, item.name), getattr(fingerprint, item.name)
+            if item.name != "shim_version" and mine != theirs:
+                yield item.name, mine, theirs
+        known = {d.name: d for d in self.drafters}
+        for drafter in drafters:
+            found = known.get(drafter.name)
+            if found is None:
+                yield "drafters", sorted(known), drafter.name
+            elif found != drafter:
+                yield (
+                    f"drafter {drafter.name}",
+                    f"{found.model}@{found.revision}",
+                    f"{drafter.model}@{drafter.revision}",
+                )
+
+
 @dataclass(frozen=True)  # without slots, for `profile_id`, which takes milliseconds to make
-class Profile:
+class Profile(MeasuredEngine):
     """Holds C(d, B, gamma, kv) = cell + seconds_per_kv_token * (kv - B * kv_tokens_per_sequence).
 
     catch_up_seconds_per_token: what a drafter needs for every token that it missed while it slept
@@ -58,8 +95,6 @@ class Profile:
     Raises InvalidProfileError for numbers out of range.
     """
 
-    fingerprint: Fingerprint
-    drafters: tuple[DrafterIdentity, ...]
     kv_tokens_per_sequence: float
     seconds_per_kv_token: float
     cells: tuple[ProfileCell, ...]
@@ -104,35 +139,6 @@ class Profile:
     def profile_id(self) -> str:
         """The digest of the content: 16 hexadecimal digits."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
-
-    def require_match(self, fingerprint: Fingerprint, drafters: tuple[DrafterSpec, ...]) -> None:
-        """Raises ProfileMismatchError, naming the first field that differs."""
-        identities = tuple(DrafterIdentity(d.name, d.model, d.revision) for d in drafters)
-        for difference in self.differences(fingerprint, identities):
-            raise ProfileMismatchError(*difference)
-
-    def differences(
-        self, fingerprint: Fingerprint, drafters: tuple[DrafterIdentity, ...]
-    ) -> Iterator[tuple[str, object, object]]:
-        """Yields (field, here, there) for what does not fit an engine; further drafters do no harm.
-
-        The shim's version is recorded but not compared: it does not change what a step costs.
-        """
-        for item in dataclasses.fields(Fingerprint):
-            mine, theirs = getattr(self.fingerprint, item.name), getattr(fingerprint, item.name)
-            if item.name != "shim_version" and mine != theirs:
-                yield item.name, mine, theirs
-        known = {d.name: d for d in self.drafters}
-        for drafter in drafters:
-            found = known.get(drafter.name)
-            if found is None:
-                yield "drafters", sorted(known), drafter.name
-            elif found != drafter:
-                yield (
-                    f"drafter {drafter.name}",
-                    f"{found.model}@{found.revision}",
-                    f"{drafter.model}@{drafter.revision}",
-                )
 
     def to_json(self) -> str:
         """Returns the file's text; equal profiles give equal text."""

@@ -129,6 +129,8 @@ def _fill(
     built: object, declared: RecordedClass, state: Mapping[str, Tree], current: object
 ) -> None:
     fields = declared.fields
+    if lacking := fields.keys() - state.keys() & declared.added:
+        fields = {name: held for name, held in fields.items() if name not in lacking}
     if state.keys() != fields.keys():
         odd = min(state.keys() ^ fields.keys())
         where = "recorded but not known here" if odd in state else "missing in the recording"

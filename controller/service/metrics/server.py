@@ -23,13 +23,14 @@ from controller.service.metrics.steps import LINK, STEPS
 from controller.service.net.http_server import (
     SILENCE_SECONDS,
     HttpServer,
-    is_loopback,
     names_loopback,
 )
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.status.engine_snapshot import EngineSnapshot
 from controller.service.status.fleet_view import FleetView
+from controller.util.loopback import is_loopback_host
+from controller.util.supervisor import Supervisor
 
 _log = structlog.get_logger(__name__)
 
@@ -49,11 +50,13 @@ class SidecarCollector(Collector):
         registry: SessionRegistry,
         override_registry: OverrideRegistry,
         fleet_view: FleetView,
+        supervisor: Supervisor,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._registry = registry
         self._override_registry = override_registry
         self._fleet_view = fleet_view
+        self._supervisor = supervisor
         self._loop = loop
 
     async def _read(self) -> list[Metric]:
@@ -73,7 +76,8 @@ class SidecarCollector(Collector):
         held = [held for held in self._override_registry.held() if not held.override.from_file]
         sidecar = SidecarSnapshot(
             sessions, held, self._override_registry.policy, self._override_registry.health,
-            self._fleet_view.counts, unreadable, self._registry.load.is_too_much,
+            self._supervisor.states, self._fleet_view.counts, unreadable,
+            self._registry.load.is_too_much,
         )  # fmt: skip
         general = [(family, family.empty()) for family in OF_THE_SIDECAR]
         for of_all, written in general:
@@ -94,16 +98,23 @@ class MetricsServer:
         registry: SessionRegistry,
         override_registry: OverrideRegistry,
         fleet_view: FleetView,
+        supervisor: Supervisor,
         loop: asyncio.AbstractEventLoop,
         host: str,
         port: int,
     ) -> None:
         metrics = CollectorRegistry()
-        metrics.register(SidecarCollector(registry, override_registry, fleet_view, loop))
+        metrics.register(
+            SidecarCollector(registry, override_registry, fleet_view, supervisor, loop)
+        )
         ProcessCollector(registry=metrics)
         PlatformCollector(registry=metrics)
-        kind = _LocalHandler if is_loopback(host) else _MetricsHandler
+        kind = _LocalHandler if is_loopback_host(host) else _MetricsHandler
         self._server = HttpServer(host, port, kind.factory(metrics), "metrics")
+
+    async def keep(self) -> None:
+        """Watches the server's thread; see HttpServer."""
+        await self._server.keep()
 
     def close(self) -> None:
         """Stops the server.  It must not be called on the event loop."""

@@ -1,19 +1,20 @@
 """The sidecar as a whole: its engines, the overrides in force, the store, its own log."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import controller
 from controller.core.planning.overrides import ScopeKind
 from controller.service.metrics.family import Family, MetricKind
-from controller.service.sessions.override_registry import ActiveOverride
+from controller.service.sessions.active_overrides import ActiveOverride
 from controller.service.sessions.session import EngineSession
 from controller.service.status.fleet_view import FleetCounts
 from controller.settings.policy_file import Policy
 from controller.store.interface import Health
 from controller.util import logs
+from controller.util.supervisor import TaskState
 
 _COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
 
@@ -27,6 +28,8 @@ class SidecarSnapshot:
     held: Sequence[ActiveOverride]
     policy: Policy
     store: Health
+    # Of the sidecar's long-lived tasks, by name.
+    tasks: Mapping[str, TaskState]
     # Of other sidecars' summaries; None without a store that others use.
     fleet: FleetCounts | None = None
     # Sessions whose own metrics could not be read.
@@ -122,6 +125,28 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
         _GAUGE, "speculation_store_state_seconds",
         "Time since speculation_store_ok last changed.",
         lambda s: s.store.since_seconds, unit="seconds",
+    ),
+    Family(
+        _GAUGE, "speculation_task_down",
+        "1 while a long-lived task of the sidecar has failed and does not run again yet, by task.",
+        lambda s: {name: bool(state.fault) for name, state in s.tasks.items()}, label="task",
+    ),
+    Family(
+        _COUNTER, "speculation_task_failures",
+        "Failures of the sidecar's long-lived tasks, by task.  A task that fails is started again.",
+        lambda s: {name: state.failures for name, state in s.tasks.items()}, label="task",
+    ),
+    Family(
+        _GAUGE, "speculation_store_unusable_overrides",
+        "Overrides in the store that are not in force here, because they cannot be read or are "
+        "more than can be in force.",
+        lambda s: s.store.unusable_count,
+    ),
+    Family(
+        _COUNTER, "speculation_store_skipped_entries",
+        "Entries of the store that could not be used, in all readings so far, by kind (absent "
+        "before the first one).",
+        lambda s: dict(s.store.skipped), label="kind",
     ),
     Family(
         _COUNTER, "speculation_fleet_summaries",

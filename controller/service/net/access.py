@@ -2,9 +2,10 @@
 
 Reading, steering, measuring, installing profiles and overriding are different rights.  Whoever may
 open the engines' unix socket (its mode decides) may read and steer.  Operators have a socket of
-their own (`operator_door`): there the access list decides by the user that the kernel names, or,
-when it names no user, the mode alone.  On TCP the access list decides, by bearer token or by the
-name in a client certificate; without a list, callers on TCP may read and steer.
+their own (`operator_socket`): there the access list decides by the user that the kernel names, or,
+when it names tokens and certificates only, the mode alone.  On TCP the access list decides, by
+bearer token or by the name in a client certificate; without a list, callers on TCP may read and
+steer.
 
 The access list is a file of lines
 
@@ -16,28 +17,33 @@ The access list is a file of lines
 and is read again when it changes.  RIGHTS are read, steer, measure, install and override, joined by
 commas.  GLOBS are engine ids with * and ?, joined by commas: the entry steers, measures and
 overrides no other engines, and installs no profiles.  The file holds digests of tokens, no tokens.
+The key identifies the caller; NAME is what people are shown.
 """
 
 import hashlib
 import re
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
-import grpc
 import structlog
 
 from controller.core.errors import SpeculationError
 from controller.service.net.callers import ALL, Caller, Right
 from controller.service.net.errors import UnauthenticatedError
 from controller.service.net.operator_socket import OperatorSocket, Peer
+from controller.util.watched_file import AGREEING_LOOKS, Found, WatchedFile
 
 # Finds the caller of a call by its gRPC context.  Raises UnauthenticatedError.
 Identify: TypeAlias = Callable[[Any], Caller]
+# Checks the keys of a list against what they are used for.  Raises SpeculationError.
+CheckKeys: TypeAlias = Callable[[Iterable[str]], None]
 
-_LOOK_SECONDS = 1.0
+# A thousand entries with tokens are 100 KB.
+_MAX_BYTES: Final = 256 * 1024
+# Digits of a token's digest that are shown.
+_DIGITS_SHOWN: Final = 12
 _log = structlog.get_logger(__name__)
 
 
@@ -49,78 +55,103 @@ _RIGHTS = {
     (right.name or "").lower(): right
     for right in (Right.READ, Right.STEER, Right.MEASURE, Right.INSTALL, Right.OVERRIDE)
 }
-_KEY = re.compile(r"token-sha256:[0-9a-f]{64}|cert:\S+|[ug]id:\d{1,10}")
+DIGEST: Final = "token-sha256:"
+_USERS: Final = ("uid:", "gid:")
+_KEY = re.compile(r"token-sha256:[0-9a-f]{64}|cert:\S+|[ug]id:(0|[1-9][0-9]{0,9})")
 _ENGINES = "engine:"
 _GLOB = re.compile(r"[A-Za-z0-9._:*?-]{1,128}")
 
 
 class AccessList:
-    """The file, as it stands.  Raises AccessFileError when it cannot be read at the start."""
+    """Holds the entries of the file that are in force.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    check: of the keys, at the start and at every change.  Raises AccessFileError, and what `check`
+    raises, for a list that cannot be used at the start.
+    """
+
+    def __init__(self, path: Path, check: CheckKeys = lambda _: None) -> None:
+        self._file = WatchedFile(path, _MAX_BYTES)
+        self._check = check
         # Counts how often the entries have changed.
         self.version = 0
-        self._seen = self._stamp()
-        self._looked_at = time.monotonic()
-        self._entries = _parse(path)
-
-    @property
-    def has_tokens(self) -> bool:
-        """True when a token is listed: they must not go over an open line."""
-        return any(key.startswith("token-sha256:") for key in self._entries)
-
-    @property
-    def has_users(self) -> bool:
-        """True when a user or group is listed: the operators' socket then is for them only."""
-        self.look()
-        return any(key.startswith(("uid:", "gid:")) for key in self._entries)
+        self._judged = self._file.look()
+        self._entries = self._read(self._judged)
+        # Whether nobody but its users gets through the operators' socket.  A list that loses them,
+        # or everything, while the sidecar runs does not open that socket again.
+        self.governs_operators = not self._entries or _has_users(self._entries)
 
     def find(self, key: str) -> Caller | None:
-        """Finds the entry of a key "token-sha256:HEX" or "cert:NAME"."""
-        self.look()
+        """Finds the entry of a key, "cert:NAME" say."""
         return self._entries.get(key)
 
     def look(self) -> None:
-        """Reads the file again if it has changed; looks once a second at most."""
-        now = time.monotonic()
-        if now - self._looked_at < _LOOK_SECONDS:
+        """Reads the file, and puts a change into force that two looks in a row have found.
+
+        A list that cannot be used changes nothing: what was allowed before stays allowed.
+        """
+        found = self._file.look()
+        if found == self._judged or self._file.agreeing < AGREEING_LOOKS:
             return
-        self._looked_at = now
-        stamp = self._stamp()
-        if stamp == self._seen:
-            return
-        # A file that cannot be read now is read again when it has changed once more.
-        self._seen = stamp
+        self._judged = found
         try:
-            self._entries = _parse(self._path)
-        except AccessFileError as error:
-            # It may be half-written: what was allowed before stays allowed.
+            entries = self._read(found)
+        except SpeculationError as error:
             _log.error("access_not_read", error=str(error))
             return
+        # First this: at no moment is the socket open to whom neither list names.
+        self.governs_operators = self.governs_operators or _has_users(entries)
+        self._entries = entries
         self.version += 1
-        _log.info("access_read", path=str(self._path), entries=len(self._entries))
+        _log.info("access_read", path=str(self._file.path), entries=len(entries))
 
-    def _stamp(self) -> tuple[int, int, int]:
-        try:
-            found = self._path.stat()
-        except OSError:
-            return (0, 0, 0)
-        return (found.st_ino, found.st_size, found.st_mtime_ns)
+    def _read(self, found: Found) -> Mapping[str, Caller]:
+        """Raises AccessFileError, and what the check raises."""
+        if found.error:
+            raise AccessFileError(f"access list {self._file.path}: {found.error}")
+        entries = _parse(self._file.path, found.content)
+        self._check(entries)
+        if not entries:
+            _log.warning(
+                "access_empty",
+                path=str(self._file.path),
+                detail="the access list has no entry: it lets nobody in",
+            )
+        return entries
 
 
-def _parse(path: Path) -> Mapping[str, Caller]:
+def _has_users(keys: Iterable[str]) -> bool:
+    return any(key.startswith(_USERS) for key in keys)
+
+
+def _parse(path: Path, content: bytes) -> Mapping[str, Caller]:
+    """Returns the entries by key.  Raises AccessFileError for what is no list."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
         raise AccessFileError(f"access list {path}: {error}") from error
     found: dict[str, Caller] = {}
-    for number, line in enumerate(lines, 1):
+    lines_of: dict[str, int] = {}
+    # Not `splitlines`, for which a line also ends within a comment, at a form feed say.
+    for number, line in enumerate(text.split("\n"), 1):
         words = line.partition("#")[0].split()
-        if words:
-            # Messages never quote the line: it may hold a token by mistake.
-            key, caller = _entry(words, f"{path}, line {number}")
-            found[key] = caller
+        if not words:
+            continue
+        # Messages never quote the line: it may hold a token by mistake.
+        where = f"{path}, line {number}"
+        key, caller = _entry(words, where)
+        for what, text_of in (("key", f"key {key}"), ("name", f"name {caller.name}")):
+            before = lines_of.setdefault(text_of, number)
+            if before != number:
+                raise AccessFileError(
+                    f"{where}: the {what} of line {before} again: every entry needs its own"
+                )
+        found[key] = caller
+    if not text.endswith("\n") and text:
+        # Cut off, it may name another user, or no longer restrict an entry to its engines.
+        raise AccessFileError(
+            f"access list {path}: the last line has no line break, so it may have been cut off: "
+            "end it with one"
+        )
     return found
 
 
@@ -144,13 +175,20 @@ def _entry(words: list[str], where: str) -> tuple[str, Caller]:
         raise AccessFileError(
             f"{where}: the key is token-sha256:HEX (64 digits), cert:NAME, uid:NUMBER or gid:NUMBER"
         )
+    name = words[2] if len(words) == 3 else _shown(key)
+    if not (key.isprintable() and name.isprintable()):
+        raise AccessFileError(f"{where}: only printable characters are allowed")
     if Right.INSTALL in rights and "*" not in engines:
         raise AccessFileError(
             f"{where}: a profile is for every engine of its kind, so that install goes with no "
             "engine:GLOBS"
         )
-    name = words[2] if len(words) == 3 else key.partition(":")[2][:12]
-    return key, Caller(name, rights, identity=name, engines=engines)
+    return key, Caller(name, rights, identity=key, engines=engines)
+
+
+def _shown(key: str) -> str:
+    """Names an entry without a name by its key; of a token's digest, by its first digits."""
+    return key[: len(DIGEST) + _DIGITS_SHOWN] if key.startswith(DIGEST) else key
 
 
 def on_engines_socket(_context: Any) -> Caller:
@@ -172,12 +210,13 @@ def on_operators_socket(operator_socket: OperatorSocket, access: AccessList | No
 
 
 def _operator(peer: Peer, access: AccessList | None) -> Caller:
-    if access is None or not access.has_users:
-        return Caller(str(peer), ALL, origin=str(peer))
-    for key in (f"uid:{peer.uid}", f"gid:{peer.gid}"):
+    user = f"uid:{peer.uid}"
+    if access is None or not access.governs_operators:
+        return Caller(str(peer), ALL, origin=str(peer), user=user)
+    for key in (user, f"gid:{peer.gid}"):
         caller = access.find(key)
         if caller is not None:
-            return replace(caller, origin=str(peer))
+            return replace(caller, origin=str(peer), user=user)
     raise UnauthenticatedError(f"the access list does not know {peer}")
 
 
@@ -207,43 +246,8 @@ def _keys(context: Any) -> list[str]:
             kind, _, token = value.partition(" ")
             if kind.lower() == "bearer" and token:
                 digest = hashlib.sha256(token.strip().encode()).hexdigest()
-                keys.append(f"token-sha256:{digest}")
+                keys.append(f"{DIGEST}{digest}")
     identity = context.auth_context() or {}
     for field in ("x509_common_name", "x509_subject_alternative_name"):
         keys += [f"cert:{name.decode('utf-8', 'replace')}" for name in identity.get(field, ())]
     return keys
-
-
-def certificates(certificate: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
-    """TLS from files that are read again when they change.  Raises AccessFileError."""
-    paths = [certificate, key, *([client_ca] if client_ca else [])]
-
-    def stamp() -> list[int]:
-        return [path.stat().st_mtime_ns for path in paths]
-
-    def read() -> Any:
-        authority = client_ca.read_bytes() if client_ca else None
-        return grpc.ssl_server_certificate_configuration(
-            [(key.read_bytes(), certificate.read_bytes())], authority
-        )
-
-    seen: list[int] = []
-
-    def fetch() -> Any:
-        nonlocal seen
-        try:
-            now = stamp()
-            if now == seen:
-                return None
-            found = read()
-        except OSError as error:
-            _log.error("certificate_not_read", error=str(error))
-            return None
-        seen = now
-        return found
-
-    try:
-        first, seen = read(), stamp()
-    except OSError as error:
-        raise AccessFileError(f"TLS: {error}") from error
-    return grpc.dynamic_ssl_server_credentials(first, fetch, client_ca is not None)

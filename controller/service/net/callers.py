@@ -33,9 +33,10 @@ ALL = Right.READ | Right.STEER | Right.MEASURE | Right.INSTALL | Right.OVERRIDE
 class Caller:
     """Describes a caller.
 
-    identity: name of the access entry that the caller proved to be, "" for an anonymous one.
-    engines: globs of the engine ids that the caller may act on.  origin: where the call came from,
-    for the audit.
+    name: for people to read.  identity: key of the access entry that the caller proved to be, which
+    no other entry has; "" for an anonymous one.  user: the user on the operators' socket as
+    "uid:NUMBER", whatever process calls; "" elsewhere.  engines: globs of the engine ids that the
+    caller may act on.  origin: where the call came from, for the audit.
     """
 
     name: str
@@ -43,6 +44,12 @@ class Caller:
     identity: str = ""
     engines: tuple[str, ...] = ("*",)
     origin: str = ""
+    user: str = ""
+
+    @property
+    def account(self) -> str:
+        """Names who calls, in whatever process and through whatever connection; "" for nobody."""
+        return self.user or self.identity
 
     @property
     def is_restricted(self) -> bool:
@@ -70,6 +77,8 @@ class Call:
 
     caller: Caller
     right: Right
+    # Whose limits the call uses (`source_of`).
+    source: str = ""
     # Engines that the call has named; the access list is asked about them again when it changes.
     engine_ids: set[str] = field(default_factory=set)
     # Why the caller has lost the call, None while it may go on.
@@ -81,6 +90,17 @@ class Call:
         self.revoked = why
         if self.task is not None:
             self.task.cancel()
+
+
+def source_of(caller: Caller, peer: str) -> str:
+    """Names those who share a limit: an access entry, a host on TCP, or a connection.
+
+    peer: gRPC's name of the connection.  It is the same for all connections of the engines' socket,
+    because gRPC does not tell these apart.
+    """
+    if caller.identity:
+        return caller.identity
+    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
 
 
 _current: ContextVar[Call | None] = ContextVar("call", default=None)
@@ -96,6 +116,12 @@ def calling() -> Caller:
     """The caller of the current call."""
     call = _current.get()
     return _UNGUARDED if call is None else call.caller
+
+
+def source() -> str:
+    """Names those whose limits the current call uses; "" outside of a call."""
+    call = _current.get()
+    return "" if call is None else call.source
 
 
 def require_engine(engine_id: str) -> None:

@@ -6,9 +6,9 @@ of engines on the unix socket.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -30,14 +30,16 @@ _PROFILING = {
     "InstallProfile": Right.INSTALL,
     "PushProfile": Right.INSTALL,
 }
-# Calls a second and at once, on one server, by what they need.
-_LIMITS = {
+# Calls a second and at once of one source (`callers.source_of`), by what they need.
+LIMITS: Final[Mapping[Right, tuple[float, float]]] = {
     Right.READ: (100.0, 400.0),
     Right.STEER: (50_000.0, 100_000.0),
     Right.MEASURE: (20.0, 200.0),
     Right.INSTALL: (20.0, 200.0),
     Right.OVERRIDE: (20.0, 200.0),
 }
+# All sources of one server together may make so many times the calls of one.
+SOURCES_AT_THEIR_LIMIT: Final = 4
 # Streams of one server that are open to be told of news, of health or overrides, say.
 WATCHES_MAX = 64
 
@@ -70,6 +72,29 @@ def right_of(method: str) -> Right:
     return Right.STEER if kind in {"SpeculationService", "TrainingService"} else Right.READ
 
 
+class _CallLimit:
+    """Limits the calls of each source, and those of all sources of a server together."""
+
+    def __init__(self, a_second: float, at_once: float) -> None:
+        self._rate = a_second
+        self._of_all = limits.Bucket(
+            SOURCES_AT_THEIR_LIMIT * a_second, SOURCES_AT_THEIR_LIMIT * at_once
+        )
+        self._by_source = limits.BySource(lambda: limits.Bucket(a_second, at_once))
+
+    def take(self, source: str) -> None:
+        """Counts a call.  Raises TooManyCallsError; what a source is refused no other one lacks."""
+        if not self._by_source.of(source).take():
+            raise TooManyCallsError(
+                f"too many calls of this kind: a caller may make {self._rate:g} a second; try "
+                "again in a moment"
+            )
+        if not self._of_all.take():
+            raise TooManyCallsError(
+                "too many calls of this kind by all callers together: try again in a moment"
+            )
+
+
 class Guard(grpc.aio.ServerInterceptor):
     """Checks the calls of one server.
 
@@ -81,7 +106,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self._identify = identify
         self._operators = operators
         self._room = WaitingRoom(waiting)
-        self._buckets = {right: limits.Bucket(*limit) for right, limit in _LIMITS.items()}
+        self._calls = {right: _CallLimit(*limit) for right, limit in LIMITS.items()}
         self._watches = 0
         # Open streams that somebody had to have a right for.
         self._open: dict[Call, Any] = {}
@@ -144,9 +169,8 @@ class Guard(grpc.aio.ServerInterceptor):
             return None
         caller = self._identify(context)
         self._require(caller, right)
-        if not self._buckets[right].take():
-            raise TooManyCallsError("too many calls: try again in a moment")
-        call = Call(caller, right)
+        call = Call(caller, right, callers.source_of(caller, context.peer() or ""))
+        self._calls[right].take(call.source)
         callers.begin(call)
         return call
 

@@ -5,7 +5,6 @@ answer included, has so many seconds, whatever it does with them.
 """
 
 import contextlib
-import ipaddress
 import socket
 import threading
 import time
@@ -15,6 +14,9 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import structlog
+
+from controller.util.loopback import is_loopback_host
+from controller.util.supervisor import keep_thread
 
 # Requests at a time; more are asked to try again.
 REQUESTS_MAX: Final = 8
@@ -28,15 +30,6 @@ _LOOK_SECONDS = 0.1
 _log = structlog.get_logger(__name__)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this machine's to itself."""
-    name = host.strip("[]").lower()
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
-
-
 def names_loopback(header: str) -> bool:
     """Whether a Host header (HOST or HOST:PORT) names this machine to itself.
 
@@ -44,7 +37,7 @@ def names_loopback(header: str) -> bool:
     point here, does not.
     """
     try:
-        return is_loopback(urlsplit(f"//{header}").hostname or "")
+        return is_loopback_host(urlsplit(f"//{header}").hostname or "")
     except ValueError:
         return False
 
@@ -65,10 +58,19 @@ class HttpServer(ThreadingHTTPServer):
         # Sockets under way, and when they are cut off.
         self._until: dict[socket.socket, float] = {}
         super().__init__((host, port), handler)
+        self._name = name
+        self._thread = self._start()
+
+    def _start(self) -> threading.Thread:
         self._thread = threading.Thread(
-            target=self.serve_forever, args=(_LOOK_SECONDS,), name=name, daemon=True
+            target=self.serve_forever, args=(_LOOK_SECONDS,), name=self._name, daemon=True
         )
         self._thread.start()
+        return self._thread
+
+    async def keep(self) -> None:
+        """Watches the thread; when it has ended, starts it again and raises TaskEndedError."""
+        await keep_thread(self._thread, self._start)
 
     def server_bind(self) -> None:
         """Binds the socket without a look-up of the machine's own name."""

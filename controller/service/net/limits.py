@@ -7,8 +7,10 @@ types it becomes.
 import asyncio
 import resource
 import time
-from collections.abc import Callable
-from typing import Final, TypeVar
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final, Generic, TypeVar, cast
 
 import structlog
 
@@ -27,9 +29,16 @@ STREAMS_A_CONNECTION: Final = 1024
 # nothing).  A profile is one text, which takes little to parse; the text is read by a thread.
 MESSAGE_BYTES: Final = 128 * 1024
 PROFILE_BYTES: Final = 1024 * 1024
+# Lists and explanations that may wait on one server; its guard lets no more in at once.
+READS_WAITING: Final = 400
 _PROFILE_CALLS: Final = frozenset({"InstallProfile", "PushProfile"})
+# Work that can be interrupted has the event loop for so long at a time.
+_PIECE_SECONDS: Final = 0.002
 # Descriptors beyond those of connections: files, sockets, the store's.
 _OTHER_DESCRIPTORS = 256
+
+# Sources of which it is remembered what they have taken: more than there are connections.
+_SOURCES: Final = 4096
 
 T = TypeVar("T")
 
@@ -43,7 +52,7 @@ class Allowance:
         self._rate, self._burst = a_second, at_once
         self._left, self._at = at_once, time.monotonic()
 
-    def take(self, count: int) -> float:
+    def take(self, count: float) -> float:
         """Takes so many; the seconds to wait before the next are taken."""
         now = time.monotonic()
         self._left = min(self._burst, self._left + (now - self._at) * self._rate) - count
@@ -58,22 +67,60 @@ class Bucket:
         self._rate, self._burst = a_second, at_once
         self._left, self._at = at_once, time.monotonic()
 
-    def take(self) -> bool:
-        """False when none is left."""
+    def take(self, count: float = 1.0) -> bool:
+        """Takes so many; False, and nothing is taken, when fewer are left."""
         now = time.monotonic()
         self._left = min(self._burst, self._left + (now - self._at) * self._rate)
         self._at = now
-        if self._left < 1:
+        if self._left < count:
             return False
-        self._left -= 1
+        self._left -= count
         return True
+
+
+class BySource(Generic[T]):
+    """Holds one limit for each source of calls, made when a source first calls.
+
+    The limit of the source that has been silent for longest is forgotten for a new one, so that
+    many sources take no more memory; what all of them may take has to be limited beside this.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._limits: OrderedDict[str, T] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._limits)
+
+    def of(self, source: str) -> T:
+        """Returns the limit of this source."""
+        found = self._limits.get(source)
+        if found is None:
+            if len(self._limits) >= _SOURCES:
+                self._limits.popitem(last=False)
+            found = self._limits[source] = self._make()
+        self._limits.move_to_end(source)
+        return found
+
+
+class SharedAllowance:
+    """Allows each source so many a second, and so many at once; all sources twice as many."""
+
+    def __init__(self, a_second: float, at_once: float) -> None:
+        self._of_all = Allowance(2 * a_second, 2 * at_once)
+        self._by_source = BySource(lambda: Allowance(a_second, at_once))
+
+    def take(self, source: str, count: float) -> float:
+        """Takes so many for a source; the seconds that it has to wait."""
+        return max(self._by_source.of(source).take(count), self._of_all.take(count))
 
 
 class Turns:
     """Takes turns at work that occupies the event loop for long: one piece at a time.
 
     After each piece the loop is left free for as long as the piece took, so that whoever asks for
-    many at once does not keep steering waiting for all of them.
+    many at once does not keep steering waiting for all of them.  Calls of several pieces alternate:
+    a short one does not wait for the end of a long one.
     """
 
     def __init__(self, most_waiting: int) -> None:
@@ -83,16 +130,53 @@ class Turns:
 
     async def take(self, work: Callable[[], T]) -> T:
         """Returns the result of `work`.  Raises TooManyCallsError when too many wait."""
+        async with self.turn():
+            return work()
+
+    async def take_pieces(self, work: Generator[None, None, T]) -> T:
+        """Returns the result of `work`, which yields wherever it may be interrupted.
+
+        Raises TooManyCallsError when too many wait; work that has begun is never refused.
+        """
+        with self._place():
+            while True:
+                await self._lock.acquire()
+                with self._work():
+                    until = time.monotonic() + _PIECE_SECONDS
+                    try:
+                        while time.monotonic() < until:
+                            next(work)
+                    except StopIteration as end:
+                        return cast("T", end.value)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Has the block run alone, for work that waits for a thread, say.
+
+        Raises TooManyCallsError when too many wait.
+        """
+        with self._place():
+            await self._lock.acquire()
+        with self._work():
+            yield
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """Counts a call among those that wait."""
         if self._waiting >= self._most:
             raise TooManyCallsError(f"{self._most} such calls wait already: try again in a moment")
         self._waiting += 1
         try:
-            await self._lock.acquire()
+            yield
         finally:
             self._waiting -= 1
+
+    @contextmanager
+    def _work(self) -> Iterator[None]:
+        """Leaves the loop free after the block, for as long as it took."""
         began = time.monotonic()
         try:
-            return work()
+            yield
         finally:
             asyncio.get_running_loop().call_later(time.monotonic() - began, self._lock.release)
 

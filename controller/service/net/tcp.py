@@ -1,27 +1,40 @@
 """Binds TCP on request: with TLS or unencrypted, but without tokens on an unencrypted line."""
 
+from collections.abc import Iterable
+
 import grpc
 import grpc.aio
 import structlog
 
-from controller.client.credentials import is_loopback
-from controller.service.net.access import AccessList, certificates
+from controller.service.net.access import DIGEST, AccessList
 from controller.service.net.errors import AddressTakenError, StartRefusedError
+from controller.service.net.tls import certificates
 from controller.settings.settings import Settings
+from controller.util.loopback import is_loopback
 
 _log = structlog.get_logger(__name__)
+
+
+def require_no_open_token(settings: Settings, keys: Iterable[str]) -> None:
+    """Raises StartRefusedError if tokens of an access list would go over an open line.
+
+    keys: of the list, at the start and at every change.
+    """
+    address = settings.tcp
+    if address is None or settings.tls_certificate is not None or is_loopback(address):
+        return
+    if any(key.startswith(DIGEST) for key in keys):
+        raise StartRefusedError(
+            "the access list has tokens, and they would go over an open line: name a TLS "
+            "certificate and key, or listen on the loopback address"
+        )
 
 
 def bind(
     server: grpc.aio.Server, address: str, settings: Settings, access: AccessList | None
 ) -> None:
-    """Raises StartRefusedError where secrets would go over an open line, AddressTakenError."""
+    """Raises AccessFileError for TLS files that cannot be used, and AddressTakenError."""
     encrypted = settings.tls_certificate is not None
-    if access is not None and access.has_tokens and not (encrypted or is_loopback(address)):
-        raise StartRefusedError(
-            "the access list has tokens, and they would go over an open line: name a TLS "
-            "certificate and key, or listen on the loopback address"
-        )
     try:
         if settings.tls_certificate is not None and settings.tls_key is not None:
             server.add_secure_port(

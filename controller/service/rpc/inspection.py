@@ -1,9 +1,7 @@
 """Answers what people ask: which engines are steered, and why this plan."""
 
-import asyncio
 import time
 from dataclasses import asdict
-from typing import Final
 
 import grpc.aio
 
@@ -19,16 +17,10 @@ from controller.service.rpc.store_messages import health_to_proto
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
-from controller.service.status.fleet_filter import selected
+from controller.service.status.fleet_filter import FleetSearch
 from controller.service.status.fleet_json import engine_values
-from controller.service.status.fleet_view import (
-    Fleet,
-    FleetEngine,
-    FleetTotals,
-    FleetView,
-    totals_of,
-)
-from controller.service.status.paging import page_of
+from controller.service.status.fleet_view import FleetView
+from controller.service.status.paging import ROWS_MAX, page_of
 from controller.service.status.readiness import Readiness, ServiceHealth
 from controller.service.status.status_cache import StatusCache
 from controller.wire.engines import engine_to_proto
@@ -37,12 +29,12 @@ from controller.wire.plans import plan_to_proto
 from controller.wire.reports import report_to_proto
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 
-# Explanations that may wait; the guard lets no more in at once.
-_EXPLANATIONS_WAITING: Final = 400
-
 
 class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
-    """ListEngines, Explain, Overview, ListFleet."""
+    """ListEngines, Explain, Overview, ListFleet.
+
+    turns: of those who read on the same server.
+    """
 
     def __init__(
         self,
@@ -51,13 +43,14 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         readiness: Readiness,
         status_cache: StatusCache,
         fleet_view: FleetView,
+        turns: Turns,
     ) -> None:
         self._registry = registry
         self._override_registry = override_registry
         self._readiness = readiness
         self._status_cache = status_cache
-        self._fleet_view = fleet_view
-        self._explanations = Turns(_EXPLANATIONS_WAITING)
+        self._fleet_search = FleetSearch(fleet_view, turns)
+        self._turns = turns
         self._started_at, self._started = time.time(), time.monotonic()
 
     async def ListEngines(
@@ -71,6 +64,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         try:
             sessions = {session.engine_id: session for session in self._registry}
             rows, token = await page_of(
+                self._turns,
                 sessions,
                 lambda engine_id: self._status(sessions[engine_id]),
                 _no_status,
@@ -104,7 +98,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
                     "(0: that of the last report)",
                     field_path="batch_size",
                 )
-            explanation, answer = await self._explanations.take(lambda: self._explained(request))
+            explanation, answer = await self._turns.take(lambda: self._explained(request))
             mine = {override.override_id for override in explanation.overrides}
             answer.overrides.extend(
                 held_to_proto(held)
@@ -135,6 +129,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         lines = {line.engine_id: line for line in await self._status_cache.lines()}
         try:
             rows, token = await page_of(
+                self._turns,
                 lines,
                 lambda engine_id: service_pb2.EngineOverview(**asdict(lines[engine_id])),
                 _no_line,
@@ -155,11 +150,13 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         ],
     ) -> service_pb2.ListFleetResponse:
         """A page of the engines of all sidecars that share the store."""
-        fleet = await self._fleet_view.look()
         try:
-            engines, totals = await asyncio.to_thread(_matching, fleet, request.filter)
-            by_key = {engine.key: engine for engine in engines}
+            selection = await self._fleet_search.select(request.filter)
+            # One more than a page has, to know whether there are more.
+            ahead = selection.after(request.page_token, ROWS_MAX + 1)
+            by_key = {engine.key: engine for engine in ahead}
             rows, token = await page_of(
+                self._turns,
                 by_key,
                 lambda key: service_pb2.FleetEngine(**engine_values(by_key[key])),
                 _no_fleet_engine,
@@ -168,10 +165,11 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             )
         except SpeculationError as error:
             await abort(context, error)
+        fleet = selection.fleet
         return service_pb2.ListFleetResponse(
             engines=rows,
             next_page_token=token,
-            totals=service_pb2.FleetTotals(**asdict(totals)),
+            totals=service_pb2.FleetTotals(**asdict(selection.totals)),
             shared=fleet.shared,
             trouble=fleet.trouble,
             refused=fleet.refused,
@@ -204,11 +202,6 @@ def _no_status(engine_id: str, why: str) -> service_pb2.EngineStatus:
 
 def _no_line(engine_id: str, why: str) -> service_pb2.EngineOverview:
     return service_pb2.EngineOverview(engine_id=engine_id, unavailable=why)
-
-
-def _matching(fleet: Fleet, words: str) -> tuple[list[FleetEngine], FleetTotals]:
-    engines = selected(fleet.engines, words)
-    return engines, totals_of(engines)
 
 
 def _no_fleet_engine(key: str, why: str) -> service_pb2.FleetEngine:

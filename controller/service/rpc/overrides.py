@@ -24,11 +24,13 @@ from controller.service.net.errors import (
     PolicyNotClearedError,
     UnknownEngineError,
 )
+from controller.service.net.limits import READS_WAITING, Turns
 from controller.service.rpc import audit_pages
 from controller.service.rpc.request_ids import RequestIds, require_uuid
 from controller.service.rpc.store_messages import health_to_proto
+from controller.service.sessions.active_overrides import ActiveOverride
 from controller.service.sessions.override_conflicts import OverrideOutcome
-from controller.service.sessions.override_registry import ActiveOverride, OverrideRegistry
+from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.session import EngineSession
 from controller.service.status.paging import page_of
 from controller.settings.policy_file import POLICY_PREFIX, Policy
@@ -62,6 +64,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         self._request_ids = request_ids
         self.default_seconds = default_seconds
         self.max_seconds = max_seconds
+        self._turns = Turns(READS_WAITING)
         # One page at a time is read and held in memory, however many ask.
         self._audit_turn = asyncio.Semaphore(1)
 
@@ -146,6 +149,12 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         self, request: policy_pb2.ClearOverrideRequest
     ) -> list[policy_pb2.OverrideEffect]:
         """Ends an override; what that does.  Raises NoOverrideError."""
+        who = Actor(request.author, request.reason, calling().origin)
+        if self._override_registry.is_unusable(request.override_id):
+            # Whose engines it is for is not known; it has no effect on any.
+            _require_unrestricted()
+            await self._override_registry.clear(request.override_id, request.etag, who)
+            return []
         known = self._held(request.override_id)
         if known.override.from_file:
             raise PolicyNotClearedError(
@@ -157,7 +166,6 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         before = self._override_registry.active()
         after = self._override_registry.without(request.override_id)
         effects = await self._effects(known.override, before, after)
-        who = Actor(request.author, request.reason, calling().origin)
         await self._override_registry.clear(request.override_id, request.etag, who)
         return effects
 
@@ -195,6 +203,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         held = {h.override.override_id: h for h in self._override_registry.held()}
         try:
             rows, token = await page_of(
+                self._turns,
                 held,
                 lambda name: held_to_proto(held[name]),
                 None,
@@ -364,10 +373,16 @@ def _require_own_id(override_id: str) -> None:
 
 def _require_scope(override: Override) -> None:
     """Raises ForbiddenError for an override that reaches engines which are not the caller's."""
-    caller = calling()
     if override.scope.kind is ScopeKind.ENGINE:
-        caller.require_engines([override.scope.name])
-    elif caller.is_restricted:
+        calling().require_engines([override.scope.name])
+    else:
+        _require_unrestricted()
+
+
+def _require_unrestricted() -> None:
+    """Raises ForbiddenError for a caller that may act on some engines only."""
+    caller = calling()
+    if caller.is_restricted:
         raise ForbiddenError(
             f"{caller.name} may act on the engines {', '.join(caller.engines)} only: name one of "
             "them as the scope"

@@ -1,7 +1,7 @@
 """Measuring through the running engine, and putting the measured profile into use."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator, Iterable, Sequence
 
 import grpc.aio
 import structlog
@@ -11,11 +11,12 @@ from controller.core.errors import SpeculationError, within
 from controller.service.net import callers
 from controller.service.net.error_details import abort
 from controller.service.net.errors import InvalidMeasurementError, NoMatchingEngineError
+from controller.service.net.limits import Turns
 from controller.service.rpc import streams
 from controller.service.rpc.request_ids import RequestIds
 from controller.service.rpc.streams import beside, read
 from controller.service.sessions.audit_log import AuditLog
-from controller.service.sessions.fleet_profiles import FleetProfiles, SharedProfile
+from controller.service.sessions.fleet_profiles import FleetProfiles, ProfileSummary
 from controller.service.sessions.forced_measurement import ForcedMeasurement
 from controller.service.sessions.profile_registry import (
     ProfileRegistry,
@@ -37,7 +38,10 @@ _log = structlog.get_logger(__name__)
 
 
 class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
-    """Serves measurements, and installs and shares profiles."""
+    """Serves measurements, and installs and shares profiles.
+
+    turns: of those who read lists on the same server.
+    """
 
     def __init__(
         self,
@@ -46,8 +50,10 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         fleet: FleetProfiles,
         audit: AuditLog,
         request_ids: RequestIds,
+        turns: Turns,
     ) -> None:
         self._registry = registry
+        self._turns = turns
         self._profiles = profiles
         self._fleet = fleet
         self._audit = audit
@@ -148,10 +154,12 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     ) -> service_pb2.ListProfilesResponse:
         """A page of the identities, the one whose measurements are the newest first."""
         try:
-            stored = {_place(found): found for found in await self._fleet.all()}
+            found = {_place(summary): summary for summary in await self._fleet.listed()}
+            engine_ids = await self._turns.take_pieces(self._engine_ids(found.values()))
             rows, token = await page_of(
-                stored,
-                lambda place: self._listed(stored[place]),
+                self._turns,
+                found,
+                lambda place: _row_of(found[place], engine_ids[found[place].identity]),
                 None,
                 request.page_size,
                 request.page_token,
@@ -161,19 +169,22 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
             await abort(context, error)
         return service_pb2.ListProfilesResponse(profiles=rows, next_page_token=token)
 
-    def _listed(self, stored: SharedProfile) -> service_pb2.ShelvedProfile:
-        profile = stored.profile
-        return service_pb2.ShelvedProfile(
-            identity=stored.identity,
-            profile_id=profile.profile_id,
-            measurements=[m.profile_id for m in stored.measurements],
-            fingerprint=fingerprint_to_proto(profile.fingerprint),
-            drafters=[drafter.name for drafter in profile.drafters],
-            cells=len(profile.cells),
-            steps=sum(cell.steps for cell in profile.cells),
-            measured_at=profile.measured_at,
-            engine_ids=[s.engine_id for s in self._registry if mismatch(profile, s.spec) is None],
-        )
+    def _engine_ids(
+        self, summaries: Iterable[ProfileSummary]
+    ) -> Generator[None, None, dict[str, list[str]]]:
+        """The engines here that profiles belong to, by the identity of the profiles."""
+        of_target: dict[str, list[EngineSession]] = {}
+        for session in self._registry:
+            of_target.setdefault(session.spec.fingerprint.target_model, []).append(session)
+            yield
+        found = {}
+        for summary in summaries:
+            ids = found[summary.identity] = list[str]()
+            for session in of_target.get(summary.fingerprint.target_model, ()):
+                if mismatch(summary, session.spec) is None:
+                    ids.append(session.engine_id)
+                yield
+        return found
 
     async def GetProfile(
         self,
@@ -186,12 +197,12 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         try:
             if request.engine_id:
                 spec = self._registry.by_engine(request.engine_id).spec
-                profile = await self._fleet.for_engine(spec)
+                text = await self._fleet.for_engine(spec)
             else:
-                profile = await self._fleet.by_id(request.profile_id)
+                text = await self._fleet.by_id(request.profile_id)
         except SpeculationError as error:
             await abort(context, error)
-        return service_pb2.GetProfileResponse(profile_json=profile.to_json())
+        return service_pb2.GetProfileResponse(profile_json=text)
 
     def _require_engine(self, profile: Profile) -> None:
         found = [(session, mismatch(profile, session.spec)) for session in self._registry]
@@ -207,9 +218,23 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
             )
 
 
-def _place(stored: SharedProfile) -> str:
+def _place(summary: ProfileSummary) -> str:
     """Returns the text by which the list is ordered."""
-    return f"{stored.profile.measured_at[:_MOMENT_CHARACTERS]} {stored.identity}"
+    return f"{summary.measured_at[:_MOMENT_CHARACTERS]} {summary.identity}"
+
+
+def _row_of(summary: ProfileSummary, engine_ids: Sequence[str]) -> service_pb2.ShelvedProfile:
+    return service_pb2.ShelvedProfile(
+        identity=summary.identity,
+        profile_id=summary.profile_id,
+        measurements=summary.measurements,
+        fingerprint=fingerprint_to_proto(summary.fingerprint),
+        drafters=[drafter.name for drafter in summary.drafters],
+        cells=summary.cells,
+        steps=summary.steps,
+        measured_at=summary.measured_at,
+        engine_ids=engine_ids,
+    )
 
 
 def _profile_of(text: str) -> Profile:

@@ -48,7 +48,7 @@ class _Entry:
 
 
 class RequestIds:
-    """Remembers the requests of all callers; each caller has ids of its own."""
+    """Remembers the requests of all callers; each user and each access entry has ids of its own."""
 
     def __init__(self) -> None:
         # The oldest first.
@@ -68,7 +68,8 @@ class RequestIds:
             return await work()
         require_uuid(request.request_id)
         self._forget()
-        key = (calling().name, request.request_id)
+        # Not the caller's name: on the operators' socket it has the process.
+        key = (calling().account, request.request_id)
         digest = _digest(request)
         entry = self._entries.get(key)
         if entry is None:

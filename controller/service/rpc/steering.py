@@ -24,6 +24,7 @@ from controller.core.errors import (
     InvalidLossError,
     InvalidReportError,
     SpeculationError,
+    StaleReportError,
     within,
 )
 from controller.core.plan import Plan
@@ -36,7 +37,7 @@ from controller.service.net.errors import (
     kind_of,
     message_of,
 )
-from controller.service.net.limits import Turns
+from controller.service.net.limits import SharedAllowance, Turns
 from controller.service.rpc import streams
 from controller.service.rpc.decision_turns import DecisionTurns
 from controller.service.rpc.streams import beside, read
@@ -58,6 +59,12 @@ MESSAGE_REPORTS: Final = 4096
 # is also that of the most rejections in one response.
 _CHUNK = 256
 _SLICE_SECONDS = 0.002
+# What refusals may cost those who share an allowance, a second and at once.  The unit is a refused
+# report, which takes about 40 us: 2 % of a core for each source.  A stale report that is refused
+# with others costs little more than its parsing.
+REFUSALS_A_SECOND: Final = 500.0
+REFUSALS_AT_ONCE: Final = 500.0
+STALE_PRICE: Final = 1 / 32
 # Messages with reports that an engine may have on their way: whoever is served late sends fewer,
 # with more reports in each, which take less time.  They are acknowledged together.
 _MESSAGES_IN_FLIGHT: Final = 2
@@ -76,6 +83,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
         self._registry = registry
         self._introductions = Turns(_INTRODUCTIONS_WAITING)
         self._decisions = DecisionTurns()
+        self._refusals = SharedAllowance(REFUSALS_A_SECOND, REFUSALS_AT_ONCE)
 
     async def Introduce(
         self,
@@ -116,7 +124,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
                 return
             session = self._registry.by_token(first.session_id)
             callers.require_engine(session.engine_id)
-            await _SteerStream(session, context, self._decisions).run(first)
+            await _SteerStream(session, context, self._decisions, self._refusals).run(first)
         except SpeculationError as error:
             await abort(context, error)
 
@@ -165,15 +173,17 @@ class _SteerStream:
         session: EngineSession,
         context: grpc.aio.ServicerContext[service_pb2.SteerRequest, service_pb2.SteerResponse],
         decisions: DecisionTurns,
+        refusals: SharedAllowance,
     ) -> None:
         self._session = session
         self._context = context
         self._decisions = decisions
+        self._shared_refusals, self._source = refusals, callers.source()
         self._bell = asyncio.Event()
         self._rejections: list[service_pb2.ReportRejection] = []
         self._flushed = asyncio.Event()
-        # Reports refused since this stream last gave way to others.
-        self._refused = 0
+        # What was refused since this stream last gave way to others, in refused reports.
+        self._price = 0.0
         self._sent_epoch = 0
         self._received = Received()
         # A decision is asked for; why the last one failed.
@@ -310,47 +320,72 @@ class _SteerStream:
                 field_path="reports",
             )
         until = monotonic() + _SLICE_SECONDS
+        # Stale reports in a row are refused together.
+        stale, session = 0, self._session
         for number, message in enumerate(reports, 1):
-            if self._session.is_over:
+            if session.is_over:
                 return
+            if message.step <= session.newest_step:
+                stale += 1
+                continue
+            if stale:
+                self._refuse_stale(reports[number - 2].step, stale)
+                stale = 0
             self._fold(message)
             if number % _CHUNK == 0 or monotonic() >= until:
                 await self._give_way()
                 until = monotonic() + _SLICE_SECONDS
-        if self._refused:
+        if stale:
+            self._refuse_stale(reports[-1].step, stale)
+        if self._price:
             await self._give_way()
 
     async def _give_way(self) -> None:
         """Lets other streams go on, and a client whose reports are refused wait.
 
-        A refusal costs about as much as a report: without a wait a client that sends what is stale
-        as fast as it can would take most of the event loop.
+        A refusal costs about as much as a report: without a wait a client that sends what cannot be
+        used as fast as it can would take most of the event loop.  What a session is refused beyond
+        its own allowance it shares with its source, whatever number of sessions that opens; an
+        engine within its own one never waits.
         """
         self._bell.set()
         while len(self._rejections) >= _CHUNK:
             self._flushed.clear()
             await self._flushed.wait()
-        refused, self._refused = self._refused, 0
-        await asyncio.sleep(self._session.refusals.take(refused) if refused else 0)
+        price, self._price = self._price, 0.0
+        is_free = not price or self._session.refusals.take(price)
+        await asyncio.sleep(0 if is_free else self._shared_refusals.take(self._source, price))
 
     def _fold(self, message: engine_pb2.StepReport) -> None:
         self._received.reports += 1
         try:
-            self._session.require_next(message.step)
             self._session.observe(report_from_proto(message))
         except InvalidReportError as error:
-            self._refused += 1
             self._session.reject(error)
             self._refuse(message.step, error)
 
-    def _refuse(self, step: int, error: SpeculationError) -> None:
+    def _refuse_stale(self, step: int, count: int) -> None:
+        """Refuses stale reports in a row.  step: of the last one."""
+        self._received.reports += count
+        others = f", nor do {count - 1} reports before it" if count > 1 else ""
+        error = StaleReportError(
+            f"step {step} does not follow step {self._session.newest_step}{others}: steps must go "
+            "forward"
+        )
+        self._session.reject(error, count)
+        self._price += STALE_PRICE * (count - 1)
+        self._refuse(step, error, count)
+
+    def _refuse(self, step: int, error: SpeculationError, count: int = 1) -> None:
         kind = kind_of(error)
+        self._price += 1
         self._rejections.append(
             service_pb2.ReportRejection(
                 step=step,
                 code=kind.status.value[0],
                 message=message_of(error),
                 reason=kind.reason,
+                count=count,
             )
         )
 

@@ -11,7 +11,11 @@ from speculation.v1 import policy_pb2
 def health_to_proto(health: Health) -> policy_pb2.StoreStatus:
     """Converts the state of the store."""
     return policy_pb2.StoreStatus(
-        ok=health.ok, detail=health.detail, since_seconds=health.since_seconds
+        ok=health.ok,
+        detail=health.detail,
+        since_seconds=health.since_seconds,
+        unusable=[f"{name}: {reason}" for name, reason in sorted(health.unusable.items())],
+        unusable_count=health.unusable_count,
     )
 
 

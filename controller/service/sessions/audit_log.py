@@ -23,7 +23,7 @@ from controller.service.net import limits
 from controller.service.net.callers import Caller
 from controller.service.sessions.session import EngineSession
 from controller.store.interface import Actor, Store, StoreError
-from controller.util import cancellation
+from controller.util.background_tasks import BackgroundTasks
 
 # Records that are being written when the sidecar stops may take so long.
 _LAST_WORDS_SECONDS = 1.0
@@ -41,13 +41,13 @@ class AuditLog:
 
     def __init__(self, store: Store, counted_seconds: float = _COUNTED_SECONDS) -> None:
         self._store = store
-        self._writing: set[asyncio.Task[None]] = set()
+        self._writing = BackgroundTasks()
         self._replaced = limits.Bucket(_REPLACED_A_SECOND, _REPLACED_AT_ONCE)
         self._counted_seconds = counted_seconds
         # Replaced sessions without a record of their own, and the last one of them.
         self._count = 0
         self._last: tuple[str, str] = ("", "")
-        self._counting: asyncio.Task[None] | None = None
+        self._counting = asyncio.Event()
 
     def record(self, action: str, subject: str, caller: Caller, reason: str) -> None:
         """Adds a record.  subject: what it was done to.  reason: what was done, in words."""
@@ -60,30 +60,30 @@ class AuditLog:
     def replaced(self, session: EngineSession, before: EngineSession) -> None:
         """An engine introduced itself under the id of another one."""
         origin = session.identity.origin
-        if self._counting is None and self._replaced.take():
+        if not self._counting.is_set() and self._replaced.take():
             reason = f"the session before was silent for {before.seconds_since_steered:.0f} s"
             self._begin("replace_session", session.engine_id, Actor(origin, reason, origin))
             return
         self._count += 1
         self._last = session.engine_id, origin
-        if self._counting is None:
-            self._counting = asyncio.get_running_loop().create_task(self._tell_count())
+        self._counting.set()
 
-    async def _tell_count(self) -> None:
-        await asyncio.sleep(self._counted_seconds)
-        self._counting = None
-        self._begin_counted()
+    async def tell_counts(self) -> None:
+        """Records a count some time after it began, until cancelled."""
+        while True:
+            await self._counting.wait()
+            await asyncio.sleep(self._counted_seconds)
+            self._begin_counted()
 
     def _begin_counted(self) -> None:
         engine_id, origin = self._last
         reason = f"{self._count} engine ids changed hands since the record before, this one last"
         self._count = 0
+        self._counting.clear()
         self._begin("replace_session", engine_id, Actor(origin, reason, origin))
 
     def _begin(self, action: str, subject: str, who: Actor) -> None:
-        task = asyncio.get_running_loop().create_task(self._write(action, subject, who))
-        self._writing.add(task)
-        task.add_done_callback(self._writing.discard)
+        self._writing.start("write an audit record", self._write(action, subject, who))
 
     async def _write(self, action: str, subject: str, who: Actor) -> None:
         try:
@@ -95,10 +95,6 @@ class AuditLog:
 
     async def close(self) -> None:
         """Waits for what is being written, briefly."""
-        if self._counting is not None:
-            await cancellation.end([self._counting])
-            self._counting = None
+        if self._counting.is_set():
             self._begin_counted()
-        if self._writing:
-            await asyncio.wait(self._writing, timeout=_LAST_WORDS_SECONDS)
-        await cancellation.end(self._writing)
+        await self._writing.close(_LAST_WORDS_SECONDS)

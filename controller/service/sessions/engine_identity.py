@@ -18,7 +18,7 @@ _MAX_SECRET_CHARACTERS = 128
 class EngineIdentity:
     """Identifies an engine.
 
-    identity: name of an access entry, "" for none.  digest: of the secret, b"" for none.  origin:
+    identity: key of an access entry, "" for none.  digest: of the secret, b"" for none.  origin:
     where the introduction came from, for the audit.
     """
 

@@ -11,9 +11,13 @@ number of engines or reports it has published.
 
 import asyncio
 import hashlib
+import math
 import random
 import socket
 import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import structlog
@@ -24,10 +28,14 @@ from controller.core.engine_spec import DrafterSpec, EngineSpec
 from controller.core.errors import InvalidBeliefError
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
-from controller.store.interface import ACCEPTANCE, BlobStore, StoreUnavailableError
+from controller.service.sessions.session_searches import Give, SessionSearches
+from controller.store.interface import ACCEPTANCE, Blob, BlobStore, StoreUnavailableError
 from controller.util import cancellation
+from controller.util.background_tasks import BackgroundTasks
 
 _TELL_SECONDS = 60.0
+# Hexadecimal digits of a source that name its group; the last one is its place.
+_GROUP_DIGITS = 15
 # Of one group, under one name; as a hexadecimal digit.
 _PLACES = 4
 # Reports since it last told that make an engine worth hearing again.
@@ -48,26 +56,19 @@ class FleetEstimates:
         self._registry = registry
         self._tell_seconds = tell_seconds
         self._told: WeakKeyDictionary[EngineSession, int] = WeakKeyDictionary()
-        self._under_way: set[asyncio.Task[None]] = set()
-        # Of these, those that publish: an engine that returns starts from its last estimates.
-        self._telling_now: set[asyncio.Task[None]] = set()
-        self._telling: asyncio.Task[None] | None = None
-
-    def open(self) -> None:
-        """Begins to tell."""
-        self._telling = asyncio.get_running_loop().create_task(self._tell_all())
+        # Publications under way; they are awaited before a search, because an engine that returns
+        # starts from its last estimates.
+        self._publishing = BackgroundTasks()
+        self.searches = SessionSearches("estimates", self._search)
 
     async def close(self) -> None:
-        """Ends, and waits briefly for what is being published."""
-        if self._telling is not None:
-            await cancellation.end({self._telling})
-        if self._under_way:
-            await asyncio.wait(self._under_way, timeout=_LAST_WORDS_SECONDS)
-        await cancellation.end(self._under_way)
+        """Waits briefly for what is being published."""
+        await self._publishing.close(_LAST_WORDS_SECONDS)
 
     def look_for(self, session: EngineSession) -> None:
         """Asks in the background, and warms the session when the answer comes."""
-        self._start(self._find(session))
+        spec = session.spec
+        self.searches.ask(session, _digest(*(_name(spec, drafter) for drafter in spec.drafters)))
 
     def tell(self, session: EngineSession) -> None:
         """Tells in the background what the session has learnt, if it is news."""
@@ -76,16 +77,10 @@ class FleetEstimates:
             return
         self._told[session] = reports
         work = self._put(session.spec, _group(session), session.core.beliefs())
-        self._telling_now = {task for task in self._telling_now if not task.done()}
-        self._telling_now.add(self._start(work))
+        self._publishing.start("publish estimates", work)
 
-    def _start(self, work: "asyncio._CoroutineLike[None]") -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        return task
-
-    async def _tell_all(self) -> None:
+    async def tell_all(self) -> None:
+        """Tells about every engine from time to time, until cancelled."""
         while True:
             await asyncio.sleep(self._tell_seconds * random.uniform(0.8, 1.2))
             for session in self._registry:
@@ -103,42 +98,83 @@ class FleetEstimates:
         except StoreUnavailableError as error:
             _log.debug("estimates_not_told", engine=spec.engine_id, error=str(error))
 
-    async def _find(self, session: EngineSession) -> None:
-        spec, own, sources, youngest = session.spec, _group(session), set(), float("inf")
-        told: dict[str, list[tuple[Belief, float]]] = {}
+    async def _search(self, session: EngineSession) -> Give | None:
         began = time.monotonic()
-        if self._telling_now:
-            await asyncio.wait(self._telling_now)
-        try:
-            for drafter in spec.drafters:
-                for item in await self._blobs.items(ACCEPTANCE, _name(spec, drafter)):
-                    beliefs = warm_start.from_json(item.text)
-                    told.setdefault(item.source[: len(own)], []).extend(
-                        (b, item.age_seconds) for b in beliefs if b.drafter == drafter.name
-                    )
-                    sources.add(item.source)
-                    youngest = min(youngest, item.age_seconds)
-        except (StoreUnavailableError, InvalidBeliefError) as error:
-            _log.warning("estimates_not_found", engine=spec.engine_id, error=str(error))
-            return
-        groups = [told[own]] if own in told else told.values()
-        pooled = warm_start.pool_groups(groups)
-        if not pooled or session.ended is not None:
-            return
-        where = f"{len(sources)} engines' estimates, the youngest {youngest / 60:.0f} minutes old"
-        session.begin_from(pooled, where)
-        _log.info(
-            "estimates_found",
-            engine=spec.engine_id,
-            sources=len(sources),
-            youngest_seconds=round(youngest),
-            waited_seconds=round(time.monotonic() - began, 3),
-        )
+        await self._publishing.join()
+        stored = {
+            drafter.name: await self._blobs.items(ACCEPTANCE, _name(session.spec, drafter))
+            for drafter in session.spec.drafters
+        }
+        found = await cancellation.finish(asyncio.to_thread(_pooled, stored))
+        return partial(_begin_from, found, began) if found.sources else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Holds what engines have told of the same drafters: what each group knows, and all together.
+
+    youngest: the age in seconds of what was told last.
+    """
+
+    of_group: Mapping[str, Sequence[Belief]]
+    of_all: Sequence[Belief]
+    sources: int
+    youngest: float
+
+
+def _pooled(stored: Mapping[str, Sequence[Blob]]) -> _Found:
+    """Reads and pools estimates by drafter, which takes milliseconds: for a thread.
+
+    What cannot be read is logged and left out.
+    """
+    told: dict[str, list[tuple[Belief, float]]] = {}
+    ages: dict[str, float] = {}
+    for name, items in stored.items():
+        for item in items:
+            try:
+                beliefs = warm_start.from_json(item.text)
+            except InvalidBeliefError as error:
+                _log.warning("estimates_refused", source=item.source, error=str(error))
+                continue
+            ages[item.source] = min(item.age_seconds, ages.get(item.source, math.inf))
+            told.setdefault(item.source[:_GROUP_DIGITS], []).extend(
+                (belief, item.age_seconds) for belief in beliefs if belief.drafter == name
+            )
+    return _Found(
+        {group: warm_start.pool_groups([beliefs]) for group, beliefs in told.items()},
+        warm_start.pool_groups(told.values()),
+        len(ages),
+        min(ages.values(), default=0.0),
+    )
+
+
+def _begin_from(
+    found: _Found, began: float, sessions: Sequence[EngineSession]
+) -> Generator[None, None, None]:
+    """Warms sessions by what their own group knows, or else by what all others do.
+
+    began: when the search did, on the monotonic clock.
+    """
+    where = (
+        f"{found.sources} engines' estimates, the youngest {found.youngest / 60:.0f} minutes old"
+    )
+    for session in sessions:
+        pooled = found.of_group.get(_group(session), found.of_all)
+        if pooled and not session.is_over:
+            session.begin_from(pooled, where)
+            _log.info(
+                "estimates_found",
+                engine=session.engine_id,
+                sources=found.sources,
+                youngest_seconds=round(found.youngest),
+                waited_seconds=round(time.monotonic() - began, 3),
+            )
+        yield
 
 
 def _group(session: EngineSession) -> str:
-    """Fifteen hexadecimal digits: a source without its place."""
-    return _digest(socket.gethostname(), session.identity.identity)[:15]
+    """Returns a source without its place."""
+    return _digest(socket.gethostname(), session.identity.identity)[:_GROUP_DIGITS]
 
 
 def _name(spec: EngineSpec, drafter: DrafterSpec) -> str:

@@ -1,19 +1,27 @@
 """Profiles as the fleet's goods: what one pod has measured, the next one finds when it boots.
 
 The blob store keeps an identity's newest measurements; what is given out is all of them merged.
+An engine that introduces itself costs one look at the profiles of its own identity.  Profiles of
+other identities are read only for people who list them, and again only when they have changed.
 """
 
 import asyncio
-from collections.abc import Sequence
+import hashlib
+import math
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
 
 import structlog
 
-from controller.core.cost.profile import Profile
+from controller.core.cost.profile import MeasuredEngine, Profile
 from controller.core.cost.profile_merge import distinct, merge_profiles
 from controller.core.engine_spec import EngineSpec
 from controller.core.errors import InvalidProfileError
 from controller.service.net.errors import NoProfileError
+from controller.service.net.limits import READS_WAITING, Turns
 from controller.service.sessions.profile_registry import (
     ProfileRegistry,
     identity_of,
@@ -21,22 +29,44 @@ from controller.service.sessions.profile_registry import (
     require_past,
 )
 from controller.service.sessions.registry import SessionRegistry
+from controller.service.sessions.session import EngineSession
+from controller.service.sessions.session_searches import Give, SessionSearches
 from controller.store.interface import PROFILES, BlobStore, StoreUnavailableError
 from controller.util import cancellation
 
 # Identities that are listed, the newest.
 _LISTED = 200
+# Bytes of what is listed of one identity.  An engine's introduction is shorter (64 KiB), so that no
+# engine could have a profile that is longer.
+_SUMMARY_BYTES_MAX: Final = 64 * 1024
+# A list is as good as new for this time, or longer where reading it would otherwise take more than
+# this share of the time.
+_SECONDS: Final = 2.0
+_SHARE_MAX: Final = 0.1
+
+T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SharedProfile:
-    """Holds what there is for one identity.  profile: all `measurements` merged."""
+@dataclass(frozen=True)
+class ProfileSummary(MeasuredEngine):
+    """Describes what there is for one identity, without its cells.
+
+    profile_id: of all `measurements`, which are named by their ids, merged.  cells, steps: numbers
+    of the merged profile.  measured_at: of the newest measurement, as it says it.
+    """
 
     identity: str
-    profile: Profile
-    measurements: tuple[Profile, ...]
+    profile_id: str
+    measurements: tuple[str, ...]
+    cells: int
+    steps: int
+    measured_at: str
+
+
+# What was made of an identity's texts, behind the digest of these; None if they cannot be used.
+_Known = tuple[bytes, ProfileSummary | None]
 
 
 class FleetProfiles:
@@ -48,17 +78,25 @@ class FleetProfiles:
         self._blobs = blobs
         self._profile_registry = profile_registry
         self._registry = registry
-        self._looking: set[asyncio.Task[None]] = set()
+        self.searches = SessionSearches("profile", self._search)
+        # Of people who ask: one of them at a time reads profiles.
+        self._turns = Turns(READS_WAITING)
+        self._summaries: dict[str, _Known] = {}
+        self._listed: tuple[ProfileSummary, ...] = ()
+        self._fresh_until = -math.inf
+        self._pushes = 0
 
     async def push(self, profile: Profile) -> str:
         """Gives a profile to the fleet; its identity.  Raises StoreUnavailableError."""
         identity = identity_of(profile)
         text = await asyncio.to_thread(profile.to_json)
         await self._blobs.put(PROFILES, identity, profile.profile_id, text)
+        self._pushes += 1
+        self._fresh_until = -math.inf
         _log.info("profile_shared", profile=profile.profile_id, identity=identity)
         for session in self._registry:
             if not session.core.profile_id and mismatch(profile, session.spec) is None:
-                self.look_for(session.spec)
+                self.look_for(session)
         return identity
 
     async def publish(self, profile: Profile) -> None:
@@ -68,84 +106,109 @@ class FleetProfiles:
         except StoreUnavailableError as error:
             _log.warning("profile_not_shared", profile=profile.profile_id, error=str(error))
 
-    async def all(self) -> list[SharedProfile]:
-        """Everything that can be used, the newest identity first.  Raises StoreUnavailableError."""
+    async def listed(self) -> Sequence[ProfileSummary]:
+        """Everything that can be used, the newest identity first; unusable entries are logged.
+
+        Raises StoreUnavailableError, TooManyCallsError.
+        """
+        if time.monotonic() >= self._fresh_until:
+            async with self._turns.turn():
+                await self._list()
+        return self._listed
+
+    async def _list(self) -> None:
+        if time.monotonic() < self._fresh_until:
+            return
+        began, pushes = time.monotonic(), self._pushes
         names = (await self._blobs.names(PROFILES))[:_LISTED]
-        return [found for name in names if (found := await self.of(name)) is not None]
+        known = self._summaries
+        self._summaries = {name: known[name] for name in names if name in known}
+        for name in names:
+            make = partial(_summary, known=self._summaries.get(name))
+            self._summaries[name] = await self._read(name, make)
+        found = (self._summaries[name][1] for name in names)
+        self._listed = tuple(summary for summary in found if summary is not None)
+        if pushes == self._pushes:
+            took = time.monotonic() - began
+            self._fresh_until = began + took + max(_SECONDS, took / _SHARE_MAX)
 
-    async def of(self, identity: str) -> SharedProfile | None:
-        """Returns what there is for an identity; unusable entries are logged and left out."""
-        items = await self._blobs.items(PROFILES, identity)
-        return await asyncio.to_thread(_merged, identity, [item.text for item in items])
-
-    async def by_id(self, profile_id: str) -> Profile:
+    async def by_id(self, profile_id: str) -> str:
         """A measurement, or what an identity's measurements make together, by its id or identity.
 
-        Raises NoProfileError, StoreUnavailableError.
+        The profile's JSON text.  Raises NoProfileError, StoreUnavailableError, TooManyCallsError.
         """
-        for stored in await self.all():
-            if profile_id in {stored.identity, stored.profile.profile_id}:
-                return stored.profile
-            for profile in stored.measurements:
-                if profile.profile_id == profile_id:
-                    return profile
+        for summary in await self.listed():
+            if profile_id in {summary.identity, summary.profile_id}:
+                text = await self._text_of(summary.identity)
+            elif profile_id in summary.measurements:
+                text = await self._text_of(summary.identity, profile_id)
+            else:
+                continue
+            if text:
+                return text
         raise NoProfileError(
             f"no profile {profile_id[:64]!r} is in the store: see `controller profile list`",
             resource=profile_id,
         )
 
-    async def for_engine(self, spec: EngineSpec) -> Profile:
-        """Raises NoProfileError, which names the field that differs, and StoreUnavailableError."""
-        stored = await self.of(identity_of(spec))
-        if stored is not None:
-            return stored.profile
-        near = await self._near(spec)
+    async def for_engine(self, spec: EngineSpec) -> str:
+        """The JSON text of an engine's profile.
+
+        Raises NoProfileError, which names the field that differs, StoreUnavailableError and
+        TooManyCallsError.
+        """
+        if text := await self._text_of(identity_of(spec)):
+            return text
+        near = [
+            f"{found.profile_id}: {mismatch(found, spec)}"
+            for found in await self.listed()
+            if found.fingerprint.target_model == spec.fingerprint.target_model
+        ]
         raise NoProfileError(
             f"no profile in the store belongs to engine {spec.engine_id!r}: "
             + ("; ".join(near[:3]) or f"none is of {spec.fingerprint.target_model!r}"),
             resource=identity_of(spec),
         )
 
-    async def _near(self, spec: EngineSpec) -> list[str]:
-        """Explains why profiles of the same target model do not belong to an engine."""
-        return [
-            f"{found.profile.profile_id}: {mismatch(found.profile, spec)}"
-            for found in await self.all()
-            if found.profile.fingerprint.target_model == spec.fingerprint.target_model
-        ]
-
-    def look_for(self, spec: EngineSpec) -> None:
+    def look_for(self, session: EngineSession) -> None:
         """Asks for an engine's profile in the background, and puts it into use when it comes."""
-        task = asyncio.get_running_loop().create_task(self._find(spec))
-        self._looking.add(task)
-        task.add_done_callback(self._looking.discard)
+        self.searches.ask(session, identity_of(session.spec))
 
-    async def close(self) -> None:
-        """Stops looking for profiles."""
-        await cancellation.end(self._looking)
+    async def _search(self, session: EngineSession) -> Give | None:
+        profile = await self._read(identity_of(session.spec), _merged)
+        return None if profile is None else partial(self._use, profile)
 
-    async def _find(self, spec: EngineSpec) -> None:
-        try:
-            stored = await self.of(identity_of(spec))
-            near = [] if stored is not None else await self._near(spec)
-        except StoreUnavailableError as error:
-            _log.warning("profile_not_looked_for", engine=spec.engine_id, error=str(error))
-            return
-        if stored is None:
-            if near:
-                _log.warning("profile_refused", engine=spec.engine_id, detail="; ".join(near[:3]))
-            return
-        profile = stored.profile
+    def _use(
+        self, profile: Profile, sessions: Sequence[EngineSession]
+    ) -> Generator[None, None, None]:
+        """Puts a profile into use for all engines that have none; those that waited are some."""
         self._profile_registry.add(profile)
         for session in self._registry:
-            if not session.core.profile_id and mismatch(profile, session.spec) is None:
+            if (
+                not session.is_over
+                and not session.core.profile_id
+                and mismatch(profile, session.spec) is None
+            ):
                 session.use_profile(profile)
                 _log.info("profile_found", engine=session.engine_id, profile=profile.profile_id)
-                await asyncio.sleep(0)
+            yield
+
+    async def _text_of(self, identity: str, profile_id: str = "") -> str:
+        """One measurement's text, or all measurements' together; "" if it is not in the store."""
+        async with self._turns.turn():
+            return await self._read(identity, partial(_text, profile_id=profile_id))
+
+    async def _read(self, identity: str, make: Callable[[str, Sequence[str]], T]) -> T:
+        """Makes something of the stored texts of an identity, in a thread."""
+        texts = [item.text for item in await self._blobs.items(PROFILES, identity)]
+        return await cancellation.finish(asyncio.to_thread(make, identity, texts))
 
 
-def _merged(identity: str, texts: Sequence[str]) -> SharedProfile | None:
-    """Merges profiles, each of which takes milliseconds to read: for a thread."""
+def _measurements(identity: str, texts: Sequence[str]) -> list[Profile]:
+    """Reads profiles that can be merged, each of which takes milliseconds.
+
+    Unusable ones are logged and left out.
+    """
     profiles = []
     for text in texts:
         try:
@@ -158,9 +221,46 @@ def _merged(identity: str, texts: Sequence[str]) -> SharedProfile | None:
             profiles.append(profile)
         else:
             _log.error("profile_refused", identity=identity, error="it has another identity")
+    return distinct(profiles)
+
+
+def _merged(identity: str, texts: Sequence[str]) -> Profile | None:
+    profiles = _measurements(identity, texts)
     if not profiles:
         return None
-    kept = distinct(profiles)
-    merged = merge_profiles(kept)
+    merged = merge_profiles(profiles)
     assert merged.profile_id  # kept by the profile
-    return SharedProfile(identity, merged, tuple(kept))
+    return merged
+
+
+def _text(identity: str, texts: Sequence[str], profile_id: str) -> str:
+    profiles = _measurements(identity, texts)
+    if profile_id:
+        profiles = [profile for profile in profiles if profile.profile_id == profile_id]
+    return merge_profiles(profiles).to_json() if profiles else ""
+
+
+def _summary(identity: str, texts: Sequence[str], known: _Known | None) -> _Known:
+    """Describes what is stored for an identity; `known` if that is still the same."""
+    digest = hashlib.sha256("\0".join(texts).encode()).digest()
+    if known is not None and known[0] == digest:
+        return known
+    profiles = _measurements(identity, texts)
+    if not profiles:
+        return digest, None
+    merged = merge_profiles(profiles)
+    summary = ProfileSummary(
+        merged.fingerprint,
+        merged.drafters,
+        identity,
+        merged.profile_id,
+        tuple(profile.profile_id for profile in profiles),
+        len(merged.cells),
+        sum(cell.steps for cell in merged.cells),
+        merged.measured_at,
+    )
+    if (size := len(repr(summary).encode())) > _SUMMARY_BYTES_MAX:
+        error = f"its description has {size} bytes: {_SUMMARY_BYTES_MAX} at most"
+        _log.error("profile_refused", identity=identity, error=error)
+        return digest, None
+    return digest, summary

@@ -12,17 +12,17 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import replace
 
 import structlog
 
 from controller.core.errors import SpeculationError
 from controller.core.planning.overrides import InvalidOverrideError, Override, Scope
-from controller.service.net.errors import (
-    NoOverrideError,
-    SlowClientError,
-    TooManyOverridesError,
+from controller.service.net.errors import NoOverrideError, TooManyOverridesError
+from controller.service.sessions.active_overrides import (
+    ActiveOverride,
+    OverrideChange,
+    OverrideWatchers,
 )
 from controller.service.sessions.override_conflicts import (
     OverrideOutcome,
@@ -34,56 +34,25 @@ from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
 from controller.settings.policy_file import Policy
 from controller.store.interface import (
+    LIVE_ENTRIES_MAX,
     Actor,
     AuditRecord,
     ConflictError,
     Entry,
     Health,
     Store,
+    StoreFullError,
     StoreUnavailableError,
 )
-from controller.util import cancellation
 from controller.wire.overrides import from_body, to_body
 
 # After trouble the store is asked again after this time at the latest.
 _ASK_AGAIN_SECONDS = 30.0
-_WATCH_MAX = 1000
-# In force at a time: every plan is made under all of them.
-MAX_OVERRIDES = 200
+# Of the overrides in the store that cannot be in force, those that are named.
+_NAMED_MAX = 20
+_BEYOND = f"{LIVE_ENTRIES_MAX} newer overrides are in force, which is the limit"
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ActiveOverride:
-    """Holds an override in force.
-
-    until: monotonic seconds, inf without an end.  created_at: Unix seconds.  origin: path of the
-    policy file that it comes from; empty for one that an operator has set.
-    """
-
-    override: Override
-    etag: str
-    until: float
-    created_at: float
-    origin: str = ""
-
-    @property
-    def remaining_seconds(self) -> float | None:
-        """Returns the time left; None without an end."""
-        return None if math.isinf(self.until) else max(0.0, self.until - time.monotonic())
-
-
-@dataclass(frozen=True, slots=True)
-class OverrideChange:
-    """News for those who watch: "present", "set" or "ended"."""
-
-    kind: str
-    held: ActiveOverride
-
-
-# None: the sidecar goes.
-_Queue: TypeAlias = "asyncio.Queue[OverrideChange | SpeculationError | None]"
 
 
 class OverrideRegistry:
@@ -95,30 +64,39 @@ class OverrideRegistry:
         self._held: dict[str, ActiveOverride] = {}
         self.policy = Policy()
         self._policies: dict[str, ActiveOverride] = {}
-        self._unreadable: set[str] = set()
+        # Of entries in the store that cannot be in force here: the etag and the reason, by id.
+        self._unusable: dict[str, tuple[str, str]] = {}
         self._news = asyncio.Event()
-        self._keeping: asyncio.Task[None] | None = None
-        self._watchers: set[_Queue] = set()
+        self._watchers = OverrideWatchers()
 
     async def open(self) -> None:
         """Opens the store and takes what is in force.  Raises StoreError."""
         await self._store.open(self._news.set)
         await self.refresh()
-        self._keeping = asyncio.create_task(self._keep())
 
     async def close(self) -> None:
-        """Ends watching, and closes the store."""
-        if self._keeping is not None:
-            await cancellation.end([self._keeping])
-        for queue in self._watchers:
-            with contextlib.suppress(asyncio.QueueFull):
-                queue.put_nowait(None)
+        """Ends the calls that watch, and closes the store."""
+        self._watchers.close()
         await self._store.close()
 
     @property
     def health(self) -> Health:
-        """Returns the state of the store."""
-        return self._store.health
+        """Returns the state of the store, and what of it cannot be in force here."""
+        health, unusable = self._store.health, self._unusable
+        named = {name: unusable[name][1] for name in sorted(unusable)[:_NAMED_MAX]}
+        return replace(
+            health,
+            unusable={**health.unusable, **named},
+            unusable_count=health.unusable_count + len(unusable),
+        )
+
+    def is_unusable(self, override_id: str) -> bool:
+        """Whether the store has an entry of that id which cannot be in force here."""
+        return override_id in self._unusable or self._is_unreadable(override_id)
+
+    def _is_unreadable(self, override_id: str) -> bool:
+        # A name with a backslash is only shown in place of an id that is not printable.
+        return override_id in self._store.health.unusable and "\\" not in override_id
 
     def active(self) -> tuple[Override, ...]:
         """All that are in force now, whomever they are for; file-based policy among them."""
@@ -149,10 +127,10 @@ class OverrideRegistry:
         old, self._policies = self._policies, new
         for name, held in old.items():
             if name not in new:
-                self._tell(OverrideChange("ended", held))
+                self._watchers.tell(OverrideChange("ended", held))
         changed = [n for n, held in new.items() if n not in old or old[n].override != held.override]
         for name in changed:
-            self._tell(OverrideChange("set", new[name]))
+            self._watchers.tell(OverrideChange("set", new[name]))
         if changed or old.keys() != new.keys():
             await self._apply()
 
@@ -176,6 +154,8 @@ class OverrideRegistry:
                 entry = await self._store.write(name, body, seconds, found.revision, who)
             except ConflictError as again:
                 raise conflict_of(name, found.etag, again.found) from again
+        except StoreFullError as full:
+            raise TooManyOverridesError(str(full)) from full
         held = await self._take(entry)
         _log.info(
             "override_set", override=name, scope=str(override.scope), author=who.author,
@@ -196,7 +176,7 @@ class OverrideRegistry:
         return judge(found, override, seconds, etag)[0]
 
     def _require_room(self, override: Override) -> None:
-        if override.override_id not in self._held and len(self._held) >= MAX_OVERRIDES:
+        if override.override_id not in self._held and len(self._held) >= LIVE_ENTRIES_MAX:
             raise TooManyOverridesError(
                 f"{len(self._held)} overrides are in force already, which is the limit: clear some"
             )
@@ -207,10 +187,10 @@ class OverrideRegistry:
         Raises NoOverrideError, OverrideChangedError, StoreUnavailableError.
         """
         entry = await self._find(override_id)
-        if etag and etag != entry.etag:
+        if etag and (entry is None or etag != entry.etag):
             raise conflict_of(override_id, etag, entry)
         try:
-            await self._store.clear(override_id, entry.revision, who)
+            await self._store.clear(override_id, 0 if entry is None else entry.revision, who)
         except ConflictError as conflict:
             raise conflict_of(override_id, etag or "the newest", conflict.found) from conflict
         _log.info(
@@ -218,12 +198,20 @@ class OverrideRegistry:
             origin=who.origin,
         )  # fmt: skip
         self._end(override_id)
+        if self._unusable:
+            await self.refresh()  # there is room for another one now
         await self._apply()
 
-    async def _find(self, override_id: str) -> Entry:
+    async def _find(self, override_id: str) -> Entry | None:
+        """Returns what the store has under an id; None for what cannot be read.
+
+        Raises NoOverrideError.
+        """
         for entry in await self._store.entries():
             if entry.override_id == override_id and not entry.ended:
                 return entry
+        if self._is_unreadable(override_id):
+            return None
         raise NoOverrideError(
             f"no override {override_id[:128]!r} is in force", resource=override_id
         )
@@ -251,20 +239,12 @@ class OverrideRegistry:
         """Returns records, the newest first.  Raises StoreUnavailableError."""
         return list(await self._store.audit(limit, subject, before))
 
-    @contextlib.asynccontextmanager
-    async def watching(self) -> AsyncIterator[AsyncIterator[OverrideChange]]:
+    def watching(self) -> "contextlib.AbstractAsyncContextManager[AsyncIterator[OverrideChange]]":
         """All in force, then every change, until the sidecar goes.
 
         Raises SlowClientError where changes pile up.
         """
-        queue: _Queue = asyncio.Queue(_WATCH_MAX)
-        for held in self.held():
-            queue.put_nowait(OverrideChange("present", held))
-        self._watchers.add(queue)
-        try:
-            yield _changes(queue)
-        finally:
-            self._watchers.discard(queue)
+        return self._watchers.watching(self.held())
 
     async def refresh(self) -> None:
         """Takes what the store has.  Raises nothing: what is held goes on while it is away."""
@@ -273,13 +253,31 @@ class OverrideRegistry:
         except StoreUnavailableError as error:
             _log.warning("store_unavailable", error=str(error))
             return
-        there = {entry.override_id for entry in entries if not entry.ended}
-        for entry in entries:
-            if not entry.ended:
-                self._note(entry)
-        for override_id in set(self._held) - there:
-            self._end(override_id)
+        self._choose([entry for entry in entries if not entry.ended])
         await self._apply()
+
+    def _choose(self, live: list[Entry]) -> None:
+        """Puts the newest of the store's entries into force, as many as there is room for.
+
+        All sidecars choose the same: the order is that of the revisions, which the store gives.
+        """
+        chosen, unusable = set[str](), dict[str, tuple[str, str]]()
+        for entry in sorted(live, key=lambda entry: (-entry.revision, entry.override_id)):
+            name = entry.override_id
+            if len(chosen) == LIVE_ENTRIES_MAX:
+                reason = _BEYOND
+            elif (reason := self._note(entry)) == "":
+                chosen.add(name)
+                continue
+            unusable[name] = entry.etag, reason
+        for name in self._held.keys() - chosen:
+            self._end(name)
+        if news := {n: why for n, why in unusable.items() if self._unusable.get(n) != why}:
+            _log.error(
+                "overrides_not_in_force", count=len(unusable),
+                overrides={n: news[n][1] for n in sorted(news)[:_NAMED_MAX]},
+            )  # fmt: skip
+        self._unusable = unusable
 
     async def _take(self, entry: Entry) -> ActiveOverride:
         self._note(entry)
@@ -287,24 +285,28 @@ class OverrideRegistry:
         await self._apply()
         return held
 
-    def _note(self, entry: Entry) -> None:
+    def _note(self, entry: Entry) -> str:
+        """Puts an entry into force, or says why that cannot be."""
         known = self._held.get(entry.override_id)
         if known is not None and known.etag == entry.etag:
-            return
+            return ""
+        etag, reason = self._unusable.get(entry.override_id, ("", ""))
+        if etag == entry.etag and reason not in {"", _BEYOND}:
+            return reason
         try:
             override = replace(from_body(entry.body), revision=entry.revision)
         except InvalidOverrideError as error:
-            # Of a newer sidecar, perhaps: it is not obeyed here, and said once.
-            if entry.etag not in self._unreadable:
-                self._unreadable.add(entry.etag)
-                _log.error("override_not_understood", override=entry.override_id, error=str(error))
-            return
+            # Of a newer sidecar, perhaps: it is not obeyed here.
+            return str(error)
+        if override.override_id != entry.override_id:
+            return "it holds an override of another id"
         seconds = entry.remaining_seconds
         until = math.inf if seconds is None else time.monotonic() + seconds
         held = ActiveOverride(override, entry.etag, until, entry.created_at)
         self._held[entry.override_id] = held
-        self._tell(OverrideChange("set", held))
+        self._watchers.tell(OverrideChange("set", held))
         self._news.set()  # an end may be nearer now
+        return ""
 
     def end_over(self) -> None:
         """Ends what has run out.
@@ -324,16 +326,7 @@ class OverrideRegistry:
     def _end(self, override_id: str) -> None:
         held = self._held.pop(override_id, None)
         if held is not None:
-            self._tell(OverrideChange("ended", held))
-
-    def _tell(self, change: OverrideChange) -> None:
-        for queue in list(self._watchers):
-            try:
-                queue.put_nowait(change)
-            except asyncio.QueueFull:
-                self._watchers.discard(queue)
-                queue.get_nowait()
-                queue.put_nowait(SlowClientError("changes pile up: read faster, or watch again"))
+            self._watchers.tell(OverrideChange("ended", held))
 
     async def _apply(self) -> None:
         """Hands what is in force to every engine; steering goes on in between."""
@@ -353,8 +346,10 @@ class OverrideRegistry:
             session.advance()
             session.ring()
 
-    async def _keep(self) -> None:
-        """Ends what has run out, and takes news from the store."""
+    async def keep(self) -> None:
+        """Ends what has run out, and takes news from the store, until cancelled."""
+        # What has happened while nothing ran here is news.
+        self._news.set()
         while True:
             soonest = min((held.until for held in self._held.values()), default=math.inf)
             pause = min(max(0.0, soonest - time.monotonic()), _ASK_AGAIN_SECONDS)
@@ -367,10 +362,3 @@ class OverrideRegistry:
                 await self.refresh()
             except SpeculationError as error:
                 _log.error("overrides_not_refreshed", error=str(error))
-
-
-async def _changes(queue: "_Queue") -> AsyncIterator[OverrideChange]:
-    while (change := await queue.get()) is not None:
-        if isinstance(change, SpeculationError):
-            raise change
-        yield change

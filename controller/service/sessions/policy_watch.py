@@ -1,31 +1,41 @@
 """Watches the policy file, and keeps the last good policy in force while the file is bad.
 
-    file --read_policy--> Policy --use_policy--> override registry --> engines
-    file --text--> copy in the state directory, for a start with a bad file
+    file --WatchedFile--> bytes --parse_policy--> Policy --use_policy--> registry --> engines
+    bytes --> copy in the state directory, for a start with a bad file
 
-The file's state is looked at once a second.  A mounted ConfigMap changes by a symbolic link to
-another directory, so the link is followed to the file's inode.
+A change counts when two looks in a row have found the same bytes, because whoever writes the file
+may not be done with it.  What takes something out of force has to last for longer: a file that is
+gone, and one with some of its entries and no others, as of a file that is being written.
+An empty file is a bad one; `policies: []` is an empty policy.
 """
 
 import asyncio
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 import structlog
 
 from controller.service.sessions.audit_log import AuditLog
 from controller.service.sessions.override_registry import OverrideRegistry
-from controller.settings.policy_file import Policy, PolicyFileError, read_policy
-from controller.util import cancellation
+from controller.settings.policy_file import (
+    MAX_BYTES,
+    Policy,
+    PolicyFileError,
+    parse_policy,
+    read_policy,
+)
 from controller.util.atomic_file import write_whole
+from controller.util.watched_file import AGREEING_LOOKS, LOOK_SECONDS, Found, WatchedFile
 
-_LOOK_SECONDS: Final = 1.0
+# Looks in a row with fewer entries and none that is new, 2 s: longer than a writer pauses.
+_SHORTER_LOOKS: Final = 1 + math.ceil(2.0 / LOOK_SECONDS)
+# Looks in a row without a file, 10 s: longer than an editor, or a mount, takes to replace it.
+_GONE_LOOKS: Final = 1 + math.ceil(10.0 / LOOK_SECONDS)
 _KEPT: Final = "policy.yaml"
 _KEPT_MODE: Final = 0o640
-# Tells two contents of a file apart; None: there is no file.
-_Stamp: TypeAlias = tuple[int, int, int] | None
 
 _log = structlog.get_logger(__name__)
 
@@ -36,86 +46,111 @@ class PolicyWatch:
     def __init__(
         self, path: Path | None, state: Path, override_registry: OverrideRegistry, audit: AuditLog
     ) -> None:
-        self._path = path
+        self._file = None if path is None else WatchedFile(path, MAX_BYTES)
         self._kept = state / _KEPT
         self._override_registry = override_registry
         self._audit = audit
-        self._seen: _Stamp = None
-        self._watching: asyncio.Task[None] | None = None
+        # What the file held when it was last judged: put into force, or refused.
+        self._judged: Found | None = None
 
     async def open(self) -> None:
-        """Puts the policy into force and begins to watch.
+        """Puts the policy into force.
 
         Raises PolicyFileError if the file cannot be used and no earlier policy is known.
         """
-        if self._path is None:
+        if self._file is None:
             return
-        policy = await asyncio.to_thread(self._first, self._path)
+        policy = await asyncio.to_thread(self._first, self._file)
         await self._override_registry.use_policy(policy)
         _log_policy(policy)
-        self._watching = asyncio.create_task(self._watch(self._path))
 
-    async def close(self) -> None:
-        """Ends the watch; the policy stays in force."""
-        if self._watching is not None:
-            await cancellation.end([self._watching])
-
-    def _first(self, path: Path) -> Policy:
-        if not path.parent.is_dir():
-            raise PolicyFileError(f"{path}: there is no directory {path.parent}")
-        self._seen = _stamp(path)
+    def _first(self, file: WatchedFile) -> Policy:
+        if not file.path.parent.is_dir():
+            raise PolicyFileError(f"{file.path}: there is no directory {file.path.parent}")
+        found = file.look()
         try:
-            return self._read(path)
+            policy = _policy_of(file.path, found)
         except PolicyFileError as error:
-            try:
-                overrides, _ = read_policy(self._kept)
-            except PolicyFileError:
-                raise error from None
-            return Policy(path, overrides, self._kept.stat().st_mtime, str(error))
+            before = self._kept_policy(file.path)
+            if found.is_missing:
+                # The watch ends what the copy says, unless the file comes back.
+                return before or Policy(file.path)
+            if before is None:
+                raise
+            self._judged = found
+            return replace(before, error=str(error))
+        self._judged = found
+        self._keep(found.content)
+        return policy
 
-    async def _watch(self, path: Path) -> None:
+    def _kept_policy(self, path: Path) -> Policy | None:
+        """Returns what the file said in an earlier life of the sidecar; None if that is unknown."""
+        try:
+            return Policy(path, read_policy(self._kept)[0], self._kept.stat().st_mtime)
+        except (PolicyFileError, OSError):
+            return None
+
+    async def watch(self) -> None:
+        """Puts every change of the file into force, until cancelled."""
+        file = self._file
+        assert file is not None
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            policy = await asyncio.to_thread(self._look, path)
+            await asyncio.sleep(LOOK_SECONDS)
+            policy = await asyncio.to_thread(self._look, file)
             if policy is None:
                 continue
             before = self._override_registry.policy.overrides
             await self._override_registry.use_policy(policy)
+            # Only now: a change that could not be put into force is not forgotten.
+            self._judged = file.found
             _log_policy(policy)
             if policy.overrides != before:
                 self._audit.policy(
-                    str(path), f"{len(policy.overrides)} entries, {len(before)} before"
+                    str(file.path), f"{len(policy.overrides)} entries, {len(before)} before"
                 )
 
-    def _look(self, path: Path) -> Policy | None:
-        """Returns the policy from now on; None if the file is as it was."""
-        stamp = _stamp(path)
-        if stamp == self._seen:
+    def _look(self, file: WatchedFile) -> Policy | None:
+        """Returns the policy from now on; None if there is no change, or one that may go on."""
+        found = file.look()
+        if found == self._judged or file.agreeing < AGREEING_LOOKS:
             return None
-        # A file that cannot be read now is read again when it has changed once more.
-        self._seen = stamp
-        now = self._override_registry.policy
+        before = self._override_registry.policy
         try:
-            return self._read(path)
+            policy = _policy_of(file.path, found)
         except PolicyFileError as error:
-            return replace(now, error=str(error))
+            if not (found.is_missing and file.path.parent.is_dir()):
+                return replace(before, error=str(error))
+            policy = Policy(file.path, read_at=time.time())
+        if file.agreeing < _looks_needed(policy, before, found):
+            return None
+        self._keep(None if found.is_missing else found.content)
+        return policy
 
-    def _read(self, path: Path) -> Policy:
-        """Reads the file and keeps a copy; without a file, there is no policy."""
-        overrides, text = ((), None) if self._seen is None else read_policy(path)
+    def _keep(self, content: bytes | None) -> None:
+        """Writes the copy for the next start, or removes it; logs if that fails."""
         try:
-            self._keep(text)
+            if content is None:
+                self._kept.unlink(missing_ok=True)
+                return
+            write_whole(self._kept, content)
+            self._kept.chmod(_KEPT_MODE)
         except OSError as error:
             _log.warning("policy_not_kept", path=str(self._kept), error=str(error))
-        return Policy(path, overrides, time.time())
 
-    def _keep(self, text: str | None) -> None:
-        """Writes the copy, or removes it where there is no file.  Raises OSError."""
-        if text is None:
-            self._kept.unlink(missing_ok=True)
-            return
-        write_whole(self._kept, text.encode())
-        self._kept.chmod(_KEPT_MODE)
+
+def _policy_of(path: Path, found: Found) -> Policy:
+    """Raises PolicyFileError for a file that is missing or cannot be used."""
+    if found.error:
+        raise PolicyFileError(f"{path}: {found.error}")
+    return Policy(path, parse_policy(path, found.content), time.time())
+
+
+def _looks_needed(policy: Policy, before: Policy, found: Found) -> int:
+    """Returns how many looks in a row have to agree about a policy."""
+    if found.is_missing:
+        return _GONE_LOOKS if before.overrides else AGREEING_LOOKS
+    now, then = ({override.override_id for override in it.overrides} for it in (policy, before))
+    return _SHORTER_LOOKS if now and now < then else AGREEING_LOOKS
 
 
 def _log_policy(policy: Policy) -> None:
@@ -123,13 +158,3 @@ def _log_policy(policy: Policy) -> None:
         _log.error("policy_not_read", error=policy.error, detail="what it said before is in force")
     else:
         _log.info("policy_read", path=str(policy.path), entries=len(policy.overrides))
-
-
-def _stamp(path: Path) -> _Stamp:
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    except OSError as error:  # reading it says what is wrong
-        return 0, 0, error.errno or 0
-    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from controller.core.cost.profile import Profile
+from controller.core.cost.profile import MeasuredEngine, Profile
 from controller.core.engine_spec import EngineSpec
 from controller.core.errors import InvalidProfileError, ProfileMismatchError, SpeculationError
 from controller.service.net.errors import ProfileNotSavedError
@@ -125,10 +125,10 @@ class ProfileRegistry:
         return path
 
 
-def mismatch(profile: Profile, spec: EngineSpec) -> ProfileMismatchError | None:
-    """The first field that differs, None when the profile belongs to the engine."""
+def mismatch(measured: MeasuredEngine, spec: EngineSpec) -> ProfileMismatchError | None:
+    """The first field that differs, None when a profile of `measured` belongs to the engine."""
     try:
-        profile.require_match(spec.fingerprint, spec.drafters)
+        measured.require_match(spec.fingerprint, spec.drafters)
     except ProfileMismatchError as error:
         return error
     return None
@@ -149,7 +149,7 @@ def require_past(profile: Profile) -> None:
         )
 
 
-def identity_of(whose: Profile | EngineSpec) -> str:
+def identity_of(whose: MeasuredEngine | EngineSpec) -> str:
     """Digest of what profiles and engines are compared by: 16 hexadecimal digits."""
     compared = (
         asdict(replace(whose.fingerprint, shim_version="")),

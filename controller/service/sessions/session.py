@@ -24,7 +24,6 @@ from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.errors import (
     InvalidReportError,
     SpeculationError,
-    StaleReportError,
     UnknownArmError,
 )
 from controller.core.plan import Plan
@@ -40,7 +39,7 @@ from controller.service.net.errors import (
     message_of,
     status_of,
 )
-from controller.service.net.limits import Allowance
+from controller.service.net.limits import Bucket
 from controller.service.sessions.counters import COUNT_MAX, Received, StepCounters
 from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
 from controller.service.sessions.forced_measurement import ForcedMeasurement
@@ -49,10 +48,10 @@ from controller.service.sessions.last_minute import LastMinute
 from controller.service.sessions.plan_log import LENGTH, PlanLogEntry
 from controller.service.sessions.unary_probes import UnaryProbes
 
-# Refused reports that a session is answered for without a wait, and how many a second after that:
-# no engine has so many, and each one costs the others time.
-_REFUSALS_AT_ONCE = 1000
-_REFUSALS_A_SECOND = 500
+# What a session may cost in refusals before it shares an allowance with all others (the unit is a
+# refused report, `steering`): more than an engine needs that is wrong now and then.
+_REFUSALS_AT_ONCE = 64
+_REFUSALS_A_SECOND = 2
 
 _log = structlog.get_logger(__name__)
 
@@ -112,7 +111,7 @@ class EngineSession:
         # What has arrived on that stream.
         self.received = Received()
         self.unary = UnaryProbes()
-        self.refusals = Allowance(_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
+        self.refusals = Bucket(_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
         self._clock = clock
         self._plan_at = clock.now()
         # Names its decisions in logs and traces; the session's id is a secret of its engine.
@@ -233,20 +232,17 @@ class EngineSession:
                 "capability_lost", engine=self.engine_id, lost=loss.what, reason=loss.reason
             )
 
-    def require_next(self, step: int) -> None:
-        """Raises StaleReportError for a step that was reported before; changes nothing."""
-        last = self.last_report
-        if last is not None and step <= last.step:
-            raise StaleReportError(
-                f"step {step} does not follow step {last.step}: steps must go forward"
-            )
+    @property
+    def newest_step(self) -> int:
+        """The step of the last report that was used, -1 for none; reports up to it are stale."""
+        return -1 if self.last_report is None else self.last_report.step
 
-    def reject(self, error: InvalidReportError) -> None:
-        """Counts a refused report; the first of its kind in a session is logged."""
+    def reject(self, error: InvalidReportError, count: int = 1) -> None:
+        """Counts reports refused for one reason; the first of its kind in a session is logged."""
         code = status_of(error).name
-        self.counters.rejected[code] += 1
-        is_new = self.counters.rejected[code] == 1
-        self.note(NoteKind.REJECTED, 1, message_of(error) if is_new else code)
+        is_new = not self.counters.rejected[code]
+        self.counters.rejected[code] += count
+        self.note(NoteKind.REJECTED, count, message_of(error) if is_new else code)
         if is_new:
             _log.warning(
                 "report_rejected", engine=self.engine_id, code=code, error=message_of(error)

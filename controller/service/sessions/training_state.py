@@ -22,7 +22,6 @@ from controller.core.training.selective_training import (
 )
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
-from controller.util import cancellation
 from controller.util.atomic_file import write_whole
 
 _LOOK_SECONDS = 1.0
@@ -40,16 +39,6 @@ class TrainingStateFiles:
         # Writers are the event loop and threads that it has started.
         self._writing = threading.Lock()
         self._failing = False
-        self._looking: asyncio.Task[None] | None = None
-
-    def open(self) -> None:
-        """Begins to look for what has changed."""
-        self._looking = asyncio.get_running_loop().create_task(self._look())
-
-    async def close(self) -> None:
-        """Stops the task; by then all sessions have published."""
-        if self._looking is not None:
-            await cancellation.end({self._looking})
 
     def known(self, spec: EngineSpec) -> TrainingState | None:
         """Returns the state of an engine's training; None if it is unknown."""
@@ -118,7 +107,8 @@ class TrainingStateFiles:
                 return training.state
         return None
 
-    async def _look(self) -> None:
+    async def watch(self) -> None:
+        """Writes what has changed, from time to time, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             for session in self._registry:

@@ -7,7 +7,7 @@ from math import exp, sqrt
 from typing import Any
 
 from controller.core.engine.explanation import Explanation, PositionEstimate
-from controller.service.sessions.override_registry import ActiveOverride
+from controller.service.sessions.active_overrides import ActiveOverride
 from controller.service.sessions.session import EngineSession
 from controller.service.status.engine_snapshot import EngineSnapshot
 from controller.wire.capabilities import lost_text, lost_to_proto

@@ -4,16 +4,16 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from controller.service.net.errors import InvalidQuestionError
-from controller.service.status.fleet_filter import selected
-from controller.service.status.fleet_view import Fleet, FleetEngine, totals_of
+from controller.service.status.fleet_filter import Selection
+from controller.service.status.fleet_view import FleetEngine
 
 LIMIT_MAX: Final = 1000
 LIMIT: Final = 200
 _AFTER_MAX = 192
 
 
-def fleet_document(fleet: Fleet, text: str, limit: int, after: str) -> dict[str, Any]:
-    """A page of the engines that match the filter, with the totals of all that match.
+def fleet_document(selection: Selection, limit: int, after: str) -> dict[str, Any]:
+    """A page of the engines that match a filter, with the totals of all that match.
 
     after: the `next` of the page before, "" for the first one.  Raises InvalidQuestionError.
     """
@@ -21,14 +21,13 @@ def fleet_document(fleet: Fleet, text: str, limit: int, after: str) -> dict[str,
         raise InvalidQuestionError(f"limit {limit} is outside 1..{LIMIT_MAX}")
     if len(after) > _AFTER_MAX:
         raise InvalidQuestionError("this sidecar did not give this `after`: begin without one")
-    engines = selected(fleet.engines, text)
-    ahead = [engine for engine in engines if engine.key > after]
+    fleet, ahead = selection.fleet, selection.after(after, limit + 1)
     return {
         "shared": fleet.shared,
         "trouble": fleet.trouble,
         "refused": fleet.refused,
         "left_out": fleet.left_out,
-        "totals": asdict(totals_of(engines)),
+        "totals": asdict(selection.totals),
         "engines": [engine_values(engine) for engine in ahead[:limit]],
         "next": ahead[limit - 1].key if len(ahead) > limit else "",
     }

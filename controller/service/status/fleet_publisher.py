@@ -19,7 +19,6 @@ from controller.service.status.fleet_summary import (
 )
 from controller.service.status.status_cache import StatusCache
 from controller.store.interface import StoreUnavailableError, SummaryBoard
-from controller.util import cancellation
 
 PUBLISH_SECONDS = 5.0
 # The most of the event loop's time that summaries take: many engines are published less often.
@@ -50,25 +49,22 @@ class FleetPublisher:
         self._board = board
         self._status_cache = status_cache
         self._me = me
-        self._publishing: asyncio.Task[None] | None = None
+        self._began = False
         self.published = Published()
 
-    def open(self) -> None:
-        """Begins to publish."""
-        if self._board is not None:
-            self._publishing = asyncio.get_running_loop().create_task(self._publish_on(self._board))
-
     async def close(self) -> None:
-        """Ends, and takes the text away: a sidecar that was stopped is not silent, but gone."""
-        if self._publishing is None or self._board is None:
+        """Takes the text away: a sidecar that was stopped is not silent, but gone."""
+        if self._board is None or not self._began:
             return
-        await cancellation.end([self._publishing])
         with contextlib.suppress(StoreUnavailableError, TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
                 await self._board.remove(self._me.source)
 
-    async def _publish_on(self, board: SummaryBoard) -> None:
-        trouble = ""
+    async def publish(self) -> None:
+        """Publishes from time to time, until cancelled."""
+        assert self._board is not None
+        board, trouble = self._board, ""
+        self._began = True
         while True:
             lines = await self._status_cache.lines()
             every = self._seconds()

@@ -9,6 +9,7 @@ sidecar's engines and the reason.
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -16,6 +17,7 @@ from typing import Final
 import structlog
 
 from controller.core.clock import Clock
+from controller.service.status.engine_status import EngineLine
 from controller.service.status.fleet_publisher import FleetPublisher
 from controller.service.status.fleet_summary import (
     EngineSummary,
@@ -26,6 +28,7 @@ from controller.service.status.fleet_summary import (
 from controller.service.status.status_cache import StatusCache
 from controller.store.interface import StoreUnavailableError, Summaries, Summary, SummaryBoard
 from controller.util import cancellation
+from controller.util.background_tasks import BackgroundTasks
 
 # A look waits so long for the store.
 _PATIENCE_SECONDS = 0.5
@@ -39,6 +42,14 @@ _OVERDUE, _SLACK_SECONDS = 3, 5.0
 SILENT: Final = "silent"
 _ALONE = "this sidecar shares no store with others (CONTROLLER_REDIS_URL)"
 
+# What an engine's link counts as.
+_LINKS: Final = {
+    "steered": "steered",
+    "alone": "unsteered",
+    "away": "unsteered",
+    "waiting": "waiting",
+    "": "unlinked",
+}
 _NOT_READ = "the store has not answered yet"
 
 _log = structlog.get_logger(__name__)
@@ -131,24 +142,54 @@ class FleetCounts:
     refused: int
 
 
-def totals_of(engines: Sequence[FleetEngine]) -> FleetTotals:
+class FleetTally:
+    """Adds up engines."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+        self._sources: set[str] = set()
+        self._generated = self._gained = 0.0
+
+    def add(self, engine: FleetEngine) -> None:
+        """Counts one engine."""
+        self._counts["engines"] += 1
+        self._sources.add(engine.source)
+        summary = engine.summary
+        if engine.silent:
+            self._counts["silent"] += 1
+        elif summary.unavailable:
+            self._counts["unavailable"] += 1
+        else:
+            self._counts[_LINKS[summary.link]] += 1
+            self._counts["off"] += summary.link == "steered" and not summary.gamma
+            self._counts["overridden"] += bool(summary.overrides)
+            self._generated += summary.generated_per_second or 0.0
+            self._gained += engine.tokens_gained_per_second or 0.0
+
+    def totals(self) -> FleetTotals:
+        """Returns the sums so far."""
+        counts = self._counts
+        return FleetTotals(
+            engines=counts["engines"],
+            sidecars=len(self._sources),
+            steered=counts["steered"],
+            unsteered=counts["unsteered"],
+            waiting=counts["waiting"],
+            silent=counts["silent"],
+            unavailable=counts["unavailable"],
+            off=counts["off"],
+            overridden=counts["overridden"],
+            generated_per_second=self._generated,
+            tokens_gained_per_second=self._gained,
+        )
+
+
+def totals_of(engines: Iterable[FleetEngine]) -> FleetTotals:
     """Adds up the engines of a view."""
-    heard = [engine for engine in engines if not engine.silent]
-    shown = [engine for engine in heard if not engine.summary.unavailable]
-    links = [engine.link for engine in shown]
-    return FleetTotals(
-        engines=len(engines),
-        sidecars=len({engine.source for engine in engines}),
-        steered=links.count("steered"),
-        unsteered=links.count("alone") + links.count("away"),
-        waiting=links.count("waiting"),
-        silent=len(engines) - len(heard),
-        unavailable=len(heard) - len(shown),
-        off=sum(engine.link == "steered" and not engine.summary.gamma for engine in shown),
-        overridden=sum(bool(engine.summary.overrides) for engine in shown),
-        generated_per_second=sum(engine.summary.generated_per_second or 0.0 for engine in shown),
-        tokens_gained_per_second=sum(engine.tokens_gained_per_second or 0.0 for engine in shown),
-    )
+    tally = FleetTally()
+    for engine in engines:
+        tally.add(engine)
+    return tally.totals()
 
 
 class FleetView:
@@ -164,10 +205,16 @@ class FleetView:
         self._status_cache = status_cache
         self._clock = clock
         self._me = FleetMember.of_this_process()
-        self._publisher = FleetPublisher(board, status_cache, self._me)
+        self.publisher = FleetPublisher(board, status_cache, self._me)
         self._others = Fleet((), board is not None, _NOT_READ if board else _ALONE)
         self._fresh_until = -math.inf
         self._reading: asyncio.Task[None] | None = None
+        self._under_way = BackgroundTasks()
+        # The newest view, what it was made of, and until when it is good enough.
+        self._fleet = self._others
+        self._made_of: tuple[Sequence[EngineLine], Fleet] | None = None
+        self._good_until = -math.inf
+        self._making = asyncio.Lock()
         self._refused = 0
 
     @property
@@ -175,32 +222,39 @@ class FleetView:
         """Returns what has happened so far; None without a store that others use."""
         if self._board is None:
             return None
-        published = self._publisher.published
+        published = self.publisher.published
         return FleetCounts(published.written, published.failed, self._refused)
-
-    def open(self) -> None:
-        """Begins to publish this sidecar's engines; those of others are read when asked for."""
-        self._publisher.open()
 
     async def close(self) -> None:
         """Takes this sidecar's engines back, and ends a reading that is under way."""
-        await self._publisher.close()
-        if self._reading is not None:
-            await cancellation.end([self._reading])
+        await self.publisher.close()
+        await self._under_way.close()
 
     async def look(self) -> Fleet:
-        """Returns the view; it fails in no case, whatever the store holds."""
+        """Returns the view; it fails in no case, whatever the store holds.
+
+        It is the same object for everybody until the engines have been read again.
+        """
         lines = await self._status_cache.lines()
-        own = [
-            FleetEngine(self._me.name, self._me.source, summary_of(line), 0.0, local=True)
-            for line in lines
-        ]
         if self._board is not None and self._clock.now() >= self._fresh_until:
             if self._reading is None or self._reading.done():
-                self._reading = asyncio.create_task(self._read(self._board))
+                self._reading = self._under_way.start("read the fleet", self._read(self._board))
             await asyncio.wait([self._reading], timeout=_PATIENCE_SECONDS)
+        async with self._making:
+            if self._made_of is None or (
+                (self._made_of[0] is not lines or self._made_of[1] is not self._others)
+                and self._clock.now() >= self._good_until
+            ):
+                await self._make(lines)
+        return self._fleet
+
+    async def _make(self, lines: Sequence[EngineLine]) -> None:
+        others, began = self._others, time.monotonic()
         # A thread's work, because a large fleet would keep steering waiting.
-        return await asyncio.to_thread(_merged, own, self._others)
+        made = asyncio.to_thread(_merged, self._me, lines, others)
+        self._fleet = await cancellation.finish(made)
+        self._made_of = lines, others
+        self._good_until = self._clock.now() + (time.monotonic() - began) / _SHARE_MAX
 
     async def _read(self, board: SummaryBoard) -> None:
         busy = 0.0
@@ -248,8 +302,9 @@ def _engines_of(summary: Summary) -> tuple[list[FleetEngine], int, int]:
     return found, refused, head.left_out
 
 
-def _merged(own: Sequence[FleetEngine], others: Fleet) -> Fleet:
+def _merged(me: FleetMember, lines: Sequence[EngineLine], others: Fleet) -> Fleet:
     """Adds one's own engines.  Nothing is copied: thousands of new objects are work for the GC."""
+    own = [FleetEngine(me.name, me.source, summary_of(line), 0.0, local=True) for line in lines]
     engines = sorted(_heard_of([*own, *others.engines]), key=lambda engine: engine.key)
     return replace(others, engines=tuple(engines))
 

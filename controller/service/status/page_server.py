@@ -33,13 +33,15 @@ from controller.service.net.errors import (
 from controller.service.net.http_server import (
     SILENCE_SECONDS,
     HttpServer,
-    is_loopback,
     names_loopback,
 )
+from controller.service.net.limits import READS_WAITING, Turns
 from controller.service.status.engine_status import EngineLine
+from controller.service.status.fleet_filter import FleetSearch
 from controller.service.status.fleet_json import LIMIT, fleet_document
 from controller.service.status.fleet_view import FleetView
 from controller.service.status.status_cache import StatusCache
+from controller.util.loopback import is_loopback_host
 
 _JSON = "application/json; charset=utf-8"
 _TEXT = "text/plain; charset=utf-8"
@@ -89,13 +91,13 @@ class PageServer:
     ) -> None:
         folder = resources.files("controller") / "page"
         self.status_cache = status_cache
-        self.fleet_view = fleet_view
+        self.fleet_search = FleetSearch(fleet_view, Turns(READS_WAITING))
         self.files = {
             f"/{name}": ((folder / name).read_bytes(), _KINDS[PurePosixPath(name).suffix])
             for name in _FILES
         }
         self.files["/"] = self.files["/index.html"]
-        self.loopback = is_loopback(host)
+        self.loopback = is_loopback_host(host)
         self._loop = loop
         try:
             self._server = HttpServer(host, port, _handler_of(self), "page")
@@ -115,6 +117,10 @@ class PageServer:
         except TimeoutError:
             asked.cancel()
             raise
+
+    async def keep(self) -> None:
+        """Watches the server's thread; see HttpServer."""
+        await self._server.keep()
 
     def close(self) -> None:
         """Stops the server.  It must not be called on the event loop."""
@@ -171,7 +177,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         if path == "/api/v1/fleet":
             words, after = query.get("filter", [""])[0], query.get("after", [""])[0]
             limit = int(query.get("limit", [str(LIMIT)])[0])
-            return fleet_document(self.of.ask(self.of.fleet_view.look()), words, limit, after)
+            return fleet_document(self.of.ask(self.of.fleet_search.select(words)), limit, after)
         raise _NoSuchPathError
 
     def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:

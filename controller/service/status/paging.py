@@ -1,21 +1,19 @@
 """Lists in pages that fit in a message (rules: proto/README.md, "Pages")."""
 
-import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Final, TypeVar
 
 import structlog
 from google.protobuf.message import Message
 
 from controller.service.net.errors import InvalidQuestionError
+from controller.service.net.limits import Turns
 
 ROWS_MAX: Final = 1000
 # Bytes of a page's rows: a client that sets no limit of its own takes 4 MiB.
 BYTES_MAX: Final = 3 * 1024 * 1024
 # An engine id, and what stands for its sidecar.
 _TOKEN_MAX = 192
-# Rows between two yields to the event loop, each of up to some tenths of a millisecond.
-_CHUNK = 8
 _WHY_MAX = 200
 
 Row = TypeVar("Row", bound=Message)
@@ -29,6 +27,7 @@ def why_not(error: Exception) -> str:
 
 
 async def page_of(
+    turns: Turns,
     names: Iterable[str],
     row_of: Callable[[str], Row],
     unavailable: Callable[[str, str], Row] | None,
@@ -40,29 +39,36 @@ async def page_of(
 ) -> tuple[list[Row], str]:
     """(rows, the next page's token), in the order of the names, ids of engines say.
 
-    row_of: makes the row of a name; where it fails, `unavailable(name, why)` does, if it is given.
+    turns: in which rows are made.  row_of: makes the row of a name; where it fails,
+    `unavailable(name, why)` does, if it is given.
     size, token: as in the request.  most_bytes: of all rows together.
 
-    Raises InvalidQuestionError for a token that this sidecar did not give.
+    Raises InvalidQuestionError for a token that this sidecar did not give, and TooManyCallsError.
     """
     if len(token) > _TOKEN_MAX:
         raise InvalidQuestionError(
             "this sidecar did not give this page_token: begin without one", field_path="page_token"
         )
     most_rows = min(size or ROWS_MAX, ROWS_MAX)
-    later = (name for name in names if not token or (name < token if descending else name > token))
-    ahead = sorted(later, reverse=descending)
-    rows: list[Row] = []
-    left = most_bytes
-    for number, name in enumerate(ahead):
-        row = row_of(name) if unavailable is None else _row(name, row_of, unavailable, most_bytes)
-        left -= row.ByteSize()
-        if rows and (left < 0 or len(rows) >= most_rows):
-            return rows, ahead[number - 1]
-        rows.append(row)
-        if number % _CHUNK == _CHUNK - 1:
-            await asyncio.sleep(0)
-    return rows, ""
+
+    def make() -> Generator[None, None, tuple[list[Row], str]]:
+        later = (n for n in names if not token or (n < token if descending else n > token))
+        ahead = sorted(later, reverse=descending)
+        rows: list[Row] = []
+        left = most_bytes
+        for number, name in enumerate(ahead):
+            yield
+            if unavailable is None:
+                row = row_of(name)
+            else:
+                row = _row(name, row_of, unavailable, most_bytes)
+            left -= row.ByteSize()
+            if rows and (left < 0 or len(rows) >= most_rows):
+                return rows, ahead[number - 1]
+            rows.append(row)
+        return rows, ""
+
+    return await turns.take_pieces(make())
 
 
 def _row(

@@ -6,6 +6,8 @@
     speculation.store         while the store behind the overrides can be used
     all others                as ""
 
+A service whose task has failed is NOT_SERVING until the task runs again (`_TASKS`).
+
 A service that is NOT_SERVING answers all the same: an engine is steered (by the prior), and
 `controller profile` has something to measure.
 """
@@ -13,7 +15,7 @@ A service that is NOT_SERVING answers all the same: an engine is steered (by the
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import structlog
 from grpc_health.v1 import health, health_pb2
@@ -24,6 +26,7 @@ from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
+from controller.util.supervisor import Supervisor
 from speculation.v1 import policy_pb2, service_pb2, training_pb2
 
 SERVICES = tuple(
@@ -32,8 +35,26 @@ SERVICES = tuple(
     for service in module.DESCRIPTOR.services_by_name.values()
 )
 STEERING = service_pb2.DESCRIPTOR.services_by_name["SpeculationService"].full_name
+POLICY = policy_pb2.DESCRIPTOR.services_by_name["PolicyService"].full_name
+INSPECTION = service_pb2.DESCRIPTOR.services_by_name["InspectionService"].full_name
+TRAINING = training_pb2.DESCRIPTOR.services_by_name["TrainingService"].full_name
 # What grpc.health.v1 calls the store behind the overrides.
 STORE = "speculation.store"
+# The services that depend on a task (`Sidecar._tasks`); "" are all.  Only what the whole sidecar
+# needs is in "": an orchestrator restarts a sidecar for which "" is NOT_SERVING.
+_SERVICES_OF: Final = {
+    "readiness": ("",),
+    "expiry": ("",),
+    "load": ("",),
+    "access_list": ("",),
+    "overrides": (POLICY, STORE),
+    "store_news": (POLICY, STORE),
+    "store_counter": (POLICY, STORE),
+    "policy_file": (POLICY,),
+    "audit_counts": (POLICY,),
+    "training_state": (TRAINING,),
+}
+_SERVICES_OF_OTHERS: Final = (INSPECTION,)
 
 _LOOK_SECONDS = 0.5
 _LEAST = {"profile": 2, "roofline": 1, "guess": 0}
@@ -67,6 +88,7 @@ class Readiness:
         override_registry: OverrideRegistry,
         operator_socket: OperatorSocket,
         ready_with: Least,
+        supervisor: Supervisor,
     ) -> None:
         self.ready_with = ready_with
         self.servicer = health.aio.HealthServicer()
@@ -74,6 +96,7 @@ class Readiness:
         self._profiles = profiles
         self._override_registry = override_registry
         self._operator_socket = operator_socket
+        self._supervisor = supervisor
         self._started = False
 
     def services(self) -> tuple[ServiceHealth, ...]:
@@ -100,12 +123,17 @@ class Readiness:
     async def watch(self) -> None:
         """Tells again and again, until cancelled."""
         known = ""
-        while True:
-            await self.tell()
-            if (fault := self._operator_socket.lost) != known:
-                known = fault
-                _log.error("sockets_lost", detail=fault)
-            await asyncio.sleep(_LOOK_SECONDS)
+        try:
+            while True:
+                await self.tell()
+                if (fault := self._operator_socket.lost) != known:
+                    known = fault
+                    _log.error("sockets_lost", detail=fault)
+                await asyncio.sleep(_LOOK_SECONDS)
+        finally:
+            # What nobody watches is not vouched for.
+            for name in ("", *SERVICES, STORE):
+                await self.servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def leave(self) -> None:
         """NOT_SERVING for good."""
@@ -113,17 +141,32 @@ class Readiness:
         await self.servicer.enter_graceful_shutdown()
 
     def _services(self) -> Iterator[ServiceHealth]:
-        detail = (
-            self._operator_socket.lost if self._started else "the sidecar is starting or stopping"
-        )
-        up = not detail
-        for name in ("", *SERVICES):
-            if name != STEERING:
-                yield ServiceHealth(name, up, detail)
-        fault = self._steering_fault() if up else detail
-        yield ServiceHealth(STEERING, not fault, fault)
+        general = self._general_fault()
+        faults = {"": general} | {
+            name: "; ".join(filter(None, (general, self._task_fault(name))))
+            for name in (*SERVICES, STORE)
+        }
+        faults[STEERING] = faults[STEERING] or self._steering_fault()
         store = self._override_registry.health
-        yield ServiceHealth(STORE, up and store.ok, store.detail if up else detail)
+        for name, fault in faults.items():
+            if name == STORE and not fault:
+                yield ServiceHealth(name, store.ok, store.detail)
+            else:
+                yield ServiceHealth(name, not fault, fault)
+
+    def _general_fault(self) -> str:
+        """Explains why no service is SERVING; "" if some may be."""
+        if not self._started:
+            return "the sidecar is starting or stopping"
+        return self._operator_socket.lost or self._task_fault("")
+
+    def _task_fault(self, service: str) -> str:
+        """Explains which of a service's tasks are down; "" if all run."""
+        return "; ".join(
+            f"the task {name} has failed ({fault}) and is started again: see the log"
+            for name, fault in self._supervisor.faults().items()
+            if service in _SERVICES_OF.get(name, _SERVICES_OF_OTHERS)
+        )
 
     def _steering_fault(self) -> str:
         """Explains why the required source of costs is missing; "" when it is there."""

@@ -31,7 +31,6 @@ from controller.service.status.engine_status import (
 )
 from controller.service.status.paging import why_not
 from controller.service.status.readiness import Readiness
-from controller.util import cancellation
 from controller.wire.override_text import PRECEDENCE
 
 _log = structlog.get_logger(__name__)
@@ -57,7 +56,7 @@ class StatusCache:
         self._override_registry = override_registry
         self._readiness = readiness
         self._clock = clock
-        # Views that are still fresh, each with the time until which it is; `_keep` drops the rest,
+        # Views that are still fresh, each with the time until which it is; `keep` drops the rest,
         # so that no session is kept in memory for having been looked at.
         self._views: dict[EngineSession, tuple[float, EngineSnapshot]] = {}
         self._lines: tuple[EngineLine, ...] = ()
@@ -65,16 +64,6 @@ class StatusCache:
         # What making the newest lines took of the event loop.
         self.lines_seconds = 0.0
         self._looking = asyncio.Lock()
-        self._keeping: asyncio.Task[None] | None = None
-
-    def open(self) -> None:
-        """Begins to keep histories."""
-        self._keeping = asyncio.get_running_loop().create_task(self._keep())
-
-    async def close(self) -> None:
-        """Stops refreshing the status."""
-        if self._keeping is not None:
-            await cancellation.end([self._keeping])
 
     async def lines(self) -> tuple[EngineLine, ...]:
         """Every engine, by its id."""
@@ -141,7 +130,8 @@ class StatusCache:
             self._views[session] = (now + _SECONDS, view)
         return view
 
-    async def _keep(self) -> None:
+    async def keep(self) -> None:
+        """Keeps the engines' histories, until cancelled."""
         while True:
             now = time.time()
             for number, session in enumerate(self._registry, 1):

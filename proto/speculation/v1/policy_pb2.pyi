@@ -658,19 +658,31 @@ class StoreStatus(_message.Message):
     OK_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     SINCE_SECONDS_FIELD_NUMBER: _builtins.int
+    UNUSABLE_FIELD_NUMBER: _builtins.int
+    UNUSABLE_COUNT_FIELD_NUMBER: _builtins.int
     ok: _builtins.bool
     detail: _builtins.str
     since_seconds: _builtins.float
+    unusable_count: _builtins.int
+    """The number of all of them."""
+    @_builtins.property
+    def unusable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Overrides in the store that are not in force here, as "ID: reason": they cannot be read, or
+        more are there than can be in force. Of many, only some. ClearOverride ends them, too.
+        """
+
     def __init__(
         self,
         *,
         ok: _builtins.bool = ...,
         detail: _builtins.str = ...,
         since_seconds: _builtins.float = ...,
+        unusable: _abc.Iterable[_builtins.str] | None = ...,
+        unusable_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "ok", b"ok", "since_seconds", b"since_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "ok", b"ok", "since_seconds", b"since_seconds", "unusable", b"unusable", "unusable_count", b"unusable_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -137,7 +137,7 @@ Global___SteerRequest: _TypeAlias = SteerRequest  # noqa: Y015
 
 @_typing.final
 class ReportRejection(_message.Message):
-    """A report that was refused, or a loss (step 0); everything else of the message was used."""
+    """Reports that were refused, or a loss (step 0); everything else of the message was used."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -145,12 +145,17 @@ class ReportRejection(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     code: _builtins.int
     """A google.rpc.Code: INVALID_ARGUMENT (3), FAILED_PRECONDITION (9), OUT_OF_RANGE (11)."""
     message: _builtins.str
     reason: _errors_pb2.ErrorReason.ValueType
     """What the code stands for."""
+    count: _builtins.int
+    """The reports that this is about.  Stale ones in a row are refused together, and `step` is that of
+    the last of them.  0 (sidecars that do not know it): one.
+    """
     def __init__(
         self,
         *,
@@ -158,10 +163,11 @@ class ReportRejection(_message.Message):
         code: _builtins.int = ...,
         message: _builtins.str = ...,
         reason: _errors_pb2.ErrorReason.ValueType = ...,
+        count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "reason", b"reason", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "count", b"count", "message", b"message", "reason", b"reason", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

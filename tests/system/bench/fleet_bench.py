@@ -55,7 +55,7 @@ async def _bench(sidecars: int, engines: int, changes: int) -> tuple[list[float]
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)) as server:
         rss = psutil.Process().memory_info().rss
         states = [State(server.url, number, engines) for number in range(sidecars)]
-        await asyncio.gather(*(state.override_registry.open() for state in states))
+        await asyncio.gather(*(state.open() for state in states))
         grown = psutil.Process().memory_info().rss - rss
         await asyncio.sleep(2)
         with server.client() as client:
@@ -64,7 +64,7 @@ async def _bench(sidecars: int, engines: int, changes: int) -> tuple[list[float]
             after: Any = client.info("stats")
         commands = after["total_commands_processed"] - before["total_commands_processed"]
         delays = await fan_out(states, changes)
-        await asyncio.gather(*(state.override_registry.close() for state in states))
+        await asyncio.gather(*(state.close() for state in states))
     return delays, commands / (QUIET_SECONDS * sidecars), grown / (sidecars * engines)
 
 

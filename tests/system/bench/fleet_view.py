@@ -77,6 +77,7 @@ def view_of(state: State) -> FleetView:
     readiness = Readiness(
         state.registry, state.profiles, state.override_registry,
         OperatorSocket(Path("/nowhere/controller.sock")), "guess",
+        state.supervisor,
     )  # fmt: skip
     cache = StatusCache(state.registry, state.override_registry, readiness, clock)
     return FleetView(state.store.summaries, cache, clock)
@@ -113,13 +114,13 @@ async def _costs(sidecars: int, engines: int, seconds: float) -> Costs:
     ):  # fmt: skip
         own, theirs = psutil.Process(), psutil.Process(asked.process.pid)
         states = [State(server.url, number, engines) for number in range(sidecars)]
-        await asyncio.gather(*(state.override_registry.open() for state in states))
+        await asyncio.gather(*(state.open() for state in states))
         views = [view_of(state) for state in states]
         await asyncio.sleep(2)
         quiet = await _used(lambda: _usage(client, own), asyncio.sleep(seconds))
         memory: Any = client.info("memory")["used_memory_dataset"]
-        for view in views:
-            view.open()
+        for state, view in zip(states, views, strict=True):
+            state.supervisor.run("fleet_summary", view.publisher.publish)
             await asyncio.sleep(PUBLISH_SECONDS / sidecars)
         idle = _cpu(theirs)
         publishing = await _used(lambda: _usage(client, own), asyncio.sleep(seconds))
@@ -133,8 +134,8 @@ async def _costs(sidecars: int, engines: int, seconds: float) -> Costs:
             looking = await _used(lambda: _usage(client, own), asyncio.wait([looks]))
             latencies = await looks
             busy = (_cpu(theirs) - busy) / (time.monotonic() - began)
+        await asyncio.gather(*(state.close() for state in states))
         await asyncio.gather(*(view.close() for view in views))
-        await asyncio.gather(*(state.override_registry.close() for state in states))
     return Costs(quiet, publishing, looking, idle, busy, after - memory, latencies)
 
 

@@ -9,6 +9,7 @@ from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import SessionRegistry
 from controller.store.redis_store import RedisStore
+from controller.util.supervisor import Supervisor
 from tests.support.virtual_engine import engine_spec
 
 
@@ -25,6 +26,7 @@ class State:
         self.store = RedisStore(url)
         self.registry = SessionRegistry(core, self.profiles, clock)
         self.override_registry = OverrideRegistry(self.store, self.registry)
+        self.supervisor = Supervisor()
         for engine in range(engines):
             spec = engine_spec()
             self.registry.introduce(
@@ -32,6 +34,16 @@ class State:
                     f"pod-{number}-{engine}", spec.fingerprint, spec.drafters, spec.max_batch_size
                 )
             )
+
+    async def open(self) -> None:
+        """Opens the store and begins to keep the overrides."""
+        await self.override_registry.open()
+        self.supervisor.run_all({"overrides": self.override_registry.keep, **self.store.tasks})
+
+    async def close(self) -> None:
+        """Ends everything."""
+        await self.supervisor.end()
+        await self.override_registry.close()
 
     def obeys(self, override_id: str) -> bool:
         """Every engine's plan names the override."""

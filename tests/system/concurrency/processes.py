@@ -87,6 +87,7 @@ class SidecarProcess(Process):
         self.parting: asyncio.Task[None] | None = None
         self.sidecar = WatchedSidecar(settings, clock, folded)
         self.loop.finish(self.sidecar.override_registry.open())
+        self.loop.create_task(self.sidecar.override_registry.keep())
         self.loop.create_task(self.sidecar._expire())
         self.server = Server(network, self.loop, SpeculationServicer(self.sidecar.registry))
         network.server = self.server

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.answering import answering
 from tests.support.engine import (
     DFLASH,
     DRAFT,
@@ -99,10 +100,14 @@ def test_a_running_engine_introduces_what_it_has_said(tmp_path: Path) -> None:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
         spec = sidecar.server.introductions[0]
         url = f"http://127.0.0.1:{engine.port}"
-        code, output = ran(tmp_path, "sglang", "--url", url, "-o", "json", **settings)
+        words = ("sglang", "--url", url, "-o", "json", "--", "--model-path", str(TARGET))
+        code, output = ran(tmp_path, *words, *EAGLE3[2:4], **settings)
         log = engine.log.read_text()
     assert code == 0, output
     found = document(output)
+    # The caller has given the model and the drafter.
+    assert found["left_out"]
+    assert not {"--model-path", EAGLE3[2]} & set(found["left_out"])
     assert [(one["name"], tuple(one["gammas"])) for one in found["drafters"]] == [
         (drafter.name, tuple(drafter.gammas)) for drafter in spec.drafters
     ]
@@ -118,6 +123,27 @@ def test_a_running_engine_introduces_what_it_has_said(tmp_path: Path) -> None:
         "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         "SPECULATION_LOOKUP": "1",
     }
+
+
+def test_an_answer_that_names_code_runs_none(tmp_path: Path) -> None:
+    """A repository whose configuration is code, as SGLang runs it with --trust-remote-code."""
+    repository, ran_here = tmp_path / "repository", tmp_path / "ran"
+    repository.mkdir()
+    config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig"}}
+    (repository / "config.json").write_text(json.dumps(config))
+    (repository / "evil.py").write_text(f"open({str(ran_here)!r}, 'w').close()\n")
+    told = (
+        f"--model-path {repository} --trust-remote-code --speculative-draft-model-path "
+        f"{repository} --speculative-algorithm EAGLE3 --context-length 2048 --device cpu"
+    )
+    with answering({"/server_info": {"launch_command": told}}) as url:
+        code, output = ran(tmp_path, "sglang", "--url", url)
+        assert (code, "what SGLang loads is not taken from" in output) == (2, True), output
+        words = ("sglang", "--url", url, "-o", "json", "--", *MODEL[:2], *EAGLE3[2:])
+        code, output = ran(tmp_path, *words)
+    assert code == 0, output
+    assert document(output)["left_out"] == ["--trust-remote-code"]
+    assert not ran_here.exists()
 
 
 def test_people_read_it_in_eighty_columns(tmp_path: Path) -> None:

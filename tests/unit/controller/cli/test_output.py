@@ -1,5 +1,6 @@
 """What lists look like: on terminals of any width, in pipes, and for programs."""
 
+import ast
 import io
 import json
 import math
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from controller.cli import output as output_module
 from controller.cli.explain import _ENGINES
 from controller.cli.output import (
     Column,
@@ -19,8 +21,12 @@ from controller.cli.output import (
     Output,
     fitting_table,
     print_document,
+    print_error,
+    print_line,
+    print_lines,
     print_words,
     show,
+    show_news,
 )
 from controller.cli.override_lists import _OVERRIDES
 from controller.cli.top import ENGINES
@@ -166,3 +172,66 @@ def test_at_80_columns_top_has_the_batch_and_the_draft_length_and_lists_whole_id
     held = HeldOverride(override=Override(override_id="o-20261126-093015-7f9c4d2a"), etag="1-ab")
     assert "o-20261126-093015-7f9c4d2a" in on_terminal(_OVERRIDES, [held], 80)
     assert _ENGINES.columns[0].priority == 0
+
+
+# Commands of a terminal of 7 and of 8 bits, text that turns around, line ends that are none of
+# ours, half a character, an invisible one beyond 16 bits, and deletion.
+HOSTILE = "a\x1b[2J\x9b31m\x85\u202eb\u2066\u200b\u2028\ufeff\ud800\U000e0041\x7f\rc\nd\tγ"
+
+
+def is_harmless(text: str) -> bool:
+    return all(line.isprintable() for line in text.split("\n"))
+
+
+@pytest.mark.parametrize("where", ["value", "key"])
+@pytest.mark.parametrize("output", [Output.JSON, Output.YAML])
+def test_documents_escape_what_is_not_printable_and_lose_nothing(
+    output: Output, where: str, capsys
+) -> None:
+    values = {"value": HOSTILE} if where == "value" else {HOSTILE: 1}
+    print_document("Odd", values, output)
+    shown = capsys.readouterr().out
+    assert is_harmless(shown)
+    assert "γ" in shown
+    found = json.loads(shown) if output is Output.JSON else yaml.safe_load(shown)
+    assert {key: found[key] for key in values} == values
+
+
+def test_news_are_one_line_each_whatever_they_hold(capsys) -> None:
+    show_news("News", {"text": HOSTILE}, Output.JSON, "")
+    shown = capsys.readouterr().out
+    assert shown.count("\n") == 1
+    assert is_harmless(shown)
+    assert json.loads(shown)["text"] == HOSTILE
+
+
+@pytest.mark.parametrize("output", [Output.TABLE, Output.WIDE, Output.NAME])
+def test_tables_and_names_show_a_character_that_means_unknown(output: Output, capsys) -> None:
+    show(PODS, [Pod(HOSTILE, note=HOSTILE, missing="")], output)
+    show(PODS, [Pod(HOSTILE, missing=HOSTILE)], output)
+    shown = capsys.readouterr().out
+    assert is_harmless(shown)
+    assert shown.count("\n") == (2 if output is Output.NAME else 4)
+
+
+def test_text_and_errors_are_harmless(capsys) -> None:
+    print_words(HOSTILE)
+    print_lines(HOSTILE)
+    print_error(HOSTILE)
+    said = capsys.readouterr()
+    assert is_harmless(said.out)
+    assert is_harmless(said.err)
+    print_line(HOSTILE)
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_commands_print_through_these_functions_only() -> None:
+    """What is printed elsewhere would reach a terminal as it came."""
+    folder = Path(output_module.__file__).parent
+    for path in sorted(folder.glob("*.py")):
+        if path.name in {"output.py", "completion.py"}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                assert name not in {"print", "typer.echo", "typer.secho", "sys.stdout.write"}, path

@@ -1,4 +1,10 @@
+from collections.abc import Iterator
+
+import pytest
+
 from controller.profiling.engine_http import EngineHttp
+from controller.profiling.errors import EngineUnreachableError, ProfilingUsageError
+from tests.support.answering import answering
 from tests.support.closing_server import ClosingServer
 
 
@@ -17,3 +23,39 @@ async def test_every_sequence_of_a_load_is_aborted_on_a_connection_of_its_own():
         assert generation.ended
     assert server.requests.count("/abort_request") == 3
     assert server.reused == 0
+
+
+@pytest.fixture
+def engine() -> Iterator[dict[str, object]]:
+    """Answers by path; "" is the URL."""
+    answers: dict[str, object] = {}
+    with answering(answers) as url:
+        answers[""] = url
+        yield answers
+
+
+async def test_a_redirect_is_not_followed(engine: dict[str, object]):
+    engine["/server_info"] = {"never": "read"}
+    refused = pytest.raises(EngineUnreachableError, match="/server_info answers 302")
+    with answering({}, redirect=f"{engine['']}/server_info") as url, refused:
+        await EngineHttp(url, "secret").limits()
+
+
+@pytest.mark.parametrize("host", ["127.evil.example", "10.0.0.1", "[::2]", "engine"])
+def test_a_key_never_goes_over_an_open_line(host: str):
+    with pytest.raises(ProfilingUsageError, match="over an open line") as error:
+        EngineHttp(f"http://{host}:1", "the-key")
+    assert "the-key" not in str(error.value)
+    EngineHttp(f"https://{host}:1", "the-key")
+    EngineHttp(f"http://{host}:1")
+
+
+def test_a_key_that_is_no_text_is_refused():
+    with pytest.raises(ProfilingUsageError, match="not printable"):
+        EngineHttp("http://127.0.0.1:1", "a\r\nHost: b")
+
+
+async def test_an_answer_without_an_end_is_not_kept(engine: dict[str, object]):
+    engine["/server_info"] = b" " * (9 << 20)
+    with pytest.raises(EngineUnreachableError, match="answers more than"):
+        await EngineHttp(str(engine[""])).limits()

@@ -17,6 +17,8 @@ from controller.recording.events import Noted, NoteKind, Overridden
 from controller.recording.recorder import Recorder
 from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
+from controller.util import supervisor as supervisor_module
+from controller.util.supervisor import Supervisor
 from tests.support.eventually import eventually
 from tests.support.recorded_events import (
     engine,
@@ -27,6 +29,7 @@ from tests.support.recorded_events import (
     segments,
     written,
 )
+from tests.support.service_harness import until
 
 
 @pytest.fixture
@@ -252,3 +255,33 @@ def test_a_segment_that_is_missing_is_a_gap(tmp_path: Path, small):
     verdict = replay(find(tmp_path))
     assert verdict.is_same
     assert verdict.gaps == [(paths[3].name, "segments before it are missing")]
+
+
+async def test_a_recorder_whose_thread_fails_records_again_and_tells_the_gap(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_ROUND_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor_module, "FIRST_PAUSE_SECONDS", 0.01)
+    write, failures = Recorder._write, [ValueError("moments that cannot be packed")]
+
+    def fail_once(self, event_log, moments):
+        if failures and segments(tmp_path):
+            raise failures.pop()
+        write(self, event_log, moments)
+
+    monkeypatch.setattr(Recorder, "_write", fail_once)
+    supervisor = Supervisor()
+    with capture_logs() as logs, recorder(tmp_path) as made:
+        supervisor.run("recorder", made.keep)
+        running = engine(made)
+
+        def recorded_again() -> bool:
+            running.run(10)
+            return len(segments(tmp_path)) > 1
+
+        await until(recorded_again)
+        await supervisor.end()
+    events = [line["event"] for line in logs]
+    assert events[:2] == ["recording_ended", "task_failed"]
+    assert "recording_gap" in events
+    verdict = replay(find(tmp_path))
+    assert verdict.is_same
+    assert verdict.lost

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from controller.core.errors import SpeculationError
 from controller.recording.errors import RecordingError
-from controller.recording.frames import MAGIC, TornError, blocks, frame
+from controller.recording.frames import MAGIC, RECORDS_MAX, TornError, blocks, frame
 from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
 from speculation.v1 import record_pb2
@@ -122,6 +122,32 @@ def test_a_bomb_is_not_inflated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     data = MAGIC + struct.pack("<II", len(packed), zlib.crc32(packed)) + packed
     with pytest.raises(RecordingError, match="more than 10000 bytes"):
         list(blocks(data))
+
+
+def test_a_small_file_does_not_become_a_large_one(tmp_path: Path):
+    """Records of two bytes each, of which a few kB of zeros are millions."""
+    for count, why in ((1 << 20, "more than 2048 records"), (5 << 20, "more than 8388608 bytes")):
+        packed = zlib.compress(b"\x0a\x00" * count)
+        path = tmp_path / "x.record"
+        path.write_bytes(MAGIC + struct.pack("<II", len(packed), zlib.crc32(packed)) + packed)
+        assert path.stat().st_size < 300_000
+        with pytest.raises(RecordingError, match=why):
+            replay(find(path))
+
+
+def test_what_is_written_is_read_however_much_it_is(monkeypatch: pytest.MonkeyPatch):
+    records = [record_pb2.Record(clock_seconds=number) for number in range(2 * RECORDS_MAX + 1)]
+    found = list(blocks(MAGIC + frame(records)))
+    assert [r for _, block in found for r in block.records] == records
+    assert max(len(block.records) for _, block in found) <= RECORDS_MAX
+    monkeypatch.setattr("controller.recording.frames._BLOCK_MAX", 1000)
+    found = list(blocks(MAGIC + frame(records[:500])))
+    assert [r for _, block in found for r in block.records] == records[:500]
+
+
+def test_a_device_is_no_recording():
+    with pytest.raises(RecordingError, match="is no file"):
+        find(Path("/dev/zero"))
 
 
 def test_a_frame_of_no_possible_length_is_refused_at_once():

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from controller.service.net.errors import StartRefusedError
-from controller.service.net.limits import Allowance
+from controller.service.net.limits import Bucket
 from controller.service.net.unix_socket import SocketTakenError
 from controller.service.server import Sidecar
 from controller.service.sessions.profile_registry import ProfileFileError
@@ -199,7 +199,7 @@ async def test_a_client_that_does_not_read_holds_the_end_up_no_longer_than_the_d
     async with serving(tmp_path, drain_seconds=0.3) as running:
         stream = SteerClient(running, await running.introduce())
         session = running.sidecar.registry.by_engine("engine-0")
-        session.refusals = Allowance(1e9, 1e9)
+        session.refusals = Bucket(1e9, 1e9)
         bad = [report_message(step, drafter="x" * 300) for step in range(1, 257)]
 
         async def flood() -> None:

@@ -85,13 +85,19 @@ def test_the_command_prints_what_a_file_stands_for_or_what_is_wrong_with_it(tmp_
     done = CliRunner().invoke(app, ["policy", "check", str(path)])
     assert done.exit_code == Exit.USAGE
     assert f"{path}, line 1: policies: a list is needed" in done.stderr
-    path.write_text("")
+    path.write_text("policies: []\n")
     assert "empty policy" in CliRunner().invoke(app, ["policy", "check", str(path)]).stdout
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "policies: []\n", "---\n"])
-def test_an_empty_file_is_an_empty_policy(tmp_path: Path, text: str):
+@pytest.mark.parametrize("text", ["policies: []\n", "policies: []", "# none\n---\npolicies: []\n"])
+def test_an_empty_list_is_an_empty_policy(tmp_path: Path, text: str):
     assert read(tmp_path, text) == ()
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# policy of the day\n", "---\n", "{}\n"])
+def test_what_may_be_the_beginning_of_a_file_is_no_policy(tmp_path: Path, text: str):
+    with pytest.raises(PolicyFileError, match=r"write `policies: \[\]`|policies: Field required"):
+        read(tmp_path, text)
 
 
 def entry(text: str) -> str:

@@ -18,6 +18,7 @@ from controller.store import database as database_module
 from controller.store.database import Database
 from controller.store.file_store import FileStore
 from controller.store.interface import (
+    LIVE_ENTRIES_MAX,
     PROFILES,
     Actor,
     ConflictError,
@@ -323,7 +324,7 @@ async def test_an_audit_that_is_read_beside_writes_is_never_called_damaged(tmp_p
         return count
 
     readers = [asyncio.create_task(read()) for _ in range(3)]
-    for number in range(300):
+    for number in range(LIVE_ENTRIES_MAX):
         await store.write(f"o{number}", "x" * 300, None, 0, ANN)
     stop = True
     assert min(await asyncio.gather(*readers)) > 0

@@ -1,38 +1,85 @@
 """Sentinel and Cluster: real ones, as small as they come."""
 
 import asyncio
+import contextlib
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import redis
 
-from controller.store.interface import Actor, Entry, StoreUnavailableError
+from controller.store.interface import Actor, ConflictError, Entry, StoreUnavailableError
 from controller.store.redis_client import RedisUrlError, connect
 from controller.store.redis_store import RedisStore
 from lab.harness.ports import free_port
+from tests.support.fake_redis import FakeRedis, resp
+from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import PATIENCE_SECONDS, RedisServer
 
 ANN = Actor("ann", "because", "uid 1000")
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[RedisServer]:
-    """One node that holds every slot."""
+@contextlib.contextmanager
+def cluster_node(folder: Path) -> Iterator[RedisServer]:
+    """A node of a cluster, without any slot."""
     port = free_port()
-    while port > 55_000:
+    while port > 55_000:  # its bus has a port 10,000 above
         port = free_port()
-    options = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf")
-    with RedisServer(tmp_path / "node", *options, port=port) as node:
+    options = {
+        "--cluster-enabled": "yes",
+        "--cluster-config-file": "nodes.conf",
+        # A node is told of a replica once that has had a ping, after ten seconds by default.
+        "--repl-ping-replica-period": "1",
+        "--repl-diskless-sync-delay": "0",
+    }
+    with RedisServer(folder, *chain.from_iterable(options.items()), port=port) as node:
+        yield node
+
+
+def wait_for(client: redis.Redis, pattern: str, *command: str) -> None:
+    """Until the answer to a command has this in it."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not re.search(pattern, str(client.execute_command(*command))):
+        assert time.monotonic() < end, pattern
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def lasting_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with cluster_node(tmp_path_factory.mktemp("cluster") / "node") as node:
         with node.client() as client:
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-            end = time.monotonic() + PATIENCE_SECONDS
-            while "cluster_state:ok" not in str(client.execute_command("CLUSTER", "INFO")):
-                if "ok" in str(client.cluster("INFO")) or time.monotonic() > end:
-                    break
-                time.sleep(0.05)
+            wait_for(client, r"cluster_state\W+ok", "CLUSTER", "INFO")
         yield node
+
+
+@pytest.fixture
+def cluster(lasting_cluster: RedisServer) -> RedisServer:
+    """One node that holds every slot, and no key."""
+    with lasting_cluster.client() as client:
+        client.flushall()
+    return lasting_cluster
+
+
+@pytest.fixture
+def replicated(tmp_path: Path) -> Iterator[tuple[RedisServer, RedisServer]]:
+    """(a node that holds every slot, its replica)."""
+    with (
+        cluster_node(tmp_path / "primary") as primary,
+        cluster_node(tmp_path / "replica") as replica,
+    ):
+        with primary.client() as one, replica.client() as two:
+            one.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            two.execute_command("CLUSTER", "MEET", "127.0.0.1", primary.port)
+            wait_for(two, "0-16383", "CLUSTER", "NODES")
+            two.execute_command("CLUSTER", "REPLICATE", one.execute_command("CLUSTER", "MYID"))
+            wait_for(two, "connected", "ROLE")
+            wait_for(one, str(replica.port), "CLUSTER", "SLOTS")
+            wait_for(one, r"cluster_state\W+ok", "CLUSTER", "INFO")
+        yield primary, replica
 
 
 async def live(store: RedisStore) -> dict[str, Entry]:
@@ -64,7 +111,7 @@ async def test_a_cluster_keeps_its_promises(cluster: RedisServer):
     news = asyncio.Event()
     await one.open(lambda: None)
     await two.open(news.set)
-    try:
+    async with kept_running(one), kept_running(two):
         entry = await written(one, "a")
         async with asyncio.timeout(120):
             while "a" not in await live(two):
@@ -74,9 +121,8 @@ async def test_a_cluster_keeps_its_promises(cluster: RedisServer):
         assert await live(one) == {}
         assert [r.action for r in await one.audit(5)] == ["clear", "set"]
         await keeps_summaries(one, two)
-    finally:
-        await one.close()
-        await two.close()
+    await one.close()
+    await two.close()
 
 
 @pytest.fixture
@@ -102,23 +148,180 @@ def watched(tmp_path: Path) -> Iterator[tuple[RedisServer, RedisServer, RedisSer
             yield one, two, sentinel
 
 
-async def test_after_a_fail_over_everything_is_there_and_can_be_changed(
+async def refusal(store: RedisStore, name: str) -> str:
+    """Sets an override; why it is not acknowledged, "" if it is."""
+    found: Entry | None
+    try:
+        found = await store.write(name, f"body of {name}", None, 0, ANN)
+    except ConflictError as conflict:
+        # An earlier attempt was carried out, though its answer was lost.
+        found = conflict.found
+    except StoreUnavailableError as error:
+        return str(error)
+    assert found is not None
+    assert found.body == f"body of {name}"
+    return ""
+
+
+async def acknowledged(store: RedisStore, names: Iterable[str]) -> None:
+    """Sets every one as an operator does: with the same id until it is acknowledged."""
+    for name in names:
+        async with asyncio.timeout(120):
+            while words := await refusal(store, name):
+                assert words.endswith(("nothing was changed", "repeat it with the same id"))
+                await asyncio.sleep(0.05)
+
+
+async def require_each_once(store: RedisStore, names: Collection[str]) -> None:
+    """All are in force, and none was set twice."""
+    assert set(await live(store)) == set(names)
+    made = [record.subject for record in await store.audit(1000) if record.action == "set"]
+    assert len(made) == len(set(made))
+
+
+async def set_during(one: RedisStore, two: RedisStore, fail_over: Callable[[], None]) -> None:
+    """Two sidecars set overrides before, during and after a fail-over."""
+    names = [f"o{number}" for number in range(60)]
+    await acknowledged(one, names[:10])
+    # What the other one has not seen yet is only where the first one knows of it.
+    setting = [
+        asyncio.create_task(acknowledged(store, mine))
+        for store, mine in ((one, names[10:35]), (two, names[35:]))
+    ]
+    await asyncio.sleep(0)
+    await asyncio.to_thread(fail_over)
+    await asyncio.gather(*setting)
+    async with asyncio.timeout(120):
+        for store in (one, two):
+            while set(await live(store)) != set(names) or not store.health.ok:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    for store in (one, two):
+        await require_each_once(store, names)
+
+
+async def test_a_fail_over_of_sentinel_during_sets_loses_and_doubles_nothing(
     watched: tuple[RedisServer, RedisServer, RedisServer],
 ):
     primary, _, sentinel = watched
     url = f"redis+sentinel://127.0.0.1:{sentinel.port}/fleet/0"
-    store = RedisStore(url, timeout_seconds=0.5, reconcile_seconds=0.2)
-    await store.open(lambda: None)
-    try:
-        await written(store, "before")
-        await keeps_summaries(store, store)
+    one = RedisStore(url, timeout_seconds=0.5, reconcile_seconds=0.1)
+    two = RedisStore(url, timeout_seconds=0.5, reconcile_seconds=0.1)
+    await one.open(lambda: None)
+    await two.open(lambda: None)
+    async with kept_running(one), kept_running(two):
+        await keeps_summaries(one, two)
+        await set_during(one, two, primary.kill)
+    await one.close()
+    await two.close()
+
+
+async def test_a_fail_over_of_a_cluster_during_sets_loses_and_doubles_nothing(
+    replicated: tuple[RedisServer, RedisServer],
+):
+    primary, replica = replicated
+
+    def fail_over() -> None:
         primary.kill()
-        assert set(await live(store)) == {"before"}
-        await written(store, "after")
-        assert set(await live(store)) == {"before", "after"}
-        assert store.health.ok
-    finally:
-        await store.close()
+        with replica.client() as client:
+            client.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+
+    url = f"redis+cluster://127.0.0.1:{primary.port}"
+    one = RedisStore(url, timeout_seconds=0.5, reconcile_seconds=0.1)
+    two = RedisStore(url, timeout_seconds=0.5, reconcile_seconds=0.1)
+    await one.open(lambda: None)
+    await two.open(lambda: None)
+    async with kept_running(one), kept_running(two):
+        await set_during(one, two, fail_over)
+    await one.close()
+    await two.close()
+
+
+_NOTHING_CHANGED = (
+    "CLUSTERDOWN The cluster is down", "LOADING Redis is loading the dataset in memory",
+    "MASTERDOWN Link with MASTER is down", "MISCONF Errors writing to the AOF file",
+    "NOREPLICAS Not enough good replicas to write", "OOM command not allowed",
+    "READONLY You can't write against a read only replica", "TRYAGAIN Multiple keys request",
+)  # fmt: skip
+_UNKNOWN_OUTCOME = ("MOVED 1 127.0.0.1:1", "ASK 1 127.0.0.1:1", "UNKILLABLE Sorry", "ERR what")
+
+
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
+async def test_an_error_in_place_of_a_write_is_typed_and_its_outcome_is_told(
+    cluster: RedisServer, scheme: str
+):
+    error = ""
+
+    def reply(name: str, words: Sequence[bytes]) -> bytes | None:
+        if name == "CLUSTER":
+            return resp([[0, 16383, [b"127.0.0.1", fake.port, b"0" * 40]]])
+        return f"-{error}\r\n".encode() if name == "EVAL" and b"refused" in words else None
+
+    async with FakeRedis(reply, cluster.port) as fake:
+        store = RedisStore(f"{scheme}://127.0.0.1:{fake.port}", reconcile_seconds=60)
+        await store.open(lambda: None)
+        try:
+            await written(store, "before")
+            for error in (*_NOTHING_CHANGED, *_UNKNOWN_OUTCOME):
+                with pytest.raises(StoreUnavailableError) as refused:
+                    await store.write("refused", "1", None, 0, ANN)
+                if error in _NOTHING_CHANGED:
+                    assert str(refused.value).endswith("; nothing was changed"), error
+                assert set(await live(store)) == {"before"}, error
+            await written(store, "after")
+            assert set(await live(store)) == {"before", "after"}
+            assert store.health.ok
+        finally:
+            await store.close()
+
+
+async def test_a_write_that_moved_to_another_node_is_done_there_once(cluster: RedisServer):
+    moved = 0
+
+    def reply(name: str, words: Sequence[bytes]) -> bytes | None:
+        nonlocal moved
+        if name == "CLUSTER":
+            return resp([[0, 16383, [b"127.0.0.1", fake.port, b"0" * 40]]])
+        if name == "EVAL" and b"o1" in words:
+            moved += 1
+            return f"-MOVED {slot} 127.0.0.1:{cluster.port}\r\n".encode()
+        return None
+
+    with cluster.client() as client:
+        slot = client.execute_command("CLUSTER", "KEYSLOT", "{speculation:1}")
+    async with FakeRedis(reply, cluster.port) as fake:
+        store = RedisStore(f"redis+cluster://127.0.0.1:{fake.port}", reconcile_seconds=60)
+        await store.open(lambda: None)
+        try:
+            await store.write("o1", "1", None, 0, ANN)
+            assert moved == 1
+            await require_each_once(store, ["o1"])
+        finally:
+            await store.close()
+
+
+async def test_a_write_whose_answer_is_lost_is_not_sent_again(cluster: RedisServer):
+    sent = 0
+
+    def reply(name: str, words: Sequence[bytes]) -> bytes | None:
+        nonlocal sent
+        if name == "CLUSTER":
+            return resp([[0, 16383, [b"127.0.0.1", fake.port, b"0" * 40]]])
+        sent += name == "EVAL" and b"o1" in words
+        # Half an answer, as where a node dies.
+        return b"*3\r\n:1\r\n" if name == "EVAL" and b"o1" in words else None
+
+    for scheme in ("redis", "redis+cluster"):
+        sent = 0
+        async with FakeRedis(reply, cluster.port) as fake:
+            url = f"{scheme}://127.0.0.1:{fake.port}"
+            store = RedisStore(url, timeout_seconds=0.2, reconcile_seconds=60)
+            await store.open(lambda: None)
+            try:
+                with pytest.raises(StoreUnavailableError, match="is not known"):
+                    await store.write("o1", "1", None, 0, ANN)
+                assert sent == 1
+            finally:
+                await store.close()
 
 
 @pytest.mark.parametrize(

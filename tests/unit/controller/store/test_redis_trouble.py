@@ -1,6 +1,7 @@
 """Redis slow, gone, emptied, full, read-only: what is held goes on, and nothing is lost."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -11,8 +12,16 @@ import pytest
 import redis
 
 from controller.store import redis_mirror as held_module
-from controller.store.interface import Actor, ConflictError, Entry, StoreUnavailableError
+from controller.store.interface import (
+    LIVE_ENTRIES_MAX,
+    Actor,
+    ConflictError,
+    Entry,
+    StoreFullError,
+    StoreUnavailableError,
+)
 from controller.store.redis_store import RedisStore
+from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import PATIENCE_SECONDS, RedisServer
 
 ANN = Actor("ann", "because", "uid 1000")
@@ -33,10 +42,9 @@ async def store_of(
     store = RedisStore(server.url, mirror, **settings)
     news = asyncio.Event()
     await store.open(news.set)
-    try:
+    async with kept_running(store):
         yield store, news
-    finally:
-        await store.close()
+    await store.close()
 
 
 async def live(store: RedisStore) -> dict[str, Entry]:
@@ -259,7 +267,11 @@ async def test_a_mirror_that_is_damaged_is_taken_as_none(server: RedisServer, tm
         assert await live(store) == {}
 
 
-_NO_ENTRIES = (
+_NO_ENTRIES: tuple[str | bytes, ...] = (
+    b"\xff", b'{"revision":5,"body":"\xff\xfe","created":1,"ended":""}', "9" * 100_000,
+    '{"revision": 1, "body": "\\ud800", "created": 1, "ended": ""}',
+    '{"revision": 1.5, "body": "1", "created": 1, "ended": ""}',
+    '{"revision": 1, "body": "1", "created": 1e15, "ended": ""}',
     "", "{", "[]", "7", "\xff", '"text"', "null", "[" * 2000, "{}",
     '{"revision": "x", "body": "1", "created": 1, "ended": ""}',
     '{"revision": 1, "body": 5, "created": 1, "ended": ""}',
@@ -270,7 +282,9 @@ _NO_ENTRIES = (
 
 
 @pytest.mark.parametrize("text", _NO_ENTRIES)
-async def test_an_entry_that_is_none_stops_nobody_and_is_put_right(server: RedisServer, text: str):
+async def test_an_entry_that_is_none_stops_nobody_and_is_put_right(
+    server: RedisServer, text: str | bytes
+):
     """By whoever still holds it, or by writing it again."""
     key = "{speculation:1}:entry:"
     async with store_of(server, reconcile_seconds=60) as (holder, _):
@@ -283,12 +297,111 @@ async def test_an_entry_that_is_none_stops_nobody_and_is_put_right(server: Redis
         async with store_of(server) as (fresh, _):
             assert set(await live(fresh)) == {"good"}
             assert fresh.health.ok, fresh.health.detail
+            # An empty text counts as none at all.
+            if text:
+                assert set(fresh.health.unusable) >= {"held", "stray"}
+                assert fresh.health.unusable_count == 2
+                assert fresh.health.skipped["override"] >= 2
             await fresh.write("stray", "3", 100.0, 0, ANN)
             assert set(await live(holder)) == {"held", "good", "stray"}
             assert holder.health.ok, holder.health.detail
             assert set(await live(fresh)) == {"held", "good", "stray"}
             await fresh.clear("held", (await live(fresh))["held"].revision, ANN)
             assert set(await live(holder)) == {"good", "stray"}
+            assert holder.health.unusable_count == 0
+
+
+async def test_what_cannot_be_read_can_be_cleared(server: RedisServer):
+    async with store_of(server) as (store, _):
+        with server.client() as client:
+            client.set("{speculation:1}:entry:bad", b"\xff")
+            client.zadd("{speculation:1}:live", {"bad": "inf", b"\xfe\xff": "inf"})
+            client.set(b"{speculation:1}:entry:\xfe\xff", "{}")
+        await store.entries()
+        assert set(store.health.unusable) == {"bad", r"\xfe\xff"}
+        await store.clear("bad", 0, ANN)
+        ended = {entry.override_id: entry.ended for entry in await store.entries()}
+        assert ended == {"bad": "cleared"}
+        assert set(store.health.unusable) == {r"\xfe\xff"}
+
+
+async def test_of_more_entries_than_can_be_in_force_the_newest_are_taken_and_the_rest_counted(
+    server: RedisServer,
+):
+    """Unreadable ones, however many, take no place of theirs."""
+    total = 2 * LIVE_ENTRIES_MAX + 7
+    async with store_of(server, reconcile_seconds=60) as (store, _):
+        with server.client() as client, client.pipeline() as pipe:
+            for number in range(total):
+                text = {"revision": number + 1, "body": "1", "created": 1.0, "ended": ""}
+                pipe.set(f"{{speculation:1}}:entry:o{number}", json.dumps(text))
+                pipe.zadd("{speculation:1}:live", {f"o{number}": time.time() * 1000 + 1e6 - number})
+            for number in range(1000):
+                pipe.set(f"{{speculation:1}}:entry:junk{number}", b"\xff")
+                pipe.zadd("{speculation:1}:live", {f"junk{number}": "inf"})
+            pipe.execute()
+        found = await live(store)
+        assert set(found) == {f"o{number}" for number in range(7, total)}
+        assert store.health.unusable_count == 1007
+        assert store.health.unusable["7 others"]
+        assert len(store.health.unusable) == 21
+        with pytest.raises(StoreFullError):
+            await store.write("new", "1", 100.0, 0, ANN)
+        # One that is there can be replaced, and cleared.
+        entry = await store.write("o50", "2", 100.0, found["o50"].revision, ANN)
+        await store.clear("o50", entry.revision, ANN)
+
+
+async def test_two_sidecars_that_set_at_once_do_not_go_beyond_the_limit(server: RedisServer):
+    async with (
+        store_of(server, timeout_seconds=30) as (one, _),
+        store_of(server, timeout_seconds=30) as (two, _),
+    ):
+        done: list[Entry | BaseException] = []
+        for first in range(0, LIVE_ENTRIES_MAX + 20, 55):
+            writing = (
+                (one, two)[number % 2].write(f"o{number}", "1", None, 0, ANN)
+                for number in range(first, first + 55)
+            )
+            done += await asyncio.gather(*writing, return_exceptions=True)
+        assert sum(isinstance(item, Entry) for item in done) == LIVE_ENTRIES_MAX
+        assert sum(isinstance(item, StoreFullError) for item in done) == 20
+        assert len(await live(one)) == LIVE_ENTRIES_MAX
+
+
+def _record(**changes: Any) -> dict[str, Any]:
+    names = ("action", "subject", "author", "reason", "origin", "before", "after")
+    return {"at": "1.5"} | dict.fromkeys(names, "x") | changes
+
+
+_NO_RECORDS: tuple[dict[Any, Any], ...] = (
+    {"a": "b"}, _record(at="nan"), _record(at="soon"), _record(at="-1"), _record(at="1e300"),
+    _record(reason=b"\xff"), _record(more="x"), _record(before="x" * 300_000),
+)  # fmt: skip
+
+
+async def test_records_of_the_audit_that_are_none_are_skipped_and_counted(server: RedisServer):
+    async with store_of(server) as (store, _):
+        first = await store.write("a", "1", 100.0, 0, ANN)
+        with server.client() as client, client.pipeline() as pipe:
+            for number in range(1200):
+                pipe.xadd("{speculation:1}:audit", _NO_RECORDS[number % len(_NO_RECORDS)])
+                if number % 100 == 0:
+                    pipe.xadd("{speculation:1}:audit", _record(subject="a", action=str(number)))
+            pipe.execute()
+        await store.clear("a", first.revision, ANN)
+        kept = [str(number) for number in range(1100, -1, -100)]
+        whole = ["clear", *kept, "set"]
+        assert [record.action for record in await store.audit(100)] == whole
+        assert store.health.skipped["audit"] == 1200
+        assert [record.action for record in await store.audit(100, "a")] == whole
+        # In pages, each from where the one before ended.
+        paged: list[str] = []
+        before = ""
+        while page := await store.audit(3, "", before):
+            paged += [record.action for record in page]
+            before = page[-1].sequence
+        assert paged == whole
 
 
 async def test_an_entry_that_is_none_ends_as_any_other(server: RedisServer):

@@ -13,6 +13,7 @@ import redis
 
 from controller.store.interface import Actor, BlobKind, Entry, StoreUnavailableError
 from controller.store.redis_store import RedisStore
+from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import RedisServer
 
 ANN = Actor("ann", "because", "uid 1000")
@@ -39,10 +40,9 @@ def client(server: RedisServer) -> Iterator[redis.Redis]:
 async def store_of(server: RedisServer, url: str = "") -> AsyncIterator[RedisStore]:
     store = RedisStore(url or server.url, timeout_seconds=2, reconcile_seconds=0.1)
     await store.open(lambda: None)
-    try:
+    async with kept_running(store):
         yield store
-    finally:
-        await store.close()
+    await store.close()
 
 
 async def live(store: RedisStore) -> dict[str, Entry]:
@@ -185,6 +185,20 @@ async def test_a_shelf_with_a_wrong_key_takes_nothing_and_one_with_junk_goes_on(
         await store.blobs.put(GOODS, "aa", "01", "x")
         await store.blobs.put(GOODS, "aa", "02", "x")
         assert {i.source for i in await store.blobs.items(GOODS, "aa")} == {"01", "02"}
+        # Put by somebody else while nobody puts anything.
+        junk = {
+            "07": b"\xff", b"\xfe": "{}", "0a": '{"at": 1, "text": 5}', "not hex": "{}",
+            "0b": '{"at": 1e300, "text": "x"}', "0c": '{"at": 1, "text": "\\ud800"}',
+            "0d": "x" * (17 * 1024 * 1024),
+        }  # fmt: skip
+        client.hset(f"{TAG}:goods:aa", mapping=junk)
+        client.zadd(f"{TAG}:goods", {b"\xff": 1, "../x": 2, "x" * 100_000: 3})
+        client.set(f"{TAG}:goods:bb", "of another type")
+        assert {i.source for i in await store.blobs.items(GOODS, "aa")} == {"01", "02"}
+        assert await store.blobs.names(GOODS) == ["aa"]
+        assert await store.blobs.items(GOODS, "bb") == []
+        assert store.health.skipped["goods"] == len(junk) + 3 + 1
+        assert store.health.ok
 
 
 def set_clock_back(client: Any, ms: int) -> None:

@@ -1,7 +1,9 @@
 import pytest
 
+from engine_shim.link.credentials import EngineCredentials
 from engine_shim.link.errors import LinkSettingsError
 from engine_shim.link.settings import LinkSettings
+from tests.support.addresses import ELSEWHERE, LOOPBACK
 
 
 def test_without_variables_the_plugin_is_off(monkeypatch):
@@ -63,7 +65,18 @@ def test_credentials_that_cannot_work_are_refused(monkeypatch, variables, messag
         LinkSettings.load()
 
 
-@pytest.mark.parametrize("sidecar", ["unix:/x.sock", "localhost:1", "127.0.0.1:1", "[::1]:1"])
+@pytest.mark.parametrize("sidecar", ELSEWHERE)
+def test_what_only_looks_like_this_machine_gets_no_token(monkeypatch, sidecar):
+    monkeypatch.setenv("SPECULATION_SIDECAR", sidecar)
+    monkeypatch.setenv("SPECULATION_TOKEN_FILE", "t")
+    with pytest.raises(LinkSettingsError):
+        LinkSettings.load()
+    # Nor from the trainer and the agent, which read no settings.
+    with pytest.raises(LinkSettingsError, match="open line"):
+        EngineCredentials(token_file="t").channel(sidecar)
+
+
+@pytest.mark.parametrize("sidecar", ["unix:/x.sock", *LOOPBACK])
 def test_a_token_may_go_over_a_line_that_does_not_leave_the_machine(monkeypatch, sidecar):
     monkeypatch.setenv("SPECULATION_SIDECAR", sidecar)
     monkeypatch.setenv("SPECULATION_TOKEN_FILE", "t")

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import sys
 import threading
 
@@ -50,6 +51,17 @@ def test_the_first_packet_on_every_new_socket_is_the_introduction():
         assert supervisor.starts >= 2
     finally:
         supervisor.stop()
+
+
+def test_an_agent_that_cannot_be_started_for_any_reason_is_an_error_of_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise subprocess.SubprocessError("no process can be prepared")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(LinkStartError, match="no process can be prepared"):
+        supervising(ECHO).start()
 
 
 def test_a_killed_agent_is_replaced():

@@ -13,7 +13,13 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from controller.core.step_report import MAX_LABEL_CHARACTERS
 from engine_shim.sglang.api.settings import load_settings
-from engine_shim.sglang.request_classes import LABELS_MOST, OTHER, RequestClasses, read_key
+from engine_shim.sglang.request_classes import (
+    LABELS_MOST,
+    OTHER,
+    UNUSED_REQUESTS,
+    RequestClasses,
+    read_key,
+)
 from engine_shim.steering.errors import PluginError
 
 KEY = b"0123456789abcdef"
@@ -75,6 +81,39 @@ def test_labels_without_end_are_one_class() -> None:
     ]
     assert len(set(labels)) == LABELS_MOST + 1
     assert set(labels[LABELS_MOST:]) == {OTHER}
+
+
+def test_labels_that_are_unused_make_room_and_those_in_use_do_not() -> None:
+    classes = RequestClasses(("label",))
+
+    def label(name: str) -> str:
+        return classes.label(request(params={"speculation_class": name}))
+
+    for number in range(LABELS_MOST):
+        label(f"once {number}")
+    assert label("honest") == OTHER
+    for _ in range(UNUSED_REQUESTS):
+        label("once 1")
+    assert label("honest") == "honest"
+    assert label("once 1") == "once 1"
+    # It has lost its place, and the next unused one makes room when it returns.
+    assert label("once 0") == "once 0"
+    assert label("once 2") == "once 2"
+
+
+def test_beginnings_that_are_unused_make_room() -> None:
+    classes = hashing(2)
+
+    def second(first: int) -> str:
+        classes.label(request((first, 1)))
+        return classes.label(request((first, 1)))
+
+    for first in range(LABELS_MOST):
+        assert second(first)
+    assert second(500) == ""
+    for _ in range(UNUSED_REQUESTS):
+        classes.label(request((1, 1)))
+    assert second(500)
 
 
 def test_an_adapter_is_called_what_its_operator_calls_it() -> None:

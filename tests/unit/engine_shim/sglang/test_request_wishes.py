@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from controller.core.step_report import MAX_REPORT_CLASSES
 from engine_shim.link.packets import NO_DRAFTER, ClassEntry, GroupEntry
 from engine_shim.sglang.request_classes import RequestClasses
 from engine_shim.sglang.request_wishes import RequestWishes
-from engine_shim.steering.row_groups import classes_of, groups_with
+from engine_shim.steering.row_groups import CLASSES_MOST, classes_of, groups_with
 
 
 def request(params: object = None, **sampling: Any) -> SimpleNamespace:
@@ -80,3 +81,10 @@ def test_classes_count_the_rows_that_have_one():
         ClassEntry("a", [1, 0, 1]),
         ClassEntry("b", [1, 0, 0]),
     )
+
+
+def test_a_report_has_no_more_classes_than_it_may():
+    labels = [f"class {number % 80}" for number in range(160)]
+    found = classes_of(labels, [0] * 160, 2)
+    assert len(found) == CLASSES_MOST == MAX_REPORT_CLASSES
+    assert {entry.accepted_counts[0] for entry in found} == {2}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from engine_shim.training import signals as signals_module
 from engine_shim.training.signals import (
     Signal,
     SignalError,
@@ -200,6 +201,25 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Monke
     held.set()
     writer.close()
     assert writer.counters.signals == results.count(True)
+
+
+def test_a_signal_that_cannot_be_written_does_not_end_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store = SignalStore(tmp_path / "store", PLENTY)
+    writer = SignalWriter(store)
+    with monkeypatch.context() as broken:
+        broken.setattr(signals_module, "save", refuse)
+        writer.put(signal())
+        eventually(lambda: writer.counters.dropped == 1, what="it is counted")
+    assert writer.counters.state == "failing: no such dtype"
+    writer.put(signal())
+    eventually(lambda: writer.counters.signals == 1, what="it goes on")
+    writer.close()
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise ValueError("no such dtype")
 
 
 def test_a_folder_that_vanishes_is_said_and_survived(tmp_path: Path):

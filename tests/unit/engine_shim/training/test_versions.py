@@ -154,6 +154,22 @@ def test_weights_that_do_not_fit_are_refused(
         versions.load(1, parameters(student))
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.int8, torch.complex64],
+    ids=str,
+)
+def test_values_that_are_no_plain_floats_are_refused_by_name(
+    versions: Versions, student: DraftStudent, kind: torch.dtype
+):
+    found = parameters(student)
+    name = a_matrix(found)
+    versions.publish(found | {name: found[name].to(kind)}, MADE)
+    for read in (lambda: versions.load(1, found), lambda: versions.student(1)):
+        with pytest.raises(VersionError, match=f"{name} is of {kind}"):
+            read()
+
+
 def test_a_version_of_another_base_is_refused(
     tmp_path: Path, versions: Versions, student: DraftStudent
 ):

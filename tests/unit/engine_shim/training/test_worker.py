@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc.aio
 import pytest
 import torch
 
@@ -12,8 +13,9 @@ from engine_shim.training.adapt import AdaptSettings
 from engine_shim.training.signals import SignalStore
 from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import FOLDER, Made, Versions
-from engine_shim.training.worker import TrainingWorker, WorkerTarget
+from engine_shim.training.worker import NoEngineError, TrainingWorker, WorkerTarget, _only_engine
 from speculation.v1.training_pb2 import AttendResponse, TrainingRound
+from tests.support.hostile_sidecar import hostile_sidecar
 from tests.support.training_rounds import make_signal, make_student, make_target
 
 SETTINGS = AdaptSettings(passes=8, batch=4)
@@ -134,6 +136,14 @@ def test_training_that_comes_to_no_numbers_makes_no_version(place: Place):
     ended = place.round()[1]
     assert "NotFiniteError" in ended.error
     assert place.versions.numbers() == []
+
+
+async def test_a_list_of_engines_without_an_end_is_given_up():
+    with hostile_sidecar(lambda number: (str(number), 0)) as sidecar:
+        async with grpc.aio.insecure_channel(sidecar.address) as channel:
+            with pytest.raises(NoEngineError, match="more than 100 pages"):
+                await _only_engine(channel, ())
+        assert sidecar.pages == 100
 
 
 def command(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -1,5 +1,7 @@
 """The answer of `speculation-would-steer`, as it is printed and as a program reads it."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine_shim.sglang.api.settings import PluginSettings
@@ -53,6 +55,13 @@ def test_a_path_is_never_broken_and_commands_no_terminal() -> None:
     text = page(Verdict("SGLang", "1", (Check("model", f"{path}\x1b[2J"),)), 40)
     assert path in text
     assert "\x1b" not in text
+
+
+def test_what_was_not_looked_at_is_said() -> None:
+    verdict = replace(STEERED, left_out=("--trust-remote-code", "--load-format"))
+    lines = page(verdict, 120).splitlines()
+    assert lines[1].startswith("Not looked at: --trust-remote-code, --load-format. They are not")
+    assert verdict.document()["left_out"] == ["--trust-remote-code", "--load-format"]
 
 
 def test_a_program_reads_the_same() -> None:

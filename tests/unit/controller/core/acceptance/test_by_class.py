@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from controller.core.acceptance.by_class import MAX_CLASSES, TrafficEstimator
+from controller.core.acceptance.by_class import MAX_CLASSES, UNUSED_STEPS, TrafficEstimator
 from controller.core.engine_spec import Arm, DrafterSpec
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
@@ -105,6 +105,23 @@ def test_labels_without_end_are_estimated_together():
         traffic.fold(report(step, {f"user-{step}": (4, 0.7)}, rng))
     assert len(traffic.classes) == MAX_CLASSES
     assert traffic.curves().batch["mtp"].expected[3] == pytest.approx(0.7 + 0.49 + 0.343, rel=0.15)
+
+
+def test_a_class_that_is_unused_makes_room_and_one_in_use_does_not():
+    traffic, rng = TrafficEstimator(SPECS, SETTINGS), random.Random(2)
+    for number in range(MAX_CLASSES):
+        traffic.fold(report(number + 1, {f"once-{number}": (4, 0.7)}, rng))
+    for step in range(100, UNUSED_STEPS, 50):
+        traffic.fold(report(step, {"once-0": (4, 0.9), "honest": (4, 0.2)}, rng))
+    assert "honest" not in traffic.classes
+    for step in range(UNUSED_STEPS + 2, UNUSED_STEPS + 200):
+        traffic.fold(report(step, {"once-0": (4, 0.9), "honest": (4, 0.2)}, rng))
+    # The one that was unused for longest has gone; what is known of the others stays.
+    assert set(traffic.classes) == {"once-0", "honest"} | {
+        f"once-{number}" for number in range(2, MAX_CLASSES)
+    }
+    assert traffic.curves().classes["honest"]["mtp"].expected[3] < 0.5
+    assert traffic.curves().classes["once-0"]["mtp"].expected[3] > 2.0
 
 
 def test_a_shift_is_counted_and_makes_standing_drafters_doubtful():

@@ -142,6 +142,20 @@ def test_the_recorded_names_are_the_golden_ones():
     assert found == json.loads(GOLDEN_NAMES.read_text())
 
 
+def test_a_recording_from_before_a_variable_was_added_is_restored():
+    clock = VirtualClock()
+    engine = Engine(fresh(clock), clock)  # type: ignore[arg-type]
+    engine.run(50)
+    taken = capture(engine.core)
+    del taken["traffic"].fields["used_at"]
+    core = fresh(clock)
+    restore(core, taken)
+    assert core.traffic.classes.keys() == engine.core.traffic.classes.keys()
+    del taken["traffic"].fields["mix"]
+    with pytest.raises(InvalidStateError, match=r"traffic_estimator\.mix"):
+        restore(fresh(clock), taken)
+
+
 def test_a_capture_does_not_move_with_the_core():
     clock = VirtualClock()
     engine = Engine(fresh(clock), clock)  # type: ignore[arg-type]

@@ -3,14 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+import structlog
 
-from controller.service.net import guard
+from controller.service.net import guard, tcp
 from controller.service.net.access import AccessFileError, AccessList
 from controller.service.net.callers import Right
 from controller.service.net.errors import StartRefusedError
@@ -105,9 +107,11 @@ async def test_a_token_that_is_taken_out_of_the_file_is_out(tmp_path: Path):
                 break
             await asyncio.sleep(0.1)
         assert codes == [UNKNOWN, OK]
-        # A file that is half written changes nothing.
-        access.write_text("read token-sha256:12")
-        await asyncio.sleep(1.2)
+        # A file that is half-written changes nothing.
+        with structlog.testing.capture_logs() as lines:
+            access.write_text("read token-sha256:12")
+            await until(lambda: lines)
+        assert lines[0]["event"] == "access_not_read"
         assert await Called(channel, "new-one").read() is OK
 
 
@@ -241,7 +245,7 @@ async def test_operators_who_hammer_are_told_to_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # Nothing is added while the calls come, however slow they are.
-    monkeypatch.setitem(guard._LIMITS, Right.OVERRIDE, (0.0, 200.0))
+    monkeypatch.setitem(guard.LIMITS, Right.OVERRIDE, (0.0, 200.0))
     async with serving(tmp_path) as running:
         codes = set()
         for _ in range(400):
@@ -287,6 +291,15 @@ async def test_tokens_do_not_go_over_an_open_line(tmp_path: Path):
         ("read cert:a b c", "line 1: RIGHTS KEY"),
         ("steer cert:a b engine:pod/7", "line 1: engine:GLOBS are"),
         ("install cert:a b engine:pod-7", "line 1: a profile is for every engine"),
+        ("read uid:1\nread cert:x\nsteer uid:1\n", "line 3: the key of line 1 again"),
+        ("read uid:1 ann\nread uid:2 ann\n", "line 2: the name of line 1 again"),
+        ("read uid:1\nread cert:x uid:1\n", "line 2: the name of line 1 again"),
+        ("read uid:01\n", "line 1: the key is"),
+        ("read uid:1 \x1b[31mann\n", "line 1: only printable characters"),
+        # What is left of `steer cert:engine.example x engine:pod-7`, say.
+        ("read uid:1\nsteer cert:engine.example x", "the last line has no line break"),
+        ("# \u2028override uid:1\nread", "line 2: RIGHTS KEY"),
+        ("#" * 300_000, "larger than 256 KiB"),
     ],
 )
 def test_a_broken_access_list_is_refused_with_its_line_and_without_its_secrets(
@@ -297,6 +310,100 @@ def test_a_broken_access_list_is_refused_with_its_line_and_without_its_secrets(
     with pytest.raises(AccessFileError, match=message) as error:
         AccessList(path)
     assert "secret" not in str(error.value)
+
+
+def test_every_entry_is_known_by_its_whole_key_and_shown_by_its_name(tmp_path: Path):
+    path, digest = tmp_path / "access", "0123456789abcdef" * 4
+    path.write_text(
+        "steer cert:engine-prod-a.example\nsteer cert:engine-prod-b.example engine-b\n"
+        f"read token-sha256:{digest}\nread uid:1000\nread gid:1000\n"
+    )
+    access = AccessList(path)
+    keys = {
+        "cert:engine-prod-a.example": "cert:engine-prod-a.example",
+        "cert:engine-prod-b.example": "engine-b",
+        f"token-sha256:{digest}": "token-sha256:0123456789ab",
+        "uid:1000": "uid:1000",
+        "gid:1000": "gid:1000",
+    }
+    for key, name in keys.items():
+        found = access.find(key)
+        assert found is not None
+        assert (found.identity, found.name) == (key, name)
+
+
+def changed(access: AccessList, path: Path, text: str) -> None:
+    """The list after as many looks as a change takes."""
+    path.write_text(text)
+    access.look()
+    access.look()
+
+
+def test_a_change_counts_when_two_looks_agree(tmp_path: Path):
+    path = tmp_path / "access"
+    path.write_text("read uid:1\n")
+    access = AccessList(path)
+    for number in range(2, 6):
+        path.write_text(f"read uid:{number}\n")
+        access.look()
+        assert access.find("uid:1") is not None
+        assert access.version == 0
+    access.look()
+    assert access.find("uid:1") is None
+    assert access.find("uid:5") is not None
+    assert access.version == 1
+
+
+@pytest.mark.parametrize("left", ["", "# nobody yet\n", "read cert:x\n"])
+def test_a_list_that_loses_its_users_does_not_open_the_operators_socket(tmp_path: Path, left: str):
+    path = tmp_path / "access"
+    path.write_text("read uid:1\n")
+    access = AccessList(path)
+    changed(access, path, left)
+    assert access.find("uid:1") is None
+    assert access.governs_operators
+    changed(access, path, "read uid:2\n")
+    assert access.governs_operators
+
+
+@pytest.mark.parametrize(("text", "governs"), [("read cert:x\n", False), ("", True), ("#\n", True)])
+def test_the_start_decides_whether_the_list_governs_the_operators_socket(
+    tmp_path: Path, text: str, governs: bool
+):
+    path = tmp_path / "access"
+    path.write_text(text)
+    access = AccessList(path)
+    assert access.governs_operators is governs
+    changed(access, path, "read cert:y\n")
+    assert access.governs_operators is governs
+    # Users who are named later do close it: nobody else is meant to get in.
+    changed(access, path, "read uid:1\n")
+    assert access.governs_operators
+
+
+def test_what_refuses_a_list_at_the_start_refuses_it_at_a_change(tmp_path: Path):
+    settings = Settings.load({"tcp": "pod.example:1", "address": f"unix:{tmp_path}/s"})
+    path, check = tmp_path / "access", partial(tcp.require_no_open_token, settings)
+    token = token_line("read", "x", "y")
+    path.write_text(token)
+    with pytest.raises(StartRefusedError, match="over an open line"):
+        AccessList(path, check)
+    path.write_text("read uid:1\n")
+    access = AccessList(path, check)
+    for bad in (
+        token,
+        "read uid:2\nread uid:2\n",
+        "read uid:2\n\xff",
+        "write uid:2\n",
+        "read uid:2",
+    ):
+        changed(access, path, bad)
+        assert access.find("uid:1") is not None
+        assert access.version == 0
+    path.unlink()
+    access.look()
+    access.look()
+    assert access.find("uid:1") is not None
 
 
 def test_what_each_call_needs():

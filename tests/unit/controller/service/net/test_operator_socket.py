@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import structlog
 
 from controller.service.net import operator_socket
 from controller.service.net.unix_socket import SocketTakenError
@@ -113,7 +114,9 @@ async def test_an_access_list_with_users_decides_among_them(tmp_path: Path):
         assert await Called(running.operators).override("o1") is OK
         assert "guests has not the right to override" in await as_user(NOBODY, path, "o2")
         access.write_text("read uid:0 root\n")
-        await asyncio.sleep(1.1)
+        with structlog.testing.capture_logs() as lines:
+            await until(lambda: lines)
+        assert lines[0]["event"] == "access_read"
         assert await Called(running.operators).override("o3") is DENIED
         assert "does not know uid 65534" in await as_user(NOBODY, path, "o4")
 

@@ -9,8 +9,7 @@ import pytest
 from controller.client.paging import every_page_aio
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.service.rpc import audit_pages
-from controller.service.sessions.override_registry import MAX_OVERRIDES
-from controller.store.interface import Actor
+from controller.store.interface import LIVE_ENTRIES_MAX, Actor
 from speculation.v1 import policy_pb2, service_pb2
 from tests.support.error_details import failed
 from tests.support.override_calls import FLEET, listed, set_
@@ -78,12 +77,12 @@ async def test_a_client_without_pages_sees_as_many_overrides_as_there_can_be(tmp
     """Older clients send no page size and read no token."""
     worst = "\N{GRINNING FACE}"
     async with serving(tmp_path) as running:
-        for number in range(MAX_OVERRIDES):
+        for number in range(LIVE_ENTRIES_MAX):
             await running.sidecar.override_registry.set(
                 *largest(f"{number:03}".ljust(128, "x"), worst)
             )
         answer = await soon(running.policy.ListOverrides(policy_pb2.ListOverridesRequest()))
-        assert len(answer.overrides) == MAX_OVERRIDES
+        assert len(answer.overrides) == LIVE_ENTRIES_MAX
         assert not answer.next_page_token
 
 

@@ -126,7 +126,8 @@ async def test_a_profile_is_pushed_once(tmp_path: Path):
 
 
 def by(name: str) -> None:
-    callers.begin(Call(Caller(name, Right.OVERRIDE), Right.OVERRIDE))
+    caller = Caller(f"{name}, pid 7", Right.OVERRIDE, identity=name)
+    callers.begin(Call(caller, Right.OVERRIDE))
 
 
 class Work:

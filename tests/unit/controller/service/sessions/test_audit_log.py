@@ -8,6 +8,7 @@ from controller.service.sessions.audit_log import AuditLog
 from controller.service.sessions.engine_identity import EngineIdentity
 from controller.store.file_store import FileStore
 from controller.store.interface import AuditRecord
+from controller.util.supervisor import Supervisor
 from tests.support.service_harness import PATIENCE_SECONDS
 from tests.unit.controller.service.sessions.small_registry import ANYBODY, registry, spec
 
@@ -47,6 +48,8 @@ async def test_a_flood_of_replaced_sessions_is_counted_in_one_record(tmp_path: P
     store = FileStore(tmp_path)
     await store.open(lambda: None)
     plan_log = AuditLog(store, counted_seconds=0.01)
+    supervisor = Supervisor()
+    supervisor.run("audit_counts", plan_log.tell_counts)
     replace(plan_log, REPLACED)
 
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -56,6 +59,7 @@ async def test_a_flood_of_replaced_sessions_is_counted_in_one_record(tmp_path: P
     assert len(found) < 100
     count = int(found[0].reason.split()[0])
     assert len(found) - 1 + count == REPLACED
+    await supervisor.end()
     await plan_log.close()
     assert len(await records(store)) == len(found)
     await store.close()

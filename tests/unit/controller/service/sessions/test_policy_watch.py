@@ -2,8 +2,13 @@
 
 import asyncio
 import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import grpc
 import pytest
@@ -12,7 +17,9 @@ from controller.recording.events import Overridden
 from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
 from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
-from controller.settings.policy_file import PolicyFileError
+from controller.service.sessions import policy_watch
+from controller.settings.policy_file import Policy, PolicyFileError
+from controller.util.watched_file import AGREEING_LOOKS
 from speculation.v1 import policy_pb2
 from tests.support.override_calls import FLEET, asked, clear, gammas, listed, set_
 from tests.support.service_harness import (
@@ -189,13 +196,21 @@ async def test_a_bad_file_is_shown_and_what_it_said_before_stays_in_force(
 
 def measured(running: Running) -> dict[str, float]:
     registry = running.sidecar.override_registry
-    view = SidecarSnapshot([], [], registry.policy, registry.health)
+    view = SidecarSnapshot([], [], registry.policy, registry.health, {})
     return {
         sample.name: sample.value for family in OF_THE_SIDECAR for sample in written(family, view)
     }
 
 
-async def test_a_file_that_goes_takes_its_policy_with_it(tmp_path: Path, mounted: Mounted):
+@pytest.fixture
+def soon_gone(monkeypatch: pytest.MonkeyPatch):
+    """A file that is gone does not have to stay away for long."""
+    monkeypatch.setattr(policy_watch, "_GONE_LOOKS", 3)
+
+
+async def test_a_file_that_goes_takes_its_policy_with_it(
+    tmp_path: Path, mounted: Mounted, soon_gone: None
+):
     mounted.write(SCHEDULE)
     async with serving(tmp_path, policy=mounted.path) as running:
         await running.introduce()
@@ -219,7 +234,9 @@ async def test_a_sidecar_that_restarts_with_a_bad_file_goes_on_with_what_it_said
         assert "at_mots" in (await status(running)).detail
 
 
-async def test_a_copy_that_cannot_be_kept_keeps_no_policy_out(tmp_path: Path, mounted: Mounted):
+async def test_a_copy_that_cannot_be_kept_keeps_no_policy_out(
+    tmp_path: Path, mounted: Mounted, soon_gone: None
+):
     mounted.write(SCHEDULE)
     async with serving(tmp_path, policy=mounted.path) as running:
         await running.introduce()
@@ -233,6 +250,131 @@ async def test_a_copy_that_cannot_be_kept_keeps_no_policy_out(tmp_path: Path, mo
         await until(lambda: not registry.policy.overrides)
         mounted.write(SCHEDULE)
         await until(lambda: len(registry.policy.overrides) == 2)
+
+
+@asynccontextmanager
+async def looked_at_by_hand(
+    folder: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[[], Policy | None]]:
+    """A sidecar whose watch waits, and what one look of it finds."""
+    monkeypatch.setattr(policy_watch, "LOOK_SECONDS", 3600)
+    async with serving(folder, policy=path) as running:
+        watch = running.sidecar._policy_watch
+        assert watch._file is not None
+        yield partial(watch._look, watch._file)
+
+
+async def test_a_change_counts_when_two_looks_in_a_row_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "policy.yaml"
+    path.write_text(BOUND)
+    async with looked_at_by_hand(tmp_path, path, monkeypatch) as look:
+        assert look() is None
+        for bound in (3, 4, 5, 6):
+            path.write_text(BOUND.replace("at_most: 2", f"at_most: {bound}"))
+            assert look() is None
+        changed = look()
+        assert changed is not None
+        assert [override.rule.gamma_max for override in changed.overrides] == [6]
+        # What is in force is not looked for twice.
+        path.write_text(BOUND)
+        assert look() is None
+        assert look() is None
+
+
+async def test_a_file_that_has_lost_entries_has_to_stay_the_same_for_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "policy.yaml"
+    path.write_text(SCHEDULE)
+    async with looked_at_by_hand(tmp_path, path, monkeypatch) as look:
+        path.write_text(SCHEDULE.removesuffix("      - {batch: 5-, gamma: 1}\n"))
+        found = [look() for _ in range(policy_watch._SHORTER_LOOKS)]
+        assert found[:-1] == [None] * (len(found) - 1)
+        assert len(found) > AGREEING_LOOKS
+        assert found[-1] is not None
+        assert len(found[-1].overrides) == 1
+        path.write_text(SCHEDULE)
+        # An empty list is the beginning of nothing.
+        path.write_text("policies: []\n")
+        assert look() is None
+        assert look() == replace(Policy(path), read_at=ANY)
+
+
+async def test_a_file_that_is_gone_has_to_stay_away_and_its_directory_has_to_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = folder / "policy.yaml"
+    path.write_text(BOUND)
+    async with looked_at_by_hand(tmp_path, path, monkeypatch) as look:
+        path.unlink()
+        found = [look() for _ in range(policy_watch._GONE_LOOKS)]
+        assert found[:-1] == [None] * (len(found) - 1)
+        assert len(found) > policy_watch._SHORTER_LOOKS
+        assert found[-1] == replace(Policy(path), read_at=ANY)
+        folder.rmdir()
+        unmounted = look()
+        assert unmounted is not None
+        assert "No such file" in unmounted.error
+        assert len(unmounted.overrides) == 1
+
+
+@pytest.mark.parametrize("content", ["", "# policy\n", BOUND[:40], BAD, "policies:\n"])
+async def test_an_empty_or_half_written_file_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+):
+    path = tmp_path / "policy.yaml"
+    path.write_text(BOUND)
+    async with looked_at_by_hand(tmp_path, path, monkeypatch) as look:
+        path.write_text(content)
+        assert look() is None
+        refused = look()
+        assert refused is not None
+        assert refused.error
+        assert [override.override_id for override in refused.overrides] == ["policy:bound"]
+    # Nor does it after a restart.
+    async with serving(tmp_path, policy=path) as running:
+        assert list(await listed(running)) == ["policy:bound"]
+        assert not (await status(running)).ok
+
+
+async def test_a_start_without_the_file_goes_on_with_the_copy_until_it_is_gone_for_good(
+    tmp_path: Path, mounted: Mounted, soon_gone: None
+):
+    mounted.write(BOUND)
+    async with serving(tmp_path, policy=mounted.path):
+        pass
+    mounted.remove()
+    async with serving(tmp_path, policy=mounted.path) as running:
+        registry = running.sidecar.override_registry
+        assert [override.override_id for override in registry.policy.overrides] == ["policy:bound"]
+        await until(lambda: not registry.policy.overrides)
+        assert not (running.sidecar._settings.state_path / "policy.yaml").exists()
+
+
+async def test_a_change_that_could_not_be_put_into_force_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "policy.yaml"
+    path.write_text(BOUND)
+    async with serving(tmp_path, policy=path) as running:
+        registry = running.sidecar.override_registry
+        use = registry.use_policy
+        failures: list[Policy] = []
+
+        async def fail_once(policy: Policy) -> None:
+            if not failures:
+                failures.append(policy)
+                raise RuntimeError("no room")
+            await use(policy)
+
+        monkeypatch.setattr(registry, "use_policy", fail_once)
+        path.write_text(BOUND.replace("at_most: 2", "at_most: 1"))
+        await until(lambda: registry.policy.overrides[0].rule.gamma_max == 1)
+        assert failures
 
 
 async def test_a_first_start_with_a_bad_file_is_refused(tmp_path: Path, mounted: Mounted):

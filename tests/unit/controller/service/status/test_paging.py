@@ -11,6 +11,7 @@ import pytest
 
 from controller.client.paging import every_page_aio
 from controller.service.net.errors import NoSessionError
+from controller.service.net.limits import Turns
 from controller.service.sessions.counters import COUNT_MAX
 from controller.service.status import paging
 from lab.harness.ports import free_port
@@ -172,6 +173,7 @@ async def test_a_row_that_fits_no_page_says_so(tmp_path: Path, monkeypatch: pyte
     async with serving(tmp_path) as running:
         await running.introduce()
         rows, token = await paging.page_of(
+            Turns(1),
             ["large", "small"],
             lambda name: service_pb2.EngineOverview(
                 engine_id=name, reason="x" * (5_000 if name == "large" else 5)

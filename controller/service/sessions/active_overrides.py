@@ -1,0 +1,95 @@
+"""Overrides in force, and the news of them for those who watch."""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from controller.core.errors import SpeculationError
+from controller.core.planning.overrides import Override
+from controller.service.net.errors import SlowClientError
+
+# Changes that one who watches may not have read yet.
+_WATCH_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveOverride:
+    """Holds an override in force.
+
+    until: monotonic seconds, inf without an end.  created_at: Unix seconds.  origin: path of the
+    policy file that it comes from; empty for one that an operator has set.
+    """
+
+    override: Override
+    etag: str
+    until: float
+    created_at: float
+    origin: str = ""
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """Returns the time left; None without an end."""
+        return None if math.isinf(self.until) else max(0.0, self.until - time.monotonic())
+
+
+@dataclass(frozen=True, slots=True)
+class OverrideChange:
+    """News for those who watch: "present", "set" or "ended"."""
+
+    kind: str
+    held: ActiveOverride
+
+
+# None: the sidecar goes.
+_Queue: TypeAlias = "asyncio.Queue[OverrideChange | SpeculationError | None]"
+
+
+class OverrideWatchers:
+    """Tells everybody who watches of every change."""
+
+    def __init__(self) -> None:
+        self._queues: set[_Queue] = set()
+
+    @contextlib.asynccontextmanager
+    async def watching(
+        self, present: Iterable[ActiveOverride]
+    ) -> AsyncIterator[AsyncIterator[OverrideChange]]:
+        """Gives what is in force, then every change, until `close`.
+
+        Raises SlowClientError where changes pile up.
+        """
+        queue: _Queue = asyncio.Queue(_WATCH_MAX)
+        for held in present:
+            queue.put_nowait(OverrideChange("present", held))
+        self._queues.add(queue)
+        try:
+            yield _changes(queue)
+        finally:
+            self._queues.discard(queue)
+
+    def tell(self, change: OverrideChange) -> None:
+        """Tells of a change; whoever reads too slowly is told that, and no more."""
+        for queue in list(self._queues):
+            try:
+                queue.put_nowait(change)
+            except asyncio.QueueFull:
+                self._queues.discard(queue)
+                queue.get_nowait()
+                queue.put_nowait(SlowClientError("changes pile up: read faster, or watch again"))
+
+    def close(self) -> None:
+        """Ends every watch."""
+        for queue in self._queues:
+            with contextlib.suppress(asyncio.QueueFull):
+                queue.put_nowait(None)
+
+
+async def _changes(queue: "_Queue") -> AsyncIterator[OverrideChange]:
+    while (change := await queue.get()) is not None:
+        if isinstance(change, SpeculationError):
+            raise change
+        yield change

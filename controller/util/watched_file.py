@@ -1,0 +1,89 @@
+"""Reads small files that somebody else writes, at the start and while the sidecar runs.
+
+Whoever writes a file may not be done with it: an editor empties it before it writes, a copy grows.
+What a file holds therefore counts once looks in a row have found the same.
+"""
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+# Looks in a row that have to find the same before a change counts.
+AGREEING_LOOKS: Final = 2
+# Seconds between looks.  A change counts within a second: after two pauses at most.
+LOOK_SECONDS: Final = 0.4
+
+
+class UnreadableFileError(Exception):
+    """A file that cannot be read; the message says why and does not name the file."""
+
+
+class MissingFileError(UnreadableFileError):
+    """There is no such file."""
+
+
+def read_small(path: Path, bytes_max: int) -> bytes:
+    """Reads a regular file of at most `bytes_max` bytes.
+
+    Raises UnreadableFileError, and MissingFileError if there is none.  Waits for nobody: a named
+    pipe is refused.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise MissingFileError(error.strerror) from error
+    except OSError as error:
+        raise UnreadableFileError(error.strerror or "cannot be read") from error
+    except ValueError as error:  # a NUL or a lone surrogate in it
+        raise UnreadableFileError("is not a file name") from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise UnreadableFileError("not a regular file")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            content = file.read(bytes_max + 1)
+    except OSError as error:
+        raise UnreadableFileError(error.strerror or "cannot be read") from error
+    finally:
+        os.close(descriptor)
+    if len(content) > bytes_max:
+        raise UnreadableFileError(f"the file is larger than {bytes_max // 1024} KiB")
+    return content
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Holds what a look at a file has found.
+
+    content: b"" if it cannot be read.  error: why it cannot be read, "" if it can.
+    """
+
+    content: bytes = b""
+    error: str = ""
+    is_missing: bool = False
+
+
+class WatchedFile:
+    """Looks at one file again and again.
+
+    found: by the last look.  agreeing: looks in a row, the last one included, that found the same.
+    """
+
+    def __init__(self, path: Path, bytes_max: int) -> None:
+        self.path = path
+        self._bytes_max = bytes_max
+        self.found = Found()
+        self.agreeing = 0
+
+    def look(self) -> Found:
+        """Reads the file.  Raises nothing: what it cannot read is a finding, too."""
+        try:
+            found = Found(read_small(self.path, self._bytes_max))
+        except MissingFileError as error:
+            found = Found(error=str(error), is_missing=True)
+        except UnreadableFileError as error:
+            found = Found(error=str(error))
+        self.agreeing = self.agreeing + 1 if found == self.found else 1
+        self.found = found
+        return found

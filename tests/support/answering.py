@@ -1,0 +1,37 @@
+"""An HTTP server that answers what a test wants, for clients of engines."""
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@contextmanager
+def answering(answers: Mapping[str, object], redirect: str = "") -> Iterator[str]:
+    """Serves at the URL that it yields: JSON by path, or bytes as they are; 404 for the rest.
+
+    redirect: where it sends whoever asks for anything else.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = answers.get(self.path)
+            self.send_response(200 if found is not None else 302 if redirect else 404)
+            if found is None and redirect:
+                self.send_header("Location", redirect)
+            self.end_headers()
+            self.wfile.write(found if isinstance(found, bytes) else json.dumps(found).encode())
+
+        def log_message(self, *_: Any) -> None:
+            """Keeps quiet."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
