@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from controller.cli.output import print_table, print_words
 from controller.cli.plan_words import counted, health_text, lost_text
+from controller.util.moments import TIME, moment_text
 from controller.util.text_table import TextColumn, TextTable, numbers
 from controller.wire.override_text import (
     PRECEDENCE,
@@ -234,8 +235,7 @@ def resembles_text(answer: "service_pb2.ExplainResponse") -> str:
     past = answer.resembles
     now = time.time()
     began, ended = (
-        time.strftime("%H:%M:%S", time.localtime(now - ago))
-        for ago in (past.began_seconds_ago, past.ended_seconds_ago)
+        moment_text(now - ago, TIME) for ago in (past.began_seconds_ago, past.ended_seconds_ago)
     )
     return f"; it resembles {began} to {ended}, seen {counted(past.visits, 'time', 'times')} before"
 

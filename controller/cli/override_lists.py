@@ -1,7 +1,6 @@
 """Implements `controller override list`, `watch` and `log`: overrides in force, and their audit."""
 
 import contextlib
-import datetime as dt
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,6 +20,7 @@ from controller.cli.output import (
     show,
     show_news,
 )
+from controller.util.moments import moment_text
 from controller.wire.override_text import PRECEDENCE, author_text, rule_text, scope_text
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def log(
 
 def _moment(seconds: float) -> str:
     """A Unix time, in UTC."""
-    return f"{dt.datetime.fromtimestamp(seconds, dt.UTC):%Y-%m-%d %H:%M:%S}"
+    return moment_text(seconds, utc=True)
 
 
 def _in_short(record: "policy_pb2.AuditRecord", name: Literal["before", "after"]) -> str:

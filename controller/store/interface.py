@@ -47,7 +47,7 @@ class UnknownSequenceError(StoreError):
 
 
 class StoreFullError(StoreError):
-    """As many entries are live as a store takes; nothing was changed."""
+    """The store has as many live entries as it takes; nothing was changed."""
 
 
 class ConflictError(StoreError):

@@ -99,8 +99,9 @@ class Fetched:
     unreadable_count: int
 
     @classmethod
-    def of(cls, reply: Any, now: float) -> Self:
-        """Reads the reply of the script FETCH.  Raises one of MALFORMED."""
+    def of(cls, reply: Any) -> Self:
+        """Reads the reply of the script FETCH, as it has come.  Raises one of MALFORMED."""
+        now = time.monotonic()
         wrong, counter, live, ended, count, names, flat = list_of(reply, 7)
         unreadable = [shown(name) for name in list_of(names)]
         bad = number_of(count) - len(unreadable)

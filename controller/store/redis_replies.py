@@ -47,7 +47,7 @@ class BoundedParser(_AsyncRESP2Parser):
 
 
 def text_of(reply: Any) -> str:
-    """Decodes UTF-8.  Raises one of MALFORMED."""
+    """Decodes a text in UTF-8.  Raises one of MALFORMED."""
     if not isinstance(reply, bytes):
         raise TypeError(f"a text is needed, not {type(reply).__name__}")
     return reply.decode()

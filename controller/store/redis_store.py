@@ -208,8 +208,8 @@ class RedisStore:
 
     async def _refresh(self) -> None:
         """Brings what is held here and what Redis has together."""
+        found = await self._ask(lambda: self._script(FETCH), Fetched.of)
         now = time.monotonic()
-        found = await self._ask(lambda: self._script(FETCH), lambda reply: Fetched.of(reply, now))
         self._note_key(found.wrong)
         fetched = found.entries
         # Of more entries than one look returns, those that are left out are not lost.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from controller.core.capabilities import MAX_REASON_CHARACTERS, Capability, LostCapability
 from controller.core.engine_spec import MAX_ARMS
 from controller.core.errors import InvalidLossError
+from controller.util.moments import moment_text
 from speculation.v1 import engine_pb2
 
 # Every draft length and every capability, each for itself.
@@ -66,5 +67,4 @@ def lost_text(message: engine_pb2.LostCapability) -> str:
     loss = lost_from_proto(message)
     if loss is None:
         return f"a capability that this version does not know: {message.reason}"
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(loss.lost_at))
-    return f"{loss.what} lost since {since}: {loss.reason}"
+    return f"{loss.what} lost since {moment_text(loss.lost_at)}: {loss.reason}"

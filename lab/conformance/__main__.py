@@ -5,6 +5,7 @@ from typing import Annotated
 import grpc
 import typer
 
+from controller.util.printable import printable
 from lab.conformance.finding import Findings
 from lab.conformance.shim_side import ShimCheck
 from lab.conformance.sidecar_side import check_sidecar
@@ -23,7 +24,7 @@ def shim(
     try:
         found = ShimCheck(address, print, wait_seconds).run()
     except TimeoutError as error:
-        print(error)
+        print(printable(str(error)))
         raise typer.Exit(2) from None
     _end(found)
 
@@ -36,14 +37,14 @@ def sidecar(
     try:
         found = check_sidecar(address)
     except grpc.RpcError as error:
-        print(f"{address}: {error.code().name}: {error.details()}")
+        print(printable(f"{address}: {error.code().name}: {error.details()}"))
         raise typer.Exit(2) from None
     _end(found)
 
 
 def _end(found: Findings) -> None:
     for line in found.lines():
-        print(f"broken: {line}")
+        print(printable(f"broken: {line}"))
     if found.first:
         raise typer.Exit(1)
     print("the contract is kept")

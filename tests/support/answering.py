@@ -9,14 +9,18 @@ from typing import Any
 
 
 @contextmanager
-def answering(answers: Mapping[str, object], redirect: str = "") -> Iterator[str]:
+def answering(
+    answers: Mapping[str, object], redirect: str = "", keys: list[str | None] | None = None
+) -> Iterator[str]:
     """Serves at the URL that it yields: JSON by path, or bytes as they are; 404 for the rest.
 
-    redirect: where it sends whoever asks for anything else.
+    redirect: where it sends whoever asks for anything else.  keys: gets the key of every request.
     """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if keys is not None:
+                keys.append(self.headers["Authorization"])
             found = answers.get(self.path)
             self.send_response(200 if found is not None else 302 if redirect else 404)
             if found is None and redirect:

@@ -58,6 +58,7 @@ class HostileSidecar:
             def QueryAudit(self, request: Any, context: Any) -> Any:
                 answer = fill(policy_pb2.QueryAuditResponse(), "records", "reason")
                 answer.records[0].override_id = answer.records[0].reason
+                answer.records[0].at = 1e300
                 # `override log` ends when it has as many records as it wants.
                 if answer.next_page_token:
                     del answer.records[:]

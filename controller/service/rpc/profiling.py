@@ -26,6 +26,7 @@ from controller.service.sessions.profile_registry import (
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
 from controller.service.status.paging import page_of
+from controller.util import cancellation
 from controller.wire.engines import fingerprint_to_proto
 from controller.wire.plans import arm_from_proto
 from controller.wire.reports import report_to_proto
@@ -40,7 +41,7 @@ _log = structlog.get_logger(__name__)
 class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     """Serves measurements, and installs and shares profiles.
 
-    turns: of those who read lists on the same server.
+    turns: of those who read or bring profiles, or read lists, on the same server.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     async def _install(
         self, request: service_pb2.InstallProfileRequest
     ) -> service_pb2.InstallProfileResponse:
-        profile = await asyncio.to_thread(_profile_of, request.profile_json)
+        profile = await self._profile_of(request.profile_json)
         self._require_engine(profile)
         async with self._installing:
             path = await asyncio.to_thread(self._profiles.save, profile)
@@ -138,12 +139,17 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     async def _push(
         self, request: service_pb2.PushProfileRequest
     ) -> service_pb2.PushProfileResponse:
-        profile = await asyncio.to_thread(_profile_of, request.profile_json)
+        profile = await self._profile_of(request.profile_json)
         identity = await self._fleet.push(profile)
         self._audit.record(
             "push_profile", profile.profile_id, callers.calling(), f"under identity {identity}"
         )
         return service_pb2.PushProfileResponse(profile_id=profile.profile_id, identity=identity)
+
+    async def _profile_of(self, text: str) -> Profile:
+        """Reads a profile in a thread, one at a time.  Raises InvalidProfileError."""
+        async with self._turns.turn():
+            return await cancellation.finish(asyncio.to_thread(_profile_of, text))
 
     async def ListProfiles(
         self,

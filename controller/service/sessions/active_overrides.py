@@ -72,7 +72,7 @@ class OverrideWatchers:
             self._queues.discard(queue)
 
     def tell(self, change: OverrideChange) -> None:
-        """Tells of a change; whoever reads too slowly is told that, and no more."""
+        """Tells of a change; the watch of whoever reads too slowly ends with an error."""
         for queue in list(self._queues):
             try:
                 queue.put_nowait(change)

@@ -111,9 +111,9 @@ class FleetEstimates:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Holds what engines have told of the same drafters: what each group knows, and all together.
+    """Holds what engines have reported of the same drafters, by group and of all together.
 
-    youngest: the age in seconds of what was told last.
+    youngest: the age in seconds of the newest estimate.
     """
 
     of_group: Mapping[str, Sequence[Belief]]

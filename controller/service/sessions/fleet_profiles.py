@@ -39,8 +39,8 @@ _LISTED = 200
 # Bytes of what is listed of one identity.  An engine's introduction is shorter (64 KiB), so that no
 # engine could have a profile that is longer.
 _SUMMARY_BYTES_MAX: Final = 64 * 1024
-# A list is as good as new for this time, or longer where reading it would otherwise take more than
-# this share of the time.
+# A list is read again after this time, or later where reading would otherwise take more than this
+# share of the time.
 _SECONDS: Final = 2.0
 _SHARE_MAX: Final = 0.1
 

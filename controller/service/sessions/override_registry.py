@@ -50,6 +50,8 @@ from controller.wire.overrides import from_body, to_body
 _ASK_AGAIN_SECONDS = 30.0
 # Of the overrides in the store that cannot be in force, those that are named.
 _NAMED_MAX = 20
+# Of an id or a reason, in characters.
+_SHOWN_CHARACTERS = 200
 _BEYOND = f"{LIVE_ENTRIES_MAX} newer overrides are in force, which is the limit"
 
 _log = structlog.get_logger(__name__)
@@ -83,7 +85,11 @@ class OverrideRegistry:
     def health(self) -> Health:
         """Returns the state of the store, and what of it cannot be in force here."""
         health, unusable = self._store.health, self._unusable
-        named = {name: unusable[name][1] for name in sorted(unusable)[:_NAMED_MAX]}
+        # Others may have written the ids, and what the reasons quote.
+        named = {
+            _printable(name): _printable(unusable[name][1])
+            for name in sorted(unusable)[:_NAMED_MAX]
+        }
         return replace(
             health,
             unusable={**health.unusable, **named},
@@ -362,3 +368,8 @@ class OverrideRegistry:
                 await self.refresh()
             except SpeculationError as error:
                 _log.error("overrides_not_refreshed", error=str(error))
+
+
+def _printable(text: str) -> str:
+    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return shown[:_SHOWN_CHARACTERS]

@@ -25,7 +25,7 @@ class SessionSearches:
 
     goods: their name, for the log.  search: looks for what a session needs; it returns how all
     sessions that need the same are given what was found, or None.  Where the store is unavailable
-    they go on without.
+    they get nothing.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Selection:
     totals: FleetTotals
 
     def after(self, key: str, most: int) -> Sequence[FleetEngine]:
-        """At most so many engines that follow a key."""
+        """Returns the engines that follow a key, `most` of them at most."""
         start = bisect_right(self.keys, key)
         return self.engines[start : start + most]
 

@@ -487,10 +487,10 @@ class ListFleetRequest(_message.Message):
     page_size: _builtins.int
     page_token: _builtins.str
     filter: _builtins.str
-    """Words, separated by spaces, at most 256 characters: engines that match all of them are listed.
-    FIELD=VALUE is exact (sidecar, engine, model, drafter, gamma, link, reason, override).  Any
-    other word is looked for in the ids of engine and overrides, and in the names of sidecar, model
-    and drafter, without regard to case.
+    """At most 16 words, separated by spaces, with 256 characters in all: engines that match all of
+    them are listed.  FIELD=VALUE is exact (sidecar, engine, model, drafter, gamma, link, reason,
+    override).  Any other word is looked for in the ids of engine and overrides, and in the names
+    of sidecar, model and drafter, without regard to case.
     """
     def __init__(
         self,

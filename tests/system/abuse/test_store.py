@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import threading
@@ -9,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -41,12 +43,12 @@ class Operated:
     stub: "policy_pb2_grpc.PolicyServiceStub"
     metrics_port: int
 
-    def set_override(self, name: str, **lifetime: float) -> None:
+    def set_override(self, name: str, ttl_seconds: float = 600.0) -> None:
         override = policy_pb2.Override(
             override_id=name, scope=policy_pb2.Scope(fleet=True), author="ann", reason="an attack",
             rule=policy_pb2.OverrideRule(gamma=1),
         )  # fmt: skip
-        request = policy_pb2.SetOverrideRequest(override=override, **lifetime)
+        request = policy_pb2.SetOverrideRequest(override=override, ttl_seconds=ttl_seconds)
         self.stub.SetOverride(request, timeout=PATIENCE_SECONDS)
 
     def clear_override(self, name: str) -> None:
@@ -115,8 +117,14 @@ def put(client: redis.Redis, name: str | bytes, text: str | bytes) -> None:
     """Writes an entry as somebody with Redis's password can."""
     key = f"{TAG}:entry:".encode() + (name.encode() if isinstance(name, str) else name)
     client.set(key, text)
-    client.zadd(LIVE, {name: float("inf")})
+    ends: dict[Any, float] = {name: float("inf")}
+    client.zadd(LIVE, ends)
     client.publish(f"{TAG}:news", "x")
+
+
+def counts_two(one: Operated) -> bool:
+    """Entries that cannot be in force."""
+    return one.listed().store.unusable_count == 2
 
 
 def clear_all(one: Operated) -> None:
@@ -130,7 +138,7 @@ def test_an_entry_that_is_not_utf_8_stops_no_override_and_no_sidecar(
 ):
     one, two = pair
     clear_all(one)
-    one.set_override("a", ttl_seconds=600.0)
+    one.set_override("a")
     eventually(lambda: two.in_force() == {"a"}, what="both have it")
     put(client, "bad", b'{"revision":5,"body":"\xff\xfe","created":1,"ended":""}')
     put(client, b"\xff\xfe", b"\xff")
@@ -140,9 +148,7 @@ def test_an_entry_that_is_not_utf_8_stops_no_override_and_no_sidecar(
     eventually(lambda: one.in_force() == two.in_force() == {"b"}, what="both follow")
     # Its operators see it wherever they look, and the store is not called broken.
     for operators in pair:
-        eventually(
-            lambda of=operators: of.listed().store.unusable_count == 2, what="both are counted"
-        )
+        eventually(functools.partial(counts_two, operators), what="both are counted")
         store = operators.listed().store
         assert store.ok
         assert [line.partition(":")[0] for line in store.unusable] == [r"\xff\xfe", "bad"]
@@ -185,10 +191,12 @@ def test_a_foreign_record_in_the_audit_hides_no_other(
     clear_all(one)
     client.delete(AUDIT)
     one.set_override("recorded-1")
-    client.xadd(AUDIT, {"a": "b"})
+    foreign: dict[Any, Any] = {"a": "b"}
+    client.xadd(AUDIT, foreign)
     names = ("action", "subject", "author", "reason", "origin", "before", "after")
-    client.xadd(AUDIT, {"at": "nan"} | dict.fromkeys(names, "x"))
-    client.xadd(AUDIT, {"at": "1"} | dict.fromkeys(names, b"\xff"))
+    for at, text in (("nan", "x"), ("1", b"\xff")):
+        foreign = {"at": at, **dict.fromkeys(names, text)}
+        client.xadd(AUDIT, foreign)
     one.set_override("recorded-2")
     found: list[str] = []
     token = ""

@@ -56,7 +56,11 @@ _OTHER_ID_EVERY: Final = 3
 # They are removed in this time, so that their number is steady after it.
 _SESSION_IDLE_SECONDS: Final = 20.0
 _DECISION_SECONDS: Final = 0.1
-_OVERRIDE_SECONDS: Final = 2.0
+_OVERRIDE_SECONDS: Final = 3.0
+# Every so many overrides one is for the fleet, for which every engine is planned again.
+_FLEET_EVERY: Final = 10
+# An engine that lived so long has had a plan on its stream.
+_PLANNED_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 5.0
 _SAMPLES: Final = 240
 _SAMPLE_SECONDS: Final = (0.1, 5.0)
@@ -166,6 +170,7 @@ class _Crowd:
 
     async def _plans(self, call: Any) -> None:
         count = 0
+        began = time.monotonic()
         try:
             while (answer := await call.read()) is not grpc.aio.EOF:
                 count += answer.HasField("plan")
@@ -173,7 +178,8 @@ class _Crowd:
             pass  # the stream's end; what matters is whether there was a plan
         finally:
             self._found.plans += count
-            self._found.without_plan += not count
+            lived = time.monotonic() - began
+            self._found.without_plan += not count and lived >= _PLANNED_SECONDS
 
     async def decide(self) -> None:
         """Runs the honest engine, and notes how long each decision takes."""
@@ -206,8 +212,13 @@ class _Crowd:
             number = 0
             while not self._is_over:
                 number += 1
+                scope = (
+                    policy_pb2.Scope(engine_id=_HONEST)
+                    if number % _FLEET_EVERY
+                    else policy_pb2.Scope(fleet=True)
+                )
                 override = policy_pb2.Override(
-                    override_id=f"o{number}", scope=policy_pb2.Scope(fleet=True),
+                    override_id=f"o{number}", scope=scope,
                     rule=policy_pb2.OverrideRule(gamma=number % 4), author="ann", reason="soak",
                 )  # fmt: skip
                 await stub.SetOverride(
@@ -313,7 +324,8 @@ async def _play(place: Path, engines: int, seconds: float) -> Soaked:
         finally:
             process.kill()
     found.failures += [line for line in log.read_text().splitlines() if '"call_failed"' in line]
-    found.growths = growths(found.samples)
+    # In the first half every engine's history fills, and sessions that ended are still there.
+    found.growths = growths([it for it in found.samples if it.seconds >= seconds / 2])
     return found
 
 
@@ -344,6 +356,7 @@ def _document(found: Soaked, engines: int, minutes: float) -> dict[str, Any]:
         "decision_ms_p99_by_half": [p99(first), p99(last)],
         "tasks_first_last": [found.tasks[len(found.tasks) // 4][1], found.tasks[-1][1]],
         "growth": [asdict(growth) for growth in found.growths],
+        "megabytes": [round(it.memory_megabytes, 1) for it in found.samples],
         "findings": found.findings,
     }
 

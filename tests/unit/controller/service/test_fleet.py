@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -357,6 +358,12 @@ async def test_estimates_on_the_shelf_that_are_none_harm_nobody(
             key = None
             while key is None:
                 key = next(iter(client.zrange("{speculation:1}:acceptance", 0, -1)), None)
+            # Beside others they are left out.
+            now = round(time.time() * 1000)
+            junk = {"01": b"\xff", "02": f'{{"at": {now}, "text": "no"}}', "03": '{"at": 1e400}'}
+            client.hset(f"{{speculation:1}}:acceptance:{key}", mapping=junk)
+            await one.introduce("beside")
+            await until(lambda: first_position(one, "beside")[1] > 0)
             for text in ('{"at": 0, "text": "no"}', '{"at": 0, "text": "[{}]"}'):
                 client.delete(f"{{speculation:1}}:acceptance:{key}")
                 client.hset(f"{{speculation:1}}:acceptance:{key}", "01", text)

@@ -12,7 +12,7 @@ import pytest
 from controller.store import redis_replies
 from controller.store.interface import PROFILES, Actor, StoreError, StoreUnavailableError
 from controller.store.redis_store import RedisStore
-from tests.support.fake_redis import JUNK, FakeRedis, handshake
+from tests.support.fake_redis import JUNK, FakeRedis, handshake, resp
 from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import RedisServer
 
@@ -94,6 +94,22 @@ async def test_a_store_that_only_answers_junk_can_be_opened_and_closed(tmp_path:
             await store.close()
 
     await asyncio.gather(*map(opened_and_closed, JUNK))
+
+
+async def test_of_a_reply_with_entries_that_are_none_the_others_are_taken():
+    good = b'{"revision":3,"body":"1","created":1,"ended":""}'
+    rows = [b"good", good, b"-1", b"bad", good[:-1], b"-1", [], good, b"-1", b"late", good, b"x"]
+    answer = resp([b"", b"3", 0, 0, 0, [], rows])
+    async with FakeRedis(lambda name, _: handshake(name) or answer) as fake:
+        store = RedisStore(fake.url, timeout_seconds=30)
+        await store.open(lambda: None)
+        try:
+            assert [entry.override_id for entry in await store.entries()] == ["good"]
+            assert set(store.health.unusable) == {"bad", "[]", "late"}
+            assert store.health.unusable_count == 3
+            assert store.health.ok
+        finally:
+            await store.close()
 
 
 async def test_junk_in_place_of_a_subscription_does_not_end_the_listening(server: RedisServer):

@@ -186,13 +186,14 @@ async def test_a_shelf_with_a_wrong_key_takes_nothing_and_one_with_junk_goes_on(
         await store.blobs.put(GOODS, "aa", "02", "x")
         assert {i.source for i in await store.blobs.items(GOODS, "aa")} == {"01", "02"}
         # Put by somebody else while nobody puts anything.
-        junk = {
+        junk: dict[Any, Any] = {
             "07": b"\xff", b"\xfe": "{}", "0a": '{"at": 1, "text": 5}', "not hex": "{}",
             "0b": '{"at": 1e300, "text": "x"}', "0c": '{"at": 1, "text": "\\ud800"}',
             "0d": "x" * (17 * 1024 * 1024),
         }  # fmt: skip
         client.hset(f"{TAG}:goods:aa", mapping=junk)
-        client.zadd(f"{TAG}:goods", {b"\xff": 1, "../x": 2, "x" * 100_000: 3})
+        names: dict[Any, Any] = {b"\xff": 1, "../x": 2, "x" * 100_000: 3}
+        client.zadd(f"{TAG}:goods", names)
         client.set(f"{TAG}:goods:bb", "of another type")
         assert {i.source for i in await store.blobs.items(GOODS, "aa")} == {"01", "02"}
         assert await store.blobs.names(GOODS) == ["aa"]

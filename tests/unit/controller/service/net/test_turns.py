@@ -3,14 +3,15 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from pathlib import Path
 
 import pytest
 
 from controller.service.net.errors import TooManyCallsError
 from controller.service.net.limits import Turns
-from tests.support.service_harness import serving
+from speculation.v1 import policy_pb2, service_pb2
+from tests.support.service_harness import Running, serving, soon
 
 PIECE_SECONDS = 0.005
 
@@ -54,6 +55,120 @@ async def test_a_piece_that_fails_fails_alone():
     )
     assert isinstance(results[0], TooManyCallsError)
     assert results[1] == "done"
+
+
+def pieces(order: list[str], name: str, count: int) -> Generator[None, None, str]:
+    for _ in range(count):
+        time.sleep(PIECE_SECONDS)
+        order.append(name)
+        yield
+    return name
+
+
+async def test_calls_of_several_pieces_alternate_and_others_come_between():
+    turns, order = Turns(10), list[str]()
+
+    async def other() -> None:
+        while order.count("long") < 6:
+            order.append("other")
+            await asyncio.sleep(0)
+
+    long, short, _ = await asyncio.gather(
+        turns.take_pieces(pieces(order, "long", 6)),
+        turns.take_pieces(pieces(order, "short", 2)),
+        other(),
+    )
+    assert (long, short) == ("long", "short")
+    worked = [number for number, who in enumerate(order) if who != "other"]
+    # The short one asked when the long one had begun and waited for its second piece.
+    assert [order[number] for number in worked] == ["long", *["long", "short"] * 2, *["long"] * 3]
+    assert all(after > before + 1 for before, after in itertools.pairwise(worked))
+
+
+async def test_after_a_piece_the_loop_is_free_for_as_long_as_it_took():
+    turns, times = Turns(10), list[tuple[float, float]]()
+
+    def piece() -> None:
+        began = time.monotonic()
+        time.sleep(PIECE_SECONDS)
+        times.append((began, time.monotonic()))
+
+    await asyncio.gather(*(turns.take(piece) for _ in range(4)))
+    pauses = [after[0] - before[1] for before, after in itertools.pairwise(times)]
+    # Less than all of it, because a loop's timers may ring a little early.
+    assert min(pauses) > PIECE_SECONDS / 2
+
+
+async def test_work_that_is_short_is_not_interrupted():
+    turns, order = Turns(1), list[str]()
+
+    def short() -> Generator[None, None, None]:
+        for _ in range(3):
+            asyncio.get_running_loop().call_soon(order.append, "other")
+            order.append("short")
+            yield
+
+    await turns.take_pieces(short())
+    assert order == ["short"] * 3
+
+
+async def test_work_that_has_begun_is_not_refused():
+    turns, order = Turns(2), list[str]()
+    calls = [turns.take_pieces(pieces(order, str(number), 3)) for number in range(4)]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert results[:2] == ["0", "1"]
+    assert all(isinstance(result, TooManyCallsError) for result in results[2:])
+
+
+async def test_a_turn_is_the_only_one_until_its_block_ends_and_a_cancelled_one_is_free():
+    turns, within = Turns(5), list[int]()
+
+    async def take(number: int, ending: asyncio.Event) -> None:
+        async with turns.turn():
+            within.append(number)
+            await ending.wait()
+            within.remove(number)
+
+    never, now = asyncio.Event(), asyncio.Event()
+    now.set()
+    first = asyncio.create_task(take(1, never))
+    await asyncio.sleep(0)
+    others = [asyncio.create_task(take(number, now)) for number in (2, 3)]
+    await asyncio.sleep(0.01)
+    assert within == [1]
+    first.cancel()
+    await asyncio.gather(*others)
+    assert first.cancelled()
+
+
+def kinds(running: Running) -> Mapping[str, Awaitable[object]]:
+    """One call of each list."""
+    return {
+        "ListEngines": running.inspection.ListEngines(service_pb2.ListEnginesRequest()),
+        "Overview": running.inspection.Overview(service_pb2.OverviewRequest()),
+        "ListFleet": running.inspection.ListFleet(service_pb2.ListFleetRequest()),
+        "ListProfiles": running.profiling.ListProfiles(service_pb2.ListProfilesRequest()),
+        "ListOverrides": running.policy.ListOverrides(policy_pb2.ListOverridesRequest()),
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", ["ListEngines", "Overview", "ListFleet", "ListProfiles", "ListOverrides"]
+)
+async def test_every_list_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
+    taken = 0
+    take = Turns.take_pieces
+
+    async def counted(self: Turns, work: Generator[None, None, object]) -> object:
+        nonlocal taken
+        taken += 1
+        return await take(self, work)
+
+    async with serving(tmp_path, warm_start=False) as running:
+        await running.introduce()
+        monkeypatch.setattr(Turns, "take_pieces", counted)
+        await soon(kinds(running)[kind])
+    assert taken
 
 
 async def test_introductions_and_explanations_take_turns(

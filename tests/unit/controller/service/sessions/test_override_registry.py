@@ -1,0 +1,148 @@
+"""What of a store is in force: as many entries as may be, the newest, and what is understood."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
+from controller.service.net.errors import TooManyOverridesError
+from controller.service.sessions.override_registry import OverrideRegistry
+from controller.store.database import Database, StoredEntry, put
+from controller.store.file_store import FileStore
+from controller.store.interface import LIVE_ENTRIES_MAX, Actor
+from controller.wire.overrides import to_body
+from speculation.v1 import policy_pb2, policy_pb2_grpc
+from tests.support.credentials import free_address, token_line
+from tests.support.journal_files import lines, record
+from tests.support.service_harness import failure, serving, soon
+from tests.unit.controller.service.sessions.small_registry import registry
+
+ANN = Actor("ann", "because", "uid 1000")
+
+
+def override(name: str) -> Override:
+    return Override(name, Scope(ScopeKind.FLEET), Rule(gamma=1), "ann", "because")
+
+
+def database_of(folder: Path, bodies: Iterable[tuple[str, str]]) -> None:
+    """A database with these live entries, of ascending revisions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    database = Database(folder / "overrides.db")
+    with database.transaction() as connection:
+        for number, (name, body) in enumerate(bodies, 1):
+            put(connection, StoredEntry(name, number, body, None, time.time(), ""))
+    database.close()
+
+
+async def opened(folder: Path) -> OverrideRegistry:
+    found = OverrideRegistry(FileStore(folder), registry())
+    await found.open()
+    return found
+
+
+def in_force(found: OverrideRegistry) -> set[str]:
+    return {held.override.override_id for held in found.held()}
+
+
+async def test_of_a_database_with_too_many_the_newest_are_in_force(tmp_path: Path):
+    names = [f"o{number}" for number in range(LIVE_ENTRIES_MAX + 30)]
+    database_of(tmp_path, ((name, to_body(override(name))) for name in names))
+    found = await opened(tmp_path)
+    try:
+        assert in_force(found) == set(names[30:])
+        assert found.health.ok
+        assert found.health.unusable_count == 30
+        assert set(found.health.unusable) <= set(names[:30])
+        with pytest.raises(TooManyOverridesError):
+            await found.set(override("another"), None, "", ANN)
+        # One that ends makes room for the newest of the others, and one of those can be ended, too.
+        await found.clear("o100", "", ANN)
+        assert in_force(found) == set(names[29:]) - {"o100"}
+        assert found.is_unusable("o28")
+        await found.clear("o28", "", ANN)
+        assert found.health.unusable_count == 28
+        await found.clear("o101", "", ANN)
+        assert "o27" in in_force(found)
+    finally:
+        await found.close()
+
+
+async def test_of_a_journal_with_too_many_the_newest_are_in_force(tmp_path: Path):
+    names = [f"o{number}" for number in range(LIVE_ENTRIES_MAX + 5)]
+    records = [record(n, name, to_body(override(name))) for n, name in enumerate(names, 1)]
+    (tmp_path / "overrides.journal").write_bytes(lines(records))
+    found = await opened(tmp_path)
+    try:
+        assert in_force(found) == set(names[5:])
+        assert found.health.unusable_count == 5
+    finally:
+        await found.close()
+
+
+async def test_as_many_as_may_be_are_set_at_once_and_no_more(tmp_path: Path):
+    names = [f"o{number}" for number in range(LIVE_ENTRIES_MAX - 3)]
+    database_of(tmp_path, ((name, to_body(override(name))) for name in names))
+    found = await opened(tmp_path)
+    try:
+        setting = (found.set(override(f"new{number}"), None, "", ANN) for number in range(10))
+        done = await asyncio.gather(*setting, return_exceptions=True)
+        assert sum(isinstance(item, TooManyOverridesError) for item in done) == 7
+        assert len(in_force(found)) == LIVE_ENTRIES_MAX
+    finally:
+        await found.close()
+
+
+NOT_UNDERSTOOD = {
+    "newer": '{"overrideId": "newer", "fieldOfTheFuture": 1}',
+    "text": "no JSON",
+    "deep": "[" * 50_000,
+    "large": '{"minBatchSize": 1e400}',
+    "alias": to_body(override("other")),
+    "\x1b[31mid": to_body(override("good")),
+    "escape": json.dumps({"\x1b]0;pwn\x07": 1}),
+}
+
+
+async def test_what_is_not_understood_is_named_in_plain_text_and_stops_nothing(tmp_path: Path):
+    bodies = NOT_UNDERSTOOD | {"good": to_body(override("good"))}
+    database_of(tmp_path, bodies.items())
+    found = await opened(tmp_path)
+    try:
+        assert in_force(found) == {"good"}
+        health = found.health
+        assert health.unusable_count == len(health.unusable) == len(NOT_UNDERSTOOD)
+        assert all(f"{name}{reason}".isprintable() for name, reason in health.unusable.items())
+        await found.set(override("another"), None, "", ANN)
+        for name in NOT_UNDERSTOOD:
+            await found.clear(name, "", ANN)
+        assert found.health.unusable_count == 0
+        assert in_force(found) == {"good", "another"}
+    finally:
+        await found.close()
+
+
+async def test_whoever_may_act_on_some_engines_ends_nothing_that_may_be_for_others(tmp_path: Path):
+    database_of(tmp_path / "controller.sock.state", NOT_UNDERSTOOD.items())
+    address, access = free_address(), tmp_path / "access"
+    access.write_text(token_line("read,override", "secret", "pod-a engine:pod-a-*"))
+    metadata = (("authorization", "Bearer secret"),)
+    async with (
+        serving(tmp_path, tcp=address, access=access) as running,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        policy: Any = policy_pb2_grpc.PolicyServiceStub(channel)
+        asked = policy_pb2.ClearOverrideRequest(override_id="newer", author="a", reason="b")
+        code, _ = await failure(policy.ClearOverride(asked, metadata=metadata))
+        assert code is grpc.StatusCode.PERMISSION_DENIED
+        # Of an operator it is taken, and the state of the store names the others.
+        await soon(running.policy.ClearOverride(asked))
+        store = (await soon(running.policy.ListOverrides(policy_pb2.ListOverridesRequest()))).store
+        assert store.unusable_count == len(NOT_UNDERSTOOD) - 1
+        assert not any(line.startswith("newer:") for line in store.unusable)
