@@ -193,11 +193,11 @@ async def test_after_a_kill_the_sockets_left_behind_are_taken_over(tmp_path: Pat
 
 
 async def test_in_a_directory_of_its_own_it_is_found_by_a_link(tmp_path: Path):
-    own = tmp_path / "operators" / "controller-operators.sock"
+    own = tmp_path / "o" / "controller-operators.sock"
     beside = operators_path(tmp_path / "controller.sock")
     own.parent.mkdir()
     # What sidecars that were killed have left behind: one had it elsewhere, the other one here.
-    for left in (tmp_path / "gone" / "controller-operators.sock", own):
+    for left in (tmp_path / "g" / "controller-operators.sock", own):
         beside.symlink_to(left)
         if left == own:
             with socket.socket(socket.AF_UNIX) as dead:
