@@ -26,11 +26,6 @@ KEEPALIVE_SECONDS: Final = 60
 KEEPALIVE_ANSWER_SECONDS: Final = 20
 # Calls under way of one connection: an agent has two, and clients queue what goes beyond it.
 STREAMS_A_CONNECTION: Final = 1024
-# Calls that have arrived and that nobody serves yet: beyond the first number gRPC ends some of them
-# at random, beyond the second all.  A client that opens calls and takes them back at once can have
-# others wait for so many, about 0.2 s; engines that all return at once try again in 0.5 s at most.
-PENDING_CALLS: Final = 256
-PENDING_CALLS_MAX: Final = 512
 # A message is parsed on the event loop, which 128 KiB take for 6 ms at worst (reports that say
 # nothing).  A profile is one text, which takes little to parse; the text is read by a thread.
 MESSAGE_BYTES: Final = 128 * 1024
@@ -168,8 +163,6 @@ def connection_options(most: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_allowed_incoming_connections", most),
         ("grpc.max_concurrent_streams", STREAMS_A_CONNECTION),
-        ("grpc.server.max_pending_requests", PENDING_CALLS),
-        ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS_MAX),
         ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
         ("grpc.http2.settings_timeout", 1000 * HANDSHAKE_SECONDS),
         ("grpc.max_connection_idle_ms", 1000 * IDLE_SECONDS),

@@ -232,6 +232,4 @@ def test_a_handshake_and_an_idle_connection_have_their_time():
     assert options["grpc.max_allowed_incoming_connections"] == 7
     assert options["grpc.server_handshake_timeout_ms"] == 1000 * limits.HANDSHAKE_SECONDS
     assert options["grpc.http2.settings_timeout"] == 1000 * limits.HANDSHAKE_SECONDS
-    assert options["grpc.server.max_pending_requests"] == limits.PENDING_CALLS
-    assert options["grpc.server.max_pending_requests_hard_limit"] == limits.PENDING_CALLS_MAX
     assert options["grpc.max_connection_idle_ms"] == 1000 * limits.IDLE_SECONDS
