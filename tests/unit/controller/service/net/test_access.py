@@ -241,7 +241,7 @@ async def test_operators_who_hammer_are_told_to_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # Nothing is added while the calls come, however slow they are.
-    monkeypatch.setitem(guard._LIMITS, Right.OVERRIDE, (0.0, 200.0))
+    monkeypatch.setitem(guard.LIMITS, Right.OVERRIDE, (0.0, 200.0))
     async with serving(tmp_path) as running:
         codes = set()
         for _ in range(400):
