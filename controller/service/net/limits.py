@@ -17,7 +17,9 @@ import structlog
 from controller.service.net.errors import TooManyCallsError
 from controller.settings.settings import Settings
 
-# A connection on which nobody has greeted, and one that has had no call, are closed after these.
+# A connection on which nobody has greeted or acknowledged the server's settings, and one that has
+# had no call, are closed after these.  Until a client has acknowledged them, gRPC takes 16 MiB of
+# headers from it.
 HANDSHAKE_SECONDS: Final = 10
 IDLE_SECONDS: Final = 300
 # A peer that is silent for so long is asked, and let go when it does not answer.
@@ -205,6 +207,7 @@ def connection_options(most: int) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", most),
         ("grpc.max_concurrent_streams", STREAMS_A_CONNECTION),
         ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
+        ("grpc.http2.settings_timeout", 1000 * HANDSHAKE_SECONDS),
         ("grpc.max_connection_idle_ms", 1000 * IDLE_SECONDS),
         ("grpc.keepalive_time_ms", 1000 * KEEPALIVE_SECONDS),
         ("grpc.keepalive_timeout_ms", 1000 * KEEPALIVE_ANSWER_SECONDS),

@@ -49,7 +49,7 @@ from controller.service.sessions.plan_log import LENGTH, PlanLogEntry
 from controller.service.sessions.unary_probes import UnaryProbes
 
 # What a session may cost in refusals before it shares an allowance with all others (the unit is a
-# refused report, `steering`): more than an engine needs that is wrong now and then.
+# refused report, `steering`): more than an engine needs of which few reports are wrong.
 _REFUSALS_AT_ONCE = 64
 _REFUSALS_A_SECOND = 2
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, CONTINUATION = 0, 1, 3, 4, 6, 9
-END_STREAM, END_HEADERS = 1, 4
+END_STREAM, END_HEADERS, ACK = 1, 4, 1
 _CANCEL = 8
 # A server that is well answers within it, on a machine that is busy.
 _PATIENCE_SECONDS = 120.0
@@ -58,8 +58,12 @@ class Connection:
         self._stream = -1
 
     def greet(self) -> None:
-        """As every client begins."""
+        """As every client begins; not every one acknowledges the server's settings."""
         self.say(PREFACE + frame(SETTINGS, 0, 0))
+
+    def acknowledge(self) -> None:
+        """Takes the server's settings, so that they are in force."""
+        self.say(frame(SETTINGS, ACK, 0))
 
     def say(self, data: bytes) -> bool:
         """False once the server has hung up."""

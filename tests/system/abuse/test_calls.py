@@ -1,6 +1,9 @@
 """Calls as gRPC makes them, by those who mean harm: floods, replays, rights that nobody gave."""
 
+import subprocess
+import sys
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,10 +15,13 @@ from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from controller.service.net.guard import WATCHES_MAX
+from controller.client import Client
+from controller.service.net.callers import Right
+from controller.service.net.guard import LIMITS, WATCHES_MAX
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc, training_pb2
 from tests.support.eventually import eventually
 from tests.support.service_harness import (
+    ENVIRONMENT,
     PATIENCE_SECONDS,
     engine_message,
     health_stub,
@@ -106,11 +112,10 @@ def test_reports_again_from_yesterday_or_of_other_plans_are_refused_one_by_one(
         service_pb2.SteerRequest(session_id=session, reports=reports[start : start + 1_000])
         for start in range(0, len(reports), 1_000)
     ]
-    rejected = Counter(
-        rejection.code
-        for answer in stub.Steer(iter(requests), timeout=6 * scale * PATIENCE_SECONDS)
-        for rejection in answer.rejections
-    )
+    rejected: Counter[int] = Counter()
+    for answer in stub.Steer(iter(requests), timeout=6 * scale * PATIENCE_SECONDS):
+        for rejection in answer.rejections:
+            rejected[rejection.code] += rejection.count
     assert rejected == {CODE.FAILED_PRECONDITION.value[0]: len(reports) - 2}
     besieged.holds(20)
 
@@ -242,6 +247,68 @@ def test_questions_by_the_thousand_are_limited_and_steering_is_not(
         calls = [stub.Explain.future(question, timeout=6 * PATIENCE_SECONDS) for _ in range(800)]
         assert {call.code() for call in calls} <= {CODE.OK, CODE.RESOURCE_EXHAUSTED}
     besieged.holds(20)
+
+
+def test_operators_read_while_the_engines_socket_is_asked_more_than_it_answers(
+    besieged: Besieged, channel: grpc.Channel
+):
+    policy = policy_pb2_grpc.PolicyServiceStub(channel)
+    question = policy_pb2.GetOverrideRequest(override_id="none")
+    asked: list[Any] = []
+    with Client(besieged.sidecar.address, timeout_seconds=PATIENCE_SECONDS) as client:
+        for _ in range(10):
+            asked += [
+                policy.GetOverride.future(question, timeout=PATIENCE_SECONDS) for _ in range(150)
+            ]
+            assert client.sidecar().version
+            assert client.explain(HONEST).engine_id == HONEST
+    assert {call.code() for call in asked} == {CODE.NOT_FOUND, CODE.RESOURCE_EXHAUSTED}
+
+
+def test_one_connection_does_not_use_up_what_the_others_may_ask(besieged: Besieged):
+    question = policy_pb2.GetOverrideRequest(override_id="none")
+    alone = (("grpc.use_local_subchannel_pool", 1),)
+    most = int(LIMITS[Right.READ][1])
+    with (
+        grpc.insecure_channel(besieged.operators, alone) as greedy,
+        grpc.insecure_channel(besieged.operators, alone) as other,
+    ):
+        policy = policy_pb2_grpc.PolicyServiceStub(greedy)
+        asked = [
+            policy.GetOverride.future(question, timeout=PATIENCE_SECONDS) for _ in range(2 * most)
+        ]
+        assert {call.code() for call in asked} == {CODE.NOT_FOUND, CODE.RESOURCE_EXHAUSTED}
+        found = policy_pb2_grpc.PolicyServiceStub(other)
+        codes = [status_of(found.GetOverride, question) for _ in range(most // 2)]
+        assert set(codes) == {CODE.NOT_FOUND}
+
+
+def test_a_request_id_is_known_again_in_another_process(besieged: Besieged):
+    """The first process has ended without an answer, say; the next one asks again."""
+    program = (
+        "import sys, grpc\n"
+        "from speculation.v1 import policy_pb2 as p, policy_pb2_grpc as g\n"
+        "request = p.SetOverrideRequest.FromString(bytes.fromhex(sys.argv[2]))\n"
+        "stub = g.PolicyServiceStub(grpc.insecure_channel(sys.argv[1]))\n"
+        f"print(stub.SetOverride(request, timeout={PATIENCE_SECONDS}).SerializeToString().hex())\n"
+    )
+    override = policy_pb2.Override(
+        override_id="once", scope=policy_pb2.Scope(fleet=True),
+        rule=policy_pb2.OverrideRule(off=True), author="ann", reason="asked twice",
+    )  # fmt: skip
+    request = policy_pb2.SetOverrideRequest(override=override, request_id=str(uuid.uuid4()))
+    answers = []
+    for _ in range(2):
+        command = [sys.executable, "-c", program, besieged.operators]
+        done = subprocess.run(
+            [*command, request.SerializeToString().hex()],
+            env=ENVIRONMENT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert not done.returncode, done.stderr
+        answers.append(done.stdout)
+        with Client(besieged.sidecar.address) as client:
+            client.clear_override("once", "it was done", allow_missing=True)
+    assert answers[0] == answers[1]
 
 
 def test_trainers_that_nobody_called(channel: grpc.Channel):

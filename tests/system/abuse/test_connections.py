@@ -1,9 +1,10 @@
 """Connections and frames: many, silent, half open, or not HTTP/2 at all."""
 
 import socket
+import struct
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import grpc
 import pytest
@@ -15,9 +16,11 @@ from tests.system.abuse.conftest import MAX_CONNECTIONS, MAX_OPEN_CALLS, Besiege
 from tests.system.abuse.http2 import (
     CONTINUATION,
     DATA,
+    END_HEADERS,
     HEADERS,
     PING,
     PREFACE,
+    RST_STREAM,
     SETTINGS,
     Connection,
     connections,
@@ -72,21 +75,25 @@ def test_who_does_not_greet_or_opens_a_stream_and_says_nothing_is_put_out(besieg
     with (
         connections(besieged.sidecar.address, 40) as silent,
         connections(besieged.tcp, 40) as half,
+        connections(besieged.tcp, 10) as unanswered,
         raw_channel(besieged.sidecar.address) as channel,
         raw_channel(besieged.operators) as operators,
         ExitStack() as open_calls,
     ):
         for connection in half:
             connection.say(PREFACE[:7])
+        for connection in unanswered:
+            # The server's settings are not acknowledged: until then it takes large headers.
+            connection.greet()
         calls = [
             way.stream_stream(path)(_silence(open_calls))
             for way, path in ((channel, STEER), (channel, ATTEND), (operators, MEASURE))
             for _ in range(20)
         ]
-        besieged.holds(120)
+        besieged.holds(130)
         assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
         assert f"{request_parsing.FIRST_SECONDS:g} s" in calls[0].details()
-        assert all(connection.hung_up() for connection in (*silent, *half))
+        assert all(connection.hung_up() for connection in (*silent, *half, *unanswered))
 
 
 def _silence(until: ExitStack) -> Iterator[bytes]:
@@ -149,7 +156,7 @@ def test_calls_opened_and_cancelled_by_the_thousand(besieged: Besieged, scale: i
         besieged.holds(20)
 
 
-def test_floods_of_headers_settings_and_pings(besieged: Besieged, scale: int):
+def test_floods_of_headers(besieged: Besieged, scale: int):
     large = [("x-noise", "x" * 8_000)] * 40
     block = headers_of(STEER, large)
     with connections(besieged.sidecar.address, 4) as many:
@@ -162,19 +169,67 @@ def test_floods_of_headers_settings_and_pings(besieged: Besieged, scale: int):
                 if not connection.say(frame(CONTINUATION, 0, 3, block[:16_000])):
                     break
         besieged.holds(20)
-    for flood in (frame(PING, 0, 0, bytes(8)), frame(SETTINGS, 0, 0)):
-        connection = Connection(besieged.sidecar.address)
-        connection.greet()
-        connection.socket.settimeout(1.0)
-        for _ in range(20):
-            if not connection.say(flood * 1_000 * scale):
+
+
+@pytest.fixture(params=["engines", "tcp", "health"])
+def way_in(besieged: Besieged, request: pytest.FixtureRequest) -> str:
+    health = f"127.0.0.1:{besieged.health_port}"
+    ways = {"engines": besieged.sidecar.address, "tcp": besieged.tcp, "health": health}
+    return ways[request.param]
+
+
+def test_calls_that_are_opened_and_reset_at_once(besieged: Besieged, way_in: str, scale: int):
+    block = headers_of("/grpc.health.v1.Health/Check")
+    reset = struct.pack(">I", 8)
+    with _flooding(way_in) as connection:
+        for first in range(1, 40_000 * scale, 200):
+            flood = b"".join(
+                frame(HEADERS, END_HEADERS, stream, block) + frame(RST_STREAM, 0, stream, reset)
+                for stream in range(first, first + 200, 2)
+            )
+            if not connection.say(flood):
                 break
         besieged.holds(20)
-        connection.socket.close()
+
+
+def test_a_block_of_headers_without_an_end(besieged: Besieged, way_in: str, scale: int):
+    """Tiny fields, which take most memory for their bytes."""
+    before = besieged.process.memory_info().rss
+    more = frame(CONTINUATION, 0, 1, b"\x00\x01a\x01b" * 3200)
+    with _flooding(way_in) as connection:
+        connection.say(frame(HEADERS, 0, 1, headers_of("/grpc.health.v1.Health/Check")))
+        for _ in range(1_000 * scale):
+            if not connection.say(more):
+                break
+        besieged.holds(20)
+    # Of 16 MB, what is within the limit of headers is kept.
+    assert besieged.process.memory_info().rss - before < 40_000_000
+
+
+@pytest.mark.parametrize("kind", [PING, SETTINGS], ids=["ping", "settings"])
+def test_a_flood_of_control_frames(besieged: Besieged, way_in: str, kind: int, scale: int):
+    flood = frame(kind, 0, 0, bytes(8) if kind == PING else b"\x00\x03\x00\x00\x01\x00")
+    with _flooding(way_in) as connection:
+        for _ in range(20 * scale):
+            if not connection.say(flood * 1_000):
+                break
+        besieged.holds(20)
+
+
+@contextmanager
+def _flooding(address: str) -> Iterator[Connection]:
+    """A connection that goes on as a client does; what it is sent is read."""
+    connection = Connection(address)
+    connection.greet()
+    connection.acknowledge()
+    threading.Thread(target=connection.hung_up, daemon=True).start()
+    yield connection
+    connection.socket.close()
 
 
 def test_a_handshake_and_an_idle_connection_have_their_time():
     options = dict(limits.connection_options(7))
     assert options["grpc.max_allowed_incoming_connections"] == 7
     assert options["grpc.server_handshake_timeout_ms"] == 1000 * limits.HANDSHAKE_SECONDS
+    assert options["grpc.http2.settings_timeout"] == 1000 * limits.HANDSHAKE_SECONDS
     assert options["grpc.max_connection_idle_ms"] == 1000 * limits.IDLE_SECONDS

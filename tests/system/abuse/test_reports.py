@@ -1,27 +1,38 @@
 """Reports that mean harm: endless, stale, counted wrongly, with numbers at the edge of what is."""
 
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, suppress
 
 import grpc
 import pytest
 
+from controller.client.paging import every_page
 from controller.core.engine_spec import MAX_GAMMA
 from controller.core.step_report import MIN_STEP_SECONDS
 from controller.service.net.limits import MESSAGE_BYTES
 from controller.service.rpc.steering import MESSAGE_REPORTS
-from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
+from speculation.v1 import engine_pb2, errors_pb2, service_pb2, service_pb2_grpc
+from tests.support.eventually import eventually
 from tests.support.service_harness import PATIENCE_SECONDS, report_message
 from tests.system.abuse.calls import CODE, introduce, status_of
 from tests.system.abuse.conftest import Besieged
 
 
 def one(besieged: Besieged, engine_id: str) -> service_pb2.EngineStatus:
+    return every(besieged, [engine_id])[0]
+
+
+def every(besieged: Besieged, engine_ids: Collection[str]) -> list[service_pb2.EngineStatus]:
     with grpc.insecure_channel(besieged.operators) as own:
-        found = service_pb2_grpc.InspectionServiceStub(own).ListEngines(
-            service_pb2.ListEnginesRequest(), timeout=PATIENCE_SECONDS
+        stub = service_pb2_grpc.InspectionServiceStub(own)
+        found = every_page(
+            lambda token: stub.ListEngines(
+                service_pb2.ListEnginesRequest(page_token=token), timeout=PATIENCE_SECONDS
+            )
         )
-    return next(e for e in found.engines if e.engine.engine_id == engine_id)
+    return [e for e in found.engines if e.engine.engine_id in engine_ids]
 
 
 def test_others_are_served_while_a_message_of_stale_reports_is_refused(
@@ -51,6 +62,83 @@ def test_others_are_served_while_a_message_of_stale_reports_is_refused(
     assert one(besieged, "victim-of-stale").reports == 100
     call.cancel()
     besieged.holds(20)
+
+
+def test_who_opens_many_sessions_has_no_more_refusals_for_it(besieged: Besieged):
+    """Each session has 64 and 2 a second of its own, and all of them share 500 and 500 a second."""
+    sessions, messages, reports = 40, 30, 64
+    over = threading.Event()
+    with grpc.insecure_channel(besieged.sidecar.address) as channel, ExitStack() as ends:
+        stub = service_pb2_grpc.SpeculationServiceStub(channel)
+        honest = introduce(channel, "honest-among-many")
+        ends.callback(over.set)
+        names = [f"many-{number}" for number in range(sessions)]
+        for name in names:
+            bad = [report_message(step, drafter="?") for step in range(1, reports + 1)]
+            request = service_pb2.SteerRequest(session_id=introduce(channel, name), reports=bad)
+            call = stub.Steer(_repeated(request, messages, over))
+            ends.callback(call.cancel)
+            threading.Thread(target=_read_on, args=(call,), daemon=True).start()
+        flood = sessions * messages * reports
+
+        def refused() -> int:
+            return sum(status.rejected_reports for status in every(besieged, names))
+
+        eventually(lambda: refused() > sessions * reports, what="all have used up their own")
+        # Who is wrong now and then does not wait for them.
+        requests = [
+            service_pb2.SteerRequest(
+                session_id=honest,
+                reports=[
+                    report_message(step, drafter="?"),
+                    report_message(step + 1),
+                    report_message(step),
+                ],
+            )
+            for step in range(1, 50, 10)
+        ]
+        codes = [
+            rejection.reason
+            for answer in stub.Steer(iter(requests), timeout=PATIENCE_SECONDS)
+            for rejection in answer.rejections
+        ]
+        assert codes.count(errors_pb2.ERROR_REASON_UNKNOWN_DRAFTER) == 5
+        assert one(besieged, "honest-among-many").reports == 5
+        assert refused() < flood / 2
+    besieged.holds(60)
+
+
+def test_a_message_that_is_wholly_stale_is_refused_at_once(
+    besieged: Besieged, channel: grpc.Channel
+):
+    stub = service_pb2_grpc.SpeculationServiceStub(channel)
+    session = introduce(channel, "wholly-stale")
+    steps = ([100], range(1, 61), [99, 101, 98, 97])
+    requests = [
+        service_pb2.SteerRequest(session_id=session, reports=[report_message(s) for s in some])
+        for some in steps
+    ]
+    answers = list(stub.Steer(iter(requests), timeout=PATIENCE_SECONDS))
+    rejections = [rejection for answer in answers for rejection in answer.rejections]
+    assert [(r.step, r.count) for r in rejections] == [(60, 60), (99, 1), (97, 2)]
+    assert {r.reason for r in rejections} == {errors_pb2.ERROR_REASON_STALE_REPORT}
+    assert answers[-1].received_so_far.reports == 65
+    status = one(besieged, "wholly-stale")
+    assert (status.reports, status.rejected_reports) == (2, 63)
+
+
+def _repeated(
+    request: service_pb2.SteerRequest, times: int, over: threading.Event
+) -> Iterator[service_pb2.SteerRequest]:
+    for _ in range(times):
+        yield request
+    over.wait()
+
+
+def _read_on(call: Iterator[service_pb2.SteerResponse]) -> None:
+    with suppress(grpc.RpcError):
+        for _ in call:
+            pass
 
 
 def test_a_message_with_too_many_reports_ends_its_stream_and_none_is_used(

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,23 @@ async def test_engines_are_listed_and_explained(tmp_path: Path):
     assert of_fleet.engine_id == "b"
     assert (why.engine_id, why.batch_size) == ("a", 3)
     assert {service.service for service in sidecar.services} >= {"speculation.v1.PolicyService"}
+
+
+@pytest.mark.parametrize("rights", ["override", "read"])
+async def test_who_may_not_read_on_the_operators_socket_reads_on_the_engines_one(
+    tmp_path: Path, rights: str
+):
+    """By an access list in which the user has another right, or none at all."""
+    access = tmp_path / "access"
+    access.write_text(f"{rights} uid:{os.getuid() + (rights == 'read')}\n")
+    async with serving(tmp_path, access=access) as running:
+        await running.introduce("a")
+        engines = await by_client(tmp_path, Client.engines)
+        # Only what reads is asked elsewhere.
+        if rights == "read":
+            with pytest.raises(errors.AccessDeniedError):
+                await by_client(tmp_path, lambda c: c.set_override(pin()))
+    assert [engine.engine.engine_id for engine in engines] == ["a"]
 
 
 async def test_an_override_lives_from_set_to_clear(tmp_path: Path):
