@@ -26,7 +26,8 @@ def override(address: str, author: str, *around: str) -> "subprocess.CompletedPr
 
 
 def test_root_in_the_engines_container_is_no_operator(tmp_path: Path):
-    operators, engines = tmp_path / "operators", tmp_path / "engines"
+    # Short names: a socket's path has 107 bytes at most.
+    operators, engines = tmp_path / "o", tmp_path / "e"
     for folder in (operators, engines):
         folder.mkdir()
     # The engine's container: the directory of the operators' socket is not mounted there.
