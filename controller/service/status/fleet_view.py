@@ -17,6 +17,7 @@ from typing import Final
 import structlog
 
 from controller.core.clock import Clock
+from controller.service.net.limits import Turns
 from controller.service.status.engine_status import EngineLine
 from controller.service.status.fleet_publisher import FleetPublisher
 from controller.service.status.fleet_summary import (
@@ -37,6 +38,8 @@ ENGINES_MAX: Final = 20_000
 _SECONDS = 2.0
 # The most of the time that reading takes.
 _SHARE_MAX = 0.05
+# A thread reads texts for so long at a time.
+_PIECE_SECONDS = 0.005
 # A sidecar is silent if so many of its texts are overdue, and some time for the store.
 _OVERDUE, _SLACK_SECONDS = 3, 5.0
 SILENT: Final = "silent"
@@ -215,6 +218,7 @@ class FleetView:
         self._made_of: tuple[Sequence[EngineLine], Fleet] | None = None
         self._good_until = -math.inf
         self._making = asyncio.Lock()
+        self._turns = Turns(1)
         self._refused = 0
 
     @property
@@ -261,7 +265,11 @@ class FleetView:
         try:
             stored = await board.read()
             began = time.monotonic()
-            found = await asyncio.to_thread(_parsed, stored, self._me.source)
+            parsing = _Parsing(stored, self._me.source)
+            while not parsing.is_done:
+                async with self._turns.turn():
+                    await asyncio.to_thread(parsing.go_on)
+            found = parsing.fleet()
             busy = time.monotonic() - began
         except StoreUnavailableError as error:
             found = Fleet((), shared=True, trouble=f"the store is away: {error}")
@@ -272,23 +280,43 @@ class FleetView:
         self._fresh_until = self._clock.now() + max(_SECONDS, busy / _SHARE_MAX)
 
 
-def _parsed(stored: Summaries, own: str) -> Fleet:
-    """Reads all texts but one's own, some microseconds for an engine: for a thread."""
-    engines: list[FleetEngine] = []
-    refused, left_out = stored.refused, stored.left_out
-    for summary in stored.found:
-        if summary.source == own:
-            continue
+class _Parsing:
+    """Reads all texts but one's own, some microseconds for an engine, in pieces for a thread."""
+
+    def __init__(self, stored: Summaries, own: str) -> None:
+        self._texts = [summary for summary in reversed(stored.found) if summary.source != own]
+        self._engines: list[FleetEngine] = []
+        self._refused, self._left_out = stored.refused, stored.left_out
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every text has been read."""
+        return not self._texts
+
+    def go_on(self) -> None:
+        """Reads texts for some milliseconds, and one in any case."""
+        until = time.monotonic() + _PIECE_SECONDS
+        while self._texts:
+            self._read(self._texts.pop())
+            if time.monotonic() >= until:
+                return
+
+    def _read(self, summary: Summary) -> None:
         try:
             found, bad, more = _engines_of(summary)
         except ValueError:
-            refused += 1
-            continue
-        refused += bad
-        room = ENGINES_MAX - len(engines)
-        left_out += more + max(0, len(found) - room)
-        engines += found[:room]
-    return Fleet(tuple(engines), shared=True, refused=refused, left_out=left_out)
+            self._refused += 1
+            return
+        self._refused += bad
+        room = ENGINES_MAX - len(self._engines)
+        self._left_out += more + max(0, len(found) - room)
+        self._engines += found[:room]
+
+    def fleet(self) -> Fleet:
+        """Returns what has been read."""
+        return Fleet(
+            tuple(self._engines), shared=True, refused=self._refused, left_out=self._left_out
+        )
 
 
 def _engines_of(summary: Summary) -> tuple[list[FleetEngine], int, int]:

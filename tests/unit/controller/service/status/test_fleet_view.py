@@ -175,7 +175,7 @@ async def test_a_sidecar_that_is_not_heard_of_is_silent_and_its_return_ends_that
     tmp_path: Path, server: RedisServer
 ):
     async with fleet(tmp_path, server, 1) as (one,):
-        put(server, "ab", body(summary("engine-b")), age_seconds=19.0)
+        put(server, "ab", body(summary("engine-b")), age_seconds=10.0)
         put(server, "cd", body(summary("engine-c", generated_per_second=100.0)), age_seconds=21.0)
         found = await seen(one, lambda f: len(f.engines) == 2)
         assert [engine.link for engine in found.engines] == ["steered", "silent"]
