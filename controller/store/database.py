@@ -16,7 +16,6 @@ still those that were opened.
 import contextlib
 import hashlib
 import json
-import os
 import sqlite3
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.core.errors import MALFORMED
+from controller.store.database_file import create_database, require_entries, require_format
 from controller.store.interface import (
     AUDIT_KEPT,
     AuditRecord,
@@ -33,31 +33,12 @@ from controller.store.interface import (
     StoreUnavailableError,
 )
 
-FORMAT: Final = 1
-# "SPEC": tells this database from any other SQLite file.
-_APPLICATION_ID: Final = 0x53504543
-_MODE: Final = 0o640
 # Pages of 4 KiB after which commits move from the WAL into the database file.
 _CHECKPOINT_PAGES: Final = 64
 # Old audit records are removed once in so many commits.
 _PRUNE_EVERY: Final = 256
 _LARGEST: Final = 2**63 - 1
 
-_SCHEMA = f"""
-CREATE TABLE entries (
-  override_id TEXT PRIMARY KEY, revision INTEGER NOT NULL, body TEXT NOT NULL, until REAL,
-  created_at REAL NOT NULL, ended TEXT NOT NULL, checksum TEXT NOT NULL
-) STRICT, WITHOUT ROWID;
-CREATE TABLE audit (
-  sequence INTEGER PRIMARY KEY, at REAL NOT NULL, action TEXT NOT NULL, subject TEXT NOT NULL,
-  author TEXT NOT NULL, reason TEXT NOT NULL, origin TEXT NOT NULL, before TEXT NOT NULL,
-  after TEXT NOT NULL
-) STRICT;
-CREATE INDEX audit_of_subject ON audit (subject, sequence);
-CREATE TABLE imported (line_checksum TEXT NOT NULL) STRICT;
-PRAGMA application_id = {_APPLICATION_ID};
-PRAGMA user_version = {FORMAT};
-"""
 _OF_ALL = (
     "SELECT sequence, at, action, subject, author, reason, origin, before, after FROM audit "
     "WHERE sequence < ? ORDER BY sequence DESC LIMIT ?"
@@ -125,7 +106,7 @@ class Database:
         self.alone = False
         refuse_links(path, *(Path(f"{path}{suffix}") for suffix in ("-wal", "-shm", "-journal")))
         with self._typed():
-            _create(path)
+            create_database(path)
             try:
                 self._writer = self._opened()
             except sqlite3.OperationalError as error:
@@ -167,27 +148,13 @@ class Database:
             ("cell_size_check", "ON"),
         ):
             connection.execute(f"PRAGMA {name} = {value}")
-        self._check_format(connection)
+        require_format(connection, self._path)
         if connection.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
             raise StoreUnavailableError(
                 f"{self._path}: this file system does not support SQLite's write-ahead log; "
                 "use a local one for the state directory"
             )
-        if not connection.execute("PRAGMA user_version").fetchone()[0]:
-            connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
-        _require_entries(connection)
-
-    def _check_format(self, connection: sqlite3.Connection) -> None:
-        application = connection.execute("PRAGMA application_id").fetchone()[0]
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        if application != _APPLICATION_ID and (application or version or tables):
-            raise StoreBrokenError(f"{self._path} is not a database of overrides; move it away")
-        if version > FORMAT:
-            raise StoreBrokenError(
-                f"{self._path} has format {version}, which a newer version wrote; this one reads "
-                f"format {FORMAT}: install the newer version"
-            )
+        require_entries(connection)
 
     def close(self) -> None:
         """Closes the connections; everything committed is durable already."""
@@ -333,24 +300,6 @@ def prune(connection: sqlite3.Connection, now: float) -> None:
     connection.execute("DELETE FROM entries WHERE ended <> '' AND until <= ?", (now,))
 
 
-def sync_directory(path: Path) -> None:
-    """Makes new names in a directory durable.  Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _create(path: Path) -> None:
-    """An empty file, which is an empty database; SQLite gives its mode to the files beside it."""
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _MODE))
-    except FileExistsError:
-        return
-    sync_directory(path.parent)
-
-
 def _inode(path: Path) -> tuple[int, int] | None:
     """Device and number; None where there is no file."""
     try:
@@ -378,22 +327,6 @@ def _damaged(path: Path, error: Exception) -> StoreBrokenError:
         f"{path} is damaged ({error}): restore it from a backup, or move it away together with "
         f"{path.name}-wal to start without overrides"
     )
-
-
-def _require_entries(connection: sqlite3.Connection) -> None:
-    """Raises sqlite3.DatabaseError if the tree of the entries is damaged, or may lack a part.
-
-    A part may lack where pages belong to nothing.  If the audit is damaged, they may be its own:
-    that is found when it is read, and overrides do not depend on it.
-    """
-
-    def fault(scope: str) -> str:
-        found = str(connection.execute(f"PRAGMA quick_check{scope}").fetchone()[0])
-        return "" if found == "ok" else found
-
-    found = fault("(entries)") or (fault("") if not fault("(audit)") else "")
-    if found:
-        raise sqlite3.DatabaseError(" ".join(found.split()))
 
 
 def _stored(row: Iterable[Any]) -> StoredEntry:

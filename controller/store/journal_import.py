@@ -27,9 +27,9 @@ from controller.store.database import (
     prune,
     put,
     refuse_links,
-    sync_directory,
     typed_errors,
 )
+from controller.store.database_file import sync_directory
 from controller.store.interface import AuditRecord, StoreBrokenError
 
 _CHECK = 16

@@ -275,7 +275,6 @@ async def _sampled(
     async def count() -> None:
         while True:
             await asyncio.sleep(every)
-            process.send_signal(signal.SIGUSR1)
             with suppress(FileNotFoundError):
                 text = tasks.read_text()  # noqa: ASYNC240  # a number of four digits
                 found.tasks.append((time.monotonic() - began, int(text)))

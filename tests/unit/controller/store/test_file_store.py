@@ -145,6 +145,15 @@ async def test_a_flipped_bit_in_an_entry_is_refused_and_the_file_is_left_alone(t
     assert await names(tmp_path) == set()
 
 
+async def test_a_database_that_has_lost_its_content_is_not_taken_for_a_new_one(tmp_path: Path):
+    database = await filled(tmp_path)
+    database.write_bytes(b"")
+    with pytest.raises(StoreBrokenError, match="is empty, which no database of overrides is"):
+        await opened(tmp_path)
+    database.unlink()
+    assert await names(tmp_path) == set()
+
+
 @pytest.mark.parametrize("content", [b"no database" * 500, b"SQLite format 3\0" + b"\xff" * 8000])
 async def test_a_file_that_is_not_a_database_is_refused(tmp_path: Path, content: bytes):
     (tmp_path / "overrides.db").write_bytes(content)
