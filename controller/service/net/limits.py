@@ -36,6 +36,12 @@ READS_WAITING: Final = 400
 _PROFILE_CALLS: Final = frozenset({"InstallProfile", "PushProfile"})
 # Work that can be interrupted has the event loop for so long at a time.
 _PIECE_SECONDS: Final = 0.002
+# After a piece of such work the event loop is free for so many times as long as the piece took.
+# Introductions, decisions and lists each have turns of their own: with decisions, which take half
+# of the loop at most, all of them together leave it free, so that new calls are taken at once.
+_FREE_TIMES: Final = 3.0
+# But for so long at most: work that waits for a thread or the store does not occupy the loop.
+_FREE_SECONDS_MAX: Final = 0.25
 # Descriptors beyond those of connections: files, sockets, the store's.
 _OTHER_DESCRIPTORS = 256
 
@@ -120,7 +126,7 @@ class SharedAllowance:
 class Turns:
     """Takes turns at work that occupies the event loop for long: one piece at a time.
 
-    After each piece the loop is left free for as long as the piece took, so that whoever asks for
+    After each piece the loop is left free for longer than the piece took, so that whoever asks for
     many at once does not keep steering waiting for all of them.  Calls of several pieces alternate:
     a short one does not wait for the end of a long one.
     """
@@ -175,12 +181,13 @@ class Turns:
 
     @contextmanager
     def _work(self) -> Iterator[None]:
-        """Leaves the loop free after the block, for as long as it took."""
+        """Leaves the loop free after the block, for longer than it took."""
         began = time.monotonic()
         try:
             yield
         finally:
-            asyncio.get_running_loop().call_later(time.monotonic() - began, self._lock.release)
+            free = min(_FREE_TIMES * (time.monotonic() - began), _FREE_SECONDS_MAX)
+            asyncio.get_running_loop().call_later(free, self._lock.release)
 
 
 def message_bytes(method: str) -> int:

@@ -85,7 +85,7 @@ async def test_calls_of_several_pieces_alternate_and_others_come_between():
     assert all(after > before + 1 for before, after in itertools.pairwise(worked))
 
 
-async def test_after_a_piece_the_loop_is_free_for_as_long_as_it_took():
+async def test_after_a_piece_the_loop_is_free_for_longer_than_it_took():
     turns, times = Turns(10), list[tuple[float, float]]()
 
     def piece() -> None:
@@ -95,8 +95,8 @@ async def test_after_a_piece_the_loop_is_free_for_as_long_as_it_took():
 
     await asyncio.gather(*(turns.take(piece) for _ in range(4)))
     pauses = [after[0] - before[1] for before, after in itertools.pairwise(times)]
-    # Less than all of it, because a loop's timers may ring a little early.
-    assert min(pauses) > PIECE_SECONDS / 2
+    # Three times as long; a loop's timers may ring a little early.
+    assert min(pauses) > 2 * PIECE_SECONDS
 
 
 async def test_work_that_is_short_is_not_interrupted():
