@@ -20,7 +20,7 @@ KEYS  1 revision (counter)   2 live (sorted set: id by end)   3 tombstones (sort
 from typing import Final
 
 from controller.store.interface import LIVE_ENTRIES_MAX
-from controller.store.redis_replies import TIME_MAX
+from controller.store.redis_replies import NUMBER_MAX, TIME_MAX
 
 # What an error begins with after which nothing was changed.
 REFUSED: Final = "REFUSED "
@@ -34,10 +34,13 @@ _RETURNED_MAX: Final = 2 * LIVE_ENTRIES_MAX
 _RETURNED_BYTES_MAX: Final = 4 * 1024 * 1024
 # Ids of unreadable entries that one look names.
 _NAMED_MAX: Final = 20
+# A counter is raised to the revision of an entry below this one only: above it there would be no
+# room for the revisions of other changes.
+_REVISION_MAX: Final = NUMBER_MAX // 2
 
 _COMMON = (
     f"local ENTRY_BYTES_MAX, LIVE_MAX = {ENTRY_BYTES_MAX}, {LIVE_ENTRIES_MAX}\n"
-    f"local TIME_MAX = {TIME_MAX:.0f}\n"
+    f"local TIME_MAX, REVISION_MAX = {TIME_MAX:.0f}, {_REVISION_MAX}\n"
     """
 local prefix, channel = ARGV[1], ARGV[2]
 local t = redis.call('TIME')
@@ -86,8 +89,14 @@ local function refused(text)
   return redis.error_reply('REFUSED ' .. text)
 end
 
+-- The JSON of an entry.  cjson would cut whole numbers to 14 digits.
+local function text_of(entry)
+  return string.format('{"revision":%.0f,"created":%.3f,"body":%s,"ended":%s}', entry.revision,
+    entry.created, cjson.encode(entry.body), cjson.encode(entry.ended))
+end
+
 local function keep(id, entry, ends)
-  local text = cjson.encode(entry)
+  local text = text_of(entry)
   if ends < 0 then
     redis.call('SET', prefix .. id, text)
   else
@@ -116,6 +125,11 @@ end
 local function is_utf8(text)
   if not string.find(text, '[\\128-\\255]') then return true end
   local tail = '[\\128-\\191]'
+  -- What has a shorter form, half a surrogate pair, and what is beyond the last character.
+  for _, wrong in ipairs({'\\224[\\128-\\159]', '\\237[\\160-\\191]', '\\240[\\128-\\143]',
+      '\\244[\\144-\\191]'}) do
+    if string.find(text, wrong) then return false end
+  end
   for _, sequence in ipairs({'[%z\\1-\\127]+', '[\\194-\\223]' .. tail,
       '[\\224-\\239]' .. tail .. tail, '[\\240-\\244]' .. tail .. tail .. tail}) do
     text = string.gsub(text, sequence, '')
@@ -123,16 +137,25 @@ local function is_utf8(text)
   return text == ''
 end
 
--- The entry, and its text; nil for one that cannot be read.
+-- The entry; nil for one that cannot be read.
 local function found(id)
   local text = text_at(prefix .. id)
   local fine, entry = pcall(cjson.decode, text)
-  local right = text and fine and type(entry) == 'table' and is_utf8(id) and is_utf8(text)
+  local right = text and fine and type(entry) == 'table' and is_utf8(id)
     and type(entry.revision) == 'number' and entry.revision >= 0 and entry.revision < 2^53
     and entry.revision % 1 == 0
     and type(entry.created) == 'number' and entry.created >= 0 and entry.created <= TIME_MAX
     and type(entry.body) == 'string' and type(entry.ended) == 'string'
-  if right then return entry, text end
+    and is_utf8(entry.body) and is_utf8(entry.ended)
+  if right then return entry end
+end
+
+-- Of a counter that was deleted or set back, the next revision would be an old one: sidecars would
+-- take that change for a loss, and undo it.
+local function raise_counter(revision)
+  if revision < REVISION_MAX and tonumber(redis.call('GET', KEYS[1]) or '0') < revision then
+    redis.pcall('SET', KEYS[1], string.format('%.0f', revision))
+  end
 end
 
 local function is_full()
@@ -201,9 +224,10 @@ local before = found(id)
 if (before and before.revision or 0) ~= expected then
   if not before then return {0, '', 0} end
   local ends = ends_at(id, before)
-  return {0, cjson.encode(before), ends < 0 and -1 or math.max(0, ends - now)}
+  return {0, text_of(before), ends < 0 and -1 or math.max(0, ends - now)}
 end
 if body ~= '' and not (before and before.ended == '') and is_full() then return {2} end
+if before then raise_counter(before.revision) end
 local after = {revision = redis.call('INCR', KEYS[1]), body = body, created = now / 1000,
   ended = body == '' and 'cleared' or ''}
 if body == '' then ms = TOMBSTONE end
@@ -211,7 +235,7 @@ local action = body == '' and 'clear' or (before and 'replace' or 'set')
 record(action, id, who, before and before.body or '', body)
 keep(id, after, ms < 0 and -1 or now + ms)
 redis.pcall('PUBLISH', channel, after.revision)
-return {1, cjson.encode(after), ms}
+return {1, text_of(after), ms}
 """
 )
 
@@ -235,7 +259,7 @@ FETCH = (
     + """
 local wrong = trouble()
 if not wrong and run_out() then redis.pcall('PUBLISH', channel, redis.call('GET', KEYS[1])) end
-local left_out, unreadable, names, all = {0, 0}, 0, {}, {}
+local left_out, unreadable, names, all, top = {0, 0}, 0, {}, {}, 0
 for i, key in ipairs({KEYS[2], KEYS[3]}) do
   local members = redis.pcall('ZREVRANGE', key, 0, EXAMINED_MAX - 1, 'WITHSCORES')
   local rows, count = {}, redis.pcall('ZCARD', key)
@@ -243,9 +267,10 @@ for i, key in ipairs({KEYS[2], KEYS[3]}) do
   left_out[i] = count - #members / 2
   for j = 1, #members, 2 do
     local id, ends = members[j], members[j + 1]
-    local entry, text = found(id)
+    local entry = found(id)
     if entry then
-      rows[#rows + 1] = {entry.revision, id, text, ends == 'inf' and '-1'
+      top = math.max(top, entry.revision)
+      rows[#rows + 1] = {entry.revision, id, text_of(entry), ends == 'inf' and '-1'
         or string.format('%.0f', math.max(0, tonumber(ends) - now))}
     elseif redis.call('EXISTS', prefix .. id) == 1 then
       unreadable = unreadable + 1
@@ -265,6 +290,7 @@ for i, key in ipairs({KEYS[2], KEYS[3]}) do
     end
   end
 end
+if not wrong then raise_counter(top) end
 return {wrong or '', text_at(KEYS[1]) or '0', left_out[1], left_out[2], unreadable, names, all}
 """
 )

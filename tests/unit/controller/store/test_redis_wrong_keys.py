@@ -259,3 +259,63 @@ async def test_a_mirror_from_a_clock_ahead_gives_no_override_more_than_it_had_le
     await store.close()
     assert found["hour"].remaining_seconds == pytest.approx(3600, abs=30)
     assert "clock_went_back" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("counter", [None, "1"])
+async def test_a_counter_that_was_deleted_or_set_back_undoes_no_change(
+    server: RedisServer, client: redis.Redis, counter: str | None
+):
+    """Whoever holds a higher revision would take the change for a loss, and put back the entry."""
+    async with store_of(server) as one, store_of(server) as two:
+        entries = [await one.write(f"o{number}", "1", None, 0, ANN) for number in range(3)]
+        assert set(await live(two)) == {"o0", "o1", "o2"}
+        if counter is None:
+            client.delete(REVISION)
+        else:
+            client.set(REVISION, counter)
+        await one.clear("o2", entries[2].revision, ANN)
+        changed = await one.write("o1", "2", None, entries[1].revision, ANN)
+        fresh = await one.write("fresh", "3", None, 0, ANN)
+        assert fresh.revision > changed.revision > entries[2].revision
+        for store in (one, two, one):
+            found = await live(store)
+            assert {name: entry.body for name, entry in found.items()} == {
+                "o0": "1", "o1": "2", "fresh": "3",
+            }  # fmt: skip
+
+
+async def test_a_look_raises_a_counter_that_was_deleted(server: RedisServer, client: redis.Redis):
+    async with store_of(server) as store:
+        entry = await store.write("a", "1", None, 0, ANN)
+        client.delete(REVISION)
+        await store.entries()
+        assert (await store.write("b", "2", None, 0, ANN)).revision > entry.revision
+
+
+ODD = {
+    "NaN": b'{"revision":7,"body":"1","created":9999999999,"ended":"","more":NaN}',
+    "hexadecimal": b'{"revision":0x7,"body":"1","created":1,"ended":""}',
+    "large": b'{"revision":4503599627370495,"body":"1","created":1,"ended":""}',
+    "half a surrogate pair": b'{"revision":7,"body":"\xed\xa0\x80","created":1,"ended":""}',
+    "a longer form": b'{"revision":7,"body":"\xe0\x80\x80","created":1,"ended":""}',
+    "beyond the last": b'{"revision":7,"body":"\xf4\x90\x80\x80","created":1,"ended":""}',
+}
+
+
+@pytest.mark.parametrize("text", ODD.values(), ids=ODD)
+async def test_an_entry_that_redis_reads_otherwise_than_python_spoils_nothing(
+    server: RedisServer, client: redis.Redis, text: bytes
+):
+    async with store_of(server) as store:
+        await store.write("good", "1", None, 0, ANN)
+        client.set(f"{TAG}:entry:odd", text)
+        client.zadd(LIVE, {"odd": "inf"})
+        # As of a Redis whose clock was ahead: every entry from then is set right.
+        client.xadd(AUDIT, {"a": "b"}, id=f"{int(time.time() * 1000) + DAY_MS}-0")
+        found = await live(store)
+        assert "good" in found
+        assert well(store)
+        assert ("odd" in found) != ("odd" in store.health.unusable)
+        await store.clear("odd", found["odd"].revision if "odd" in found else 0, ANN)
+        assert set(await live(store)) == {"good"}
+        assert not store.health.unusable
