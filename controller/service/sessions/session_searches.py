@@ -35,11 +35,13 @@ class SessionSearches:
         self._search = search
         # By session, what it needs; the one that has waited the longest first.
         self._waiting: dict[EngineSession, str] = {}
+        # Those that the present search is for.
+        self._sought: dict[EngineSession, str] = {}
         self._turns = Turns(1)
         self._asked = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._sought)
 
     def ask(self, session: EngineSession, need: str) -> None:
         """Searches for what a session needs; `need` is equal where sessions need the same."""
@@ -49,9 +51,12 @@ class SessionSearches:
     def withdraw(self, session: EngineSession) -> None:
         """The session is over, and needs nothing more."""
         self._waiting.pop(session, None)
+        self._sought.pop(session, None)
 
     async def keep(self) -> None:
         """Searches whenever it is asked to, until cancelled."""
+        # A search that was interrupted begins again.
+        self._waiting, self._sought = self._sought | self._waiting, {}
         while True:
             await self._asked.wait()
             while self._waiting:
@@ -60,18 +65,26 @@ class SessionSearches:
 
     async def _search_for_first(self) -> None:
         session, need = next(iter(self._waiting.items()))
-        give = None
+        self._sought = self._take(need)
         try:
             async with self._turns.turn():
                 give = await self._search(session)
+            if give is not None:
+                # What was found is also for those who have asked meanwhile.  If nothing was, they
+                # wait for another search: what they need may have come after this one had looked.
+                self._sought |= self._take(need)
+                await self._turns.take_pieces(give(list(self._sought)))
         except StoreUnavailableError as error:
             _log.warning(
                 "search_failed", goods=self._goods, engine=session.engine_id, error=str(error)
             )
         except Exception:  # noqa: BLE001  # what fails for one need keeps no other one waiting
             _log.exception("search_failed", goods=self._goods, engine=session.engine_id)
-        same = [other for other, its in self._waiting.items() if its == need]
-        for other in same:
-            del self._waiting[other]
-        if give is not None:
-            await self._turns.take_pieces(give(same))
+        self._sought = {}
+
+    def _take(self, need: str) -> dict[EngineSession, str]:
+        """Removes those from the waiting who need the same, and returns them."""
+        taken = {session: its for session, its in self._waiting.items() if its == need}
+        for session in taken:
+            del self._waiting[session]
+        return taken
