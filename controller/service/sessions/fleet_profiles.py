@@ -19,7 +19,7 @@ import structlog
 from controller.core.cost.profile import MeasuredEngine, Profile
 from controller.core.cost.profile_merge import distinct, merge_profiles
 from controller.core.engine_spec import EngineSpec
-from controller.core.errors import InvalidProfileError
+from controller.core.errors import InvalidProfileError, ProfileMergeError
 from controller.service.net.errors import NoProfileError
 from controller.service.net.limits import READS_WAITING, Turns
 from controller.service.sessions.profile_registry import (
@@ -224,11 +224,31 @@ def _measurements(identity: str, texts: Sequence[str]) -> list[Profile]:
     return distinct(profiles)
 
 
+def _merge(identity: str, profiles: Sequence[Profile]) -> tuple[Sequence[Profile], Profile]:
+    """Merges profiles, of which there is one at least; returns those that could be, and the result.
+
+    Left out is what makes a profile with numbers that are too large, say.  The oldest are kept, so
+    that one that is brought later keeps none of them out.
+    """
+    try:
+        return profiles, merge_profiles(profiles)
+    except (InvalidProfileError, ProfileMergeError):
+        first, *others = sorted(profiles, key=lambda profile: profile.measured_at)
+    kept, merged = [first], first
+    for profile in others:
+        try:
+            merged = merge_profiles([*kept, profile])
+            kept.append(profile)
+        except (InvalidProfileError, ProfileMergeError) as error:
+            _log.error("profile_refused", identity=identity, error=str(error))
+    return kept, merged
+
+
 def _merged(identity: str, texts: Sequence[str]) -> Profile | None:
     profiles = _measurements(identity, texts)
     if not profiles:
         return None
-    merged = merge_profiles(profiles)
+    _, merged = _merge(identity, profiles)
     assert merged.profile_id  # kept by the profile
     return merged
 
@@ -237,7 +257,7 @@ def _text(identity: str, texts: Sequence[str], profile_id: str) -> str:
     profiles = _measurements(identity, texts)
     if profile_id:
         profiles = [profile for profile in profiles if profile.profile_id == profile_id]
-    return merge_profiles(profiles).to_json() if profiles else ""
+    return _merge(identity, profiles)[1].to_json() if profiles else ""
 
 
 def _summary(identity: str, texts: Sequence[str], known: _Known | None) -> _Known:
@@ -248,13 +268,13 @@ def _summary(identity: str, texts: Sequence[str], known: _Known | None) -> _Know
     profiles = _measurements(identity, texts)
     if not profiles:
         return digest, None
-    merged = merge_profiles(profiles)
+    kept, merged = _merge(identity, profiles)
     summary = ProfileSummary(
         merged.fingerprint,
         merged.drafters,
         identity,
         merged.profile_id,
-        tuple(profile.profile_id for profile in profiles),
+        tuple(profile.profile_id for profile in kept),
         len(merged.cells),
         sum(cell.steps for cell in merged.cells),
         merged.measured_at,

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -218,6 +219,25 @@ async def test_a_profile_that_no_engine_could_have_is_not_listed(tmp_path: Path)
     async with among_foreign(tmp_path) as running:
         await push(running, make_profile("x" * 100_000))
         assert len(await listed(running)) == FOREIGN
+
+
+async def test_a_profile_that_cannot_be_merged_spoils_neither_its_identity_nor_the_list(
+    tmp_path: Path,
+):
+    """Each of the two is a profile, and together they have more steps than a profile may have."""
+    async with among_foreign(tmp_path) as running:
+        good = make_profile(measured_at=DAYS[0])
+        most = [replace(cell, steps=2**31 - 1) for cell in good.cells]
+        await push(running, good, replace(good, measured_at=DAYS[1], cells=tuple(most)))
+        rows = {row.profile_id: list(row.measurements) for row in await listed(running)}
+        assert len(rows) == FOREIGN + 1
+        assert rows[good.profile_id] == [good.profile_id]
+        await running.introduce()
+        session = running.sidecar.registry.by_engine("engine-0")
+        await until(lambda: session.core.profile_id == good.profile_id)
+        request = service_pb2.GetProfileRequest(engine_id="engine-0")
+        answer = await soon(running.profiling.GetProfile(request))
+        assert answer.profile_json == good.to_json()
 
 
 async def test_profiles_that_are_brought_at_once_are_parsed_one_at_a_time(
