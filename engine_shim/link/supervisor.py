@@ -79,6 +79,8 @@ class AgentSupervisor:
 
     def leave_to_parent(self) -> None:
         """Gives up this copy, in a fork of the engine, which keeps its agent."""
+        # The lock of the event may have been taken by the thread, which is not in the fork.
+        self._stopping = threading.Event()
         self._stopping.set()
         self._process = None
         self._discard_untaken()

@@ -69,6 +69,9 @@ def remove_if_dead(path: Path) -> None:
         # There is nothing, or a link to nothing.
         path.unlink(missing_ok=True)
         return
+    except OSError as error:
+        # A link that leads where this process may not look, or to itself.
+        raise SocketTakenError(f"{path} cannot be looked at: {error.strerror}") from error
     if not stat.S_ISSOCK(mode):
         raise SocketTakenError(f"{path} exists and is not a socket: remove it or name another path")
     if _is_served(path):

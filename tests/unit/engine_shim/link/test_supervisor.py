@@ -121,3 +121,13 @@ def test_the_agent_holds_no_descriptor_but_its_own():
         supervisor.stop()
         os.close(read_end)
         os.close(write_end)
+
+
+def test_a_fork_waits_for_no_lock_that_the_thread_has_taken_before():
+    """The thread is not in the fork, and would never give the lock back."""
+    supervisor = supervising(ECHO)
+    with supervisor._stopping._cond:  # type: ignore[attr-defined]  # as the thread has it
+        giving_up = threading.Thread(target=supervisor.leave_to_parent, daemon=True)
+        giving_up.start()
+        giving_up.join(60.0)
+        assert not giving_up.is_alive()

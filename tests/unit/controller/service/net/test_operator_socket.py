@@ -225,6 +225,15 @@ async def test_a_file_where_the_link_would_be_refuses_the_start_and_stays(tmp_pa
     assert beside.read_text() == "mine"
 
 
+async def test_a_link_that_leads_to_itself_refuses_the_start_and_stays(tmp_path: Path):
+    link = operators_path(tmp_path / "controller.sock")
+    link.symlink_to(link)
+    with pytest.raises(SocketTakenError, match="cannot be looked at"):
+        async with serving(tmp_path, operators_directory=tmp_path / "operators"):
+            pass
+    assert link.is_symlink()
+
+
 def test_who_may_not_enter_that_directory_is_told(tmp_path: Path):
     own = tmp_path / "operators" / "controller-operators.sock"
     own.parent.mkdir()
