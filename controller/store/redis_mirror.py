@@ -10,7 +10,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import structlog
 
@@ -26,6 +26,9 @@ from controller.store.redis_replies import (
     time_of,
 )
 from controller.util.atomic_file import remove_unfinished, write_whole
+
+# Of the id of an override (`controller.core.planning.overrides`).
+_ID_CHARACTERS_MAX: Final = 128
 
 _log = structlog.get_logger(__name__)
 
@@ -77,7 +80,8 @@ class MirroredEntry:
             "body": self.body,
             "created": self.created_at,
             "ended": self.ended,
-            "ms": -1 if math.isinf(self.until) else round(1000 * self.left(now)),
+            # Below 0 would be without an end.
+            "ms": -1 if math.isinf(self.until) else max(0, round(1000 * self.left(now))),
         }
 
 
@@ -103,7 +107,7 @@ class Fetched:
         """Reads the reply of the script FETCH, as it has come.  Raises one of MALFORMED."""
         now = time.monotonic()
         wrong, counter, live, ended, count, names, flat = list_of(reply, 7)
-        unreadable = [shown(name) for name in list_of(names)]
+        unreadable = [_shown(name) for name in list_of(names)]
         bad = number_of(count) - len(unreadable)
         entries = {}
         for name, text, left in rows_of(flat, 3):
@@ -111,7 +115,7 @@ class Fetched:
                 override_id = text_of(name)
                 entries[override_id] = MirroredEntry.of(override_id, text, left, now)
             except MALFORMED:
-                unreadable.append(shown(name))
+                unreadable.append(_shown(name))
         if not isinstance(counter, bytes):
             raise TypeError("the counter must be a text")
         return cls(
@@ -163,6 +167,11 @@ class RedisMirror:
             idle = 0.0
         entries = [_held(item, idle, now) for item in found["entries"]]
         return {held.override_id: held for held in entries if not held.over(now)}, idle
+
+
+def _shown(name: Any) -> str:
+    """An id whole, if it can be one of an override, so that it can be cleared."""
+    return shown(name, _ID_CHARACTERS_MAX)
 
 
 def _text(value: Any) -> str:

@@ -12,6 +12,7 @@ import pytest
 import redis
 
 from controller.store.interface import Actor, BlobKind, Entry, StoreUnavailableError
+from controller.store.redis_mirror import MirroredEntry, RedisMirror
 from controller.store.redis_store import RedisStore
 from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import RedisServer
@@ -319,3 +320,23 @@ async def test_an_entry_that_redis_reads_otherwise_than_python_spoils_nothing(
         await store.clear("odd", found["odd"].revision if "odd" in found else 0, ANN)
         assert set(await live(store)) == {"good"}
         assert not store.health.unusable
+
+
+async def test_an_entry_with_the_longest_id_that_cannot_be_read_can_be_cleared(
+    server: RedisServer, client: redis.Redis
+):
+    name = "x" * 128
+    async with store_of(server) as store:
+        client.set(f"{TAG}:entry:{name}", "no entry")
+        client.zadd(LIVE, {name: "inf"})
+        await store.entries()
+        assert list(store.health.unusable) == [name]
+        await store.clear(name, 0, ANN)
+        await store.entries()
+        assert not store.health.unusable
+
+
+def test_what_has_run_out_as_the_mirror_is_written_is_not_without_an_end(tmp_path: Path):
+    mirror = RedisMirror(tmp_path / "fleet.json")
+    mirror.write({"a": MirroredEntry("a", 1, "1", time.monotonic() - 0.01, 1.0, "")})
+    assert mirror.read()[0] == {}
