@@ -9,6 +9,8 @@ import structlog
 
 # Between two log lines about one kind of entries.
 LOG_SECONDS: Final = 60.0
+# What a store holds, of which each entry is read by itself.
+KINDS: Final = ("override", "override_beyond_limit", "audit", "profiles", "acceptance")
 # Names in such a line.
 _NAMED_MAX: Final = 5
 
@@ -22,7 +24,7 @@ class SkippedEntries:
         self._where = where
         self._clock = clock
         self._logged_at: dict[str, float] = {}
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
 
     def add(self, kind: str, names: Sequence[str], reason: str, count: int = 0) -> None:
         """Counts the entries named, or `count` of which only some are named."""

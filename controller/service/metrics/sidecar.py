@@ -144,8 +144,7 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
     ),
     Family(
         _COUNTER, "speculation_store_skipped_entries",
-        "Entries of the store that could not be used, in all readings so far, by kind (absent "
-        "before the first one).",
+        "Entries of the store that could not be used, in all readings so far, by kind.",
         lambda s: dict(s.store.skipped), label="kind",
     ),
     Family(

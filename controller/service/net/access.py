@@ -59,6 +59,8 @@ DIGEST: Final = "token-sha256:"
 _USERS: Final = ("uid:", "gid:")
 _KEY = re.compile(r"token-sha256:[0-9a-f]{64}|cert:\S+|[ug]id:(0|[1-9][0-9]{0,9})")
 _ENGINES = "engine:"
+# What was meant as a restriction and would be taken for a name, so that nothing were restricted.
+_IS_RESTRICTION = re.compile(r"engines?:", re.IGNORECASE)
 _GLOB = re.compile(r"[A-Za-z0-9._:*?-]{1,128}")
 
 
@@ -163,7 +165,7 @@ def _entry(words: list[str], where: str) -> tuple[str, Caller]:
             raise AccessFileError(
                 f"{where}: engine:GLOBS are engine ids with * and ?, joined by commas"
             )
-    if len(words) not in {2, 3}:
+    if len(words) not in {2, 3} or _IS_RESTRICTION.match(words[-1]):
         raise AccessFileError(f"{where}: RIGHTS KEY [NAME] [engine:GLOBS] is needed")
     rights = Right.NONE
     for word in words[0].split(","):

@@ -87,7 +87,9 @@ class OperatorSocket:
 
         The sidecar's own socket has to be bound inside it, too.  Raises OSError.
         """
-        with tempfile.TemporaryDirectory(prefix=".", dir=self._main.parent) as folder:
+        os.close(unix_socket.opened_directory(self.path))
+        # Where only operators come: whoever may write there could exchange the inner socket.
+        with tempfile.TemporaryDirectory(prefix=".", dir=self.path.parent) as folder:
             # The umask of `unix_socket.claimed` takes the right to enter it away.
             Path(folder).chmod(_INNER_DIRECTORY_MODE)
             inner = Path(folder, "s")

@@ -27,6 +27,21 @@ class SocketTakenError(SpeculationError):
     """The path cannot be bound: someone serves there, or it is something else."""
 
 
+def opened_directory(path: Path) -> int:
+    """Opens the directory of a socket, which is made if it does not exist; its descriptor.
+
+    Raises SocketTakenError.
+    """
+    try:
+        path.parent.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
+        return os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise SocketTakenError(
+            f"the directory of {path} cannot be used: {error.strerror}; name another socket with "
+            "--address unix:PATH"
+        ) from error
+
+
 @contextmanager
 def claimed(path: Path, mode: int = _MODE) -> Iterator[None]:
     """Bind inside the block: the path is free there, and what is bound gets the mode.
@@ -35,14 +50,7 @@ def claimed(path: Path, mode: int = _MODE) -> Iterator[None]:
     """
     if len(os.fsencode(path)) > _PATH_BYTES_MAX:
         raise SocketTakenError(f"{path}: a socket's path is {_PATH_BYTES_MAX} bytes at most")
-    try:
-        path.parent.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise SocketTakenError(
-            f"the directory of {path} cannot be used: {error.strerror}; name another socket with "
-            "--address unix:PATH"
-        ) from error
+    directory = opened_directory(path)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
         remove_if_dead(path)

@@ -63,7 +63,7 @@ def test_socket_and_state_lie_where_systemd_makes_room_for_them():
     for path in (settings().state_directory, settings().profile_directory):
         assert path is not None
         assert path.parent == Path("/var/lib") / state
-    assert unit["Service", "RuntimeDirectoryPreserve"] == ["restart"]
+    assert unit["Service", "RuntimeDirectoryPreserve"] == ["yes"]
 
 
 def test_the_engine_may_open_the_socket():

@@ -151,7 +151,7 @@ class _Served:
 def serving(folder: Path, **settings: Any) -> Iterator[_Served]:
     """With what the table's settings leave out."""
     # How often somebody may ask is not the question here.
-    with mock.patch.object(guard, "_LIMITS", _UNLIMITED):
+    with mock.patch.object(guard, "LIMITS", _UNLIMITED):
         served = _Served(folder, settings)
         try:
             yield served

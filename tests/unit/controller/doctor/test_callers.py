@@ -69,12 +69,12 @@ async def test_an_engine_with_a_user_of_its_own_is_none(public: Path):
 async def test_sockets_in_two_directories_are_well_whoever_calls(tmp_path: Path):
     (elsewhere := tmp_path / "proc").mkdir()
     path = tmp_path / "controller.sock"
-    async with serving(tmp_path, operators_directory=tmp_path / "operators"):
+    async with serving(tmp_path, operators_directory=tmp_path / "o"):
         with socket.socket(socket.AF_UNIX) as caller:
             caller.connect(str(path))
             found = checked(path, elsewhere)
     assert found.level is Level.OK
-    assert str(tmp_path / "operators" / "controller-operators.sock") in found.found
+    assert str(tmp_path / "o" / "controller-operators.sock") in found.found
 
 
 def test_without_sockets_there_is_nothing_to_say(tmp_path: Path):
