@@ -139,7 +139,7 @@ def check_against_student(
 ) -> None:
     """Whole blocks were accepted as far as the trained student's would have been.
 
-    But for one in thirty: where two tokens are as good as equal, rounding decides.
+    But for one, or one in thirty: where two tokens are as good as equal, rounding decides.
     live: as `accepted_by_context`; tokens: the sequence, prompt and answer.  target, student: those
     that ran; None: the shallow ones.
     """
@@ -158,4 +158,4 @@ def check_against_student(
         wrong += accepted != int((block == truth).int().cumprod(0).sum())
         compared += 1
     assert compared > 10
-    assert wrong <= compared // 30
+    assert wrong <= max(1, compared // 30)
