@@ -235,6 +235,8 @@ def test_a_connection_that_is_kept_alive_stays_and_a_hasty_one_ends(besieged: Be
                 if other == pace and not connection.say(frame(PING, 0, 0, bytes(8))):
                     ended.add((way, pace))
         ended |= {key for key in asked if key[1] == pace and _goodbye(asked[key])}
+    for connection in asked.values():
+        connection.socket.close()
     assert ended == {(way, "hasty") for way in ways}
 
 
