@@ -39,7 +39,7 @@ def doctor(
     ] = "",
     engine_url: Annotated[
         str, typer.Option(help='The engine\'s HTTP API; "": it is not asked.')
-    ] = "http://127.0.0.1:30000",
+    ] = "http://localhost:30000",
     api_key: Annotated[
         str, typer.Option(envvar="ENGINE_API_KEY", help="The engine's API key, if it has one.")
     ] = "",

@@ -25,7 +25,7 @@ def measure(
     context: typer.Context,
     engine_url: Annotated[
         str, typer.Option(help="The engine's HTTP API, which supplies the load.")
-    ] = "http://127.0.0.1:30000",
+    ] = "http://localhost:30000",
     sidecar: Annotated[
         str,
         typer.Option(

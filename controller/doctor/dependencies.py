@@ -13,6 +13,7 @@ from controller.doctor.finding import Finding, fail, ok, warn
 from controller.profiling.engine_http import EngineHttp
 from controller.profiling.errors import ProfilingError
 from controller.profiling.server_kinds import VLLM
+from controller.settings.listeners import Listener
 from controller.settings.settings import Settings
 
 _ANSWER_SECONDS = 5.0
@@ -135,9 +136,11 @@ async def check_redis(settings: Settings) -> Finding:
     return ok("redis", f"answers in {(answered - asked) * 1e3:.0f} ms, clock {apart:+.1f} s")
 
 
-async def check_health_port(port: int) -> Finding:
+async def check_health_port(listener: Listener) -> Finding:
     """A kubelet's question, from inside."""
-    address = f"127.0.0.1:{port}"
+    # Of every address, localhost is one, in whatever family this machine has.
+    is_every = listener.host in {"::", "0.0.0.0"}  # noqa: S104  # compared
+    address = f"localhost:{listener.port}" if is_every else listener.address
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:

@@ -63,7 +63,7 @@ async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
     if settings.redis_url is not None:
         yield await dependencies.check_redis(settings)
     if settings.health_port:
-        yield await dependencies.check_health_port(settings.health_port)
+        yield await dependencies.check_health_port(settings.listener("health"))
 
 
 async def _sidecar(address: str) -> tuple[list[Finding], set[str] | None]:

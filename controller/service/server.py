@@ -204,8 +204,7 @@ class Sidecar(SessionObserver):
                     self._status_cache,
                     self._fleet_view,
                     asyncio.get_running_loop(),
-                    settings.page_host,
-                    settings.page_port,
+                    settings.listener("page"),
                 )
             await self._servers.start()
             if self._health_port is not None:
@@ -352,28 +351,28 @@ class Sidecar(SessionObserver):
         health_pb2_grpc.add_HealthServicer_to_server(self._readiness.servicer, server)
 
     def _bind_health(self) -> None:
-        host, port = self._settings.health_host, self._settings.health_port
-        if not port:
+        listener = self._settings.listener("health")
+        if not listener.port:
             return
-        address = f"[{host}]:{port}" if ":" in host.strip("[]") else f"{host}:{port}"
         try:
-            self._health_port = HealthPort(self._readiness.servicer, address)
+            self._health_port = HealthPort(self._readiness.servicer, listener.address)
         except RuntimeError as error:
             raise AddressTakenError(
-                f"{address} cannot be bound (in use?): name another port with --health-port"
+                f"{listener.address} cannot be bound (in use?): name another port with "
+                "--health-port"
             ) from error
 
     def _serve_metrics(self) -> MetricsServer:
-        host, port = self._settings.metrics_host, self._settings.metrics_port
+        listener = self._settings.listener("metrics")
         try:
             return MetricsServer(
                 self.registry, self.override_registry, self._fleet_view, self.supervisor,
-                asyncio.get_running_loop(), host, port,
+                asyncio.get_running_loop(), listener.host, listener.port,
             )  # fmt: skip
         except OSError as error:
             raise AddressTakenError(
-                f"/metrics cannot be served on {host}:{port}: {error.strerror}; name another port "
-                "with --metrics-port, or 0 for none"
+                f"/metrics cannot be served on {listener.address}: {error.strerror}; name another "
+                "port with --metrics-port, or 0 for none"
             ) from error
 
     async def _expire(self) -> None:

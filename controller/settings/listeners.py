@@ -14,12 +14,18 @@ _IP: TypeAlias = "ipaddress.IPv4Address | ipaddress.IPv6Address"
 class Listener:
     """A TCP address to listen at.
 
-    name: the setting that has its port.  host: an address or a name.  port: 0 means any free one.
+    name: the setting that has its port.  host: an address, without brackets, or a name.  port: 0
+    means any free one.
     """
 
     name: str
     host: str
     port: int
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT, with brackets around an IPv6 address."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def clashes(listeners: Sequence[Listener]) -> Iterator[tuple[str, str, str]]:
@@ -31,7 +37,7 @@ def clashes(listeners: Sequence[Listener]) -> Iterator[tuple[str, str, str]]:
         if one.port == other.port != 0 and _overlap(one.host, other.host):
             text = (
                 f"{one.name} and {other.name}: both would listen on port {one.port}, at "
-                f"{one.host} and {other.host}; change one of them"
+                f"{one.address} and {other.address}; change one of them"
             )
             yield one.name, other.name, text
 
@@ -48,13 +54,11 @@ def _addresses(host: str) -> list[_IP]:
     if host == "localhost":
         return [ipaddress.IPv4Address("127.0.0.1"), ipaddress.IPv6Address("::1")]
     with contextlib.suppress(ValueError):
-        return [ipaddress.ip_address(host.strip("[]") or "::")]
+        return [ipaddress.ip_address(host)]
     return []
 
 
 def _same(a: _IP, b: _IP) -> bool:
     """Tells whether a socket at one of them accepts connections to the other."""
-    # gRPC's sockets at [::] take IPv4 as well.
-    if any(x.is_unspecified and isinstance(x, ipaddress.IPv6Address) for x in (a, b)):
-        return True
-    return a.version == b.version and (a == b or a.is_unspecified or b.is_unspecified)
+    # Sockets at [::] take IPv4 as well, and gRPC's at 0.0.0.0 take IPv6.
+    return a == b or a.is_unspecified or b.is_unspecified

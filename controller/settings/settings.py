@@ -7,6 +7,7 @@ in the environment; so are those of training.  Unknown names are refused in ever
 
 import dataclasses
 import difflib
+import ipaddress
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -70,6 +71,21 @@ def _is_host_port(address: str | None) -> str | None:
     return address
 
 
+def _is_host(host: str) -> str:
+    """Returns an address without brackets, or a name."""
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if ":" in bare or bare != host:
+        try:
+            ipaddress.IPv6Address(bare)
+        except ValueError as error:
+            raise ValueError(
+                "an address or a name is needed, without a port; :: is every address, IPv4 and IPv6"
+            ) from error
+    elif not re.fullmatch(r"[A-Za-z0-9._-]+", bare):
+        raise ValueError("an address or a name is needed; :: is every address, IPv4 and IPv6")
+    return bare
+
+
 def _is_http(endpoint: str | None) -> str | None:
     if endpoint is not None and not re.fullmatch(r"https?://[^\s/@?#]+:\d{1,5}", endpoint):
         raise ValueError("http://HOST:PORT or https://HOST:PORT is needed")
@@ -131,20 +147,23 @@ class Settings(BaseSettings):
     tls_client_ca: Path | None = Field(
         None, description="PEM file; clients then need a certificate of this authority."
     )
-    metrics_host: str = Field(
-        "127.0.0.1", description="Address of /metrics; 0.0.0.0 lets another host scrape it."
+    metrics_host: Annotated[str, AfterValidator(_is_host)] = Field(
+        "127.0.0.1", description="Address of /metrics; `::` lets other hosts scrape it."
     )
     metrics_port: int = Field(9464, ge=0, le=65535, description="Port of /metrics; 0: no metrics.")
-    page_host: str = Field("127.0.0.1", description="Address of the web page.")
+    page_host: Annotated[str, AfterValidator(_is_host)] = Field(
+        "127.0.0.1", description="Address of the web page."
+    )
     page_port: int = Field(
         0,
         ge=0,
         le=65535,
         description="Port of the web page, which everybody who reaches it may read; 0: no page.",
     )
-    health_host: str = Field(
-        "0.0.0.0",  # noqa: S104  # the kubelet calls at the pod's address
-        description="Address of the health port.",
+    health_host: Annotated[str, AfterValidator(_is_host)] = Field(
+        # The kubelet calls at the pod's address.
+        "::",
+        description="Address of the health port; `::` is every address, IPv4 and IPv6.",
     )
     health_port: int = Field(
         0,
@@ -282,15 +301,18 @@ class Settings(BaseSettings):
     @property
     def listeners(self) -> list[Listener]:
         """All TCP listeners that are asked for."""
-        found = [
-            Listener(f"{name}_port", getattr(self, f"{name}_host"), port)
-            for name in ("metrics", "page", "health")
-            if (port := getattr(self, f"{name}_port"))
-        ]
+        named = [self.listener(name) for name in ("metrics", "page", "health")]
+        found = [listener for listener in named if listener.port]
         if self.tcp is None:
             return found
         host, _, port = self.tcp.rpartition(":")
-        return [Listener("tcp", host, int(port)), *found]
+        return [Listener("tcp", host.strip("[]"), int(port)), *found]
+
+    def listener(self, name: Literal["metrics", "page", "health"]) -> Listener:
+        """Returns where one of these listens; port 0: nowhere."""
+        return Listener(
+            f"{name}_port", getattr(self, f"{name}_host"), getattr(self, f"{name}_port")
+        )
 
     @classmethod
     def load(cls, flags: Mapping[str, Any] | None = None, config: Path | None = None) -> Self:

@@ -24,6 +24,7 @@ REQUESTS_MAX: Final = 8
 SILENCE_SECONDS: Final = 5.0
 # And any client after this one.
 REQUEST_SECONDS: Final = 15.0
+_EVERY_ADDRESS: Final = "::"
 # How often it looks for those, and whether it shall close.
 _LOOK_SECONDS = 0.1
 
@@ -43,7 +44,10 @@ def names_loopback(header: str) -> bool:
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Serves until it is closed, on a thread of that name.  Raises OSError when it cannot."""
+    """Serves until it is closed, on a thread of that name.  Raises OSError when it cannot.
+
+    host: an address or a name; `::` takes IPv4 as well.
+    """
 
     daemon_threads = True
     # A client too many is refused at once, and not left waiting for the network's second try.
@@ -52,6 +56,9 @@ class HttpServer(ThreadingHTTPServer):
     def __init__(
         self, host: str, port: int, handler: type[BaseHTTPRequestHandler], name: str
     ) -> None:
+        if host == _EVERY_ADDRESS and not socket.has_dualstack_ipv6():
+            # A kernel without IPv6: then these are all.
+            host = "0.0.0.0"  # noqa: S104  # asked for
         if ":" in host:
             self.address_family = socket.AF_INET6
         self._free = threading.BoundedSemaphore(REQUESTS_MAX)
@@ -74,6 +81,9 @@ class HttpServer(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """Binds the socket without a look-up of the machine's own name."""
+        if self.server_address[0] == _EVERY_ADDRESS:
+            # Whatever the system's default (net.ipv6.bindv6only).
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 

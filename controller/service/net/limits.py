@@ -25,6 +25,10 @@ IDLE_SECONDS: Final = 300
 # A peer that is silent for so long is asked, and let go when it does not answer.
 KEEPALIVE_SECONDS: Final = 60
 KEEPALIVE_ANSWER_SECONDS: Final = 20
+# Clients may ask, too, with a call or without one: each time at least so long after the last.
+# grpc-go's clients ask every 10 s at the soonest, proxies and load balancers less often; half of it
+# leaves room for delays.  Of faster ones the connection ends at the third.
+CLIENT_KEEPALIVE_SECONDS_MIN: Final = 5
 # Calls under way of one connection: an agent has two, and clients queue what goes beyond it.
 STREAMS_A_CONNECTION: Final = 1024
 # A message is parsed on the event loop, which 128 KiB take for 6 ms at worst (reports that say
@@ -218,6 +222,11 @@ def connection_options(most: int) -> list[tuple[str, int]]:
         ("grpc.max_connection_idle_ms", 1000 * IDLE_SECONDS),
         ("grpc.keepalive_time_ms", 1000 * KEEPALIVE_SECONDS),
         ("grpc.keepalive_timeout_ms", 1000 * KEEPALIVE_ANSWER_SECONDS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        (
+            "grpc.http2.min_ping_interval_without_data_ms",
+            1000 * CLIENT_KEEPALIVE_SECONDS_MIN,
+        ),
     ]
 
 

@@ -41,6 +41,7 @@ from controller.service.status.fleet_filter import FleetSearch
 from controller.service.status.fleet_json import LIMIT, fleet_document
 from controller.service.status.fleet_view import FleetView
 from controller.service.status.status_cache import StatusCache
+from controller.settings.listeners import Listener
 from controller.util.loopback import is_loopback_host
 
 _JSON = "application/json; charset=utf-8"
@@ -86,8 +87,7 @@ class PageServer:
         status_cache: StatusCache,
         fleet_view: FleetView,
         loop: asyncio.AbstractEventLoop,
-        host: str,
-        port: int,
+        listener: Listener,
     ) -> None:
         folder = resources.files("controller") / "page"
         self.status_cache = status_cache
@@ -97,17 +97,19 @@ class PageServer:
             for name in _FILES
         }
         self.files["/"] = self.files["/index.html"]
-        self.loopback = is_loopback_host(host)
+        self.loopback = is_loopback_host(listener.host)
         self._loop = loop
         try:
-            self._server = HttpServer(host, port, _handler_of(self), "page")
+            self._server = HttpServer(listener.host, listener.port, _handler_of(self), "page")
         except OSError as error:
             raise AddressTakenError(
-                f"the page cannot be served on {host}:{port}: {error.strerror}; name another port "
-                "with --page-port, or 0 for none"
+                f"the page cannot be served on {listener.address}: {error.strerror}; name another "
+                "port with --page-port, or 0 for none"
             ) from error
         if not self.loopback:
-            _log.warning("page_open", host=host, port=port, detail="anyone who reaches it may read")
+            _log.warning(
+                "page_open", address=listener.address, detail="anyone who reaches it may read"
+            )
 
     def ask(self, question: Coroutine[Any, Any, Answer]) -> Answer:
         """The viewer's answer, for a request's thread.  Raises TimeoutError."""

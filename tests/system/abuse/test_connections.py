@@ -1,8 +1,10 @@
 """Connections and frames: many, silent, half open, or not HTTP/2 at all."""
 
+import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -216,6 +218,38 @@ def test_a_flood_of_control_frames(besieged: Besieged, way_in: str, kind: int, s
         besieged.holds(20)
 
 
+@pytest.mark.nightly
+def test_a_connection_that_is_kept_alive_stays_and_a_hasty_one_ends(besieged: Besieged):
+    """With calls and without: grpc-go's clients ask every ten seconds at the soonest."""
+    ways = (besieged.sidecar.address, besieged.tcp, f"127.0.0.1:{besieged.health_port}")
+    seconds = {"kept": limits.CLIENT_KEEPALIVE_SECONDS_MIN + 0.2, "hasty": 0.2}
+    asked = {(way, pace): Connection(way) for way in ways for pace in seconds}
+    for connection in asked.values():
+        connection.greet()
+        connection.acknowledge()
+    ended = set()
+    for pace, pause in seconds.items():
+        for _ in range(8):
+            time.sleep(pause)
+            for (way, other), connection in asked.items():
+                if other == pace and not connection.say(frame(PING, 0, 0, bytes(8))):
+                    ended.add((way, pace))
+        ended |= {key for key in asked if key[1] == pace and _goodbye(asked[key])}
+    for connection in asked.values():
+        connection.socket.close()
+    assert ended == {(way, "hasty") for way in ways}
+
+
+def _goodbye(connection: Connection) -> bool:
+    """Whether the server has ended a connection (GOAWAY), by all that it has said until now."""
+    connection.socket.settimeout(1.0)
+    said = b""
+    with contextlib.suppress(OSError):
+        while part := connection.socket.recv(65_536):
+            said += part
+    return b"too_many_pings" in said
+
+
 @contextmanager
 def _flooding(address: str) -> Iterator[Connection]:
     """A connection that goes on as a client does; what it is sent is read."""
@@ -233,3 +267,9 @@ def test_a_handshake_and_an_idle_connection_have_their_time():
     assert options["grpc.server_handshake_timeout_ms"] == 1000 * limits.HANDSHAKE_SECONDS
     assert options["grpc.http2.settings_timeout"] == 1000 * limits.HANDSHAKE_SECONDS
     assert options["grpc.max_connection_idle_ms"] == 1000 * limits.IDLE_SECONDS
+
+
+def test_clients_may_keep_their_connections_alive_every_ten_seconds():
+    options = dict(limits.connection_options(7))
+    assert options["grpc.keepalive_permit_without_calls"] == 1
+    assert options["grpc.http2.min_ping_interval_without_data_ms"] < 10_000

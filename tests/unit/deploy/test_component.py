@@ -182,7 +182,7 @@ def test_shim_sidecar_and_profile_mean_the_same_socket(
 )
 def test_the_measurement_asks_the_engine_where_it_listens(kind: str, port: int):
     step = by_name(template(ordered(kind)[0])["spec"]["initContainers"])["profile"]
-    assert by_name(step["env"])["ENGINE_URL"]["value"] == f"http://127.0.0.1:{port}"
+    assert by_name(step["env"])["ENGINE_URL"]["value"] == f"http://localhost:{port}"
 
 
 @each_kind

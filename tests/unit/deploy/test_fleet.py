@@ -66,7 +66,7 @@ def test_the_sidecar_runs_on_its_settings_and_secrets(tmp_path: Path):
     for place in (SECRETS, "/etc/speculation-policy", "/run/speculation", "/var/lib/speculation"):
         assert place in text
         text = text.replace(place, str(tmp_path))
-    file.write_text(text.replace("0.0.0.0", "127.0.0.1"))
+    file.write_text(text.replace('"::"', '"::1"').replace("[::]", "[::1]"))
     assert variables(sidecar)["CONTROLLER_REDIS_URL"] == "from a Secret"
     with RedisServer(tmp_path / "redis") as redis:
         with redis.client() as client:

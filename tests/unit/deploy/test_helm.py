@@ -175,10 +175,19 @@ def test_the_engine_of_vllm_is_asked_where_it_listens():
     (engine,) = pod_of("vllm")["containers"]
     assert engine["ports"] == [{"name": "http", "containerPort": 8000}]
     step = by_name(pod_of("vllm")["initContainers"])["profile"]
-    assert by_name(step["env"])["ENGINE_URL"]["value"] == "http://127.0.0.1:8000"
+    assert by_name(step["env"])["ENGINE_URL"]["value"] == "http://localhost:8000"
     assert "models" not in by_name(pod_of("vllm")["volumes"])
     done = helm("template", "prod", CHART, values={"engine": {"kind": "vllm"}})
     assert "engine.args are those of SGLang" in done.stderr
+
+
+def test_an_engine_of_pods_with_ipv6_addresses_only_binds_one():
+    done = helm("template", "prod", CHART, values={"engine": {"host": "::"}})
+    (deployment,) = [m for m in yaml.safe_load_all(done.stdout) if m and m["kind"] == "Deployment"]
+    (engine,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert "--host=::" in engine["args"]
+    refused = helm("template", "prod", CHART, values={"engine": {"host": "[::]:80"}})
+    assert refused.returncode != 0
 
 
 def test_a_claim_for_the_state_belongs_to_one_pod():
@@ -270,7 +279,7 @@ def test_a_chart_of_ones_own_includes_the_parts(tmp_path: Path):
     spec = workload["spec"]["template"]["spec"]
     made = by_name(spec["initContainers"])
     assert made["controller"]["image"] == f"registry.example/s:{controller.__version__}"
-    assert by_name(made["profile"]["env"])["ENGINE_URL"]["value"] == "http://127.0.0.1:8000"
+    assert by_name(made["profile"]["env"])["ENGINE_URL"]["value"] == "http://localhost:8000"
     assert by_name(spec["volumes"]).keys() == VOLUMES
     names = {item["metadata"]["name"] for item in found if item["kind"] == "ConfigMap"}
     wanted = {v["configMap"]["name"] for v in spec["volumes"] if "configMap" in v}

@@ -112,7 +112,9 @@ def test_the_probes_ask_the_port_that_the_settings_name(
     if settings.tcp is not None:
         wanted["grpc"] = int(settings.tcp.rpartition(":")[2])
     assert ports == wanted
-    assert settings.metrics_host == "0.0.0.0"
+    # Both families: a cluster's pods may have IPv6 addresses only.
+    hosts = {listener.name: listener.host for listener in settings.listeners}
+    assert set(hosts.values()) == {"::"}, hosts
     engine = containers(overlay)["sglang"]
     assert {port["name"]: port["containerPort"] for port in engine["ports"]} == {"http": 30000}
     assert "--port=30000" in engine["args"]
@@ -191,7 +193,7 @@ def test_the_startup_step_is_a_command_that_exists_and_has_time(overlay: str):
     assert step["command"] == ["/bin/sh", "-c"]
     (line,) = re.findall(r"controller profile .*(?= &)", step["args"][0])
     options = parsed(line.replace('"$ENGINE_URL"', variables(step)["ENGINE_URL"]).split())
-    assert options["engine_url"] == "http://127.0.0.1:30000"
+    assert options["engine_url"] == "http://localhost:30000"
     probe = step["readinessProbe"]
     settled = probe["exec"]["command"][-1]
     assert f"settled={settled}\n" in step["args"][0]

@@ -42,7 +42,7 @@ add the same.  Call them with the root context, from this chart or from a chart 
 {{- $_ := set $container "resources" $values.profile.resources -}}
 {{- range $item := $container.env -}}
 {{- if eq $item.name "ENGINE_URL" -}}
-{{- $_ := set $item "value" (printf "http://127.0.0.1:%s" (include "speculation-controller.enginePort" $scope)) -}}
+{{- $_ := set $item "value" (printf "http://localhost:%s" (include "speculation-controller.enginePort" $scope)) -}}
 {{- end -}}
 {{- end -}}
 {{- $containers = append $containers $container -}}

@@ -133,6 +133,11 @@ def test_all_of_tls_is_taken():
         ({"tcp": "0.0.0.0:9464"}, ("tcp", "metrics_port")),
         ({"tcp": "localhost:9464"}, ("tcp", "metrics_port")),
         ({"tcp": "[::]:9464"}, ("tcp", "metrics_port")),
+        ({"tcp": "[::1]:9465", "health_port": 9465}, ("tcp", "health_port")),
+        (
+            {"tcp": "[::1]:9465", "health_port": 9465, "health_host": "0.0.0.0"},
+            ("tcp", "health_port"),
+        ),
         ({"tcp": "a-name:9466", "page_port": 9466}, ("tcp", "page_port")),
         ({"tcp": "127.0.0.1:9465", "health_port": 9465}, ("tcp", "health_port")),
         ({"page_port": 9, "health_port": 9}, ("page_port", "health_port")),
@@ -160,6 +165,22 @@ def test_two_listeners_on_one_port_are_refused_and_named(
 )
 def test_listeners_apart_may_have_one_port(flags: dict[str, object]):
     Settings.load(flags)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_host_has_brackets_where_its_port_follows(host: str):
+    listener = Settings.load({"health_host": host, "health_port": 9465}).listener("health")
+    assert (listener.host, listener.address) == ("::1", "[::1]:9465")
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", " ", "::1]", "[::1", "[10.0.0.1]", "[name]", "10.0.0.1:9464", "[::1]:9464", "a b", "x/y"],
+)
+@pytest.mark.parametrize("name", ["metrics_host", "page_host", "health_host"])
+def test_a_host_that_is_none_is_refused(name: str, host: str):
+    with pytest.raises(SettingsError, match=f"{name}.*an address or a name is needed"):
+        Settings.load({name: host})
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9464", "nosuch", "unix:", "relative.sock"])

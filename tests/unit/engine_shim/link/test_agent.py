@@ -251,9 +251,12 @@ def test_a_sidecar_that_falls_silent_is_introduced_to_again(sidecar, start_link,
     assert "no plan for" in capfd.readouterr().err
 
 
-def test_a_sidecar_at_a_tcp_address_steers_too(start_link):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        target = f"127.0.0.1:{probe.getsockname()[1]}"
+@pytest.mark.parametrize(
+    ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "[::1]")]
+)
+def test_a_sidecar_at_a_tcp_address_steers_too(start_link, family: socket.AddressFamily, host: str):
+    with socket.create_server((host.strip("[]"), 0), family=family) as probe:
+        target = f"{host}:{probe.getsockname()[1]}"
     with FakeSidecar(target):
         assert steered(start_link(sidecar=target)).gamma == 3
 
