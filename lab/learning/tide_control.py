@@ -106,7 +106,8 @@ def described_eq5(fitted: Mapping[int, float], end_to_end: Sequence[float]) -> s
         "read, and a verification of b (gamma + 1) tokens reads b contexts only. So Eq. 5 switches "
         "speculation off too early where contexts are long. Beside the speedups of Table 4, which "
         "are end to end and of a model that is taken to be gpt-oss-120b, it is "
-        f"{min(end_to_end):.0%} to {max(end_to_end):.0%} too optimistic (`python -m lab.papers tide`)."
+        f"{min(end_to_end):.0%} to {max(end_to_end):.0%} too optimistic (`python -m lab.papers "
+        "tide`)."
     )
 
 
