@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from lab.learning.headline import KEPT, Kept, Paper, kept_results
+from lab.learning.headline import KEPT, Kept, Paper, kept_results, verdict_text
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs/learning.md"
 _BEGIN: Final = "<!-- Written by scripts/learning_results.py from docs/results. -->"
@@ -35,15 +35,16 @@ def _sections(results: Mapping[str, Kept]) -> Iterator[str]:
             yield ""
             yield "| claim | here | command |"
             yield "|---|---|---|"
-            for kept in found.values():
+            for name, kept in found.items():
                 headline = kept.headline
-                yield f"| {headline.title} | {headline.verdict} | `{kept.command}` |"
+                verdict = verdict_text(name, headline.verdict)
+                yield f"| {headline.title} | {verdict} | `{kept.command}` |"
             yield ""
-            for kept in found.values():
-                yield from _section(kept)
+            for name, kept in found.items():
+                yield from _section(name, kept)
 
 
-def _section(kept: Kept) -> Iterator[str]:
+def _section(name: str, kept: Kept) -> Iterator[str]:
     headline = kept.headline
     yield f"#### {headline.title}"
     yield ""
@@ -53,7 +54,7 @@ def _section(kept: Kept) -> Iterator[str]:
     yield len(headline.columns) * "|---" + "|"
     yield from map(_row, headline.rows)
     yield ""
-    verdict = f"**It {headline.verdict}.** {headline.because}"
+    verdict = f"**It {verdict_text(name, headline.verdict)}.** {headline.because}"
     yield from _paragraph(f"{verdict} (`{kept.command}`, {kept.seconds:.0f} s)")
 
 

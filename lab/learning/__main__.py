@@ -67,7 +67,7 @@ def lab(
             except HarnessError as error:
                 terminal.say(f"\nThe lab failed in {name}: {error}")
                 raise typer.Exit(EXIT_FAILED) from error
-            found.show(terminal)
+            found.show(name, terminal)
             if kept:
                 keep(name, found, setting.seeds, time.monotonic() - began, KEPT)
             document[name] = asdict(found)

@@ -23,11 +23,31 @@ class Paper(StrEnum):
 
 
 class Verdict(StrEnum):
-    """Whether what was found here is what the paper says."""
+    """Whether what was found here is what the paper says.
+
+    UNCHECKED: nothing that was found here confirms or contradicts it.
+    """
 
     REPRODUCES = "reproduces"
     PARTLY = "reproduces in part"
     NOT = "does not reproduce"
+    UNCHECKED = "cannot be checked"
+
+
+# Claims that no paper has measured: there is nothing to reproduce, so their verdicts are worded
+# otherwise.  The stride that adapts is future work in the paper, the predictor is a drafter that it
+# does not look at, and the window is an approximation of this project.
+OWN_CLAIMS: Final = frozenset({"tts-choice", "tts-predictor", "tts-window"})
+_OWN_WORDS: Final = {
+    Verdict.REPRODUCES: "holds here",
+    Verdict.PARTLY: "holds here in part",
+    Verdict.NOT: "does not hold here",
+}
+
+
+def verdict_text(name: str, verdict: Verdict) -> str:
+    """Returns the words after "It" for the verdict of `python -m lab.learning NAME`."""
+    return _OWN_WORDS.get(verdict, verdict) if name in OWN_CLAIMS else verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +85,12 @@ class Headline:
             if len(row) != len(self.columns):
                 raise ValueError(f"a row of {len(row)} cells in a table of {len(self.columns)}")
 
-    def show(self, terminal: Terminal) -> None:
-        """Prints all but the facts."""
+    def show(self, name: str, terminal: Terminal) -> None:
+        """Prints all but the facts.  name: of the command."""
         terminal.table(f"{self.paper}: {self.title}", list(self.columns), [*map(list, self.rows)])
         terminal.say(f"Claim: {self.claim}")
         terminal.say(f"Here: {self.setup}")
-        terminal.say(f"It {self.verdict}. {self.because}")
+        terminal.say(f"It {verdict_text(name, self.verdict)}. {self.because}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ _NO_LIMIT_SECONDS = 1e6
 def predictor(setting: LabSetting) -> Headline:
     """Lets both drafters learn as many updates, and compares their acceptance lengths.
 
-    It reproduces if the predictor accepts more of every set of requests after the updates, in part
+    It holds if the predictor accepts more of every set of requests after the updates, in part
     if it does in the median.
     """
     folder = _code_only(setting, steps=3 if setting.quick else 100)
@@ -55,8 +55,8 @@ def predictor(setting: LabSetting) -> Headline:
     return Headline(
         Paper.TTS,
         "Multi-token predictors learn as well",
-        "The method is for any drafter that is trained on the target's distribution (section 4.1); "
-        "the paper measures DFlash and EAGLE-3, and no multi-token predictor.",
+        "The algorithm takes a draft model q of any kind (sections 4 and 4.1); the paper measures "
+        "DFlash and EAGLE-3, and no multi-token predictor.",
         f"The real SGLang with a MiMo whose predictor was trained on code only, and with the "
         f"shipped EAGLE3 drafter of code; both learn {_DOMAIN} at γ = {_GAMMA}, an update every "
         f"second round. The same {_REQUESTS} requests for each of {setting.seeds} seeds are played "

@@ -7,6 +7,7 @@ from typing import Any
 from controller.report.figures import new_figure, svg
 from controller.report.page import page as html_page
 from controller.report.page import table
+from lab.learning.headline import Verdict, verdict_text
 
 
 def page(result: Mapping[str, Any]) -> str:
@@ -18,15 +19,19 @@ def page(result: Mapping[str, Any]) -> str:
         "compared; times of different claims were taken at different moments."
     )
     body = [f"<h1>What updating and steering a drafter does</h1><p>{about}</p>"]
-    body += [_claim(part) for part in result.values() if isinstance(part, dict) and "claim" in part]
+    body += [
+        _claim(name, part)
+        for name, part in result.items()
+        if isinstance(part, dict) and "claim" in part
+    ]
     return html_page("Lab", "".join(body))
 
 
-def _claim(found: Mapping[str, Any]) -> str:
+def _claim(name: str, found: Mapping[str, Any]) -> str:
     """Makes the section of a `Headline`."""
     title = f"{found['paper']}: {found['title']}"
     words = [f"Claim: {found['claim']}", f"Here: {found['setup']}"]
-    words.append(f"It {found['verdict']}. {found['because']}")
+    words.append(f"It {verdict_text(name, Verdict(found['verdict']))}. {found['because']}")
     picture = ""
     if found["curves"]:
         figure = new_figure(8, 3.6)

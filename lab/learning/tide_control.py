@@ -24,15 +24,13 @@ from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Curve, Headline, Paper, Verdict
 from lab.learning.tide import by_domain
 from lab.learning.tide_signals import GAMMA, DomainServed, collected
-from lab.papers.tide import cost_ratio
+from lab.papers.tide import cost_ratio, reproduce_tide
 
 _BATCHES: Final = (1, 4, 16, 64)
-# Fitted to measurements, with a drafter whose price grows with the batch and the context.
+# Fitted to measurements, with a drafter whose price grows with the batch and the context, and not
+# of the form of Eq. 3: a pass pays for the contexts that it reads.
 _FITTED: Final = "h100-llama3.1-8b"
 _ALPHA: Final = 0.6
-# Of the paper: gpt-oss and Qwen within 3 %, the Llamas up to 25 %.
-_CLOSE: Final = 0.03
-_FAR: Final = 0.25
 _MODEL: Final = "tide-gpt-oss-120b"
 _BATCH: Final = 32
 _TURNS: Final = 2
@@ -44,75 +42,73 @@ _WHOLE: Final = "all in turn"
 
 
 def eq5(setting: LabSetting) -> Headline:
-    """Predicts from which acceptance length on speculation pays, and pins arms to see it."""
-    surfaces = {name: _surface(name) for name in (*TIDE_MODELS, _FITTED)}
+    """Predicts from which acceptance length on speculation pays, and pins arms to see it.
+
+    Only on costs that do not have the form of Eq. 3: where a step costs what Eq. 3 says, Eq. 5
+    follows, and a comparison would show nothing.
+    """
+    surface = _surface(_FITTED)
     batches = _BATCHES[:2] if setting.quick else _BATCHES
-    rows, errors = [], dict[str, float]()
-    curves = []
-    for name, surface in surfaces.items():
-        points = []
-        for batch in batches:
-            if batch > surface.max_batch_size:
-                continue
-            needed = _predicted(name, surface, batch)
-            found = Spread(
-                tuple(_crossover(setting, surface, batch, seed) for seed in range(setting.seeds))
+    rows, errors = [], dict[int, float]()
+    for batch in batches:
+        needed = _predicted(surface, batch)
+        found = Spread(
+            tuple(_crossover(setting, surface, batch, seed) for seed in range(setting.seeds))
+        )
+        errors[batch] = needed / found.median - 1
+        rows.append(
+            (
+                str(batch), f"{needed:.3f}",
+                f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})",
+                f"{errors[batch]:+.1%}",
             )
-            error = needed / found.median - 1
-            errors[name] = max(errors.get(name, 0.0), abs(error))
-            points.append((float(batch), error))
-            rows.append(
-                (
-                    name, str(batch), f"{needed:.3f}",
-                    f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})", f"{error:+.1%}",
-                )
-            )  # fmt: skip
-        curves.append(Curve(name, tuple(points)))
-    single = _predicted(_FITTED, surfaces[_FITTED], 1, 1) / _predicted(
-        _FITTED, surfaces[_FITTED], 1
-    )
-    verdict, because = judged_eq5(errors)
+        )  # fmt: skip
+    single = _predicted(surface, 1, 1) / _predicted(surface, 1)
+    end_to_end = [item.error for item in reproduce_tide().measured]
     return Headline(
         Paper.TIDE,
         "Eq. 5 against crossovers",
         "The speedup that Eq. 5 predicts from profiled T(n) and D_0 is within 3 % of the measured "
         "one for gpt-oss-120b and Qwen3-235B, and within 25 % for the Llamas, whose drafters are "
-        "larger (section 5.4, Figure 8).",
+        "larger (section 5.4, Figure 8, which is drawn without numbers).",
         "a simulated engine that is pinned to gamma = 0 and to gamma = 3, as many requests as the "
-        "batch has places, steps priced by the paper's Table 5 and by a fit to vLLM on an H100; a "
-        "crossover is the counted acceptance length at which both arms would be equally fast",
-        ("step costs", "batch", "needed by Eq. 5", "crossover of pinned runs", "Eq. 5 is off by"),
+        "batch has places, steps priced by a fit to vLLM that serves Llama-3.1-8B with EAGLE on an "
+        "H100; a crossover is the counted acceptance length at which both arms would be equally "
+        "fast",
+        ("batch", "needed by Eq. 5", "crossover of pinned runs", "Eq. 5 is off by"),
         tuple(rows),
-        verdict,
-        f"{because} There D_0 is measured at gamma = 3; measured at gamma = 1, where a draft's "
-        "fixed part is not shared by three passes, the length that is needed comes out "
-        f"{single - 1:.0%} higher.",
+        Verdict.UNCHECKED,
+        f"{described_eq5(errors, end_to_end)} In the fit D_0 is measured at gamma = 3; measured at "
+        "gamma = 1, where a draft's fixed part is not shared by three passes, the length that is "
+        f"needed comes out {single - 1:.0%} higher.",
         {
-            "largest error": {name: round(error, 4) for name, error in errors.items()},
+            "error": {str(batch): round(error, 4) for batch, error in errors.items()},
+            "error beside Table 4": [round(error, 4) for error in end_to_end],
             "needed with D_0 of gamma 1 over gamma 3": round(single, 4),
         },
-        tuple(curves),
+        (Curve(_FITTED, tuple((float(batch), error) for batch, error in errors.items())),),
         ("batch size", "predicted over found, less 1"),
     )
 
 
-def judged_eq5(errors: Mapping[str, float]) -> tuple[Verdict, str]:
-    """Reproduces within 3 % on the paper's tables and within 25 % on the fit; in part within 25 %.
+def described_eq5(fitted: Mapping[int, float], end_to_end: Sequence[float]) -> str:
+    """Says how far off Eq. 5 is where that can be seen.
 
-    errors: the largest one of each table.
+    fitted: batch size -> needed length over the crossover, less 1, on the fit.  end_to_end:
+    predicted over measured speedups of Table 4, less 1.
     """
-    tables = max(error for name, error in errors.items() if name != _FITTED)
-    fitted = errors[_FITTED]
-    said = (
-        f"Eq. 5 is at most {tables:.1%} off on the paper's own tables, where it only has to stand "
-        "for batches that are not always full and steps that vary. On the fit it is "
-        f"{fitted:.1%} off at most: there T(n) is profiled with n sequences, each with a context "
-        "that is read, and a verification of b (gamma + 1) tokens reads b contexts only. So Eq. 5 "
-        "switches speculation off too early where contexts are long."
+    worst = max(fitted, key=lambda batch: abs(fitted[batch]))
+    return (
+        "The paper states no measured speedup of Figure 8 in numbers, and a simulated engine with "
+        "the step costs of its Table 5 would show nothing: they are those of Eq. 3, from which Eq. "
+        f"5 follows. On the fit the length that Eq. 5 asks for is off by {fitted[worst]:+.1%} at a "
+        f"batch of {worst}: there T(n) is profiled with n sequences, each with a context that is "
+        "read, and a verification of b (gamma + 1) tokens reads b contexts only. So Eq. 5 switches "
+        "speculation off too early where contexts are long. Beside the speedups of Table 4, which "
+        "are end to end and of a model that is taken to be gpt-oss-120b, it is "
+        f"{min(end_to_end):.0%} to {max(end_to_end):.0%} too optimistic (`python -m lab.papers "
+        "tide`)."
     )
-    if tables <= _CLOSE and fitted <= _FAR:
-        return Verdict.REPRODUCES, said
-    return (Verdict.PARTLY if max(tables, fitted) <= _FAR else Verdict.NOT), said
 
 
 def domains(setting: LabSetting) -> Headline:
@@ -184,15 +180,12 @@ def _surface(name: str, gammas: Sequence[int] = (1, GAMMA)) -> CostSurface:
     return surface.only(surface.drafters[0].name)
 
 
-def _predicted(name: str, surface: CostSurface, batch: int, profiled: int = GAMMA) -> float:
-    """Computes c(b) gamma + beta(b) from T(n) and D_0.
+def _predicted(surface: CostSurface, batch: int, profiled: int = GAMMA) -> float:
+    """Computes c(b) gamma + beta(b) on the fit, with T(n) and D_0 profiled as in the paper.
 
-    profiled: the draft length at which D_0, a pass of the drafter at batch 1, is measured; the
-    paper's table has it.
+    profiled: the draft length at which D_0, a pass of the drafter at batch 1, is measured.
     """
-    if name in TIDE_MODELS:
-        return cost_ratio(TIDE_MODELS[name], batch, GAMMA)
-    wide = published.surface(name, (1, GAMMA), 4 * batch, extrapolate=True)
+    wide = published.surface(_FITTED, (1, GAMMA), 4 * batch, extrapolate=True)
     wide = wide.only(surface.drafters[0].name)
 
     def seconds(gamma: int, size: int) -> float:

@@ -1,4 +1,4 @@
-"""The classes of requests, each with the acceptance that was measured on a real pair.
+"""The classes of requests, each with the acceptance that was measured on a pair of models.
 
 The public traces and this repository's own small models give the numbers again:
 

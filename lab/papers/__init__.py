@@ -1,1 +1,1 @@
-"""Reproduces figures that the papers state."""
+"""Computes what papers state from their tables, and shows how close it comes."""

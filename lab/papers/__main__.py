@@ -57,7 +57,7 @@ def _show(found: RenderableType) -> None:
 
 @app.command()
 def tide() -> None:
-    """Computes TIDE's practical-speedup curves from its Table 5."""
+    """Computes TIDE's Eq. 5 from its Table 5, and compares it with the speed-ups of its Table 4."""
     _show(tables(reproduce_tide()))
 
 
@@ -81,13 +81,13 @@ def tts(
         int | None, typer.Option(help="Processes that run side by side; default: one a processor.")
     ] = None,
 ) -> None:
-    """Plays the choice of the update stride on Test-Time Speculation's tables (six minutes)."""
+    """Plays the choice of the update stride on streams made of the paper's tables (six minutes)."""
     _show(tables(reproduce_tts(range(seed, seed + seeds), processes)))
 
 
 @app.command("pools")
 def pools_command() -> None:
-    """Computes TIDE's mixed GPU pools (arXiv 2602.05145, section 5.5 and appendix A.4)."""
+    """Computes mixed GPU pools whose gain TIDE's text states (section 5.5 and appendix A.4)."""
     print("TIDE (arXiv 2602.05145), section 5.5 and appendix A.4: relative inference throughput\n")
     print(f"{'gpus':34}{'speedup':>9}{'here':>8}{'paper':>8}")
     for one in _STATED:

@@ -1,8 +1,10 @@
 """The stride of online updates, chosen, beside every fixed one: on streams made from the paper.
 
 Test-Time Speculation (arXiv:2605.09329) leaves adapting the stride to future work (appendix C.2).
-Here the production core does it on its benchmarks, with drafters that have nothing to learn, with
-batches at which nothing pays, and on all of them one after the other.
+Here the production core does it on streams made of its tables, with drafters that have nothing to
+learn, with batches at which nothing pays, and on all of them one after the other.  The streams
+replace the paper's baseline (`stride_simulation`), and those of Table 7 are no test of the core's
+prior, which was fitted to that table (`controller.core.training.update_response`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -10,9 +10,9 @@ Llama-3.1-8B, learning in bfloat16 with AdamW on the H100 that also serves:
   memory       OPTIMISER_BYTES a parameter, and its weight read twice for each draft position
 
 An update of one request, 48 positions and 3 drafts takes 6.6 ms of the whole device, 0.7 of a step
-that drafts; of four requests 8.7 ms, 0.9 of a step.  The tables of Test-Time Speculation
-(arXiv:2605.09329; lab/papers/stride_simulation.py) come to 0.5 to 0.7 of a step (Table 3) and 1.2
-(Table 8).
+that drafts; of four requests 8.7 ms, 0.9 of a step.  Fits to the tables of Test-Time Speculation
+(arXiv:2605.09329; lab/papers/stride_simulation.py) give 0.5 to 0.7 of a step (Table 3) and 1.2
+(Table 8), with the baseline that the fits imply.
 
 The device is shared: beside an update, a step takes 1 + `share` times as long, and the update then
 lasts (1 + share) / share times what it would take alone.  Together they lose nothing and gain

@@ -2,12 +2,21 @@
 
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from lab.learning import report
-from lab.learning.headline import Curve, Headline, Paper, Verdict, keep, kept_results
+from lab.learning.headline import (
+    OWN_CLAIMS,
+    Curve,
+    Headline,
+    Paper,
+    Verdict,
+    keep,
+    kept_results,
+)
 
 ROOT = Path(__file__).resolve().parents[4]
 HEADLINE = Headline(
@@ -68,6 +77,25 @@ def test_the_page_is_written_from_the_results_and_compared(tmp_path: Path) -> No
     assert "**It reproduces in part.** The gain grows" in text
     assert "`python -m lab.learning tts-length --seeds 3`" in text
     assert not run(page, results, "--check").returncode
+
+
+def test_what_no_paper_has_measured_is_not_said_to_reproduce(tmp_path: Path) -> None:
+    page, results = tmp_path / "learning.md", tmp_path / "results"
+    page.write_text(PAGE)
+    for name in OWN_CLAIMS:
+        keep(name, HEADLINE, 3, 12.34, results)
+    assert not run(page, results).returncode
+    assert "**It holds here in part.** The gain grows" in page.read_text()
+    assert "reproduces in part" not in page.read_text()
+    said = report.page(
+        {
+            "tts-choice": asdict(HEADLINE),
+            "machine": {"processor": "a processor", "cores": 2},
+            "seconds": 1.0,
+            "command": ["python"],
+        }
+    )
+    assert "It holds here in part." in said
 
 
 def test_a_page_without_a_place_is_refused(tmp_path: Path) -> None:

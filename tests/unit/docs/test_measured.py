@@ -1,0 +1,37 @@
+"""docs/measured.md: each table says which version it is of, and which day's code."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "measured.md"
+TAKEN = re.compile(r"\d+\.\d+\.\d+ of \d{4}-\d\d-\d\d")
+
+
+def tables() -> Iterator[tuple[str, str, list[str]]]:
+    """(heading and number of the table, text since the heading, lines) of every table."""
+    for section in re.split(r"^(?=##)", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        heading, _, body = section.partition("\n")
+        found = re.finditer(r"(?:^\|.*\n)+", body, re.MULTILINE)
+        for number, table in enumerate(found, 1):
+            lines = table[0].splitlines()
+            yield f"{heading} {number}", " ".join(body[: table.start()].split()), lines
+
+
+# What has not been measured was taken on no day.
+@pytest.mark.parametrize("table", [one for one in tables() if "no run yet" not in one[2][-1]],
+                         ids=lambda table: table[0])  # fmt: skip
+def test_every_figure_stands_with_version_and_day(table: tuple[str, str, list[str]]) -> None:
+    _, before, (header, _, *rows) = table
+    if header.rstrip(" |").endswith("| taken"):
+        for row in rows:
+            assert TAKEN.match(row.rstrip(" |").rpartition("| ")[2]), row
+    else:
+        assert TAKEN.search(before)
+
+
+def test_no_row_is_marked_as_old_without_its_day() -> None:
+    marked = [row for _, _, lines in tables() for row in lines if re.match(r"\| ?\* ", row)]
+    assert not marked
