@@ -100,7 +100,7 @@ class _Difference:
     @property
     def error(self) -> float:
         """Returns the standard error of the mean."""
-        return math.sqrt(self.squares) / self.weight
+        return math.sqrt(max(self.squares, 0.0)) / self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class StepTimeCheck:
         found: dict[tuple[str, bool], FlatStepTime] = {}
         for flat in self._flat():
             kind = (flat.drafter, flat.short == 0)
-            if kind not in found or flat.pairs > found[kind].pairs:
+            if kind not in found or _weight(flat) > _weight(found[kind]):
                 found[kind] = flat
         return list(found.values())
 
@@ -213,3 +213,8 @@ class StepTimeCheck:
                     drafter, short, long, math.expm1(known.mean), known.error,
                     round(known.weight), 1 << octave,
                 )  # fmt: skip
+
+
+def _weight(flat: FlatStepTime) -> tuple[int, int]:
+    """Orders findings: the more a pair of lengths differs, the more it says."""
+    return flat.long - flat.short, flat.pairs
