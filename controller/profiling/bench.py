@@ -29,9 +29,10 @@ _LISTEN_SECONDS = 0.1
 _QUIET_SECONDS = 0.05
 _QUIET_SECONDS_MAX = 1.0
 _REASONS_TOLD = 3
-# Plain steps of another draft length, in a row and under the plan that asks for one, after which
-# the engine does not follow: a switch takes a few.
+# Steps of other draft lengths in a row, and seconds since one was asked for, after which the engine
+# does not follow: a switch takes a few, and some are still on their way from the plan before.
 _OTHER_WIDTH_STEPS = 40
+_OTHER_WIDTH_SECONDS = 2.0
 # Tells the steps of one load from late ones of the load before it.
 _CONTEXT_SLACK = 1.1
 
@@ -69,6 +70,7 @@ class Bench:
         self._wanted: Arm | None = None
         # Steps of each other draft length under the plan that asks for the wanted one.
         self._others: Counter[int] = Counter()
+        self._wanted_at = 0.0
         # The wanted batch has been seen under this load; and the last report was of a smaller one.
         self._full = False
         self._fell_short = False
@@ -123,6 +125,7 @@ class Bench:
         self._wanted = arm
         self._filter.left_out.clear()
         self._others.clear()
+        self._wanted_at = self._clock.now()
         self._counted_at = self._clock.now()
 
     async def _begin(self) -> None:
@@ -188,21 +191,20 @@ class Bench:
     def _require_wanted(self, report: StepReport) -> None:
         """Raises OtherWidthError once the engine has run other draft lengths for too long."""
         wanted, others = self._wanted, self._others
-        if wanted is None or report.plan_epoch < self._stream.wanted_epoch:
+        if wanted is None or report.drafter != wanted.drafter or report.flags.unsteered:
             return
         width = verified_width(report)
-        if report.drafter != wanted.drafter or report.flags.unsteered:
-            return
         if width == wanted.gamma:
             others.clear()
             return
         others[width] += 1
-        if others.total() < _OTHER_WIDTH_STEPS:
+        seconds = self._clock.now() - self._wanted_at
+        if others.total() < _OTHER_WIDTH_STEPS or seconds < _OTHER_WIDTH_SECONDS:
             return
         ran = " and ".join(f"gamma {gamma}" for gamma in sorted(others))
         raise OtherWidthError(
             f"{wanted.drafter}: gamma {wanted.gamma} was asked for, and the engine verified {ran} "
-            f"in {others.total()} steps under that plan: it does not follow the draft length "
+            f"in {others.total()} steps in a row since then: it does not follow the draft length "
             "(docs/compatibility.md has what its version, method and model runner can do; shim and "
             "sidecar may be of different versions), and no profile is written"
         )
@@ -210,7 +212,13 @@ class Bench:
     def _why_stalled(self, when: str) -> str:
         reasons = self._filter.left_out.most_common(_REASONS_TOLD)
         what = "what came instead: " + ", ".join(f"{n} x {why}" for why, n in reasons)
-        if not reasons:
+        if not reasons and self._stream.earlier_steps:
+            what = (
+                f"the engine has reported {self._stream.earlier_steps} steps under earlier plans, "
+                "and none under the measurement's: its shim does not take plans, or is of another "
+                "version"
+            )
+        elif not reasons:
             what = (
                 "the engine reports no step at all: is the engine behind this URL the one that "
                 "introduced itself to the sidecar?"

@@ -22,7 +22,7 @@ _NO_ACCEPTANCE_ADVICE = (
     "the reverse), it was trained for this target and revision, vocabulary or hot-token map are "
     "the target's, it reads the layers that it was trained on (vLLM's second model runner ignores "
     "eagle_config.eagle_aux_hidden_state_layer_ids), and quantization and rope settings match; "
-    "docs/runbook.md, 'Acceptance near 1'"
+    "docs/failures.md, 'Engine warnings'"
 )
 _OTHER_WIDTH_ADVICE = (
     "the engine does not follow the draft length of its plan: see docs/compatibility.md for its "
