@@ -216,5 +216,5 @@ class StepTimeCheck:
 
 
 def _weight(flat: FlatStepTime) -> tuple[int, int]:
-    """Orders findings: the more a pair of lengths differs, the more it says."""
+    """Returns by what findings are ordered: the further two lengths differ, the more they say."""
     return flat.long - flat.short, flat.pairs
