@@ -84,7 +84,7 @@ class ClockworkEngine:
         self.obeys_up_to = 1000
         self.names_plans = True
         self.row_width = GAMMAS[-1]
-        self.table = step_seconds
+        self.table: Callable[[int, int], float] = step_seconds
         self.healthy = True
         self.has_tokenizer = True
         self.pool_tokens = 40_000
