@@ -90,7 +90,7 @@ def test_the_warning_needs_hundreds_of_steps_and_ends_when_the_drafter_works():
     assert rejected(steps.checks)
     steps.feed(60, RIGHT)
     assert not rejected(steps.checks)
-    steps.feed(1000, WRONG)
+    steps.feed(4000, WRONG)
     assert not rejected(steps.checks)
 
 
