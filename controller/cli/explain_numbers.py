@@ -4,7 +4,7 @@ import time
 from typing import TYPE_CHECKING
 
 from controller.cli.output import print_table, print_words
-from controller.cli.plan_words import counted, health_text, lost_text
+from controller.cli.plan_words import counted, health_text, lost_text, warnings_text
 from controller.util.moments import TIME, moment_text
 from controller.util.text_table import TextColumn, TextTable, numbers
 from controller.wire.override_text import (
@@ -209,7 +209,7 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
     warm = f"acceptance began from {answer.warm_start}\n" if answer.warm_start else ""
     return (
         f"plan {plan.epoch}: {reason_text(plan)}; {plan.reason_detail}\n"
-        f"{lost_text(answer.lost)}{_bound_text(answer)}{_mixtures_text(answer)}"
+        f"{lost_text(answer.lost)}{warnings_text(answer.warnings)}{_bound_text(answer)}{_mixtures_text(answer)}"
         f"{_updates_text(answer)}{_training_text(answer)}"
         f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence; "
         f"{answer.cost_outliers} step times left out as outliers\n"

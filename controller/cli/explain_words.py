@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from controller.cli.plan_words import health_text, lost_text, row_for
+from controller.cli.plan_words import health_text, lost_text, row_for, warnings_text
 from controller.wire.override_text import (
     author_text,
     reason_text,
@@ -37,7 +37,8 @@ def paragraph_text(answer: "service_pb2.ExplainResponse") -> str:
     told = [f"No choice has been made yet for {answer.engine_id}."]
     if arm is not None:
         told = [*_choice(answer, arm), *_evidence(answer, arm), *_limits(answer)]
-    troubles = lost_text(answer.lost) + health_text(answer.services)
+    troubles = lost_text(answer.lost) + warnings_text(answer.warnings)
+    troubles += health_text(answer.services)
     if not answer.store.ok:
         troubles += f"the store of overrides is in trouble: {answer.store.detail}\n"
     more = f"All numbers: controller explain {answer.engine_id} --numbers"

@@ -19,6 +19,11 @@ def lost_text(lost: "Iterable[engine_pb2.LostCapability]") -> str:
     return "".join(f"{capabilities.lost_text(loss)}\n" for loss in lost)
 
 
+def warnings_text(warnings: "Iterable[service_pb2.EngineWarning]") -> str:
+    """A line for everything that an engine's reports show to be wrong with it."""
+    return "".join(f"warning: {it.found}; {it.advice}\n" for it in warnings)
+
+
 def health_text(services: "Iterable[service_pb2.ServiceHealth]") -> str:
     """The services that are NOT_SERVING, and why."""
     return "".join(

@@ -224,7 +224,11 @@ def _head(answer: "service_pb2.OverviewResponse") -> str:
 
 
 def _losses(answer: "service_pb2.OverviewResponse") -> list[str]:
-    return [f"{line.engine_id}: {loss}" for line in answer.engines for loss in line.lost]
+    return [
+        f"{line.engine_id}: {trouble}"
+        for line in answer.engines
+        for trouble in (*line.lost, *line.warnings)
+    ]
 
 
 ENGINES: "Listing[service_pb2.EngineOverview]" = Listing(

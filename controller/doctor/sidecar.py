@@ -107,6 +107,7 @@ def check_engines(answers: Answers, address: str) -> Iterator[Finding]:
             continue
         yield _engine(engine)
         yield from _lost(engine)
+        yield from _warnings(engine)
         yield _shim(engine, answers.engines.sidecar.version)
         yield _profile(engine)
 
@@ -210,6 +211,12 @@ def _lost(engine: service_pb2.EngineStatus) -> Iterator[Finding]:
             lost_text(loss),
             "see the engine's log for the whole error; restart the engine to try again",
         )
+
+
+def _warnings(engine: service_pb2.EngineStatus) -> Iterator[Finding]:
+    for warning in engine.warnings:
+        name = f"{warning.kind} of {engine.engine.engine_id}"
+        yield warn(name, warning.found, warning.advice)
 
 
 def _shim(engine: service_pb2.EngineStatus, ours: str) -> Finding:

@@ -101,7 +101,7 @@ function show() {
   say(find("version"), shown.state.version);
   const troubles = [...shown.state.troubles];
   if (!shown.state.store.ok) troubles.push(`The store of overrides is in trouble: ${shown.state.store.detail}`);
-  troubles.push(...shown.state.engines.flatMap((line) => line.lost.map((loss) => `${line.engine_id}: ${loss}.`)));
+  troubles.push(...shown.state.engines.flatMap((line) => [...line.lost, ...line.warnings].map((trouble) => `${line.engine_id}: ${trouble}.`)));
   say(find("trouble"), troubles.join("  "));
   find("trouble").hidden = !troubles.length;
   showEngines(shown.state.engines, shown.engine);

@@ -7,14 +7,16 @@ A step goes to the cell of what it really ran: those that the engine still makes
 arm after a switch are not lost, and none is ever credited to an arm that was only asked for.
 """
 
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
+from controller.core.checks.width_check import verified_width
 from controller.core.clock import Clock
 from controller.core.engine_spec import Arm
 from controller.core.step_report import StepReport
 from controller.profiling.engine_http import Generation
-from controller.profiling.errors import MeasurementStalledError
+from controller.profiling.errors import MeasurementStalledError, OtherWidthError
 from controller.profiling.load import LoadSource
 from controller.profiling.samples import CellKey, Cells, Context, Samples
 from controller.profiling.settings import ProfilingSettings
@@ -27,6 +29,10 @@ _LISTEN_SECONDS = 0.1
 _QUIET_SECONDS = 0.05
 _QUIET_SECONDS_MAX = 1.0
 _REASONS_TOLD = 3
+# Steps of other draft lengths in a row, and seconds since one was asked for, after which the engine
+# does not follow: a switch takes a few, and some are still on their way from the plan before.
+_OTHER_WIDTH_STEPS = 40
+_OTHER_WIDTH_SECONDS = 2.0
 # Tells the steps of one load from late ones of the load before it.
 _CONTEXT_SLACK = 1.1
 
@@ -45,6 +51,7 @@ class Bench:
         clock: Clock,
         cells: Cells,
         wakings: WakeUps,
+        mixtures: Collection[str] = (),
     ) -> None:
         self.cells = cells
         self._wakings = wakings
@@ -55,12 +62,15 @@ class Bench:
         self._loads = loads
         self._settings = settings
         self._clock = clock
-        self._filter = StepFilter(settings.settle_steps)
+        self._filter = StepFilter(settings.settle_steps, mixtures)
         self._load: Generation | None = None
         self._batch_size = 0
         self._prompt_tokens = 0
         self._context = Context.GRID
         self._wanted: Arm | None = None
+        # Steps of each other draft length under the plan that asks for the wanted one.
+        self._others: Counter[int] = Counter()
+        self._wanted_at = 0.0
         # The wanted batch has been seen under this load; and the last report was of a smaller one.
         self._full = False
         self._fell_short = False
@@ -92,7 +102,7 @@ class Bench:
     async def visit(self, arm: Arm, seconds: float) -> None:
         """Runs the arm for so long or until enough of its steps counted, a few in any case.
 
-        Raises MeasurementStalledError, EngineUnreachableError, MeasurementError.
+        Raises MeasurementStalledError, OtherWidthError, EngineUnreachableError, MeasurementError.
         """
         await self._want(arm)
         samples = self.samples(arm)
@@ -114,6 +124,8 @@ class Bench:
         await self._stream.force(arm)
         self._wanted = arm
         self._filter.left_out.clear()
+        self._others.clear()
+        self._wanted_at = self._clock.now()
         self._counted_at = self._clock.now()
 
     async def _begin(self) -> None:
@@ -162,6 +174,7 @@ class Bench:
 
     def _take(self, report: StepReport) -> None:
         self._wakings.observe(report)
+        self._require_wanted(report)
         if report.batch_size == self._batch_size and not self._full:
             self._full = True
             tokens = self._batch_size * self._prompt_tokens
@@ -175,10 +188,37 @@ class Bench:
             else:
                 self._filter.left_out[f"{report.drafter} gamma {report.gamma}"] += 1
 
+    def _require_wanted(self, report: StepReport) -> None:
+        """Raises OtherWidthError once the engine has run other draft lengths for too long."""
+        wanted, others = self._wanted, self._others
+        if wanted is None or report.drafter != wanted.drafter or report.flags.unsteered:
+            return
+        width = verified_width(report)
+        if width == wanted.gamma:
+            others.clear()
+            return
+        others[width] += 1
+        seconds = self._clock.now() - self._wanted_at
+        if others.total() < _OTHER_WIDTH_STEPS or seconds < _OTHER_WIDTH_SECONDS:
+            return
+        ran = " and ".join(f"gamma {gamma}" for gamma in sorted(others))
+        raise OtherWidthError(
+            f"{wanted.drafter}: gamma {wanted.gamma} was asked for, and the engine verified {ran} "
+            f"in {others.total()} steps in a row since then: it does not follow the draft length "
+            "(docs/compatibility.md has what its version, method and model runner can do; shim and "
+            "sidecar may be of different versions), and no profile is written"
+        )
+
     def _why_stalled(self, when: str) -> str:
         reasons = self._filter.left_out.most_common(_REASONS_TOLD)
         what = "what came instead: " + ", ".join(f"{n} x {why}" for why, n in reasons)
-        if not reasons:
+        if not reasons and self._stream.earlier_steps:
+            what = (
+                f"the engine has reported {self._stream.earlier_steps} steps under earlier plans, "
+                "and none under the measurement's: its shim does not take plans, or is of another "
+                "version"
+            )
+        elif not reasons:
             what = (
                 "the engine reports no step at all: is the engine behind this URL the one that "
                 "introduced itself to the sidecar?"

@@ -62,5 +62,9 @@ class MeasurementStalledError(MeasurementError):
     """Reports that count stopped coming; the message says what came instead."""
 
 
+class OtherWidthError(MeasurementError):
+    """The engine verifies another draft length than it is asked for: no cell would be true."""
+
+
 class InvalidPartialError(ProfilingError):
     """A file of an interrupted measurement that cannot be read."""

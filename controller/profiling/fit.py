@@ -10,13 +10,14 @@ reference context, the mean of what the grid saw, and rid of the machine's drift
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from controller.core.cost.profile import ProfileCell
-from controller.core.engine_spec import Arm
+from controller.core.engine_spec import Arm, DrafterSpec
+from controller.core.model_shapes import DrafterKind
 from controller.profiling.errors import MeasurementError
 from controller.profiling.round_drift import without_drift
 from controller.profiling.samples import CellKey, Context, Samples, Summary, summarise
@@ -27,6 +28,13 @@ _LEAST_STEPS = 3
 # From where on a measurement is worth a warning.
 _DOUBTFUL_SPREAD = 0.15
 _DOUBTFUL_DISORDER = 0.1
+# The longest draft must cost more than none by this share: a pass of a small drafter beside a large
+# target takes more than 1 %, and a median is not known better.  One token may take none: a drafter
+# that keeps in step runs one pass at gamma = 0 as well.
+_FLAT_GROWTH = 0.01
+_LENGTHS_APART = 2
+# Drafters whose proposals cost nothing, or what those of their parts do.
+_FREE = frozenset({DrafterKind.NGRAM, DrafterKind.MIXTURE})
 # Interquartile range of a normal distribution, in standard deviations; and the standard error of
 # its median over that of its mean.
 _IQR_TO_SIGMA = 1 / 1.349
@@ -118,6 +126,29 @@ def why_doubtful(cells: Sequence[ProfileCell]) -> str:
     if (share := disorder(cells)) > _DOUBTFUL_DISORDER:
         return f"a smaller batch or draft length costs up to {share:.0%} more than a larger one"
     return ""
+
+
+def flat_drafters(cells: Sequence[ProfileCell], drafters: Sequence[DrafterSpec]) -> Iterator[str]:
+    """Yields a line for each drafter with weights whose longest draft costs what none does.
+
+    At every batch size: where verification is free, drafting is not.
+    """
+    cost = {(cell.drafter, cell.gamma, cell.batch_size): cell.step_seconds for cell in cells}
+    for drafter in drafters:
+        longest = drafter.gammas[-1]
+        if drafter.kind in _FREE or longest < _LENGTHS_APART:
+            continue
+        growth = [
+            cost[drafter.name, longest, size] / seconds - 1
+            for (name, gamma, size), seconds in cost.items()
+            if name == drafter.name and not gamma and (name, longest, size) in cost
+        ]
+        if growth and max(growth) < _FLAT_GROWTH:
+            yield (
+                f"a step of {drafter.name} takes no longer at gamma {longest} than at gamma 0, at "
+                "any batch size: the engine may draft its full length whatever it is asked for "
+                "(docs/compatibility.md has its version, method and model runner)"
+            )
 
 
 def disorder(cells: Sequence[ProfileCell]) -> float:

@@ -81,10 +81,13 @@ class ProfileMeasurement:
     async def run(self, stream: MeasureStream, loads: LoadSource) -> None:
         """Fills `cells` by visiting all parts.
 
-        Raises MeasurementError when no cell of the grid was measured, or when the engine or the
-        sidecar went away.
+        Raises MeasurementError when no cell of the grid was measured, when the engine or the
+        sidecar went away, or when the engine does not run what it is asked for.
         """
-        bench = Bench(stream, loads, self._settings, self._clock, self.cells, self.wakings)
+        mixtures = [d.name for d in self._spec.drafters if d.mixture is not None]
+        bench = Bench(
+            stream, loads, self._settings, self._clock, self.cells, self.wakings, mixtures
+        )
         self._budget.begin(self._clock.now())
         for part in self._parts:
             if part.name in self._finished:

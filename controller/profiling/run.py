@@ -8,7 +8,7 @@ from controller.core.cost.profile import Profile
 from controller.core.engine_spec import EngineSpec
 from controller.profiling.engine_http import EngineHttp
 from controller.profiling.errors import InvalidPartialError, MeasurementError, ProfilingError
-from controller.profiling.fit import fit_costs, why_doubtful
+from controller.profiling.fit import fit_costs, flat_drafters, why_doubtful
 from controller.profiling.load import LoadSource, Prompts
 from controller.profiling.measurement import ProfileMeasurement
 from controller.profiling.partial import (
@@ -175,6 +175,8 @@ class _ProfileRun:
                 f"the profile is doubtful: {doubt}; something else kept the machine busy, so "
                 "measure again (--force) when it is quiet"
             )
+        for flat in flat_drafters(fit.cells, self._spec.drafters):
+            self._reporter.note(f"the profile is doubtful: {flat}")
         return Profile(
             fingerprint=self._spec.fingerprint,
             drafters=identities(self._spec),

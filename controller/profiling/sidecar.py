@@ -55,6 +55,8 @@ class MeasureStream:
         # Read beside, because a read that is cancelled takes the whole call with it.
         self._reader = asyncio.create_task(self._read())
         self.first_epoch: int | None = None
+        # Steps that came by and had run under plans from before the measurement.
+        self.earlier_steps = 0
 
     async def force(self, arm: Arm) -> None:
         """Makes every batch run this arm, soon.  Raises MeasurementError."""
@@ -85,7 +87,9 @@ class MeasureStream:
             if self.first_epoch is None:
                 self.first_epoch = response.forced_epoch
             found += map(report_from_proto, response.reports)
-        return [report for report in found if report.plan_epoch >= (self.first_epoch or 0)]
+        counting = [report for report in found if report.plan_epoch >= (self.first_epoch or 0)]
+        self.earlier_steps += len(found) - len(counting)
+        return counting
 
     async def close(self) -> None:
         """Lets the engine go back to normal planning."""

@@ -1,16 +1,21 @@
 """Selects the plain steps of the wanted batch, and explains why others are not."""
 
 from collections import Counter
+from collections.abc import Collection
 
 from controller.core.engine_spec import Arm
 from controller.core.step_report import StepReport
 
 
 class StepFilter:
-    """Takes reports in order.  `settle_steps`: how many are left out after anything changed."""
+    """Takes reports in order.  `settle_steps`: how many are left out after anything changed.
 
-    def __init__(self, settle_steps: int) -> None:
+    mixtures: names of the drafters whose rows differ by their nature.
+    """
+
+    def __init__(self, settle_steps: int, mixtures: Collection[str] = ()) -> None:
         self._settle_steps = settle_steps
+        self._mixtures = frozenset(mixtures)
         self._unsettled = 0
         self._batch_size = 0
         self._context_tokens = range(0)
@@ -56,5 +61,13 @@ class StepFilter:
             return f"flagged {next(name for name in names if getattr(flags, name))}"
         if report.prefill_tokens:
             return "read prompts beside decoding"
+        if (widths := other_widths(report)) and report.drafter not in self._mixtures:
+            return f"verified {widths} in some rows of gamma {report.gamma}"
         settled, self._unsettled = not self._unsettled, max(self._unsettled - 1, 0)
         return "" if settled else "right after a change"
+
+
+def other_widths(report: StepReport) -> str:
+    """Names the draft lengths of rows that verified another one than their step; "" for none."""
+    widths = {group.gamma for group in report.groups} - {report.gamma}
+    return " and ".join(f"gamma {width}" for width in sorted(widths))

@@ -148,9 +148,11 @@ class Sidecar(SessionObserver):
             self._fleet.look_for(session)
         if before is not None and not session.identity.has_same_secret(before.identity):
             self._audit.replaced(session, before)
+        own = before is not None and session.identity.is_same(before.identity)
+        if before is not None and own:
+            session.continue_checks(before)
         if not self._settings.warm_start:
             return
-        own = before is not None and session.identity.is_same(before.identity)
         if before is not None and before.core.reports and own:
             beliefs = warm_start.pool((b, 0.0) for b in before.core.beliefs())
             session.begin_from(beliefs, "this engine's session before")

@@ -7,6 +7,7 @@ from controller.wire.field_mapping import message_of
 from controller.wire.overrides import limits_to_proto
 from controller.wire.plans import plan_to_proto
 from controller.wire.training import training_to_proto
+from controller.wire.warnings import warning_to_proto
 from speculation.v1 import service_pb2
 
 
@@ -47,6 +48,7 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
             message_of(service_pb2.MixtureExplanation, use, drafter=name)
             for name, use in explanation.mixtures.items()
         ],
+        warnings=map(warning_to_proto, explanation.warnings),
         # The service adds them, with the time that is left.
         overrides=None,
     )

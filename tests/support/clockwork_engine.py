@@ -65,8 +65,10 @@ class ClockworkEngine:
     noise: relative, normal.  outliers: share of steps that take ten times as long.  drift: the
     machine's slowness as a function of how often the draft length has changed, and not of time,
     since a busy machine takes more steps for a visit.  batch_cap: sequences it really runs.
-    obeys: False for a shim whose switch does not take.  wake_seconds: what each token takes that
-    its drafter missed at gamma = 0.
+    obeys: False for a shim whose switch does not take; obeys_up_to: in larger batches it does not.
+    names_plans: False for one whose steps name no plan.  row_width: what its rows verify at most,
+    whatever the step's draft length.  table: seconds by gamma and batch size.  wake_seconds: what
+    each token takes that its drafter missed at gamma = 0.
     """
 
     def __init__(self, address: str, spec: engine_pb2.EngineSpec | None = None) -> None:
@@ -79,6 +81,10 @@ class ClockworkEngine:
         self.drift: Callable[[int], float] = lambda _: 1.0
         self.batch_cap = 1000
         self.obeys = True
+        self.obeys_up_to = 1000
+        self.names_plans = True
+        self.row_width = GAMMAS[-1]
+        self.table: Callable[[int, int], float] = step_seconds
         self.healthy = True
         self.has_tokenizer = True
         self.pool_tokens = 40_000
@@ -171,7 +177,7 @@ class ClockworkEngine:
             pass
 
     def _gamma(self, batch_size: int) -> int:
-        if not self.obeys or not self._plan.rows:
+        if not (self.obeys and batch_size <= self.obeys_up_to and self._plan.rows):
             return GAMMAS[-1]
         for row in self._plan.rows:
             if batch_size <= row.max_batch_size:
@@ -193,9 +199,10 @@ class ClockworkEngine:
             time.sleep(self.pace_seconds)
             step += 1
             gamma = self._gamma(len(batch))
-            epoch = self._plan.epoch
+            epoch = self._plan.epoch if self.names_plans else 0
             kv_tokens = sum(s.length for s in batch)
-            accepted = [min(self._random.choice((0, 0, 1, 3)), gamma) for _ in batch]
+            width = min(gamma, self.row_width)
+            accepted = [min(self._random.choice((0, 0, 1, 3)), width) for _ in batch]
             flags = engine_pb2.StepFlags(
                 after_gap=joined, switched=last is not None and gamma != last
             )
@@ -227,7 +234,7 @@ class ClockworkEngine:
     ) -> None:
         size = len(accepted)
         self._visit += flags.switched
-        seconds = (step_seconds(gamma, size) + K_KV * kv_tokens) * self.drift(self._visit)
+        seconds = (self.table(gamma, size) + K_KV * kv_tokens) * self.drift(self._visit)
         seconds *= max(1 + self.noise * self._random.gauss(0, 1), 0.5)
         woken, self._missed = (self._missed, 0) if gamma else (0, self._missed + size)
         woke = self.wake_seconds > 0 and woken > 0
@@ -250,6 +257,9 @@ class ClockworkEngine:
             flags=flags,
             plan_epoch=epoch,
         )
+        if gamma > self.row_width:
+            counts = report.accepted_counts[: self.row_width + 1]
+            report.groups.add(drafter=report.drafter, gamma=self.row_width, accepted_counts=counts)
         if self._address:
             self._out.put(service_pb2.SteerRequest(session_id=self._session, reports=[report]))
 

@@ -20,6 +20,7 @@ from controller.core.acceptance.by_class import TrafficCurves, TrafficEstimator
 from controller.core.acceptance.mixtures import Mixtures
 from controller.core.acceptance.warm_start import Belief
 from controller.core.capabilities import LostCapability, added, is_blind, require_known
+from controller.core.checks.engine_checks import EngineChecks
 from controller.core.clock import Clock
 from controller.core.cost.catch_up_cost import CatchUp
 from controller.core.cost.context_by_batch import ContextByBatch
@@ -125,6 +126,7 @@ class EngineController:
         self.explorer = Explorer(self.arms, settings, spec.capabilities.draft_lag)
         self.updates = DrafterUpdates(spec, self.arms, training or TrainingSettings(), trained)
         self.prediction_audit = PredictionAudit(spec, self.arms)
+        self.checks = EngineChecks(spec)
         reference = profile.kv_tokens_per_sequence if profile else 0.0
         self._context = ContextByBatch(self._buckets, reference)
         self._forced: Arm | None = None
@@ -185,6 +187,7 @@ class EngineController:
         self._last_step = report.step
         self._last_batch = report.batch_size
         self.reports += 1
+        self.checks.observe(report, measured=self._forced is not None)
         # A measurement brings its own load: what it accepts says nothing about the traffic.
         if self._forced is None:
             if self.traffic.fold(report, self._clock.now()):
@@ -216,6 +219,7 @@ class EngineController:
                 self._evaluated_at = -float("inf")
             if seconds is not None:
                 self.cost.observe(arm, report.batch_size, report.kv_tokens, expected, seconds)
+                self.checks.time(report, seconds)
         self.prediction_audit.observe(
             arm, report, expected if plain and self._forced is None else None
         )
@@ -438,6 +442,7 @@ class EngineController:
             traffic_states=len(self.traffic.states.all),
             bound=bound_in(made, self.arms, row, current),
             mixtures=self.mixtures.uses(),
+            warnings=self.checks.warnings(),
         )
 
     def take_estimates(self) -> None:
@@ -536,4 +541,5 @@ class EngineController:
         self._plan = Plan(
             self._epoch, rows, regime, lease, reason, detail, named, version, self._rules
         )
+        self.checks.expect(self._plan)
         return self._plan

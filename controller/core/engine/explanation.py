@@ -12,6 +12,7 @@ from controller.core.acceptance.estimator import AcceptanceCurve
 from controller.core.acceptance.mixtures import MixtureUse
 from controller.core.acceptance.traffic_state import Resemblance
 from controller.core.capabilities import LostCapability
+from controller.core.checks.warning import EngineWarning
 from controller.core.engine.decision import Decision
 from controller.core.engine_spec import Arm
 from controller.core.plan import Plan, Probe, Reason
@@ -149,6 +150,7 @@ class Explanation:
     resembles: earlier traffic that the present one is taken for.  traffic_states: kinds of traffic
     that are remembered, the present one included.  bound: how the bound on the time per output
     token stands, None where no bound holds.  mixtures: by name, how those that ran were used.
+    warnings: what the engine's reports show to be wrong with it.
     """
 
     engine_id: str
@@ -182,6 +184,7 @@ class Explanation:
     traffic_states: int = 1
     bound: BoundState | None = None
     mixtures: Mapping[str, MixtureUse] = field(default_factory=dict)
+    warnings: tuple[EngineWarning, ...] = ()
 
 
 def value_table(at: PlanRows, values: Values) -> ValueTable:

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from controller.core.checks.warning import WarningKind
 from controller.core.plan import Reason, RegimeMode
 from controller.service.metrics.family import Family, MetricKind
 from controller.service.status.engine_snapshot import EngineSnapshot
@@ -99,6 +100,14 @@ DECISION: Final[tuple[Family[EngineSnapshot], ...]] = (
         lambda e: {f"drafter {drafter.name}": 0 for drafter in e.session.spec.drafters}
         | dict.fromkeys((loss.what for loss in e.session.spec.lost), 1),
         label="capability",
+    ),
+    Family(
+        _GAUGE, "speculation_engine_warning",
+        "1 for each kind of warning that the engine's reports give rise to, 0 for the others. "
+        "`controller explain` shows what was found.",
+        lambda e: dict.fromkeys((kind.value for kind in WarningKind), 0)
+        | dict.fromkeys((it.kind.value for it in e.explanation.warnings), 1),
+        label="kind",
     ),
     Family(
         _GAUGE, "speculation_engine_overrides", "Overrides that shaped the newest plan.",

@@ -27,6 +27,7 @@ from controller.wire.engines import engine_to_proto
 from controller.wire.explanations import explanation_to_proto
 from controller.wire.plans import plan_to_proto
 from controller.wire.reports import report_to_proto
+from controller.wire.warnings import warning_to_proto
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 
 
@@ -192,6 +193,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             no_profile="" if core.profile_id else self._readiness.why_no_profile(session.spec),
             steering=session.listeners > 0,
             unsteered_steps=counters.unsteered,
+            warnings=map(warning_to_proto, core.checks.warnings()),
         )
 
 

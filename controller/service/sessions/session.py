@@ -21,11 +21,7 @@ from controller.core.clock import Clock
 from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import Arm, EngineSpec
-from controller.core.errors import (
-    InvalidReportError,
-    SpeculationError,
-    UnknownArmError,
-)
+from controller.core.errors import InvalidReportError, SpeculationError, UnknownArmError
 from controller.core.plan import Plan
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
@@ -47,6 +43,7 @@ from controller.service.sessions.history import History
 from controller.service.sessions.last_minute import LastMinute
 from controller.service.sessions.plan_log import LENGTH, PlanLogEntry
 from controller.service.sessions.unary_probes import UnaryProbes
+from controller.service.sessions.warning_log import WarningLog
 
 # What a session may cost in refusals before it shares an allowance with all others (the unit is a
 # refused report, `steering`): more than an engine needs of which few reports are wrong.
@@ -121,6 +118,7 @@ class EngineSession:
         self._quiet.set()
         self._drafters = frozenset(drafter.name for drafter in core.spec.drafters)
         self.counters.plans[self.plan.reason] += 1
+        self.warning_log = WarningLog()
         self._say_lost(core.spec.lost)
 
     @property
@@ -171,9 +169,15 @@ class EngineSession:
         return self._clock.now() - self.last_report_at if self.last_report else 0.0
 
     def remember(self, now: float) -> None:
-        """Adds a point to the history, once a second.  now: Unix seconds."""
+        """Adds a point to the history and logs new warnings, once a second.  now: Unix seconds."""
         self.history.add(now, self.plan, self.last_report, self.counters)
         self.last_minute.keep()
+        self.warning_log.tell(self.engine_id, self.core.checks.warnings(), self._clock.now())
+
+    def continue_checks(self, before: "EngineSession") -> None:
+        """Keeps what was found out in the session before about this very engine."""
+        self.core.checks.continue_from(before.core.checks)
+        self.warning_log = before.warning_log
 
     def contact(self, dropped_reports: int = 0) -> None:
         """A sign of life, with the reports that were lost on the engine's side."""

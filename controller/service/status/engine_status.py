@@ -30,7 +30,8 @@ class EngineLine:
     engine has no such arm.  link: "steered", "alone" (its last step had no valid lease), "away" (no
     stream is open) or "waiting" (no step was reported yet).  costs: "profile", "roofline" or
     "generic".  lost: what the engine can no longer do, each in one line.  unavailable: why the
-    engine cannot be shown, "" where it can.
+    engine cannot be shown, "" where it can.  warnings: what its reports show to be wrong with it,
+    each in one line.
     """
 
     engine_id: str
@@ -53,6 +54,7 @@ class EngineLine:
     lost: tuple[str, ...] = ()
     unavailable: str = ""
     generated_per_second: float | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def no_line(session: EngineSession, why: str) -> EngineLine:
@@ -88,6 +90,7 @@ def line_of(view: EngineSnapshot) -> EngineLine:
         overrides=plan.overrides,
         lost=tuple(lost_text(lost_to_proto(loss)) for loss in session.spec.lost),
         generated_per_second=history.generated_per_second,
+        warnings=tuple(warning.found for warning in view.explanation.warnings),
     )
 
 

@@ -386,6 +386,7 @@ class EngineOverview(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     UNAVAILABLE_FIELD_NUMBER: _builtins.int
     GENERATED_PER_SECOND_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     target_model: _builtins.str
     batch_size: _builtins.int
@@ -430,6 +431,10 @@ class EngineOverview(_message.Message):
     def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What it has lost, each in one line for people."""
 
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What its reports show to be wrong with it, each in one line for people."""
+
     def __init__(
         self,
         *,
@@ -453,10 +458,11 @@ class EngineOverview(_message.Message):
         lost: _abc.Iterable[_builtins.str] | None = ...,
         unavailable: _builtins.str = ...,
         generated_per_second: _builtins.float | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_generated_per_second", b"_generated_per_second", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "gain", b"gain", "generated_per_second", b"generated_per_second", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_generated_per_second", b"_generated_per_second", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "batch_size", b"batch_size", "costs", b"costs", "drafter", b"drafter", "engine_id", b"engine_id", "expected_accept_length", b"expected_accept_length", "gain", b"gain", "gamma", b"gamma", "generated_per_second", b"generated_per_second", "link", b"link", "lost", b"lost", "overrides", b"overrides", "plan_age_seconds", b"plan_age_seconds", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "seconds_since_report", b"seconds_since_report", "target_model", b"target_model", "tokens_per_second", b"tokens_per_second", "unavailable", b"unavailable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_generated_per_second", b"_generated_per_second", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "batch_size", b"batch_size", "costs", b"costs", "drafter", b"drafter", "engine_id", b"engine_id", "expected_accept_length", b"expected_accept_length", "gain", b"gain", "gamma", b"gamma", "generated_per_second", b"generated_per_second", "link", b"link", "lost", b"lost", "overrides", b"overrides", "plan_age_seconds", b"plan_age_seconds", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "seconds_since_report", b"seconds_since_report", "target_model", b"target_model", "tokens_per_second", b"tokens_per_second", "unavailable", b"unavailable", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accept_length: _TypeAlias = _typing.Literal["accept_length"]  # noqa: Y015
     _WhichOneofArgType__accept_length: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length"]  # noqa: Y015
@@ -857,6 +863,7 @@ class EngineStatus(_message.Message):
     STEERING_FIELD_NUMBER: _builtins.int
     UNSTEERED_STEPS_FIELD_NUMBER: _builtins.int
     UNAVAILABLE_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     profile_id: _builtins.str
     """Digest of the profile in use, empty when costs come from the prior."""
     reports: _builtins.int
@@ -879,6 +886,10 @@ class EngineStatus(_message.Message):
     def plan(self) -> _plan_pb2.Plan: ...
     @_builtins.property
     def last_report(self) -> _engine_pb2.StepReport: ...
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineWarning]:
+        """What its reports show to be wrong with it."""
+
     def __init__(
         self,
         *,
@@ -895,14 +906,50 @@ class EngineStatus(_message.Message):
         steering: _builtins.bool = ...,
         unsteered_steps: _builtins.int = ...,
         unavailable: _builtins.str = ...,
+        warnings: _abc.Iterable[Global___EngineWarning] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "last_report", b"last_report", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "dropped_reports", b"dropped_reports", "engine", b"engine", "last_report", b"last_report", "no_profile", b"no_profile", "plan", b"plan", "profile_id", b"profile_id", "rejected_reports", b"rejected_reports", "reports", b"reports", "seconds_since_last_report", b"seconds_since_last_report", "steering", b"steering", "unavailable", b"unavailable", "unsteered_steps", b"unsteered_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "dropped_reports", b"dropped_reports", "engine", b"engine", "last_report", b"last_report", "no_profile", b"no_profile", "plan", b"plan", "profile_id", b"profile_id", "rejected_reports", b"rejected_reports", "reports", b"reports", "seconds_since_last_report", b"seconds_since_last_report", "steering", b"steering", "unavailable", b"unavailable", "unsteered_steps", b"unsteered_steps", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
+
+@_typing.final
+class EngineWarning(_message.Message):
+    """What the sidecar has found out from an engine's reports.  The engine serves all the same, slower
+    than it could.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"no-acceptance", "other-width" or "flat-step-time"; a reader shows one that it does not know."""
+    drafter: _builtins.str
+    """The drafter that it is about."""
+    found: _builtins.str
+    """What the reports show, and likely causes with what to do about them; each one line for people."""
+    advice: _builtins.str
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        drafter: _builtins.str = ...,
+        found: _builtins.str = ...,
+        advice: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "drafter", b"drafter", "found", b"found", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineWarning: _TypeAlias = EngineWarning  # noqa: Y015
 
 @_typing.final
 class ExplainRequest(_message.Message):
@@ -1064,6 +1111,7 @@ class ExplainResponse(_message.Message):
     TRAFFIC_STATES_FIELD_NUMBER: _builtins.int
     BOUND_FIELD_NUMBER: _builtins.int
     MIXTURES_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     batch_size: _builtins.int
     profile_id: _builtins.str
@@ -1141,6 +1189,10 @@ class ExplainResponse(_message.Message):
     def mixtures(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureExplanation]:
         """How the mixtures that have run were used lately."""
 
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineWarning]:
+        """As in EngineStatus."""
+
     def __init__(
         self,
         *,
@@ -1177,10 +1229,11 @@ class ExplainResponse(_message.Message):
         traffic_states: _builtins.int = ...,
         bound: Global___TokenTimeBound | None = ...,
         mixtures: _abc.Iterable[Global___MixtureExplanation] | None = ...,
+        warnings: _abc.Iterable[Global___EngineWarning] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bound", b"_bound", "_limits", b"_limits", "_resembles", b"_resembles", "_training", b"_training", "_updates", b"_updates", "bound", b"bound", "limits", b"limits", "plan", b"plan", "resembles", b"resembles", "store", b"store", "training", b"training", "updates", b"updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bound", b"_bound", "_limits", b"_limits", "_resembles", b"_resembles", "_training", b"_training", "_updates", b"_updates", "arms", b"arms", "batch_size", b"batch_size", "bound", b"bound", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "lost", b"lost", "margin", b"margin", "mixtures", b"mixtures", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probe_steps", b"probe_steps", "probes", b"probes", "profile_id", b"profile_id", "resembles", b"resembles", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "services", b"services", "shifts", b"shifts", "store", b"store", "switch_seconds", b"switch_seconds", "switches", b"switches", "traffic_states", b"traffic_states", "training", b"training", "updates", b"updates", "warm_start", b"warm_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bound", b"_bound", "_limits", b"_limits", "_resembles", b"_resembles", "_training", b"_training", "_updates", b"_updates", "arms", b"arms", "batch_size", b"batch_size", "bound", b"bound", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "lost", b"lost", "margin", b"margin", "mixtures", b"mixtures", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probe_steps", b"probe_steps", "probes", b"probes", "profile_id", b"profile_id", "resembles", b"resembles", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "services", b"services", "shifts", b"shifts", "store", b"store", "switch_seconds", b"switch_seconds", "switches", b"switches", "traffic_states", b"traffic_states", "training", b"training", "updates", b"updates", "warm_start", b"warm_start", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bound: _TypeAlias = _typing.Literal["bound"]  # noqa: Y015
     _WhichOneofArgType__bound: _TypeAlias = _typing.Literal["_bound", b"_bound"]  # noqa: Y015

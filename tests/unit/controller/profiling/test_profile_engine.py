@@ -16,6 +16,7 @@ from controller.profiling.errors import (
     EngineUnreachableError,
     MeasurementError,
     MeasurementStalledError,
+    OtherWidthError,
     ProfileRefusedError,
     ProfilingUsageError,
     SidecarUnreachableError,
@@ -257,12 +258,53 @@ async def test_a_file_that_is_no_profile_is_refused(tmp_path):
             await profile(tmp_path, engine)
 
 
-async def test_a_shim_whose_switch_does_not_take_is_found_out(tmp_path):
+async def test_an_engine_that_does_not_follow_the_draft_length_is_refused_by_both(tmp_path):
     engine = ClockworkEngine(socket_address(tmp_path))
     engine.obeys = False
+    told = r"eagle3: gamma 0 was asked for, and the engine verified gamma 3 in \d+ steps"
     async with beside(tmp_path, engine):
-        with pytest.raises(MeasurementStalledError, match=r"eagle3 gamma 0 .* x eagle3 gamma 3"):
+        with pytest.raises(OtherWidthError, match=told):
+            await profile(tmp_path, engine)
+    assert not (tmp_path / "profile.json").exists()
+
+
+async def test_an_engine_that_follows_in_small_batches_only_is_refused_as_well(tmp_path):
+    engine = ClockworkEngine(socket_address(tmp_path))
+    engine.obeys_up_to = 2
+    async with beside(tmp_path, engine):
+        with pytest.raises(OtherWidthError, match=r"gamma 0 was asked for, .* verified gamma 3"):
+            await profile(tmp_path, engine)
+    assert not (tmp_path / "profile.json").exists()
+
+
+async def test_a_shim_that_takes_no_plans_is_told_from_an_engine_that_is_another_one(tmp_path):
+    engine = ClockworkEngine(socket_address(tmp_path))
+    engine.names_plans = False
+    async with beside(tmp_path, engine):
+        with pytest.raises(MeasurementStalledError, match="its shim does not take plans"):
             await profile(tmp_path, engine, settings=HOPELESS)
+
+
+async def test_rows_of_another_width_are_no_steps_of_the_length_that_was_asked_for(tmp_path):
+    engine = ClockworkEngine(socket_address(tmp_path))
+    engine.row_width = 1
+    async with beside(tmp_path, engine):
+        with pytest.raises(OtherWidthError, match=r"gamma 2 was asked for, .* verified gamma 1"):
+            await profile(tmp_path, engine)
+
+
+@pytest.mark.parametrize("kind", ["MTP", "NGRAM"])
+async def test_a_profile_whose_lengths_cost_the_same_is_marked_if_drafting_must_cost(
+    tmp_path, kind
+):
+    spec = introduction()
+    spec.drafters[0].kind = engine_pb2.DrafterKind.Value(f"DRAFTER_KIND_{kind}")
+    engine, notes = ClockworkEngine(socket_address(tmp_path), spec), Notes()
+    engine.table = lambda _, size: step_seconds(3, size)
+    async with beside(tmp_path, engine):
+        await profile(tmp_path, engine, notes)
+    marked = "takes no longer at gamma 3 than at gamma 0, at any batch size" in notes.text
+    assert marked is (kind == "MTP")
 
 
 async def test_a_batch_that_never_comes_up_is_left_out_with_what_came_instead(tmp_path):

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from controller.core.step_report import StepFlags, StepReport
+from controller.core.step_report import RowGroup, StepFlags, StepReport
 from controller.profiling.steps import StepFilter
 
 
@@ -63,3 +63,14 @@ def test_late_steps_of_another_load_are_told_by_their_context(settled):
 def test_what_is_expected_next_starts_afresh(settled):
     settled.expect(1, range(500))
     assert [settled.accepts(step(batch_size=1)) for _ in range(3)] == [False, False, True]
+
+
+def test_rows_that_verified_another_width_are_left_out_and_named(settled):
+    mixed = replace(step(), groups=(RowGroup("mtp", 1, (2, 0)), RowGroup("mtp", 2, (2, 0, 0))))
+    alike = replace(step(), groups=(RowGroup("mtp", 2, (4, 0, 0)),))
+    assert [settled.accepts(mixed), settled.accepts(alike)] == [False, True]
+    assert settled.left_out["verified gamma 1 in some rows of gamma 2"] == 1
+    # The rows of a mixture differ by their nature.
+    mixture = StepFilter(settle_steps=0, mixtures=["mtp"])
+    mixture.expect(4, range(50, 200))
+    assert mixture.accepts(mixed)

@@ -1,0 +1,1 @@
+"""Finds out from an engine's reports what is wrong with it."""

@@ -1,0 +1,41 @@
+"""Logs what is found wrong with an engine when it begins and when it ends, and not in between."""
+
+import math
+from collections.abc import Iterable
+
+import structlog
+
+from controller.core.checks.warning import EngineWarning, WarningKind
+
+# A warning that comes and goes is logged once in so long.
+_AGAIN_SECONDS = 3600.0
+
+_log = structlog.get_logger(__name__)
+
+
+class WarningLog:
+    """Remembers the warnings of one engine by kind and drafter."""
+
+    def __init__(self) -> None:
+        self._told_at: dict[tuple[WarningKind, str], float] = {}
+        # Those that were told and have not ended.
+        self._open: set[tuple[WarningKind, str]] = set()
+
+    def tell(self, engine_id: str, warnings: Iterable[EngineWarning], now: float) -> None:
+        """Logs the warnings that are new, and the end of those that are over.  now: seconds."""
+        present = {(warning.kind, warning.drafter): warning for warning in warnings}
+        for key, warning in present.items():
+            if key not in self._open and now - self._told_at.get(key, -math.inf) >= _AGAIN_SECONDS:
+                self._open.add(key)
+                self._told_at[key] = now
+                _log.warning(
+                    "engine_warning",
+                    engine=engine_id,
+                    kind=warning.kind.value,
+                    drafter=warning.drafter,
+                    found=warning.found,
+                    advice=warning.advice,
+                )
+        for kind, drafter in self._open - present.keys():
+            self._open.discard((kind, drafter))
+            _log.info("engine_warning_ended", engine=engine_id, kind=kind.value, drafter=drafter)
