@@ -32,19 +32,6 @@ def lengths_of_block(gammas: Iterable[int], size: int) -> tuple[int, ...]:
     return tuple(gamma for gamma in gammas if gamma < size)
 
 
-def mismatch(block: ModelConfig, target: ModelConfig) -> str:
-    """Explains why a checkpoint is no DFlash drafter of a target; "" if it is."""
-    names = block.hf_config.architectures or []
-    if not any("DFlash" in name for name in names):
-        return f"{block.model_path} is no DFlash checkpoint: its architectures are {names}"
-    if block.hidden_size != target.hidden_size:
-        return (
-            f"{block.model_path} is of hidden size {block.hidden_size}, the target of "
-            f"{target.hidden_size}: it is no drafter for it"
-        )
-    return ""
-
-
 def no_room(size: int, widest: int) -> str:
     """Explains why blocks of this size find no room; "" if they do.
 
