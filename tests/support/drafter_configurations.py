@@ -57,6 +57,13 @@ _DFLASH = _QWEN3 | {
     "layer_types": ["full_attention"] * 5,
     "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
 }
+_DOMINO = {
+    "projector_type": "domino",
+    "pure_draft_prefix_len": 1,
+    "emb_dim": 256,
+    "gru_hidden_dim": 1024,
+    "shift_label": True,
+}
 
 
 def _without(config: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -101,19 +108,7 @@ CONFIGS: dict[str, Any] = {
     "dflash-nested": _without(_DFLASH, "block_size") | _reads(1, 9, 17, 25, 33, block_size=8),
     "dflash-window": _DFLASH
     | {"layer_types": ["sliding_attention"] * 4 + ["full_attention"], "sliding_window": 2048},
-    "dflash-domino": _DFLASH
-    | _reads(
-        1,
-        9,
-        17,
-        25,
-        33,
-        projector_type="domino",
-        pure_draft_prefix_len=1,
-        emb_dim=256,
-        gru_hidden_dim=1024,
-        shift_label=True,
-    ),  # fmt: skip
+    "dflash-domino": _DFLASH | _reads(1, 9, 17, 25, 33, **_DOMINO),
     "dflash2": _DFLASH
     | {"architectures": ["DFlash2DraftModel"]}
     | _reads(1, 9, 17, 25, 33, selector_rank=256, selector_top_k=16),

@@ -41,8 +41,8 @@ _KINDS: Final = (
         "checkpoint in the format of vLLM's Speculators, which SGLang does not read",
         ("speculators_model_type", "speculators_config"),
         ("eagle3speculator", "eaglespeculator"),
-        "use the same drafter in the format that its authors or SpecForge publish for SGLang, whose "
-        "config.json has model_type and LlamaForCausalLMEagle3 or DFlashDraftModel",
+        "use the same drafter in SGLang's format, whose config.json has a model_type and names "
+        "LlamaForCausalLMEagle3 or DFlashDraftModel",
     ),
     _Kind(
         "checkpoint in vLLM's EAGLE format",
@@ -79,7 +79,7 @@ def foreign_kind(config: Mapping[str, Any]) -> str:
     said = " ".join(str(word).lower() for word in words)
     for kind in _KINDS:
         if any(word in said for word in kind.words) or any(
-            config.get(name) not in (None, False) for name in kind.fields
+            config.get(name) is not None and config[name] is not False for name in kind.fields
         ):
             return f"it is a {kind.name}: {kind.instead}"
     return ""

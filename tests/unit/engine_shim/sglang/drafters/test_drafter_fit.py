@@ -69,7 +69,7 @@ REFUSED: list[tuple[Engine, str]] = [
     (("qwen3", "EAGLE3", "dflash"), "DFLASH drafts with DFlashDraftModel: set"),
     (("qwen3", "EAGLE3", "peagle"), "it is a P-EAGLE drafter: use"),
     (("qwen3", "EAGLE3", "medusa"), "it is a set of Medusa heads: use"),
-    (("qwen3", "EAGLE3", "speculators"), "which SGLang does not read: use the same drafter"),
+    (("qwen3", "EAGLE3", "speculators"), "which SGLang does not read: use the same"),
     (("qwen3", "EAGLE", "pard"), "it is a PARD drafter: use"),
     (("qwen3", "STANDALONE", "pard"), "it is a PARD drafter: use"),
     (("qwen3", "DFLASH", "dspark"), "dspark is no DFlash checkpoint"),
