@@ -96,7 +96,7 @@ def _right_classes(algorithm: str) -> str:
 
 
 def _class_obstacles(pair: Pair, model: type) -> Iterator[str]:
-    """What SGLang would call of a drafter or its target, where their classes have it not."""
+    """Finds what SGLang would call of the drafter or its target and their classes lack."""
     drafts, wanted = model_classes.drafts_by(model), pair.algorithm
     name = model.__name__
     if wanted == DFLASH != drafts and drafts is not None:
@@ -149,7 +149,7 @@ def _no_drafter(pair: Pair, model: type) -> str:
 
 
 def _head_obstacles(pair: Pair, _: type) -> Iterator[str]:
-    """What SGLang could not load or run of an EAGLE, EAGLE3 or MTP drafter."""
+    """Finds what SGLang could not load or run of an EAGLE, EAGLE3 or MTP drafter."""
     draft, target, config = pair.draft, pair.target, pair.draft.hf_text_config
     width = draft.hidden_size
     if pair.algorithm == EAGLE3:
@@ -200,7 +200,7 @@ def _layer_obstacles(pair: Pair) -> Iterator[str]:
 
 
 def _block_obstacles(pair: Pair, model: type) -> Iterator[str]:
-    """What SGLang could not load or run of a DFlash drafter, or what is not steered of it."""
+    """Finds what SGLang could not load or run of a DFlash drafter, or what is not steered."""
     from sglang.srt.models.dflash import DFlash2DraftModel
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
@@ -246,7 +246,7 @@ def _other_vocabulary(pair: Pair) -> str:
 
 
 def _useless(pair: Pair, model: type) -> Iterator[str]:
-    """What SGLang runs, and nothing is gained by."""
+    """Finds what SGLang would run without a gain."""
     drafts, draft, target = model_classes.drafts_by(model), pair.draft, pair.target
     if (drafts, pair.algorithm) == (EAGLE3, EAGLE) and pair.reads_layers:
         yield (

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def around_resolve(original: Callable[..., Any], **arguments: Any) -> Any:
-    """Wraps `resolve_spec_aux_hidden_state_config`."""
+    """Wraps `resolve_spec_aux_hidden_state_config`; returns what it returns."""
     found = original(**arguments)
     if not found.eagle_aux_hidden_state_layer_ids:
         found.eagle_aux_hidden_state_layer_ids = None

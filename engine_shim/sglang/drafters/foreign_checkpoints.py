@@ -55,7 +55,7 @@ _KINDS: Final = (
 
 
 def raw_config(model_path: str) -> Mapping[str, Any]:
-    """Reads the config.json of a local folder; {} if there is none, or no folder of that name.
+    """Reads the config.json of a local folder; {} if file or folder is missing.
 
     Raises UnsupportedEngineError for a file that is no JSON object.
     """
@@ -72,7 +72,7 @@ def raw_config(model_path: str) -> Mapping[str, Any]:
 
 
 def foreign_kind(config: Mapping[str, Any]) -> str:
-    """Says what kind of drafter a config.json is of, and what to use instead; "" if of none."""
+    """Says what kind of drafter a config.json is of, and what to use instead; "" if it is another."""
     named = config.get("architectures") or []
     words = [config.get("model_type"), config.get("spd_type")]
     words += named if isinstance(named, list) else [named]
