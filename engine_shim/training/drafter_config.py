@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, Final
 
 EAGLE3: Final = "LlamaForCausalLMEagle3"
@@ -84,11 +83,11 @@ class Eagle3Config:
 
     named_layers: the target's layers that it was trained for; None where its config names none.
     captured_layers: those that SGLang has the target emit, which reads them in `eagle_config` only;
-    None where SGLang chooses three.  features: how many hidden states its `fc` reads.  target_width:
-    numbers of each; None where the config says null.  uses_features: whether it reads them at all,
-    or the target's last hidden state.  norm_before_fc: whether one norm acts on all of them.
-    fc_norm: whether one acts on each.  norm_output: whether the next draft step gets the normed
-    hidden state.
+    None where SGLang chooses three.  features: how many hidden states its `fc` reads.
+    target_width: numbers of each; None where the config says null.  uses_features: whether it reads
+    them at all, or the target's last hidden state.  norm_before_fc: whether one norm acts on all of
+    them.  fc_norm: whether one acts on each.  norm_output: whether the next draft step gets the
+    normed hidden state.
     """
 
     named_layers: tuple[int, ...] | None
@@ -126,7 +125,7 @@ def read_dflash(config: Mapping[str, Any]) -> DFlashConfig:
         target_layers=_positive(found("num_target_layers"), "num_target_layers"),
         named_layers=_target_layers(found("target_layer_ids")),
         mask_token=mask_token,
-        mask_id=None if mask_id is None else int(mask_id),
+        mask_id=mask_id,
     )
 
 
@@ -145,7 +144,7 @@ def read_eagle3(config: Mapping[str, Any]) -> Eagle3Config:
     return Eagle3Config(
         named_layers=beside if captured is None else captured,
         captured_layers=captured,
-        features=int(features),
+        features=features,
         target_width=_positive(width, "target_hidden_size"),
         uses_features=bool(own.get("use_aux_hidden_state", True)),
         norm_before_fc=bool(own.get("norm_before_fc", config.get("norm_before_fc"))),
@@ -191,7 +190,7 @@ def _require_mapping(found: Any, name: str) -> Mapping[str, Any]:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _positive(value: Any, name: str) -> int | None:
