@@ -162,7 +162,7 @@ def architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def dflash_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns `dflash_config`, empty where it is none: SGLang passes over one of another type."""
+    """Returns `dflash_config`, empty if it is missing; SGLang passes over one of another type."""
     try:
         return dict(config.get("dflash_config") or {})
     except (TypeError, ValueError):
@@ -170,7 +170,7 @@ def dflash_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def eagle_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns `eagle_config`, empty where there is none.  Raises DrafterConfigError."""
+    """Returns `eagle_config`, empty if it is missing.  Raises DrafterConfigError."""
     return _require_mapping(config.get("eagle_config") or {}, "eagle_config")
 
 

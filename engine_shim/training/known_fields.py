@@ -1,4 +1,4 @@
-"""Which fields of a drafter's `config.json` a student follows; whatever else is set is named.
+"""Lists the fields of drafters' `config.json` that a student follows, and names what else is set.
 
 A field that nobody here knows may change what is computed, and then a student that passes over it
 would learn something else than what serves.  So these lists say what is known, by kind of drafter,

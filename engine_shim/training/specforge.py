@@ -1,4 +1,4 @@
-"""Hands signals to SpecForge, for training that outgrows one machine, and takes drafters back.
+"""Hands signals to SpecForge, for training that outgrows one GPU, and takes drafters back.
 
 SpecForge: arXiv:2603.18567, package `specforge` 0.2.0.  Its offline trainer reads a folder of
 `torch.save` dictionaries, one sample each; what it has trained and exported (`specforge export`)
@@ -198,7 +198,7 @@ def configuration(
 ) -> dict[str, Any]:
     """Configures SpecForge's trainer: FSDP on the GPUs of one node, from the exported drafter.
 
-    samples: how many are exported.  longest: positions of the longest one.  Paths are relative to
+    Its attention is SDPA, which every kind of its drafters has.  samples: how many are exported.  longest: positions of the longest one.  Paths are relative to
     the folder of the export.
     """
     if isinstance(student, Eagle3Student):
