@@ -259,7 +259,7 @@ class EngineStartup:
         """Makes rank 0's updates, or what another rank has of them.
 
         second: the drafter that learns, if that is not the engine's own.  losses: take the reason
-        where that one does not draft.
+        where that one does not draft, or has no student.
         """
         if not self._settings.online_updates:
             return None, None
@@ -269,9 +269,14 @@ class EngineStartup:
             return None, None
         from engine_shim.sglang.learning.online_start import updates_for
         from engine_shim.sglang.learning.online_updates import OnlineUpdates
+        from engine_shim.training.configs import UnsupportedDrafterError
 
-        device = scheduler.tp_worker.model_runner.device
-        online = updates_for(worker, device, ranks.peers(), self._settings, self._orders, second)
+        device, peers = scheduler.tp_worker.model_runner.device, ranks.peers()
+        try:
+            online = updates_for(worker, device, peers, self._settings, self._orders, second)
+        except UnsupportedDrafterError as error:
+            losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, f"the drafter has no student: {error}")
+            return None, None
         if not isinstance(online, OnlineUpdates):
             return None, online
         at_exit(online.close)

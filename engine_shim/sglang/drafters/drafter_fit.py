@@ -6,12 +6,18 @@ which an engine starts all the same.  Each was seen on SGLang 0.5.23.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from engine_shim.sglang.api import model_classes, sglang_api
 from engine_shim.sglang.api.model_classes import DFLASH, DSPARK, EAGLE, EAGLE3, NONE
 from engine_shim.steering.checks import Check
+from engine_shim.training.drafter_config import (
+    DEFAULT_FEATURES,
+    EAGLE_LAYERS,
+    Eagle3Config,
+    read_eagle3,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -24,9 +30,6 @@ if TYPE_CHECKING:
 SAME_TOKENIZER_ROWS: Final = 1024
 # The number of predictors, as configs call it.
 _PREDICTORS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-_LAYER_IDS: Final = "eagle_aux_hidden_state_layer_ids"
-# Layers that SGLang's EAGLE3 reads where a config names none.
-_DEFAULT_LAYERS: Final = 3
 
 
 class Pair(NamedTuple):
@@ -51,15 +54,9 @@ class Pair(NamedTuple):
         return bool(self.draft.model_path == self.target.model_path)
 
     @property
-    def eagle(self) -> Mapping[str, Any]:
-        """Returns what an EAGLE3 checkpoint says of the target's layers."""
-        found = getattr(self.draft.hf_config, "eagle_config", None)
-        return found if isinstance(found, Mapping) else {}
-
-    @property
-    def reads_layers(self) -> bool:
-        """Whether it is an EAGLE3 drafter that reads several of the target's layers."""
-        return bool(self.eagle.get("use_aux_hidden_state", True))
+    def eagle3(self) -> Eagle3Config:
+        """Returns what an EAGLE3 checkpoint says of the target.  Raises DrafterConfigError."""
+        return read_eagle3(self.draft.hf_config.to_dict())
 
 
 def fit_check(topic: str, pair: Pair) -> Check:
@@ -118,7 +115,11 @@ def _class_obstacles(pair: Pair, model: type) -> Iterator[str]:
     target = model_classes.model_class(named)
     if target is None or "__getattr__" in vars(target):
         return
-    if wanted == EAGLE3 and pair.reads_layers and not _has(target, "set_eagle3_layers_to_capture"):
+    if (
+        wanted == EAGLE3
+        and pair.eagle3.uses_features
+        and not _has(target, "set_eagle3_layers_to_capture")
+    ):
         yield (
             f"SGLang's {named[0]} does not emit the hidden states that EAGLE3 reads: use another "
             "algorithm with this target"
@@ -153,7 +154,7 @@ def _head_obstacles(pair: Pair, _: type) -> Iterator[str]:
     draft, target, config = pair.draft, pair.target, pair.draft.hf_text_config
     width = draft.hidden_size
     if pair.algorithm == EAGLE3:
-        width = getattr(config, "target_hidden_size", None) or width
+        width = pair.eagle3.target_width or width
     if width != target.hidden_size:
         yield _other_width(width, target)
     if pair.algorithm != EAGLE3:
@@ -173,7 +174,7 @@ def _head_obstacles(pair: Pair, _: type) -> Iterator[str]:
             "its config.json has no draft_vocab_size, which SGLang needs: write the rows of its "
             "lm_head there (null if it has none)"
         )
-    if pair.reads_layers:
+    if pair.eagle3.uses_features:
         yield from _layer_obstacles(pair)
 
 
@@ -186,16 +187,15 @@ def _other_width(width: int, target: ModelConfig) -> str:
 
 def _layer_obstacles(pair: Pair) -> Iterator[str]:
     """Compares the layers that an EAGLE3 drafter reads with those that the target has."""
-    layers = pair.eagle.get(_LAYER_IDS)
+    layers, features = pair.eagle3.captured_layers, pair.eagle3.features
     count = pair.target.hf_text_config.num_hidden_layers
     if layers and not all(-1 <= layer <= count for layer in layers):
-        yield f"it reads the target's layers {layers} ({_LAYER_IDS}), and it has {count}"
-    reads = getattr(pair.draft.hf_text_config, "num_aux_hidden_states", None)
-    emitted = len(layers) if layers else _DEFAULT_LAYERS
-    if reads is not None and reads != emitted:
+        yield f"it reads the target's layers {list(layers)} ({EAGLE_LAYERS}), and it has {count}"
+    emitted = len(layers or ()) or DEFAULT_FEATURES
+    if features != emitted:
         yield (
-            f"it reads {reads} hidden states (num_aux_hidden_states), and {emitted} are emitted "
-            f"({_LAYER_IDS})"
+            f"it reads {features} hidden states (num_aux_hidden_states), and {emitted} are emitted "
+            f"({EAGLE_LAYERS})"
         )
 
 
@@ -248,7 +248,7 @@ def _other_vocabulary(pair: Pair) -> str:
 def _useless(pair: Pair, model: type) -> Iterator[str]:
     """Finds what SGLang would run without a gain."""
     drafts, draft, target = model_classes.drafts_by(model), pair.draft, pair.target
-    if (drafts, pair.algorithm) == (EAGLE3, EAGLE) and pair.reads_layers:
+    if (drafts, pair.algorithm) == (EAGLE3, EAGLE) and pair.eagle3.uses_features:
         yield (
             f"{model.__name__} is an EAGLE3 drafter, which under EAGLE reads the wrong hidden "
             "states, so that almost nothing is accepted: set --speculative-algorithm EAGLE3"

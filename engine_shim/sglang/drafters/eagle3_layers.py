@@ -12,7 +12,7 @@ from typing import Any
 
 
 def around_resolve(original: Callable[..., Any], **arguments: Any) -> Any:
-    """Wraps `resolve_spec_aux_hidden_state_config`; returns what it returns."""
+    """Wraps `resolve_spec_aux_hidden_state_config`, to leave out an empty list of layers."""
     found = original(**arguments)
     if not found.eagle_aux_hidden_state_layer_ids:
         found.eagle_aux_hidden_state_layer_ids = None
