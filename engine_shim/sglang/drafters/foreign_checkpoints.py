@@ -72,7 +72,7 @@ def raw_config(model_path: str) -> Mapping[str, Any]:
 
 
 def foreign_kind(config: Mapping[str, Any]) -> str:
-    """Says what kind of drafter a config.json is of, and what to use instead; "" if it is another."""
+    """Names the kind of a config.json, and what to use instead; "" if SGLang may run it."""
     named = config.get("architectures") or []
     words = [config.get("model_type"), config.get("spd_type")]
     words += named if isinstance(named, list) else [named]
