@@ -20,6 +20,8 @@ PROBE = "tests.unit.engine_shim.sglang.drafters.fit_probe"
 PATIENCE_SECONDS = 240.0
 # Target, algorithm, drafter.
 Engine = tuple[str, str, str]
+# Targets with a predictor of their own.
+PREDICTING = ("deepseek_v3", "glm4_moe")
 
 ACCEPTED: list[Engine] = [
     ("qwen3", "EAGLE3", "eagle3"),
@@ -40,7 +42,7 @@ ACCEPTED: list[Engine] = [
     ("qwen3", "DFLASH", "dflash-domino"),
     ("qwen3", "DFLASH", "dflash2"),
     ("qwen3", "DFLASH", "dflash-muse"),
-    *((name, "NEXTN", "") for name in ("deepseek_v3", "glm4_moe", "qwen3_5", "qwen3_next")),
+    *((name, "NEXTN", "") for name in PREDICTING),
 ]
 # An engine with it starts and serves, and gains nothing.
 GAINS_NOTHING: list[tuple[Engine, str]] = [
@@ -103,9 +105,9 @@ def _engines() -> list[Engine]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Engine, dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("drafters")
     write_configurations(folder)
-    for name, config in ARCHITECTURES.items():
+    for name in PREDICTING:
         (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(SIZES | config))
+        (folder / name / "config.json").write_text(json.dumps(SIZES | ARCHITECTURES[name]))
     asked = []
     for target, algorithm, drafter in _engines():
         flags = ["--model-path", str(folder / target), "--speculative-algorithm", algorithm]
