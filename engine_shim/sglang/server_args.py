@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine_shim.sglang.api import attention_dp, hook_check, sglang_api
 from engine_shim.sglang.api.attention import attention_shape
 from engine_shim.sglang.attention_memory import MIB
+from engine_shim.sglang.drafters.foreign_checkpoints import foreign_kind, raw_config
 from engine_shim.sglang.drafters.lookup import device_bytes
 from engine_shim.sglang.graph_memory import Prediction, reserve
 from engine_shim.sglang.learning.likeliest import WORKING_BYTES
@@ -48,6 +49,7 @@ class SteeredConfiguration:
         hook_check.require_hooks(*hook_check.registered_targets())
         config: Any = resolving_view(args)
         require(wish_checks(config, self._settings))
+        require(kind_checks(config, self._settings))
         has_block = self._settings.dflash_model_path != "" or sglang_api.is_dflash_only(config)
         if sglang_api.is_dflash_only(config):
             # An engine for chains of any length, in which the block stands where a head would.
@@ -177,6 +179,24 @@ def wish_checks(config: Any, settings: PluginSettings) -> tuple[Check, ...]:
         checked("topk", config.speculative_eagle_topk or 1, topk),
         checked("draft lengths", ",".join(map(str, gammas)), lengths),
         checked("sleep of the drafter", skips or "by plan", sleep),
+    )
+
+
+def kind_checks(config: Any, settings: PluginSettings) -> tuple[Check, ...]:
+    """Checks that no drafter is of a kind that SGLang cannot run, by the folders' config.json.
+
+    config: SGLang's arguments as the user wrote them, before they are resolved.  Raises
+    UnsupportedEngineError for a config.json that is no JSON object.
+    """
+    paths = {
+        "kind of drafter": config.speculative_draft_model_path,
+        "kind of second drafter": settings.dflash_model_path,
+    }
+    return tuple(
+        Check(topic, "unknown to SGLang" if kind else "known", kind and f"{path}: {kind}")
+        for topic, path in paths.items()
+        if path
+        for kind in [foreign_kind(raw_config(path))]
     )
 
 

@@ -23,6 +23,8 @@ from engine_shim.link.secret import secret_of
 from engine_shim.sglang import eager_passes, target_scope
 from engine_shim.sglang.adaptive_policy import SteeredPolicy
 from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
+from engine_shim.sglang.drafters import eagle3_layers
+from engine_shim.sglang.drafters.drafter_fit import drafter_checks
 from engine_shim.sglang.drafters.idle_kv import IdleDrafter, cannot_sleep_reason
 from engine_shim.sglang.engine_description import (
     DFLASH_NAME,
@@ -40,6 +42,7 @@ from engine_shim.sglang.runtime_switch import RuntimeSwitch
 from engine_shim.sglang.server_args import SteeredConfiguration
 from engine_shim.sglang.step_reports import StepTap
 from engine_shim.steering.at_exit import at_exit
+from engine_shim.steering.checks import require
 from engine_shim.steering.errors import HookError, PluginError
 from engine_shim.steering.losses import Losses
 from speculation.v1 import engine_pb2
@@ -89,6 +92,10 @@ class EngineStartup:
         # Only here: SGLang's models want a machine that can run them.
         from engine_shim.sglang.drafters import sd2_model
 
+        require(drafter_checks(scheduler.server_args, self._settings))
+        hook_check.register(
+            sglang_api.RESOLVE_CAPTURE, eagle3_layers.around_resolve, HookType.AROUND
+        )
         if sglang_api.is_dflash_only(scheduler.server_args):
             from engine_shim.sglang.drafters import dflash_only
 
@@ -252,7 +259,7 @@ class EngineStartup:
         """Makes rank 0's updates, or what another rank has of them.
 
         second: the drafter that learns, if that is not the engine's own.  losses: take the reason
-        where that one does not draft.
+        where that one does not draft, or has no student.
         """
         if not self._settings.online_updates:
             return None, None
@@ -262,9 +269,14 @@ class EngineStartup:
             return None, None
         from engine_shim.sglang.learning.online_start import updates_for
         from engine_shim.sglang.learning.online_updates import OnlineUpdates
+        from engine_shim.training.configs import UnsupportedDrafterError
 
-        device = scheduler.tp_worker.model_runner.device
-        online = updates_for(worker, device, ranks.peers(), self._settings, self._orders, second)
+        device, peers = scheduler.tp_worker.model_runner.device, ranks.peers()
+        try:
+            online = updates_for(worker, device, peers, self._settings, self._orders, second)
+        except UnsupportedDrafterError as error:
+            losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, f"the drafter has no student: {error}")
+            return None, None
         if not isinstance(online, OnlineUpdates):
             return None, online
         at_exit(online.close)

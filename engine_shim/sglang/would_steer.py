@@ -88,7 +88,7 @@ def _of_known_version(
     from sglang.srt.plugins import load_plugins
 
     from engine_shim.sglang.api import sglang_api
-    from engine_shim.sglang.server_args import wish_checks
+    from engine_shim.sglang.server_args import kind_checks, wish_checks
 
     load_plugins()
     args, assumed = _parsed(flags)
@@ -98,7 +98,11 @@ def _of_known_version(
         args, settings, alone or settings.dflash_model_path != "", alone,
         (view.speculative_algorithm or "").lower(), view.speculative_num_draft_tokens,
     )  # fmt: skip
-    checks = [first, _plugin_check(), *wish_checks(view, settings)]
+    kinds = _readable(lambda: kind_checks(view, settings))
+    checks = [first, _plugin_check(), *wish_checks(view, settings), *kinds]
+    if any(check.obstacle for check in kinds):
+        # SGLang itself may read no further.
+        return Verdict("SGLang", version, tuple(checks))
     is_resolved = not any(check.obstacle for check in checks)
     checks += _resolution(engine, is_resolved=is_resolved)
     if not is_resolved:
@@ -139,8 +143,23 @@ def _parsed(flags: Sequence[str]) -> tuple[ServerArgs, bool]:
         # argparse prints all options before its reason.
         last = said.getvalue().strip().splitlines()[-1:]
         raise InputError(f"SGLang: {last[0] if last else 'no flags'}") from error
-    except (ValueError, OSError, AssertionError) as error:
-        raise InputError(f"SGLang: {error}") from error
+    except Exception as error:
+        # SGLang reads files of the user's here, and raises what it comes upon.
+        raise InputError(f"SGLang: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Returns an error of somebody else on one line, with what kind it is of where it is bare."""
+    words = " ".join(str(error).split())
+    own = isinstance(error, ValueError | OSError) and words
+    return words if own else f"{type(error).__name__}: {words}"
+
+
+def _readable(make: Callable[[], tuple[Check, ...]]) -> tuple[Check, ...]:
+    try:
+        return make()
+    except PluginError as error:
+        raise InputError(str(error)) from error
 
 
 def _plugin_check() -> Check:
@@ -174,8 +193,9 @@ def _resolution(engine: _Engine, *, is_resolved: bool) -> list[Check]:
         engine.args.resolve_once()
     except PluginError as error:
         refusal = str(error)
-    except (ValueError, OSError, AssertionError, RuntimeError) as error:
-        raise InputError(f"SGLang refuses these flags itself: {error}") from error
+    except Exception as error:
+        # As above.
+        raise InputError(f"SGLang refuses these flags itself: {_reason(error)}") from error
     found = list(flag_checks(engine.args, engine.settings, has_block=engine.has_block))
     if is_resolved:
         found += resolution_checks(engine.args, engine.settings)
@@ -188,14 +208,14 @@ def _checkpoint_checks(engine: _Engine) -> list[Check]:
     """Checks the drafters' configurations, the key of request classes, and online updates."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
+    from engine_shim.sglang.drafters.drafter_fit import drafter_checks
+
     view: Any = resolving_view(engine.args)
-    own = view.speculative_draft_model_path
-    found = []
-    if own and not engine.alone:
-        found.append(_checked_by("drafter's checkpoint", own, lambda: _readable(engine, own)))
-    if engine.has_block:
-        path = own if engine.alone else engine.settings.dflash_model_path
-        found.append(_checked_by("DFlash checkpoint", path, lambda: _block_obstacle(engine, path)))
+    found = list(drafter_checks(engine.args, engine.settings))
+    if engine.has_block and not any(check.obstacle for check in found):
+        path = view.speculative_draft_model_path
+        path = path if engine.alone else engine.settings.dflash_model_path
+        found.append(_checked_by("block of DFlash", path, lambda: _block_obstacle(engine, path)))
     if engine.settings.class_key_file:
         found.append(_key_check(engine.settings.class_key_file))
     if engine.settings.online_updates:
@@ -226,16 +246,6 @@ def _checked_by(topic: str, found: str, obstacle: Callable[[], str]) -> Check:
         return Check(topic, found, f"its configuration cannot be read: {error}")
 
 
-def _readable(engine: _Engine, path: str) -> str:
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    from engine_shim.sglang.drafters.dflash_checkpoint import draft_config
-
-    view: Any = resolving_view(engine.args)
-    draft_config(engine.args, path, view.speculative_draft_model_revision)
-    return ""
-
-
 def _block_config(engine: _Engine) -> Any:
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -250,16 +260,9 @@ def _block_config(engine: _Engine) -> Any:
 
 
 def _block_obstacle(engine: _Engine, path: str) -> str:
-    from sglang.srt.arg_groups.model_override_base import model_config_of
-
     from engine_shim.sglang.drafters import dflash_checkpoint
 
-    config = _block_config(engine)
-    target: Any = model_config_of(engine.args)
-    reason = dflash_checkpoint.mismatch(config, target)
-    if reason:
-        return reason
-    size = dflash_checkpoint.block_size(config)
+    size = dflash_checkpoint.block_size(_block_config(engine))
     return (
         dflash_checkpoint.no_room(size, engine.settings.gammas[-1] + 1)
         or (engine.alone and dflash_checkpoint.other_width(engine.asked_tokens, size))

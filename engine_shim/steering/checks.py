@@ -6,10 +6,13 @@ A shim makes them as its engine starts, where the first obstacle ends the start,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from engine_shim.steering.errors import UnsupportedEngineError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +20,17 @@ class Check:
     """Describes one thing that was looked at.
 
     found: what the engine has.  obstacle: why it cannot be steered with that, and what to change;
-    "" if it can.  lead: begins the error of an engine that starts.
+    "" if it can.  lead: begins the error of an engine that starts.  starts: an engine with this
+    obstacle starts and serves, and never gains from its drafter: its log says why.  advice: what is
+    worth a look and no obstacle; "" if there is nothing.
     """
 
     topic: str
     found: str
     obstacle: str = ""
     lead: str = ""
+    starts: bool = False
+    advice: str = ""
 
     @property
     def refusal(self) -> str:
@@ -41,7 +48,12 @@ def checked(topic: str, found: object, obstacles: Mapping[str, object], lead: st
 
 
 def require(checks: Iterable[Check]) -> None:
-    """Raises UnsupportedEngineError for the first check with an obstacle."""
+    """Raises UnsupportedEngineError for the first check with an obstacle.
+
+    Logs those with which an engine starts, and all advice.
+    """
     for check in checks:
-        if check.obstacle:
+        if check.obstacle and not check.starts:
             raise UnsupportedEngineError(check.refusal)
+        for words in filter(None, (check.refusal, check.advice)):
+            _log.warning("%s: %s", check.topic, words)

@@ -61,6 +61,11 @@ class Verdict:
         """Whether no check has found an obstacle."""
         return not any(check.obstacle for check in self.checks)
 
+    @property
+    def starts(self) -> bool:
+        """Whether the engine starts, be it without a gain."""
+        return all(check.starts for check in self.checks if check.obstacle)
+
     def document(self) -> dict[str, Any]:
         """Returns everything in plain values."""
         return {
@@ -70,7 +75,13 @@ class Verdict:
             "engine": self.engine,
             "engine_version": self.version,
             "checks": [
-                {"topic": one.topic, "found": one.found, "obstacle": one.obstacle}
+                {
+                    "topic": one.topic,
+                    "found": one.found,
+                    "obstacle": one.obstacle,
+                    "starts": one.starts,
+                    "advice": one.advice,
+                }
                 for one in self.checks
             ],
             "facts": dict(self.facts),

@@ -18,14 +18,14 @@ from torch import Tensor
 from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.configs import (
     DECODER_KEYS,
-    EAGLE3,
-    EAGLE_LAYERS,
     decoder_shape,
+    dflash_shape,
     draft_tokens,
     eagle3_shape,
     mtp_shape,
 )
-from engine_shim.training.dflash import DFlashShape, DFlashStudent
+from engine_shim.training.dflash import DFlashStudent
+from engine_shim.training.drafter_config import DFLASH, EAGLE3, EAGLE_LAYERS
 from engine_shim.training.eagle3 import Eagle3Student
 from engine_shim.training.fused import join, split
 from engine_shim.training.language_model import QWEN2
@@ -145,7 +145,7 @@ def save_dflash(student: DFlashStudent, folder: Path, target_layers: int | None 
         folder,
         shape.decoder,
         dict(split(student.state_dict(), shape.decoder)),
-        "DFlashDraftModel",
+        DFLASH,
         layer_types=["full_attention"] * shape.decoder.layers,
         block_size=shape.block,
         dflash_config=draft,
@@ -153,16 +153,20 @@ def save_dflash(student: DFlashStudent, folder: Path, target_layers: int | None 
     )
 
 
-def load_dflash(folder: Path, embedding: Tensor, head: Tensor | None = None) -> DFlashStudent:
-    """Reads back :func:`save_dflash`, in float32, for the target's ``embedding`` and ``head``."""
+def load_dflash(
+    folder: Path,
+    embedding: Tensor,
+    head: Tensor | None = None,
+    *,
+    unnamed_layers: tuple[int, ...] = (),
+) -> DFlashStudent:
+    """Reads a DFlash draft, in float32, for the target's ``embedding`` and ``head``.
+
+    unnamed_layers: as in `dflash_shape`.  Raises UnsupportedDrafterError for one that has no
+    student.
+    """
     config, parts = _read(folder)
-    draft = config["dflash_config"]
-    shape = DFlashShape(
-        decoder_shape(config),
-        tuple(draft["target_layer_ids"]),
-        config["block_size"],
-        draft["mask_token_id"],
-    )
+    shape = dflash_shape(config, unnamed_layers=unnamed_layers)
     student = DFlashStudent(shape, embedding.float(), head)
     student.load_state_dict(parts)
     return student.eval()

@@ -1,13 +1,14 @@
-"""Reads drafters' configs as SGLang does, and refuses what has no student here.
+"""Takes a student's sizes from a drafter's config, and refuses what has no student here.
 
 A config is a `config.json` as it was published, or what transformers has made of it.  SGLang's
 reading is that of its classes `LlamaForCausalLMEagle3`, `DFlashDraftModel` and `MiMoMTP`, their
-defaults included.
+defaults included; :mod:`engine_shim.training.drafter_config` reads what only drafters have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -15,11 +16,23 @@ from torch import Tensor
 
 from engine_shim.training.blocks import DecoderShape, Llama3Rope
 from engine_shim.training.dflash import DFlashShape
+from engine_shim.training.drafter_config import (
+    DFLASH,
+    EAGLE3,
+    DrafterConfigError,
+    architectures,
+    read_dflash,
+    read_eagle3,
+)
 from engine_shim.training.eagle3 import Eagle3Shape
+from engine_shim.training.known_fields import (
+    DFLASH_FIELDS,
+    EAGLE3_FIELDS,
+    MTP_FIELDS,
+    unknown_fields,
+)
 from engine_shim.training.mtp import MtpShape
 
-EAGLE3: Final = "LlamaForCausalLMEagle3"
-EAGLE_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
 # Fields of DecoderShape, and their names in a config.
 DECODER_KEYS: Final = {
     "vocabulary": "vocab_size",
@@ -49,33 +62,49 @@ class UnsupportedDrafterError(ValueError):
     """A drafter that has no student; the message says why, and reads on after "the drafter: "."""
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raises UnsupportedDrafterError for whatever a malformed config makes fail inside."""
+    try:
+        yield
+    except UnsupportedDrafterError:
+        raise
+    except DrafterConfigError as error:
+        raise UnsupportedDrafterError(str(error)) from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UnsupportedDrafterError(f"its config cannot be read: {error!r}") from error
+
+
+@_refusing()
 def eagle3_shape(config: Mapping[str, Any]) -> Eagle3Shape:
     """Takes the sizes of an EAGLE3 draft.  Raises UnsupportedDrafterError.
 
     SGLang takes the head from the target where ``tie_word_embeddings`` is true or
-    ``draft_vocab_size`` is null.
+    ``draft_vocab_size`` is null.  The feature layers are those that the draft was trained for.
     """
-    architectures = config.get("architectures") or [EAGLE3]
-    eagle = config.get("eagle_config") or {}
-    layers = tuple(eagle.get(EAGLE_LAYERS) or ())
+    read = read_eagle3(config)
+    named = architectures(config) or (EAGLE3,)
     tied, drafts = config.get("tie_word_embeddings"), config.get("draft_vocab_size")
     own_head = not tied and drafts is not None
-    decoder = decoder_shape(config)
-    features = config.get("num_aux_hidden_states")
-    target_width = config.get("target_hidden_size", decoder.hidden)
+    obstacles = {
+        f"it is a {', '.join(named)}, not a {EAGLE3}": EAGLE3 not in named,
+        "it reads the target's last hidden state only (use_aux_hidden_state is false)": (
+            not read.uses_features
+        ),
+        "its eagle_config has an empty list of target layers, for which SGLang has the target emit "
+        "none": read.captured_layers == (),
+        "its projections have biases": bool(
+            config.get("attention_bias") or config.get("mlp_bias") or config.get("bias")
+        ),
+        "it is a part of a Llama 4, with sizes of its own": config.get("model_type")
+        == "llama4_text",
+        **_unfollowed(unknown_fields(config, EAGLE3_FIELDS)),
+    }
+    decoder = _decoder_unless(obstacles, config)
     _refuse(
         {
-            f"it is a {', '.join(architectures)}, not a {EAGLE3}": EAGLE3 not in architectures,
-            "it reads the target's last hidden state only (use_aux_hidden_state is false)": (
-                not eagle.get("use_aux_hidden_state", True)
-            ),
-            f"it reads hidden states of {target_width} numbers, and its own have "
-            f"{decoder.hidden}": target_width != decoder.hidden,
-            "its projections have biases": bool(
-                config.get("attention_bias") or config.get("mlp_bias") or config.get("bias")
-            ),
-            "it is a part of a Llama 4, with sizes of its own": config.get("model_type")
-            == "llama4_text",
+            f"it reads hidden states of {read.target_width} numbers, and its own have "
+            f"{decoder.hidden}": read.target_width != decoder.hidden,
             f"it drafts {drafts} of {decoder.vocabulary} tokens with the target's embedding as "
             "head": bool(tied) and drafts not in (None, decoder.vocabulary),
         }
@@ -83,20 +112,19 @@ def eagle3_shape(config: Mapping[str, Any]) -> Eagle3Shape:
     try:
         shape = Eagle3Shape(
             decoder,
-            layers,
+            read.named_layers or (),
             draft_vocabulary=drafts if own_head and drafts != decoder.vocabulary else None,
             own_head=own_head,
-            norm_before_fc=bool(eagle.get("norm_before_fc", config.get("norm_before_fc"))),
-            fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm")),
-            norm_output=bool(config.get("norm_output")),
+            norm_before_fc=read.norm_before_fc,
+            fc_norm=read.fc_norm,
+            norm_output=read.norm_output,
         )
     except ValueError as error:
         raise UnsupportedDrafterError(str(error)) from error
     _refuse(
         {
-            f"it reads {features} hidden states, and {shape.features} target layers are captured": (
-                features not in (None, shape.features)
-            )
+            f"it reads {read.features} hidden states, and {shape.features} target layers are "
+            "captured": read.features != shape.features
         }
     )
     return shape
@@ -126,30 +154,56 @@ def draft_tokens(hot: Tensor | None, shape: Eagle3Shape) -> Tensor | None:
     return tokens
 
 
+@_refusing()
 def dflash_shape(
-    config: Mapping[str, Any], feature_layers: int, block: int, mask_token: int
+    config: Mapping[str, Any],
+    *,
+    target_layers: int | None = None,
+    unnamed_layers: tuple[int, ...] = (),
+    unnamed_mask: int | None = None,
 ) -> DFlashShape:
-    """Takes a student's sizes from a drafter's config and from the engine that serves it.
+    """Takes the sizes of a DFlash draft.  Raises UnsupportedDrafterError.
 
-    feature_layers: how many target layers it reads; a config that does not say which has 0, 1, ...
-    Raises UnsupportedDrafterError.
+    target_layers: how many the target has that it is served beside; None for what its config says.
+    unnamed_layers: the target's layers that it reads where its config names none and nothing says
+    how many there are.  unnamed_mask: the mask token's id where its config has none.
     """
+    read = read_dflash(config)
+    named = architectures(config) or (DFLASH,)
     types = set(config.get("layer_types") or ())
-    _refuse(
-        {
-            "its layers do not see the whole context": bool(types - {"full_attention"}),
-            "its blocks are causal": bool(config.get("is_causal")),
-        }
-    )
-    named = (config.get("dflash_config") or {}).get("target_layer_ids")
-    if named is None or len(named) != feature_layers:
-        named = range(feature_layers)
-    return DFlashShape(decoder_shape(config), tuple(named), block, mask_token)
+    # transformers makes such layers of the two where the config does not list them.
+    windowed = bool(config.get("use_sliding_window") and config.get("sliding_window"))
+    mask = unnamed_mask if read.mask_id is None else read.mask_id
+    count = read.target_layers if target_layers is None else target_layers
+    layers = read.named_layers or unnamed_layers
+    if count is not None:
+        layers = read.feature_layers(count)
+    obstacles = {
+        f"it is a {', '.join(named)}, not a {DFLASH}": DFLASH not in named,
+        "its layers do not see the whole context (layer_types, sliding_window)": bool(
+            types - {"full_attention"} or (windowed and not types)
+        ),
+        "its blocks are causal (is_causal)": bool(config.get("is_causal")),
+        "its projections have biases (attention_bias)": bool(config.get("attention_bias")),
+        **_unfollowed(unknown_fields(config, DFLASH_FIELDS)),
+        "its config names no target_layer_ids": not layers,
+        "its config has no mask_token_id, and no tokenizer is here to look its mask_token up": (
+            mask is None
+        ),
+    }
+    decoder = _decoder_unless(obstacles, config)
+    assert mask is not None
+    try:
+        return DFlashShape(decoder, layers, read.block, mask)
+    except ValueError as error:
+        raise UnsupportedDrafterError(str(error)) from error
 
 
+@_refusing()
 def mtp_shape(config: Mapping[str, Any]) -> MtpShape:
     """Takes a predictor's sizes from its target's config.  Raises UnsupportedDrafterError."""
-    return MtpShape(decoder_shape({**config, "num_hidden_layers": 1}))
+    obstacles = _unfollowed(unknown_fields(config, MTP_FIELDS))
+    return MtpShape(_decoder_unless(obstacles, {**config, "num_hidden_layers": 1}))
 
 
 def decoder_shape(config: Mapping[str, Any], *, may_stretch: bool = False) -> DecoderShape:
@@ -158,6 +212,7 @@ def decoder_shape(config: Mapping[str, Any], *, may_stretch: bool = False) -> De
     may_stretch: whether rotary positions may be scaled as Llama 3.1's.
     """
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    pairs_halves = config.get("rope_is_neox_style", config.get("is_neox_style", True))
     activation = config.get("hidden_act", "silu")
     partial = rotary.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
     scaling = _scaling(rotary)
@@ -168,10 +223,8 @@ def decoder_shape(config: Mapping[str, Any], *, may_stretch: bool = False) -> De
         {
             f"its rotary positions are scaled ({scaling}), which a student does not do": scaling
             is not None,
-            f"it rotates {partial} of a head": partial != 1,
-            "it rotates pairs of neighbours (rope_is_neox_style is false)": not config.get(
-                "rope_is_neox_style", True
-            ),
+            f"it rotates {partial} of a head (partial_rotary_factor)": partial != 1,
+            "it rotates pairs of neighbours (rope_is_neox_style is false)": not pairs_halves,
             f"its activation is {activation}, a student's silu": activation != "silu",
         }
     )
@@ -209,8 +262,23 @@ def _scaling(rotary: Mapping[str, Any]) -> str | None:
     return f"{', '.join(unknown)} of an unknown type" if unknown else None
 
 
+def _unfollowed(fields: list[str]) -> dict[str, bool]:
+    """Makes an obstacle of the fields that `unknown_fields` has named."""
+    return {f"its config sets what a student does not follow: {', '.join(fields)}": bool(fields)}
+
+
+def _decoder_unless(obstacles: Mapping[str, bool], config: Mapping[str, Any]) -> DecoderShape:
+    """Takes the sizes of the layers.  Raises UnsupportedDrafterError, which names all obstacles."""
+    try:
+        decoder = decoder_shape(config)
+    except UnsupportedDrafterError as error:
+        _refuse({**obstacles, str(error): True})
+        raise
+    _refuse(obstacles)
+    return decoder
+
+
 def _refuse(obstacles: Mapping[str, bool]) -> None:
-    """Raises UnsupportedDrafterError with the first obstacle that is there."""
-    for reason, is_so in obstacles.items():
-        if is_so:
-            raise UnsupportedDrafterError(reason)
+    """Raises UnsupportedDrafterError with all obstacles that are there."""
+    if found := [reason for reason, is_so in obstacles.items() if is_so]:
+        raise UnsupportedDrafterError("; ".join(found))

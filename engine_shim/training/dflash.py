@@ -84,7 +84,7 @@ class DFlashStudent(BorrowingStudent):
 
         That of `position_weights`.
         """
-        return math.exp(-2 / self.shape.block)
+        return math.exp(-1 / loss_decay(self.shape.block))
 
     @property
     def most_drafts(self) -> int:
@@ -178,7 +178,17 @@ class DFlashStudent(BorrowingStudent):
         return self.drafted(self.blocks(features, tokens, anchor)[:, 0])
 
 
+def loss_decay(block: int) -> float:
+    """Returns the drafted positions over which the weight of a position falls to 1/e.
+
+    The DFlash paper's gamma of Eq. 4 (arXiv:2602.06036, appendix A.1), which names it for blocks of
+    8 (4), 10 (5) and 16 (7).  Two lines through these values stand for other sizes: half the block
+    up to 10, and a third of a position for each token beyond.
+    """
+    return min(block / 2, 5 + (block - 10) / 3)
+
+
 def position_weights(block: int) -> Tensor:
-    """Weighs each drafted position, [D - 1], by exp(-(k - 1) / g) with g = D / 2 (DFlash, 3.3)."""
-    weights = torch.exp(-torch.arange(block - 1) / (block / 2))
+    """Weighs each drafted position, [D - 1], by exp(-(k - 1) / `loss_decay`) (DFlash, Eq. 4)."""
+    weights = torch.exp(-torch.arange(block - 1) / loss_decay(block))
     return weights / weights.sum()

@@ -12,7 +12,8 @@ import torch
 
 from engine_shim.training.blocks import Llama3Rope, Rotary
 from engine_shim.training.checkpoint import save_model
-from engine_shim.training.configs import EAGLE_LAYERS, UnsupportedDrafterError
+from engine_shim.training.configs import UnsupportedDrafterError
+from engine_shim.training.drafter_config import EAGLE_LAYERS
 from engine_shim.training.fused import split
 from engine_shim.training.language_checkpoint import (
     ModelFolderError,

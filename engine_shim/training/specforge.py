@@ -1,4 +1,4 @@
-"""Hands signals to SpecForge, for training that outgrows one machine, and takes drafters back.
+"""Hands signals to SpecForge, for training that outgrows one GPU, and takes drafters back.
 
 SpecForge: arXiv:2603.18567, package `specforge` 0.2.0.  Its offline trainer reads a folder of
 `torch.save` dictionaries, one sample each; what it has trained and exported (`specforge export`)
@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from engine_shim.training.checkpoint import load_dflash, load_draft, save_dflash, save_draft
 from engine_shim.training.configs import dflash_shape, eagle3_shape
-from engine_shim.training.dflash import DFlashShape, DFlashStudent
+from engine_shim.training.dflash import DFlashShape, DFlashStudent, loss_decay
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.mtp import MtpStudent
 from engine_shim.training.signals import Signal, readable, signal_paths
@@ -198,14 +198,14 @@ def configuration(
 ) -> dict[str, Any]:
     """Configures SpecForge's trainer: FSDP on the GPUs of one node, from the exported drafter.
 
-    samples: how many are exported.  longest: positions of the longest one.  Paths are relative to
+    Its attention is SDPA, which every kind of its drafters has.  samples: how many are exported.  longest: positions of the longest one.  Paths are relative to
     the folder of the export.
     """
     if isinstance(student, Eagle3Student):
         strategy: dict[str, Any] = {"strategy": "eagle3", "ttt_length": 7}
     else:
-        # DFlash (arXiv:2602.06036), section 3.3; as in `dflash.position_weights`.
-        strategy = {"strategy": "dflash", "loss_decay_gamma": student.shape.block / 2}
+        # By default SpecForge weighs all positions alike.
+        strategy = {"strategy": "dflash", "loss_decay_gamma": loss_decay(student.shape.block)}
     # Otherwise the trainer makes a draft vocabulary of the samples' most frequent tokens, whatever
     # the drafter's is.
     pruned = isinstance(student, Eagle3Student) and student.tokens is not None
@@ -264,11 +264,11 @@ def _load(folder: Path, like: Eagle3Student | DFlashStudent) -> Eagle3Student | 
         draft = load_draft(folder, like.embedding, like.head)
         _require_tokens(draft, like)
         return draft
-    blocks = config["dflash_config"]
-    count, mask = len(blocks["target_layer_ids"]), blocks["mask_token_id"]
-    _require_alike(dflash_shape(config, count, config["block_size"], mask), like.shape)
+    # Of a config that names none the engine would choose the drafter's.
+    unnamed = like.shape.feature_layers
+    _require_alike(dflash_shape(config, unnamed_layers=unnamed), like.shape)
     _require_floats(folder / "model.safetensors", like)
-    return load_dflash(folder, like.embedding, like.head)
+    return load_dflash(folder, like.embedding, like.head, unnamed_layers=unnamed)
 
 
 def _facts(shape: Eagle3Shape | DFlashShape) -> dict[str, Any]:

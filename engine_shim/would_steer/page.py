@@ -34,6 +34,8 @@ def printable(words: str) -> str:
 
 def _lines(verdict: Verdict, width: int) -> Iterator[str]:
     would = "would be steered" if verdict.is_steered else "would not be steered"
+    if verdict.starts and not verdict.is_steered:
+        would = "would start, and gain nothing from its drafter"
     yield from _wrapped(f"{verdict.engine} {verdict.version}: this engine {would}.", "", width)
     if verdict.left_out:
         yield from _wrapped(f"Not looked at: {', '.join(verdict.left_out)}. {_LEFT_OUT}", "", width)
@@ -72,6 +74,8 @@ def _check_lines(check: Check, column: int, width: int) -> Iterator[str]:
     )
     if check.obstacle:
         yield from _wrapped(f"     -> {check.obstacle}", " " * 8, width)
+    if check.advice:
+        yield from _wrapped(f"     !  {check.advice}", " " * 8, width)
 
 
 def _wrapped(line: str, indent: str, width: int) -> list[str]:

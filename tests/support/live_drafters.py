@@ -39,8 +39,9 @@ class LlamaForCausalLMEagle3(torch.nn.Module):
         elif student.head is not None:
             self.lm_head = torch.nn.Embedding.from_pretrained(student.head)
         self.hot_token_id = student.tokens
-        layers = {"eagle_aux_hidden_state_layer_ids": list(shape.feature_layers)}
-        facts = {"draft_vocab_size": shape.drafts, "eagle_config": layers}
+        layers = list(shape.feature_layers) or None
+        named = {"eagle_aux_hidden_state_layer_ids": layers}
+        facts = {"draft_vocab_size": shape.drafts, "eagle_config": named}
         self.config = Config(**config_of(shape.decoder, **facts | changes))
 
     def get_attention_sliding_window_size(self) -> int | None:

@@ -73,10 +73,12 @@ class Run:
     def commands(self) -> list[tuple[str, list[str]]]:
         # As it is on a machine with GPUs: resolved, and not run.
         plan = ["train", "--config", "specforge.json", "--plan"]
+        nodes = ["deployment.trainer.nnodes=2", "deployment.trainer.master_addr=trainer-0"]
+        second = [*plan, "--node-rank", "1", *nodes]
         train = ["train", "--config", "specforge.json", *ON_CPU, *self.overrides]
         export = ["export", "--to", self.form, "--checkpoint", "runs"]
         export += ["--draft-config", "draft/config.json", "--output-dir", "trained"]
-        return [(str(self.exported), words) for words in (plan, train, export)]
+        return [(str(self.exported), words) for words in (plan, second, train, export)]
 
 
 def trained(*runs: Run, kernel: bool) -> list[list[dict[str, Any]]]:

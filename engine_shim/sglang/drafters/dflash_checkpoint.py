@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_shim.steering.errors import UnsupportedEngineError
+from engine_shim.training.drafter_config import DFlashConfig, DrafterConfigError, read_dflash
+
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
@@ -19,30 +22,30 @@ def draft_config(server_args: Any, model_path: str, revision: str | None) -> Mod
     )
 
 
-def block_size(config: ModelConfig) -> int:
-    """Returns the tokens of a block, the newest one of the request included."""
-    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+def block_config(config: ModelConfig) -> DFlashConfig:
+    """Reads what a checkpoint's configuration says of blocks.  Raises UnsupportedEngineError."""
+    try:
+        return read_dflash(config.hf_config.to_dict())
+    except DrafterConfigError as error:
+        raise UnsupportedEngineError(f"{config.model_path}: {error}") from error
 
-    draft = parse_dflash_draft_config(draft_hf_config=config.hf_config)
-    return int(draft.resolve_block_size(default=16))
+
+def block_size(config: ModelConfig) -> int:
+    """Returns the tokens of a block, the request's newest included; as `block_config` raises."""
+    return block_config(config).block
+
+
+def emitted_layers(config: ModelConfig, target: ModelConfig) -> tuple[int, ...]:
+    """Returns the target's layers that a checkpoint reads.  Raises UnsupportedEngineError."""
+    try:
+        return block_config(config).feature_layers(target.hf_text_config.num_hidden_layers)
+    except DrafterConfigError as error:
+        raise UnsupportedEngineError(f"{config.model_path}: {error}") from error
 
 
 def lengths_of_block(gammas: Iterable[int], size: int) -> tuple[int, ...]:
     """Returns the draft lengths that a block of this size can fill."""
     return tuple(gamma for gamma in gammas if gamma < size)
-
-
-def mismatch(block: ModelConfig, target: ModelConfig) -> str:
-    """Explains why a checkpoint is no DFlash drafter of a target; "" if it is."""
-    names = block.hf_config.architectures or []
-    if not any("DFlash" in name for name in names):
-        return f"{block.model_path} is no DFlash checkpoint: its architectures are {names}"
-    if block.hidden_size != target.hidden_size:
-        return (
-            f"{block.model_path} is of hidden size {block.hidden_size}, the target of "
-            f"{target.hidden_size}: it is no drafter for it"
-        )
-    return ""
 
 
 def no_room(size: int, widest: int) -> str:

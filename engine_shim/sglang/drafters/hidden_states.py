@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
-from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
 from engine_shim.sglang.drafters import dflash_checkpoint, target_capture
 from engine_shim.sglang.drafters.dflash_checkpoint import draft_config
@@ -106,16 +105,12 @@ class SharedCapture:
 def emit_for_block(found: Any, block: ModelConfig, target: ModelConfig) -> int:
     """Has a target emit what a DFlash checkpoint reads; the drafter's number of layers.
 
-    found: SGLang's `SpecAuxHiddenStateConfig`.  Raises UnsupportedEngineError for a checkpoint
-    that is no DFlash one, or of another target.
+    found: SGLang's `SpecAuxHiddenStateConfig`.  Whether the checkpoint fits the target was checked
+    before the target was built.  Raises UnsupportedEngineError for a config without its layers.
     """
-    reason = dflash_checkpoint.mismatch(block, target)
-    if reason:
-        raise UnsupportedEngineError(reason)
-    draft = parse_dflash_draft_config(draft_hf_config=block.hf_config)
-    layers: int = draft.require_num_layers()
+    layers = dflash_checkpoint.block_config(block).layers
+    if layers is None:
+        raise UnsupportedEngineError(f"{block.model_path}: its config has no num_hidden_layers")
     found.dflash_use_aux_hidden_state = True
-    found.dflash_target_layer_ids = draft.resolve_target_layer_ids(
-        target_num_layers=target.hf_text_config.num_hidden_layers, draft_num_layers=layers
-    )
+    found.dflash_target_layer_ids = list(dflash_checkpoint.emitted_layers(block, target))
     return layers

@@ -8,7 +8,6 @@ from engine_shim.sglang.learning.online_updates import OnlineUpdates
 from engine_shim.sglang.learning.online_weights import OnlineWeights
 from engine_shim.sglang.learning.student import live_drafter
 from engine_shim.steering.errors import UnsupportedEngineError
-from engine_shim.training.configs import UnsupportedDrafterError
 
 if TYPE_CHECKING:
     from engine_shim.link.orders import Orders
@@ -41,15 +40,13 @@ def updates_for(
     """Makes the updates of this `EAGLEWorkerV2`, or what rank 0's change on another rank.
 
     device, ranks: that it runs on, and that share it.  orders: of this rank.  second: the
-    `DFlashDrafter` beside the engine's own, if that learns.  Raises UnsupportedEngineError.
+    `DFlashDrafter` beside the engine's own, if that learns.  Raises UnsupportedEngineError, and
+    UnsupportedDrafterError for a drafter that has no student.
     """
     reason = refused_device(device, several=ranks.several)
     if reason:
         raise UnsupportedEngineError(reason)
-    try:
-        drafter = live_drafter(worker, ranks, second)
-    except UnsupportedDrafterError as error:
-        raise UnsupportedEngineError(f"{_REFUSED}: {error}") from error
+    drafter = live_drafter(worker, ranks, second)
     if ranks.rank:
         weights = OnlineWeights(drafter, per_request=settings.online_scope == "request")
         weights.follow(orders)

@@ -12,19 +12,18 @@ from engine_shim.sglang.api.ranks import ALONE, Peers
 from engine_shim.sglang.learning.rank_shares import Gathering, RankShares
 from engine_shim.training.blocks import Borrowed
 from engine_shim.training.configs import (
-    EAGLE3,
     UnsupportedDrafterError,
     dflash_shape,
     draft_tokens,
     eagle3_shape,
     mtp_shape,
 )
+from engine_shim.training.drafter_config import DFLASH, EAGLE3, read_eagle3
 from engine_shim.training.students import student_of
 
 if TYPE_CHECKING:
     from engine_shim.training.students import DraftShape
 
-DFLASH: Final = "DFlashDraftModel"
 MTP: Final = "MiMoMTP"
 LEARN: Final = (EAGLE3, DFLASH, MTP)
 _EMBEDDING: Final = "model.embed_tokens.weight"
@@ -99,6 +98,8 @@ def _eagle3(model: Any, whole: Gathering) -> LiveDrafter:
             f"it sees the last {window} positions only (--speculative-draft-window-size)"
         )
     shape = eagle3_shape(config)
+    # A list of layers beside eagle_config is not what SGLang has the target emit.
+    shape = replace(shape, feature_layers=read_eagle3(config).captured_layers or ())
     parameters = whole.parameters(model)
     embedding, head = parameters.pop(_EMBEDDING).detach(), None
     if not shape.own_head:
@@ -125,11 +126,13 @@ def _mtp(model: Any, whole: Gathering) -> LiveDrafter:
 def _dflash(model: Any, target_worker: Any, block: Any, whole: Gathering) -> LiveDrafter:
     """Describes a DFlash drafter.  block: its `DFlashDrafter`."""
     target = target_worker.model_runner.model
-    groups: int = model.num_context_features
-    shape = dflash_shape(model.config.to_dict(), groups, block.block_size, block.mask_token)
+    layers: int = target_worker.model_runner.model_config.hf_text_config.num_hidden_layers
+    shape = dflash_shape(
+        model.config.to_dict(), target_layers=layers, unnamed_mask=block.mask_token
+    )
     embedding = whole.weight(target.get_input_embeddings()).detach()
     head = _unless_same(whole.weight(target.lm_head), embedding)
-    width = groups * shape.decoder.hidden
+    width = len(shape.feature_layers) * shape.decoder.hidden
     borrowed = _cut(shape, embedding, head)
     return LiveDrafter(shape, whole.parameters(model), borrowed, width, block.refresh)
 

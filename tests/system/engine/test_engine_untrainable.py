@@ -16,20 +16,24 @@ from tests.support.scripted_sidecar import ScriptedSidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-REASON = "the drafter has no student: its rotary positions are scaled (linear)"
+REASON = (
+    "the drafter has no student: its config sets what a student does not follow: "
+    "a_field_of_tomorrow (7); its rotary positions are scaled (linear)"
+)
 
 
 @pytest.fixture
 def draft(tmp_path: Path) -> Path:
-    """The shipped one, with a scaling of rotary positions that changes nothing."""
+    """The shipped one, with a field that SGLang does not read, and a scaling that does nothing."""
     folder = Path(shutil.copytree(DRAFT, tmp_path / "draft"))
     config = json.loads((folder / "config.json").read_text())
-    scaled = config | {"rope_scaling": {"rope_type": "linear", "factor": 1.0}}
-    (folder / "config.json").write_text(json.dumps(scaled))
+    config["rope_scaling"] = {"rope_type": "linear", "factor": 1.0}
+    config["a_field_of_tomorrow"] = 7
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def test_it_serves_and_neither_collects_nor_takes_versions(
+def test_it_serves_and_neither_learns_nor_collects_nor_takes_versions(
     draft: Path, tmp_path: Path, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
     signals = tmp_path / "signals"
@@ -37,6 +41,7 @@ def test_it_serves_and_neither_collects_nor_takes_versions(
         **sidecar.variables,
         "SPECULATION_GAMMAS": "0,1,3",
         "SPECULATION_SIGNALS_FOLDER": str(signals),
+        "SPECULATION_ONLINE_UPDATES": "1",
     }
     arguments = (*EAGLE3[:-1], str(draft))
     with serving(tmp_path / "engine", arguments, variables) as engine:
@@ -49,17 +54,19 @@ def test_it_serves_and_neither_collects_nor_takes_versions(
         status = engine.internal_state()["speculation_controller"]
         log = engine.log.read_text()
     assert [answer.tokens for answer in answers] == plain["waves"][: len(WAVES[0])]
+    assert not spec.capabilities.can_update_online
     assert not spec.capabilities.can_collect
     assert not spec.capabilities.can_take_versions
     lost = {loss.capability: loss.reason for loss in spec.lost}
     assert lost.keys() == {
+        engine_pb2.CAPABILITY_UPDATE_ONLINE,
         engine_pb2.CAPABILITY_COLLECT,
         engine_pb2.CAPABILITY_TAKE_VERSIONS,
     }
     for reason in lost.values():
         assert reason.startswith(REASON)
     assert f"this engine has lost collect and tells the sidecar so: {REASON}" in log
-    assert (status["signals"], status["draft"]) == (None, None)
+    assert (status["online"], status["signals"], status["draft"]) == (None, None, None)
     assert not list(signals.glob("*.safetensors"))
     with pytest.raises(VersionError, match="no engine has left its drafter there"):
         export_signals(signals, Versions(signals / FOLDER), 0, TARGET, tmp_path / "out")

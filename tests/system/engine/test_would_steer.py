@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from lab.cpu_engine.engine_command import MODELS
 from tests.support.answering import answering
 from tests.support.engine import (
+    DEEP,
     DFLASH,
     DRAFT,
     EAGLE3,
@@ -79,6 +82,54 @@ def test_what_it_says_is_what_a_start_is_refused_with(
     assert obstacle in last_words(tmp_path, flags, **settings)
 
 
+def edited(folder: Path, drafter: Path, **changes: Any) -> Path:
+    """A copy of a drafter, whose config.json says something else."""
+    shutil.copytree(drafter, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["PEagleDraftModel"]},
+        # What a drafter of another target has, found before the target's weights are read.
+        {"target_hidden_size": 256},
+    ],
+)
+def test_a_drafter_that_does_not_fit_ends_the_start_with_the_same_words(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    draft = edited(tmp_path / "draft", DRAFT, **changes)
+    flags = (*EAGLE3[:2], "--speculative-draft-model-path", str(draft))
+    (obstacle,) = obstacles(answer(tmp_path, flags)).values()
+    words = last_words(tmp_path, flags)
+    assert obstacle in words
+    assert "Load weight begin" not in words
+
+
+@pytest.mark.nightly
+def test_a_drafter_that_names_no_layers_reads_the_default_ones(tmp_path: Path) -> None:
+    """SGLang's drafter takes an empty list for three layers, its targets for none."""
+    named = {"eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": True}
+    draft = edited(tmp_path / "draft", MODELS / "draft-mixed", eagle_config=named)
+    flags = (*DEEP, *EAGLE3[:2], "--speculative-draft-model-path", str(draft))
+    nobody = {"SPECULATION_SIDECAR": f"unix:{tmp_path / 'nobody.sock'}"}
+    with serving(tmp_path, flags, nobody) as engine:
+        (answer,) = engine.generate([list(range(5, 40))], [16])
+    assert len(answer.tokens) == 16
+
+
+@pytest.mark.nightly
+def test_a_drafter_under_the_wrong_algorithm_serves_and_the_log_says_so(tmp_path: Path) -> None:
+    flags = ("--speculative-algorithm", "EAGLE", *EAGLE3[2:])
+    (obstacle,) = obstacles(answer(tmp_path, flags)).values()
+    nobody = {"SPECULATION_SIDECAR": f"unix:{tmp_path / 'nobody.sock'}"}
+    with serving(tmp_path, flags, nobody) as engine:
+        assert obstacle in engine.log.read_text()
+
+
 def test_it_names_every_obstacle_at_once(tmp_path: Path) -> None:
     many = ("--pp-size", "2", "--dp-size", "2", "--speculative-eagle-topk", "4")
     found = answer(tmp_path, (*EAGLE3, *many, "--speculative-num-steps", "4"))
@@ -87,7 +138,7 @@ def test_it_names_every_obstacle_at_once(tmp_path: Path) -> None:
     }  # fmt: skip
     assert found["memory"] is None
     settled = obstacles(answer(tmp_path, (*LONE, "--pp-size", "2"), gammas="0,1,3"))
-    assert settled.keys() == {"pipeline parallelism", "DFlash checkpoint"}
+    assert settled.keys() == {"pipeline parallelism", "block of DFlash"}
 
 
 def test_a_running_engine_introduces_what_it_has_said(tmp_path: Path) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from engine_shim.training.blocks import DecoderShape
-from engine_shim.training.dflash import DFlashShape, DFlashStudent, position_weights
+from engine_shim.training.dflash import (
+    DFlashShape,
+    DFlashStudent,
+    loss_decay,
+    position_weights,
+)
 from engine_shim.training.language_model import DecoderLayer
 
 DECODER = DecoderShape(
@@ -107,6 +115,29 @@ def test_rows_of_a_block_see_each_other_in_both_directions(
     assert torch.allclose(found, expected, atol=1e-4)
     drafted = student.greedy_block(features[:1, :length], tokens[:1, : length + 1])
     assert torch.equal(drafted[0], expected.argmax(-1))
+
+
+# The DFlash paper's values (arXiv:2602.06036, appendix A.1), and between and beyond them ours.
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [(8, 4), (10, 5), (16, 7), (2, 1), (4, 2), (12, 5 + 2 / 3), (32, 12.333333)],
+)
+def test_the_loss_decays_as_the_paper_suggests(block: int, expected: float) -> None:
+    assert loss_decay(block) == pytest.approx(expected)
+    weights = position_weights(block)
+    assert float(weights.sum()) == pytest.approx(1)
+    student = DFlashStudent(replace(SHAPE, block=block), torch.zeros(61, 32))
+    if block > 2:
+        ratio = float(weights[1] / weights[0])
+        assert ratio == pytest.approx(math.exp(-1 / expected), rel=1e-5)
+        # What an online update weighs by, position after position.
+        assert student.position_discount == pytest.approx(ratio, rel=1e-5)
+
+
+def test_a_larger_block_is_never_weighed_over_fewer_positions() -> None:
+    found = [loss_decay(block) for block in range(2, 65)]
+    assert found == sorted(found)
+    assert len(set(found)) == len(found)
 
 
 def test_near_positions_count_more() -> None:

@@ -95,3 +95,32 @@ def test_the_variables_are_those_that_are_set_and_those_that_are_needed(
         "SPECULATION_GRAPH_LIMITS": "5:8,7:4",
         "SPECULATION_LOOKUP": "1",
     }
+
+
+def test_an_engine_that_gains_nothing_starts_and_its_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    useless = Check("drafter", "eagle3", "set EAGLE3", starts=True)
+    hint = Check("name", "Llama", advice="write LlamaForCausalLMEagle")
+    require((useless, hint))
+    assert [record.getMessage() for record in caplog.records] == [
+        "drafter: set EAGLE3", "name: write LlamaForCausalLMEagle",
+    ]  # fmt: skip
+    verdict = Verdict("SGLang", "1", (useless, hint))
+    lines = page(verdict, 80).splitlines()
+    assert lines[0] == "SGLang 1: this engine would start, and gain nothing from its drafter."
+    assert lines[2:6] == [
+        "no   drafter  eagle3", "     -> set EAGLE3", "yes  name     Llama",
+        "     !  write LlamaForCausalLMEagle",
+    ]  # fmt: skip
+    assert not verdict.document()["would_be_steered"]
+    assert [check["starts"] for check in verdict.document()["checks"]] == [True, False]
+
+
+def test_one_obstacle_that_ends_the_start_is_enough() -> None:
+    both = (Check("drafter", "x", "no gain", starts=True), Check("topk", "4", LONG))
+    assert page(Verdict("SGLang", "1", both), 80).startswith(
+        "SGLang 1: this engine would not be steered."
+    )
+    with pytest.raises(UnsupportedEngineError, match="the draft length can be"):
+        require(both)

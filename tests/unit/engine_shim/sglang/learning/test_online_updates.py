@@ -20,6 +20,7 @@ from engine_shim.sglang.learning.trainer_process import rings_for
 from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
 from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.training.blocks import Borrowed
+from engine_shim.training.configs import UnsupportedDrafterError
 from tests.support.eventually import eventually
 from tests.support.live_drafters import LlamaForCausalLMEagle3, worker_of
 from tests.support.training_rounds import (
@@ -350,19 +351,30 @@ def test_what_is_learnt_of_a_request_never_lands_in_the_next(
 
 
 @pytest.mark.parametrize(
-    ("device", "window", "reason"),
-    [("xpu", None, "on xpu this is untested"), ("cpu", 64, "it sees the last 64 positions only")],
+    ("device", "window", "error", "reason"),
+    [
+        (
+            "xpu",
+            None,
+            UnsupportedEngineError,
+            "SPECULATION_ONLINE_UPDATES is set, but the drafter cannot learn: on xpu this is",
+        ),
+        # With which the engine serves without updates.
+        ("cpu", 64, UnsupportedDrafterError, "it sees the last 64 positions only"),
+    ],
 )
-def test_an_engine_whose_drafter_cannot_learn_is_refused(
-    monkeypatch: pytest.MonkeyPatch, device: str, window: int | None, reason: str
+def test_what_cannot_learn_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    window: int | None,
+    error: type[Exception],
+    reason: str,
 ) -> None:
     monkeypatch.setenv("SPECULATION_SIDECAR", "unix:/nowhere")
     model = LlamaForCausalLMEagle3(make_student(make_target()))
     model.window = window
-    worker = worker_of(model)
-    said = f"SPECULATION_ONLINE_UPDATES is set, but the drafter cannot learn: {reason}"
-    with pytest.raises(UnsupportedEngineError, match=said):
-        updates_for(worker, device, ALONE, load_settings(), Orders())
+    with pytest.raises(error, match=reason):
+        updates_for(worker_of(model), device, ALONE, load_settings(), Orders())
 
 
 def test_several_ranks_learn_on_a_cpu_only() -> None:

@@ -1,0 +1,333 @@
+"""Says whether a drafter fits its target, by both configurations as SGLang reads them.
+
+What SGLang could not load or run is an obstacle.  What it would run without a gain is one with
+which an engine starts all the same.  Each was seen on SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from engine_shim.sglang.api import model_classes, sglang_api
+from engine_shim.sglang.api.model_classes import DFLASH, DSPARK, EAGLE, EAGLE3, NONE
+from engine_shim.steering.checks import Check
+from engine_shim.training.drafter_config import (
+    DEFAULT_FEATURES,
+    EAGLE_LAYERS,
+    Eagle3Config,
+    read_eagle3,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import ServerArgs
+
+    from engine_shim.sglang.api.settings import PluginSettings
+
+# Rows by which vocabularies of one tokenizer differ: they are padded to multiples of up to 512, and
+# fine-tuning adds some hundred tokens.  Other tokenizers differ by thousands.
+SAME_TOKENIZER_ROWS: Final = 1024
+# The number of predictors, as configs call it.
+_PREDICTORS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+
+
+class Pair(NamedTuple):
+    """A drafter's configuration beside its target's.
+
+    algorithm: EAGLE, EAGLE3 or DFLASH, as SGLang resolves it.
+    """
+
+    draft: ModelConfig
+    target: ModelConfig
+    algorithm: str
+
+    @property
+    def architectures(self) -> Sequence[str]:
+        """Returns the names of the drafter's classes, as SGLang rewrites them for a draft."""
+        found: Sequence[str] = self.draft.hf_config.architectures or []
+        return found
+
+    @property
+    def is_one_model(self) -> bool:
+        """Whether the drafter is looked for in the target's own checkpoint."""
+        return bool(self.draft.model_path == self.target.model_path)
+
+    @property
+    def eagle3(self) -> Eagle3Config:
+        """Returns what an EAGLE3 checkpoint says of the target.  Raises DrafterConfigError."""
+        return read_eagle3(self.draft.hf_config.to_dict())
+
+
+def fit_check(topic: str, pair: Pair) -> Check:
+    """Compares a drafter with its target."""
+    found = f"{pair.draft.model_path} ({', '.join(pair.architectures) or 'no architecture'})"
+    model = model_classes.model_class(pair.architectures)
+    if model is None:
+        # A class that only this machine cannot import is judged where the engine starts.
+        declared = model_classes.is_declared(pair.architectures)
+        return Check(topic, found, "" if declared else _no_class(pair))
+    sizes = _block_obstacles if pair.algorithm == DFLASH else _head_obstacles
+    for obstacles in (_class_obstacles(pair, model), sizes(pair, model)):
+        for obstacle in obstacles:
+            return Check(topic, found, obstacle)
+    useless = next(_useless(pair, model), "")
+    return Check(topic, found, useless, starts=useless != "", advice=_advice(pair, model))
+
+
+def _no_class(pair: Pair) -> str:
+    names = ", ".join(pair.architectures)
+    what = f"SGLang has no class {names}" if names else "its config.json names no architecture"
+    return f"{what}: {_right_classes(pair.algorithm)}"
+
+
+def _right_classes(algorithm: str) -> str:
+    names = model_classes.drafters_of(algorithm)
+    if algorithm == EAGLE:
+        names = [name for name in names if "Eagle" in name]
+        return (
+            f"--speculative-algorithm EAGLE needs a checkpoint of {', '.join(names)}, or a target "
+            "with a predictor that SGLang knows"
+        )
+    return f"--speculative-algorithm {algorithm} needs a checkpoint of {', '.join(names)}"
+
+
+def _class_obstacles(pair: Pair, model: type) -> Iterator[str]:
+    """Finds what SGLang would call of the drafter or its target and their classes lack."""
+    drafts, wanted = model_classes.drafts_by(model), pair.algorithm
+    name = model.__name__
+    if wanted == DFLASH != drafts and drafts is not None:
+        yield (
+            f"{pair.draft.model_path} is no DFlash checkpoint: its architectures are "
+            f"{list(pair.architectures)}; {_right_classes(DFLASH)}"
+        )
+    elif drafts == DSPARK:
+        yield f"DSPARK drafts with {name}, and cannot be steered: {_right_classes(wanted)}"
+    elif drafts in {EAGLE3, DFLASH} and drafts != wanted and (drafts, wanted) != (EAGLE3, EAGLE):
+        yield f"{drafts} drafts with {name}: set --speculative-algorithm {drafts}"
+    elif drafts == EAGLE and drafts != wanted:
+        yield f"EAGLE drafts with {name}: set --speculative-algorithm EAGLE (or NEXTN)"
+    elif drafts == NONE and (wanted != EAGLE or not hasattr(model, "set_embed_and_head")):
+        yield _no_drafter(pair, model)
+    if wanted == DFLASH:
+        return
+    named = pair.target.hf_config.architectures or []
+    target = model_classes.model_class(named)
+    if target is None or "__getattr__" in vars(target):
+        return
+    if (
+        wanted == EAGLE3
+        and pair.eagle3.uses_features
+        and not _has(target, "set_eagle3_layers_to_capture")
+    ):
+        yield (
+            f"SGLang's {named[0]} does not emit the hidden states that EAGLE3 reads: use another "
+            "algorithm with this target"
+        )
+    if not _has(target, "get_embed_and_head", "get_embed_and_head_for_draft"):
+        yield (
+            f"SGLang's {named[0]} does not share its embedding with a drafter: it cannot be the "
+            f"target of {wanted}"
+        )
+
+
+def _has(model: type, *methods: str) -> bool:
+    return any(hasattr(model, method) for method in methods)
+
+
+def _no_drafter(pair: Pair, model: type) -> str:
+    """Says that a checkpoint is a language model, not a drafter."""
+    if pair.is_one_model:
+        return (
+            f"the target has no predictor that SGLang knows, so {model.__name__} itself would "
+            "draft, at the target's own price: name an EAGLE, EAGLE3 or DFlash checkpoint with "
+            "--speculative-draft-model-path, and its --speculative-algorithm"
+        )
+    return (
+        f"{model.__name__} is a language model, which reads nothing of the target: "
+        f"{_right_classes(pair.algorithm)}"
+    )
+
+
+def _head_obstacles(pair: Pair, _: type) -> Iterator[str]:
+    """Finds what SGLang could not load or run of an EAGLE, EAGLE3 or MTP drafter."""
+    draft, target, config = pair.draft, pair.target, pair.draft.hf_text_config
+    width = draft.hidden_size
+    if pair.algorithm == EAGLE3:
+        width = pair.eagle3.target_width or width
+    if width != target.hidden_size:
+        yield _other_width(width, target)
+    if pair.algorithm != EAGLE3:
+        return
+    drafts = getattr(config, "draft_vocab_size", None)
+    if drafts is not None and drafts > max(draft.vocab_size, target.vocab_size):
+        yield (
+            f"it drafts {drafts} tokens (draft_vocab_size), and the target has "
+            f"{target.vocab_size}: it is no drafter for it"
+        )
+    if (
+        pair.architectures[0] == "LlamaForCausalLMEagle3"
+        and not hasattr(config, "draft_vocab_size")
+        and not config.tie_word_embeddings
+    ):
+        yield (
+            "its config.json has no draft_vocab_size, which SGLang needs: write the rows of its "
+            "lm_head there (null if it has none)"
+        )
+    if pair.eagle3.uses_features:
+        yield from _layer_obstacles(pair)
+
+
+def _other_width(width: int, target: ModelConfig) -> str:
+    return (
+        f"it reads hidden states of {width} numbers, and the target's have {target.hidden_size}: "
+        "it is no drafter for it"
+    )
+
+
+def _layer_obstacles(pair: Pair) -> Iterator[str]:
+    """Compares the layers that an EAGLE3 drafter reads with those that the target has."""
+    layers, features = pair.eagle3.captured_layers, pair.eagle3.features
+    count = pair.target.hf_text_config.num_hidden_layers
+    if layers and not all(-1 <= layer <= count for layer in layers):
+        yield f"it reads the target's layers {list(layers)} ({EAGLE_LAYERS}), and it has {count}"
+    emitted = len(layers or ()) or DEFAULT_FEATURES
+    if features != emitted:
+        yield (
+            f"it reads {features} hidden states (num_aux_hidden_states), and {emitted} are emitted "
+            f"({EAGLE_LAYERS})"
+        )
+
+
+def _block_obstacles(pair: Pair, model: type) -> Iterator[str]:
+    """Finds what SGLang could not load or run of a DFlash drafter, or what is not steered."""
+    from sglang.srt.models.dflash import DFlash2DraftModel
+    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
+    draft, target = pair.draft, pair.target
+    if draft.hidden_size != target.hidden_size:
+        yield _other_width(draft.hidden_size, target)
+    try:
+        config = parse_dflash_draft_config(draft_hf_config=draft.hf_config)
+        config.resolve_target_layer_ids(
+            target_num_layers=_layers_of(target), draft_num_layers=config.require_num_layers()
+        )
+    except (ValueError, TypeError) as error:
+        yield f"SGLang refuses its config.json: {error}"
+        return
+    if config.mask_token_id is not None and config.mask_token_id >= target.vocab_size:
+        yield (
+            f"its mask_token_id is {config.mask_token_id}, and the target has {target.vocab_size} "
+            "tokens: it is no drafter for it"
+        )
+    settings = getattr(draft.hf_config, "dflash_config", None) or {}
+    if any(name.startswith("lilicorr_") for name in settings) and settings.get(
+        "lilicorr_enabled", True
+    ):
+        yield (
+            "a LiLiCorr head is untested where the draft length is steered: use a DFlash "
+            "checkpoint without one"
+        )
+    if issubclass(model, DFlash2DraftModel) and draft.vocab_size < target.vocab_size:
+        yield f"{_other_vocabulary(pair)}, which its selector has no rows for"
+
+
+def _layers_of(target: ModelConfig) -> int:
+    """Returns the layers that a target runs one after the other, as SGLang counts them."""
+    config = target.hf_text_config
+    return int(config.num_hidden_layers) * int(getattr(config, "num_loops", 1))
+
+
+def _other_vocabulary(pair: Pair) -> str:
+    return (
+        f"its vocabulary has {pair.draft.vocab_size} tokens, and the target's "
+        f"{pair.target.vocab_size}"
+    )
+
+
+def _useless(pair: Pair, model: type) -> Iterator[str]:
+    """Finds what SGLang would run without a gain."""
+    drafts, draft, target = model_classes.drafts_by(model), pair.draft, pair.target
+    if (drafts, pair.algorithm) == (EAGLE3, EAGLE) and pair.eagle3.uses_features:
+        yield (
+            f"{model.__name__} is an EAGLE3 drafter, which under EAGLE reads the wrong hidden "
+            "states, so that almost nothing is accepted: set --speculative-algorithm EAGLE3"
+        )
+    predictors = [getattr(target.hf_text_config, name, None) for name in _PREDICTORS]
+    if pair.is_one_model and 0 in predictors:
+        yield "the target's config.json says that it has no predictor: " + _right_classes(EAGLE)
+    if drafts == NONE and not _may_be_eagle(pair):
+        yield _no_drafter(pair, model)
+    if abs(draft.vocab_size - target.vocab_size) > SAME_TOKENIZER_ROWS:
+        yield f"{_other_vocabulary(pair)}: it was made for another tokenizer, or another model"
+    is_head = any("Eagle" in name for name in pair.architectures)
+    if is_head and draft.num_hidden_layers >= target.num_hidden_layers:
+        yield (
+            f"its config.json names {draft.num_hidden_layers} layers, and the target has "
+            f"{target.num_hidden_layers}: write there how many it has"
+        )
+
+
+def _may_be_eagle(pair: Pair) -> bool:
+    """Whether it is laid out as its authors publish first-generation EAGLE checkpoints."""
+    return not pair.is_one_model and pair.draft.num_hidden_layers < pair.target.num_hidden_layers
+
+
+def _advice(pair: Pair, model: type) -> str:
+    if model_classes.drafts_by(model) != NONE:
+        return ""
+    right = f"{model.__name__}Eagle"
+    what = f"SGLang loads it as a {model.__name__}, in which an EAGLE head drafts nothing of use"
+    if model_classes.model_class([right]) is None:
+        return f"{what}: {_right_classes(EAGLE)}"
+    return f"{what}: if it is one, write {right} into the architectures of its config.json"
+
+
+def drafter_checks(args: ServerArgs, settings: PluginSettings) -> tuple[Check, ...]:
+    """Checks each drafter of an engine against its target.
+
+    args: whose speculation SGLang has settled.  A configuration that cannot be read ends no start
+    here: SGLang reads it too.
+    """
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    view: Any = resolving_view(args)
+    target = model_config_of(args)
+    path, revision = view.speculative_draft_model_path, view.speculative_draft_model_revision
+    if sglang_api.is_dflash_only(args):
+        return (_checked(args, target, "DFlash checkpoint", path, revision, DFLASH),)
+    checks = []
+    if view.speculative_algorithm in {EAGLE, EAGLE3}:
+        topic = "drafter's checkpoint"
+        checks.append(_checked(args, target, topic, path, revision, view.speculative_algorithm))
+    if settings.dflash_model_path:
+        path, revision = settings.dflash_model_path, settings.dflash_revision or None
+        checks.append(_checked(args, target, "DFlash checkpoint", path, revision, DFLASH))
+    return tuple(checks)
+
+
+def _checked(
+    args: ServerArgs, target: ModelConfig, topic: str, path: str | None, revision: str | None,
+    algorithm: str,
+) -> Check:  # fmt: skip
+    """Reads a drafter's configuration as the start will, and compares it with the target's."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    found = path or target.model_path
+    try:
+        draft = ModelConfig.from_server_args(
+            args, model_path=path, model_revision=revision, is_draft_model=True,
+            context_length=target.context_len,
+        )  # fmt: skip
+        return fit_check(topic, Pair(draft, target, algorithm))
+    except Exception as error:  # noqa: BLE001 - a file of others, which may hold anything
+        words = " ".join(str(error).split())
+        if isinstance(error, ValueError) and "context_length" in words:
+            obstacle = (
+                f"its context is shorter than the target's {target.context_len} tokens: lower "
+                f"--context-length ({words})"
+            )
+            return Check(topic, found, obstacle)
+        reason = f"its configuration cannot be read: {type(error).__name__}: {words}"
+        return Check(topic, found, reason, starts=True)

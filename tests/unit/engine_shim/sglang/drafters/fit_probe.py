@@ -1,0 +1,30 @@
+"""Run in SGLang's environment: asks of many command lines whether they would be steered.
+
+    python -m tests.unit.engine_shim.sglang.drafters.fit_probe ASKED FOUND
+
+ASKED: file with a JSON list of flags of SGLang.  FOUND: file for the JSON list of what was said: a
+document of the command, or an error that it prints.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from engine_shim.sglang import would_steer
+from engine_shim.steering.errors import PluginError
+from engine_shim.steering.verdict import InputError
+
+
+def main() -> None:
+    asked, found = map(Path, sys.argv[1:])
+    results = []
+    for flags in json.loads(asked.read_text()):
+        try:
+            results.append(would_steer.verdict(flags).document())
+        except (InputError, PluginError) as error:
+            results.append({"error": str(error)})
+    found.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
