@@ -21,7 +21,7 @@ from controller.store.redis_connections import Credentials, SentinelTlsConnectio
 from controller.store.redis_errors import REDIS_ERRORS
 from controller.store.redis_replies import BoundedParser
 from controller.store.redis_sentinel import Sentinels
-from controller.store.redis_url import RedisUrl, read_url
+from controller.store.redis_url import RedisUrl, UnusableUrlError, read_url
 from controller.util.redaction import redact
 
 # Options of a URL's query that are no options of a connection here.
@@ -52,6 +52,8 @@ def connect(
         access = dataclasses.replace(access, password_file=password_file)
     try:
         return _client(read_url(url), timeout_seconds, access)
+    except UnusableUrlError as error:
+        raise RedisUrlError(f"{redact(url, url)}: {error}") from None
     except (ValueError, TypeError, *REDIS_ERRORS) as error:
         raise RedisUrlError(f"{redact(url, url)}: {redact(str(error), url)}") from None
 
@@ -94,12 +96,12 @@ def _client(url: RedisUrl, timeout_seconds: float, access: RedisAccess) -> Any:
         sentinel_login = _login(guarded, sentinel_password or password)
         return _sentinel_client(url, options | login, options | sentinel_login)
     if sentinel_user or sentinel_password:
-        raise ValueError("a user or password of Sentinels needs the scheme redis+sentinel")
+        raise UnusableUrlError("a user or password of Sentinels needs the scheme redis+sentinel")
     return (_cluster_client if url.kind else _plain_client)(url, options | login)
 
 
 def _one_of(url: RedisUrl, access: RedisAccess, name: str, option: str) -> Any:
-    """Returns the one text or file that the URL and the settings give.  Raises ValueError.
+    """Returns the one text or file that the URL and the settings give.  Raises UnusableUrlError.
 
     name: of the setting.  option: of the URL's query.
     """
@@ -113,10 +115,10 @@ def _one_of(url: RedisUrl, access: RedisAccess, name: str, option: str) -> Any:
 
 
 def _agreed(what: str, sources: Mapping[str, Any]) -> Any:
-    """Returns what all sources that give anything agree on.  Raises ValueError."""
+    """Returns what all sources that give anything agree on.  Raises UnusableUrlError."""
     given = {source: value for source, value in sources.items() if value}
     if len(set(given.values())) > 1:
-        raise ValueError(f"{' and '.join(given)} each give another {what}: keep one of them")
+        raise UnusableUrlError(f"{' and '.join(given)} each give another {what}: keep one of them")
     return next(iter(given.values()), None)
 
 
@@ -125,7 +127,7 @@ def _login(user: str | Path | None, password: str | Path | None) -> dict[str, An
 
 
 def _tls_files(url: RedisUrl, access: RedisAccess) -> dict[str, str]:
-    """Returns the options of a connection that name files.  Raises ValueError."""
+    """Returns the options of a connection that name files.  Raises UnusableUrlError."""
     files: dict[str, str] = {}
     for name, option in _TLS_FILES.items():
         path: Path | None = getattr(access, name)
@@ -136,12 +138,12 @@ def _tls_files(url: RedisUrl, access: RedisAccess) -> dict[str, str]:
         if found := _agreed(name.replace("_", " "), sources):
             files[option] = found
     if not url.tls and (files or any(option.startswith("ssl_") for option in url.options)):
-        raise ValueError(
+        raise UnusableUrlError(
             "redis_ca, redis_client_certificate, redis_client_key and options that begin with ssl_ "
             "need a scheme with TLS: rediss"
         )
     if "ssl_keyfile" in files and "ssl_certfile" not in files:
-        raise ValueError("redis_client_key needs redis_client_certificate as well")
+        raise UnusableUrlError("redis_client_key needs redis_client_certificate as well")
     if "ssl_certfile" in files:
         # One file may hold both.
         files.setdefault("ssl_keyfile", files["ssl_certfile"])
@@ -178,7 +180,7 @@ def _pool(
 
 def _cluster_client(url: RedisUrl, options: Mapping[str, Any]) -> Any:
     if options.get("db"):
-        raise ValueError("a cluster has one database only, which is 0")
+        raise UnusableUrlError("a cluster has one database only, which is 0")
     client = _Cluster(
         startup_nodes=[ClusterNode(host, port) for host, port in url.hosts],
         retry=options["retry"],
@@ -211,10 +213,10 @@ class _Cluster(RedisCluster):
 
 
 def _try_options(make_connection: Callable[[], object]) -> None:
-    """Sends nothing: only here options meet the class that takes them.  Raises ValueError."""
+    """Sends nothing: only here options meet the class that takes them.  Raises UnusableUrlError."""
     try:
         make_connection()
     except TypeError as error:
-        raise ValueError(
+        raise UnusableUrlError(
             "its query names an option that a connection of this kind lacks"
         ) from error

@@ -55,7 +55,7 @@ def _refusal(service: str, states: Mapping[str, Any], state: Any) -> tuple[str, 
     """Says why a Sentinel's answer names no primary, and what to do."""
     if state:
         return f"says that {_text(state['ip'])}:{state['port']} is down", "see that it runs"
-    known = ", ".join(map(_text, list(states)[:_NAMES_MAX]))
+    known = ", ".join(map(_text, sorted(states)[:_NAMES_MAX]))
     return f"watches {known or 'nothing'}, not {service!r}", "correct the service in redis_url"
 
 

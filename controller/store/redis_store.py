@@ -290,7 +290,7 @@ class RedisStore:
             async with asyncio.timeout(2 * self._timeout_seconds):
                 answer = read(await command())
         except (TimeoutError, redis.exceptions.TimeoutError) as error:
-            self._note("does not answer in time")
+            self._note(in_words(error, self._redacted))
             raise StoreUnavailableError(
                 f"redis {self._where} does not answer in time"
                 + ("; whether it was done is not known: repeat it with the same id" * writes)

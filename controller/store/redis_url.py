@@ -57,22 +57,29 @@ class RedisUrl:
     options: Mapping[str, Any]
 
 
+class UnusableUrlError(ValueError):
+    """A URL, or settings beside it, that name no Redis; the message quotes nothing of them."""
+
+
 def read_url(url: str) -> RedisUrl:
-    """Reads a URL.  Raises ValueError, whose message may quote a part of the URL."""
+    """Reads a URL.
+
+    Raises UnusableUrlError, or another ValueError, whose message may quote a part of the URL.
+    """
     scheme, _, rest = url.strip().partition("://")
     if scheme.lower() not in SCHEMES:
-        raise ValueError(f"the scheme is not known; known are {', '.join(SCHEMES)}")
+        raise UnusableUrlError(f"the scheme is not known; known are {', '.join(SCHEMES)}")
     base, _, kind = scheme.lower().partition("+")
     parts = _PARTS.fullmatch(rest)
     if parts is None:
-        raise ValueError("a # in it has to be written as %23")
+        raise UnusableUrlError("a # in it has to be written as %23")
     authority, path, query = parts[1], parts[2], parts[3] or ""
     before, _, hosts = authority.rpartition("@")
     service = ""
     if kind == "sentinel":
         service, _, path = path.strip("/").partition("/")
         if not service:
-            raise ValueError(
+            raise UnusableUrlError(
                 "the path has to name the service: redis+sentinel://HOST:PORT/SERVICE/DB"
             )
     _check_options(query, kind)
@@ -106,43 +113,44 @@ def _parsed(url: str) -> dict[str, Any]:
 
 
 def _check_options(query: str, kind: str) -> None:
-    """Raises ValueError for one that is not known, or stands there twice."""
+    """Raises UnusableUrlError for one that is not known, or stands there twice."""
     names = [name for name, _ in parse_qsl(query, keep_blank_values=True)]
     known = _OPTIONS | (_SENTINEL_OPTIONS if kind == "sentinel" else frozenset())
     if any(name not in known and not name.startswith(_TLS_OPTION) for name in names):
         # Which one is not said: a password with a delimiter in it may stand there.
-        raise ValueError(
+        raise UnusableUrlError(
             "its query names an option that the Redis client does not know; known are "
             f"{', '.join(sorted(known))} and, for TLS, those of redis-py that begin with "
             f"{_TLS_OPTION}"
         )
     if len(set(names)) < len(names):
-        raise ValueError("its query names an option twice")
+        raise UnusableUrlError("its query names an option twice")
 
 
 def _check_place(base: str, hosts: str, path: str) -> None:
-    """Raises ValueError for hosts and a path that name no Redis."""
+    """Raises UnusableUrlError for hosts and a path that name no Redis."""
     if base == "unix":
         if hosts or not path.strip("/"):
-            raise ValueError("a unix socket is named by its absolute path: unix:///PATH")
+            raise UnusableUrlError("a unix socket is named by its absolute path: unix:///PATH")
         return
     for host in hosts.split(","):
         if not host or host.startswith(":"):
-            raise ValueError(
+            raise UnusableUrlError(
                 "no host is named, or a delimiter in the user or password is not percent-encoded"
             )
-        if host.count(":") > 1 and not host.startswith("["):
-            raise ValueError("an IPv6 address has to stand in brackets: [::1]:6379")
+        in_brackets = re.fullmatch(r"\[[^\[\]]+\](:[0-9]+)?", host)
+        if not in_brackets and (host.count(":") > 1 or "[" in host):
+            raise UnusableUrlError("an IPv6 address has to stand in brackets: [::1]:6379")
     if not re.fullmatch(r"/?[0-9]*/?", path):
-        raise ValueError("the database, at the end of the path, has to be a number")
+        raise UnusableUrlError("the database, at the end of the path, has to be a number")
 
 
 def _check_values(options: Mapping[str, Any], path: str) -> None:
-    """Raises ValueError for values that redis-py takes and cannot use."""
+    """Raises UnusableUrlError for values that redis-py takes and cannot use."""
     for name in _ABOVE_ZERO:
         value = options.get(name, 1)
         if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} in its query has to be above 0")
+            raise UnusableUrlError(f"{name} in its query has to be above 0")
     at_end = path.strip("/")
     if at_end.isdecimal() and int(at_end) != options.get("db"):
-        raise ValueError("its path and its query name two databases")
+        raise UnusableUrlError("its path and its query name two databases")

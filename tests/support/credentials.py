@@ -22,6 +22,7 @@ def openssl(folder: Path, *words: str) -> None:
 
 def make_authority(folder: Path, names: list[str], addresses: Sequence[str] = ()) -> None:
     """ca.pem, and NAME.pem with NAME.key for each name; all are for these IP addresses, too."""
+    folder.mkdir(exist_ok=True)
     more = "".join(f",IP:{address}" for address in addresses)
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     authority = ("-x509", "-days", "2", "-keyout", "ca.key", "-out", "ca.pem")

@@ -126,7 +126,9 @@ def fleet(folder: Path) -> Iterator[Fleet]:
                 if kind == "own":
                     guard(client, SENTINEL_PASSWORDS)
         with cluster.client() as client:
-            eventually(lambda: "ok" in str(client.execute_command("CLUSTER", "INFO")).split("slots")[0])
+            eventually(
+                lambda: "ok" in str(client.execute_command("CLUSTER", "INFO")).split("slots")[0]
+            )
         for running in (cluster, one, strict):
             with running.client() as client:
                 guard(client, PASSWORDS)

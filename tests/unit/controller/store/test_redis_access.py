@@ -9,10 +9,18 @@ from typing import Any
 from urllib.parse import quote, quote_plus
 
 import pytest
+from pydantic import SecretStr
+from structlog.testing import capture_logs
 
+from controller.doctor.dependencies import check_redis
+from controller.doctor.finding import Level
+from controller.settings.settings import Settings
 from controller.store.redis_access import RedisAccess
 from controller.store.redis_client import close, connect
+from controller.store.redis_errors import REDIS_ERRORS, in_words
+from controller.store.redis_store import RedisStore
 from lab.harness.ports import free_port
+from tests.support.credentials import make_authority
 from tests.support.redis_fleet import PASSWORDS, SENTINEL_PASSWORDS, USER, WATCHER, Fleet, fleet
 
 # What may be combined; "-" where the form has no such thing.
@@ -61,8 +69,10 @@ def all_pairs() -> list[Row]:
         a, one, b, other = min(missing)
         fitting = [row for row in rows if row[a] == one and row[b] == other]
         tried = chance.sample(fitting, min(20, len(fitting)))
-        best = max(tried, key=lambda row: sum((a, row[a], b, row[b]) in missing for a, b in columns))
-        missing -= {(a, best[a], b, best[b]) for a, b in columns}
+        best = max(
+            tried, key=lambda row: sum((a, row[a], b, row[b]) in missing for a, b in columns)
+        )
+        missing -= pairs(best)
         found.append(best)
     return found
 
@@ -97,7 +107,9 @@ class Given:
 
     def url(self, form: str, place: str) -> str:
         # In the way of a user: all of it percent-encoded, or a space as a plus sign in the query.
-        user, password = (quote(self.account.get(name, ""), "") for name in ("username", "password"))
+        user, password = (
+            quote(self.account.get(name, ""), "") for name in ("username", "password")
+        )
         before = f"{user}:{password}@" if password else f"{user}@" if user else ""
         query = "&".join(f"{name}={quote_plus(value)}" for name, value in self.query.items())
         return f"{form}://{before}{place}?{query}"
@@ -106,7 +118,7 @@ class Given:
 @pytest.mark.parametrize("row", all_pairs(), ids=" ".join)
 async def test_a_redis_is_opened_however_it_is_named(servers: Fleet, row: Row, tmp_path: Path):
     way = dict(zip(FACTORS, row, strict=True))
-    base, _, kind = way["form"].partition("+")
+    kind = way["form"].partition("+")[2]
     given = Given(tmp_path)
     user = "" if way["user"] == "default" else USER
     if user:
@@ -174,3 +186,114 @@ def give_certificates(given: Given, folder: Path, ca: str, certificate: str) -> 
         given.settings["client_key"] = folder / "client.key"
     elif certificate == "one file":
         given.settings["client_certificate"] = folder / "both.pem"
+
+
+@dataclass(frozen=True)
+class Failing:
+    """A Redis that cannot be used.
+
+    url: with ONE, TLS, STRICT, NOBODY, SENTINEL and SENTINEL_TLS for ports, and SECRET and
+    SENTINEL_SECRET for passwords; settings also with FOLDER.
+    said: in its words.  advice: a setting that its words name.
+    """
+
+    name: str
+    url: str
+    said: str
+    advice: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+CA = {"ca": Path("FOLDER/ca.pem")}
+FAILING = (
+    Failing("no password", "redis://127.0.0.1:ONE", "NOAUTH", "redis_password"),
+    Failing("wrong password", "redis://:hunter2@127.0.0.1:ONE", "WRONGPASS", "redis_password"),
+    Failing("wrong user", "redis://ann:SECRET@127.0.0.1:ONE", "WRONGPASS", "redis_user"),
+    Failing("nobody", "redis://127.0.0.1:NOBODY", "Connection refused", "redis_url"),
+    Failing("no such name", "redis://no-such-name.invalid", "cannot be reached", "redis_url"),
+    Failing("no database", "redis://:SECRET@127.0.0.1:ONE/99", "out of range", "redis_url"),
+    Failing("TLS there", "redis://127.0.0.1:TLS", "closed the connection", "TLS"),
+    Failing("another authority", "rediss://127.0.0.1:TLS", "not trusted", "redis_ca"),
+    Failing(
+        "no certificate", "rediss://127.0.0.1:STRICT", "asks for a client certificate",
+        "redis_client_certificate", CA,
+    ),
+    Failing("no CA file", "rediss://127.0.0.1:TLS", "CA file /no/ca.pem: No such file", "CA file",
+            {"ca": Path("/no/ca.pem")}),
+    Failing("not a CA file", "rediss://127.0.0.1:TLS", "TLS files", "TLS files",
+            {"ca": Path("FOLDER/client.key")}),
+    Failing("no password file", "redis://127.0.0.1:ONE", "password file /no/pw: No such file",
+            "password file", {"password_file": Path("/no/pw")}),
+    Failing("no cluster", "redis+cluster://:SECRET@127.0.0.1:ONE", "is not a cluster",
+            "redis_url"),
+    Failing("a Sentinel", "redis://:SENTINEL_SECRET@127.0.0.1:SENTINEL", "unknown command",
+            "redis+sentinel"),
+    Failing("Sentinel without its password", "redis+sentinel://127.0.0.1:SENTINEL/plain",
+            "NOAUTH", "redis_sentinel_password"),
+    Failing("Sentinel with another one", "redis+sentinel://:SECRET@127.0.0.1:SENTINEL/plain",
+            "WRONGPASS", "redis_sentinel_password"),
+    Failing("no such service", "redis+sentinel://127.0.0.1:SENTINEL/other",
+            "watches plain, strict, tls, not 'other'", "redis_url",
+            {"sentinel_password": "SENTINEL_SECRET"}),
+    Failing("Sentinel of another authority", "rediss+sentinel://127.0.0.1:SENTINEL_TLS/tls",
+            "not trusted", "redis_ca"),
+    Failing("the primary's password behind Sentinel", "redis+sentinel://127.0.0.1:SENTINEL/plain",
+            "NOAUTH", "redis_password", {"sentinel_password": "SENTINEL_SECRET"}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAILING, ids=lambda case: case.name)
+async def test_a_redis_that_fails_is_told_in_words_with_what_to_do(servers: Fleet, case: Failing):
+    own = servers.sentinels["own"]
+    values = {
+        "SENTINEL_SECRET": SENTINEL_PASSWORDS[""], "SENTINEL_TLS": own.tls, "SENTINEL": own.plain,
+        "SECRET": PASSWORDS[""], "FOLDER": servers.folder, "ONE": servers.one.plain,
+        "TLS": servers.one.tls, "STRICT": servers.strict.tls, "NOBODY": free_port(),
+    }  # fmt: skip
+
+    def filled(text: str, quoted: Any) -> str:
+        for name, value in values.items():
+            text = text.replace(name, quoted(str(value)))
+        return text
+
+    settings = {name: type(value)(filled(str(value), str)) for name, value in case.settings.items()}
+    url = filled(case.url, lambda text: quote(text, "/" if text.startswith("/") else ""))
+    with capture_logs() as lines:
+        store = RedisStore(url, timeout_seconds=30.0, access=RedisAccess(**settings))
+        await store.open(lambda: None)
+        await store.close()
+    (line,) = [line for line in lines if line["event"] == "store_away"]
+    for words in (line["error"], store.health.detail):
+        assert case.said in words
+        assert case.advice in words
+        assert not any(secret in words for secret in (*PASSWORDS.values(), "hunter2"))
+        assert "redis.asyncio" not in words
+        assert "Error(" not in words
+    settings = {f"redis_{name}": value for name, value in settings.items()}
+    finding = await check_redis(Settings(redis_url=SecretStr(url), **settings))
+    assert finding.level is Level.FAIL
+    assert case.said in finding.found
+    assert case.advice in f"{finding.found} {finding.fix}"
+
+
+async def test_certificates_that_are_replaced_are_used_by_the_next_connection(
+    servers: Fleet, tmp_path: Path
+):
+    ca, certificate = tmp_path / "ca.pem", tmp_path / "both.pem"
+    make_authority(tmp_path / "other", ["client"])
+    ca.write_bytes((tmp_path / "other" / "ca.pem").read_bytes())
+    other = [(tmp_path / "other" / name).read_bytes() for name in ("client.pem", "client.key")]
+    certificate.write_bytes(b"".join(other))
+    access = RedisAccess(ca=ca, client_certificate=certificate, password=PASSWORDS[""])
+    client = connect(f"rediss://127.0.0.1:{servers.strict.tls}", 30.0, access=access)
+    try:
+        with pytest.raises(REDIS_ERRORS, match="CERTIFICATE_VERIFY_FAILED"):
+            await client.ping()
+        ca.write_bytes((servers.folder / "ca.pem").read_bytes())
+        with pytest.raises(REDIS_ERRORS) as refused:
+            await client.ping()
+        assert "client certificate" in in_words(refused.value, str)
+        certificate.write_bytes((servers.folder / "both.pem").read_bytes())
+        assert await client.ping()
+    finally:
+        await close(client)
