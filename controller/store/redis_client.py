@@ -213,7 +213,7 @@ class _Cluster(RedisCluster):
 
 
 def _try_options(make_connection: Callable[[], object]) -> None:
-    """Sends nothing: only here options meet the class that takes them.  Raises UnusableUrlError."""
+    """Makes one that sends nothing, as only then options are checked.  Raises UnusableUrlError."""
     try:
         make_connection()
     except TypeError as error:

@@ -38,7 +38,7 @@ class Credentials(CredentialProvider):
         self._password = password
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Reads both.  Raises UnusableFileError."""
+        """Reads the user and the password.  Raises UnusableFileError."""
         password = _text_of(self._password, "password")
         return (password,) if self._user is None else (_text_of(self._user, "user"), password)
 
@@ -98,7 +98,7 @@ def _text_of(given: str | Path | None, name: str) -> str:
 
 
 def _read(path: Path, name: str, bytes_max: int) -> bytes:
-    """Raises UnusableFileError."""
+    """Reads a file.  Raises UnusableFileError."""
     try:
         return read_small(path, bytes_max)
     except UnreadableFileError as error:

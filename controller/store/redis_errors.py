@@ -37,7 +37,9 @@ _CHAIN_MAX: Final = 8
 # X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH of OpenSSL.
 _OTHER_NAME: Final = frozenset({62, 64})
 _CLIENT_CERTIFICATE: Final = "set redis_client_certificate and redis_client_key"
-_SEE_NETWORK: Final = "see that it runs, that redis_url leads to it (port, TLS), and so does the network"
+_SEE_NETWORK: Final = (
+    "see that it runs, that redis_url leads to it (port, TLS), and so does the network"
+)
 # Part of an error's text, what is wrong ("" for the text itself), and what to do.
 _KNOWN: Final = (
     ("wrong version number", "does not speak TLS", "correct redis_url: its port, or the scheme"),

@@ -4,6 +4,7 @@ All listen on 127.0.0.1 and ::1, in plain text and with TLS, and have these pass
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,10 +126,9 @@ def fleet(folder: Path) -> Iterator[Fleet]:
                     client.execute_command("ACL", "SETUSER", "default", also)
                 if kind == "own":
                     guard(client, SENTINEL_PASSWORDS)
+        state = ("CLUSTER", "INFO")
         with cluster.client() as client:
-            eventually(
-                lambda: "ok" in str(client.execute_command("CLUSTER", "INFO")).split("slots")[0]
-            )
+            eventually(lambda: re.search(r"state\W+ok", str(client.execute_command(*state))))
         for running in (cluster, one, strict):
             with running.client() as client:
                 guard(client, PASSWORDS)

@@ -1,7 +1,9 @@
 """Every way to name a Redis and what opens it, combined pairwise, against real servers."""
 
+import asyncio
 import itertools
 import random
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +17,19 @@ from structlog.testing import capture_logs
 from controller.doctor.dependencies import check_redis
 from controller.doctor.finding import Level
 from controller.settings.settings import Settings
+from controller.store.interface import PROFILES, Actor, StoreUnavailableError
 from controller.store.redis_access import RedisAccess
 from controller.store.redis_client import close, connect
 from controller.store.redis_errors import REDIS_ERRORS, in_words
 from controller.store.redis_store import RedisStore
 from lab.harness.ports import free_port
 from tests.support.credentials import make_authority
+from tests.support.kept_tasks import kept_running
 from tests.support.redis_fleet import PASSWORDS, SENTINEL_PASSWORDS, USER, WATCHER, Fleet, fleet
 
+DOCS = Path(__file__).parents[4] / "docs"
+ADMIN = RedisAccess(password=PASSWORDS[""])
+NODES = {"target_nodes": "primaries"}
 # What may be combined; "-" where the form has no such thing.
 FACTORS: Mapping[str, tuple[str, ...]] = {
     "form": (
@@ -58,22 +65,22 @@ def possible(row: Row) -> bool:
     )
 
 
+def pairs(row: Row) -> set[tuple[int, str, int, str]]:
+    return {(a, row[a], b, row[b]) for a, b in itertools.combinations(range(len(row)), 2)}
+
+
 def all_pairs() -> list[Row]:
     """Rows, the fewer the better, that have every pair of values that is possible."""
     chance = random.Random(7)
-    columns = list(itertools.combinations(range(len(FACTORS)), 2))
     rows = [row for row in itertools.product(*FACTORS.values()) if possible(row)]
-    missing = {(a, row[a], b, row[b]) for row in rows for a, b in columns}
+    missing = set[tuple[int, str, int, str]]().union(*map(pairs, rows))
     found: list[Row] = []
     while missing:
         a, one, b, other = min(missing)
         fitting = [row for row in rows if row[a] == one and row[b] == other]
         tried = chance.sample(fitting, min(20, len(fitting)))
-        best = max(
-            tried, key=lambda row: sum((a, row[a], b, row[b]) in missing for a, b in columns)
-        )
-        missing -= pairs(best)
-        found.append(best)
+        found.append(max(tried, key=lambda row: len(missing & pairs(row))))
+        missing -= pairs(found[-1])
     return found
 
 
@@ -297,3 +304,33 @@ async def test_certificates_that_are_replaced_are_used_by_the_next_connection(
         assert await client.ping()
     finally:
         await close(client)
+
+
+@pytest.mark.parametrize("form", ["redis", "redis+cluster"])
+async def test_the_rights_in_the_document_suffice(servers: Fleet, form: str):
+    ports = servers.cluster if "cluster" in form else servers.one
+    (rights,) = re.findall(r"`(~\{speculation:1\}.*?)`", (DOCS / "fleet.md").read_text())
+    admin = connect(f"{form}://127.0.0.1:{ports.plain}", 30.0, access=ADMIN)
+    command = ("ACL", "SETUSER", "few", "reset", "on", ">x", *rights.split())
+    await admin.execute_command(*command, **NODES if "cluster" in form else {})
+    store = RedisStore(f"{form}://few:x@127.0.0.1:{ports.plain}", timeout_seconds=30.0)
+    heard = asyncio.Event()
+    await store.open(heard.set)
+    try:
+        async with kept_running(store), asyncio.timeout(120):
+            await heard.wait()
+            ann = Actor("ann", "because", "uid 1000")
+            await store.write("a", "1", 100.0, 0, ann)
+            assert [entry.override_id for entry in await store.entries()] == ["a"]
+            assert await store.audit(5)
+            await store.blobs.put(PROFILES, "aa", "01", "x")
+            assert await store.blobs.names(PROFILES)
+            assert await store.blobs.items(PROFILES, "aa")
+            await store.summaries.put("ab", b"x")
+            assert (await store.summaries.read()).found
+            assert store.health.ok
+            with pytest.raises(StoreUnavailableError, match="NOPERM"):
+                await store._ask(lambda: store._client.get("other"), lambda reply: reply)
+    finally:
+        await store.close()
+        await close(admin)
