@@ -63,9 +63,11 @@ def config(
 def _require_a_redis(settings: "Settings") -> None:
     """Nobody is called.  Raises RedisUrlError, as the start would."""
     if settings.redis_url is not None:
+        from controller.settings.redis_settings import redis_access
         from controller.store.redis_client import connect
 
-        connect(settings.redis_url.get_secret_value(), timeout_seconds=1.0)
+        url = settings.redis_url.get_secret_value()
+        connect(url, timeout_seconds=1.0, access=redis_access(settings))
 
 
 def _serve_params(arguments: list[str]) -> dict[str, Any]:

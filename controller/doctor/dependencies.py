@@ -1,6 +1,7 @@
 """Checks the dependencies: the engine's HTTP API and plugin, Redis, the health port."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -14,7 +15,9 @@ from controller.profiling.engine_http import EngineHttp
 from controller.profiling.errors import ProfilingError
 from controller.profiling.server_kinds import VLLM
 from controller.settings.listeners import Listener
+from controller.settings.redis_settings import redis_access
 from controller.settings.settings import Settings
+from controller.util.redaction import redact
 
 _ANSWER_SECONDS = 5.0
 _CLOCK_SECONDS = 2.0
@@ -103,27 +106,26 @@ async def check_redis(settings: Settings) -> Finding:
     """Answers, and its clock.  Only for settings with a redis_url."""
     from controller.store import redis_client  # noqa: PLC0415  # only where there is one
     from controller.store.redis_client import RedisUrlError  # noqa: PLC0415  # same
+    from controller.store.redis_errors import REDIS_ERRORS, explained  # noqa: PLC0415  # same
 
     assert settings.redis_url is not None
+    url = settings.redis_url.get_secret_value()
     try:
-        client = redis_client.connect(
-            settings.redis_url.get_secret_value(), _ANSWER_SECONDS, settings.redis_password_file
-        )
+        client = redis_client.connect(url, _ANSWER_SECONDS, access=redis_access(settings))
     except RedisUrlError as error:
-        return fail("redis", str(error), "correct redis_url")
+        return fail("redis", str(error), "correct redis_url, or the settings beside it")
     try:
         asked = time.time()
         async with asyncio.timeout(_ANSWER_SECONDS):
             said = await client.time()
         answered = time.time()
     except Exception as error:  # noqa: BLE001  # whatever a client of three kinds may raise
-        return fail(
-            "redis",
-            f"does not answer: {type(error).__name__}",
-            "see that it runs, its network policy and its password; overrides in force stay",
-        )
+        reason, fix = explained(error)
+        remark = "overrides in force stay"
+        return fail("redis", redact(reason, url), f"{fix}; {remark}" if fix else remark)
     finally:
-        await redis_client.close(client)
+        with contextlib.suppress(*REDIS_ERRORS, OSError):
+            await redis_client.close(client)
     seconds, micros = next(iter(said.values())) if isinstance(said, dict) else said
     there = seconds + micros * 1e-6
     apart = min(there - asked, 0.0) or max(there - answered, 0.0)

@@ -52,6 +52,7 @@ from controller.service.status.fleet_view import FleetView
 from controller.service.status.page_server import PageServer
 from controller.service.status.readiness import Readiness
 from controller.service.status.status_cache import StatusCache
+from controller.settings.redis_settings import redis_access
 from controller.settings.settings import Settings
 from controller.store.file_store import FileStore
 from controller.store.interface import Store
@@ -409,7 +410,7 @@ def _make_store(settings: Settings) -> Store:
         settings.redis_url.get_secret_value(),
         directory / "fleet.json",
         namespace=settings.redis_namespace,
-        password_file=settings.redis_password_file,
+        access=redis_access(settings),
         replicas=settings.redis_replicas,
     )
 

@@ -103,6 +103,10 @@ def _known_by(kind: type[PlannerSettings | TrainingSettings]) -> Callable[[objec
     return check
 
 
+def _read_again(what: str) -> Any:
+    return Field(None, description=f"File with {what}, read again for every connection.")
+
+
 class _Environment(EnvSettingsSource):
     """The environment, with lists as everywhere in a shell: separated by colons, not as JSON."""
 
@@ -192,11 +196,22 @@ class Settings(BaseSettings):
     )
     redis_url: SecretStr | None = Field(
         None,
-        description="The fleet's Redis: redis[s]://, redis[s]+sentinel:// or redis[s]+cluster://.",
+        description="The fleet's Redis: redis[s]://, redis[s]+sentinel://, redis[s]+cluster:// or "
+        "unix://.",
     )
-    redis_password_file: Path | None = Field(
-        None, description="File with the password of Redis, read again for every connection."
+    redis_user: str | None = Field(None, description="User (ACL) of Redis.")
+    redis_user_file: Path | None = _read_again("the user (ACL) of Redis")
+    redis_password: SecretStr | None = Field(None, description="Password of Redis.")
+    redis_password_file: Path | None = _read_again("the password of Redis")
+    redis_sentinel_user: str | None = Field(None, description="User (ACL) of the Sentinels.")
+    redis_sentinel_user_file: Path | None = _read_again("the user (ACL) of the Sentinels")
+    redis_sentinel_password: SecretStr | None = Field(
+        None, description="Password of the Sentinels; by default they get that of Redis."
     )
+    redis_sentinel_password_file: Path | None = _read_again("the password of the Sentinels")
+    redis_ca: Path | None = _read_again("the authorities of Redis and its Sentinels (PEM)")
+    redis_client_certificate: Path | None = _read_again("the client certificate for them (PEM)")
+    redis_client_key: Path | None = _read_again("its private key (PEM)")
     redis_namespace: str = Field(
         "speculation", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Part of every key in Redis."
     )
@@ -356,7 +371,7 @@ GROUPS: Mapping[str, type[PlannerSettings | TrainingSettings]] = {
 # Names that an unknown one is answered with.
 _NEAREST = 3
 # Not quoted in errors: a URL may hold a password.
-_SECRETS = frozenset({"redis_url", "otlp_endpoint"})
+_SECRETS = frozenset({"otlp_endpoint", "redis_password", "redis_sentinel_password", "redis_url"})
 # What is of no use without the other.
 _NEEDS = {
     "tls_certificate": "tls_key",

@@ -1,188 +1,222 @@
-"""Makes a Redis client from a URL: one server, Sentinel or Cluster, with TLS for rediss://.
+"""Makes a Redis client from a URL and settings: one server, Sentinel or Cluster.
 
-redis://[:PASSWORD@]HOST:PORT/DB          rediss://...                 TLS
-redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB     rediss+sentinel://...
-redis+cluster://HOST:PORT                           rediss+cluster://...
+redis_url reads the URL, redis_access has the settings, redis_connections opens connections.
 """
 
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import redis.asyncio
-import redis.exceptions
-from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.connection import Connection, ConnectionPool, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import MasterNotFoundError
-from redis.asyncio.sentinel import Sentinel as _UntypedSentinel
+from redis.asyncio.sentinel import SentinelManagedConnection
 from redis.backoff import NoBackoff
-from redis.credentials import CredentialProvider
 
 from controller.core.errors import SpeculationError
+from controller.store.redis_access import NOTHING_BESIDE_THE_URL, RedisAccess
+from controller.store.redis_connections import Credentials, SentinelTlsConnection, TlsConnection
+from controller.store.redis_errors import REDIS_ERRORS
 from controller.store.redis_replies import BoundedParser
+from controller.store.redis_sentinel import Sentinels
+from controller.store.redis_url import RedisUrl, UnusableUrlError, read_url
 from controller.util.redaction import redact
-from controller.util.watched_file import UnreadableFileError, read_small
 
-# Far more than a password has.
-_PASSWORD_BYTES_MAX: Final = 64 * 1024
-_Sentinel: Any = _UntypedSentinel
-# What the client raises on purpose; the errors of a cluster are not among those of Redis.
-REDIS_ERRORS = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
-# Errors of a command that Redis, or a cluster, refused before it began.
-_BEFORE_ANY_WRITE = (
-    redis.exceptions.AskError,
-    redis.exceptions.AuthenticationError,
-    redis.exceptions.BusyLoadingError,
-    # Also where a cluster has sent the command from node to node, and none took it.
-    redis.exceptions.ClusterError,
-    redis.exceptions.MaxConnectionsError,
-    redis.exceptions.NoPermissionError,
-    redis.exceptions.ReadOnlyError,
-    redis.exceptions.SlotNotCoveredError,
-    redis.exceptions.TryAgainError,
-    MasterNotFoundError,
-)
-# Such errors without a class: too few replicas, or a snapshot that cannot be written.
-_REFUSED_WRITES = ("NOREPLICAS", "MISCONF")
+# Options of a URL's query that are no options of a connection here.
+_LOGINS: Final = frozenset({"password", "sentinel_password", "sentinel_username", "username"})
+# Options of a URL's query that say what a setting says, too.
+_TLS_FILES: Final = {
+    "ca": "ssl_ca_certs", "client_certificate": "ssl_certfile", "client_key": "ssl_keyfile",
+}  # fmt: skip
+# Sentinels without users of their own take any password of this one.
+_DEFAULT_USER: Final = "default"
 
 
 class RedisUrlError(SpeculationError):
-    """A URL that names no Redis; the message never holds a password."""
+    """A URL, or settings beside it, that name no Redis; the message never holds a password."""
 
 
-class PasswordFile(CredentialProvider):
-    """The password in a file, which may be replaced: read for every connection."""
+def connect(
+    url: str,
+    timeout_seconds: float,
+    password_file: Path | None = None,
+    access: RedisAccess = NOTHING_BESIDE_THE_URL,
+) -> Any:
+    """Makes a client that has sent nothing yet.  password_file: as in `access`.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Reads the password.
-
-        Raises redis's ConnectionError; of other errors its client would not close the connection.
-        """
-        try:
-            return (read_small(self._path, _PASSWORD_BYTES_MAX).decode("utf-8").strip(),)
-        except (UnreadableFileError, UnicodeDecodeError) as error:
-            # The latter quotes a part of the password.
-            wrong = str(error) if isinstance(error, UnreadableFileError) else "not UTF-8 text"
-            raise redis.exceptions.ConnectionError(
-                f"password file {self._path}: {wrong}"
-            ) from error
-
-    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """Reads the same small file."""
-        return self.get_credentials()
-
-
-def connect(url: str, timeout_seconds: float, password_file: Path | None = None) -> Any:
-    """Makes a client that has sent nothing yet.  Raises RedisUrlError."""
+    Raises RedisUrlError.
+    """
+    if password_file is not None:
+        access = dataclasses.replace(access, password_file=password_file)
     try:
-        return _client(url, timeout_seconds, password_file)
-    except (ValueError, TypeError) as error:
+        return _client(read_url(url), timeout_seconds, access)
+    except UnusableUrlError as error:
+        raise RedisUrlError(f"{redact(url, url)}: {error}") from None
+    except (ValueError, TypeError, *REDIS_ERRORS) as error:
         raise RedisUrlError(f"{redact(url, url)}: {redact(str(error), url)}") from None
 
 
 async def close(client: Any) -> None:
     """Closes a client of any kind.  Raises one of REDIS_ERRORS, OSError."""
-    manager = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
     await client.aclose()
     if isinstance(client, RedisCluster):
         # After an error it takes its connections for closed.
         await client.nodes_manager.aclose()
         await client.nodes_manager.aclose("startup_nodes")
-    for sentinel in manager.sentinels if manager else ():
-        await sentinel.aclose()
+        return
+    pool = client.connection_pool
+    await pool.disconnect()
+    for sentinel in pool.sentinel_manager.sentinels if hasattr(pool, "sentinel_manager") else ():
+        await sentinel.connection_pool.disconnect()
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether Redis refused a write for want of memory."""
-    return isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error)
-
-
-def came_before_any_write(error: Exception) -> bool:
-    """Whether Redis has not begun to carry out the command that failed so."""
-    connecting = isinstance(error, redis.exceptions.ConnectionError) and "connecting" in str(error)
-    refused = isinstance(error, _BEFORE_ANY_WRITE) or str(error).startswith(_REFUSED_WRITES)
-    return connecting or refused or is_out_of_memory(error)
-
-
-def in_words(error: Exception) -> str:
-    """Says what is wrong with Redis, in few words; they may hold what a URL holds."""
-    if isinstance(error, redis.exceptions.ReadOnlyError):
-        return "takes no writes (read-only)"
-    if is_out_of_memory(error):
-        return "takes no writes (out of memory)"
-    if isinstance(error, redis.exceptions.AuthenticationError):
-        return "refuses the credentials"
-    words = " ".join(str(error).split())[:200]
-    text = "".join(letter if letter.isprintable() else "?" for letter in words)
-    return text or type(error).__name__
-
-
-def _client(url: str, timeout_seconds: float, password_file: Path | None) -> Any:
+def _client(url: RedisUrl, timeout_seconds: float, access: RedisAccess) -> Any:
     options: dict[str, Any] = {
         "socket_timeout": timeout_seconds,
         "socket_connect_timeout": timeout_seconds,
         # Others write there what they like: every entry is decoded on its own.
         "decode_responses": False,
         "protocol": 2,
+        "parser_class": BoundedParser,
+        # A write is never sent twice on its own: the first one's effect is unknown.
+        "retry": Retry(NoBackoff(), 0),
     }
-    if password_file is not None:
-        options["credential_provider"] = PasswordFile(password_file)
-    parts = urlsplit(url)
-    scheme, _, kind = parts.scheme.partition("+")
-    if scheme not in {"redis", "rediss"} or kind not in {"", "sentinel", "cluster"}:
-        raise ValueError("the scheme is not known")
-    if not parts.netloc.rpartition("@")[2]:
-        raise ValueError("no host is named")
-    if kind == "sentinel":
-        return _sentinel(url, scheme == "rediss", options | {"retry": Retry(NoBackoff(), 0)})
-    plain = url.replace(f"{parts.scheme}://", f"{scheme}://", 1)
-    # A write is never sent twice on its own: the first one's effect is unknown.
-    options["retry"] = Retry(NoBackoff(), 0)
-    if kind == "cluster":
-        return _cluster(plain, options)
-    client: Any = redis.asyncio.Redis.from_url(plain, parser_class=BoundedParser, **options)
-    # Nothing is sent: only here the options in the URL's query meet the client that takes them.
-    try:
-        client.connection_pool.make_connection()
-    except TypeError as error:
-        # Which one is not said: a password with a delimiter in it may stand there.
-        raise ValueError("its query names an option that the Redis client does not know") from error
+    options |= {name: value for name, value in url.options.items() if name not in _LOGINS}
+    options |= _tls_files(url, access)
+    user = _one_of(url, access, "user", "username")
+    password = _one_of(url, access, "password", "password")
+    sentinel_user = _one_of(url, access, "sentinel_user", "sentinel_username")
+    sentinel_password = _one_of(url, access, "sentinel_password", "sentinel_password")
+    login = _login(user, password)
+    if url.kind == "sentinel":
+        # By default they are taken to have the password of Redis, but not its users.
+        guarded = sentinel_user or (_DEFAULT_USER if sentinel_password or password else None)
+        sentinel_login = _login(guarded, sentinel_password or password)
+        return _sentinel_client(url, options | login, options | sentinel_login)
+    if sentinel_user or sentinel_password:
+        raise UnusableUrlError("a user or password of Sentinels needs the scheme redis+sentinel")
+    return (_cluster_client if url.kind else _plain_client)(url, options | login)
+
+
+def _one_of(url: RedisUrl, access: RedisAccess, name: str, option: str) -> Any:
+    """Returns the one text or file that the URL and the settings give.  Raises UnusableUrlError.
+
+    name: of the setting.  option: of the URL's query.
+    """
+    sources = {
+        "the URL": url.account.get(option),
+        f"{option} in its query": url.options.get(option),
+        f"redis_{name}": getattr(access, name),
+        f"redis_{name}_file": getattr(access, f"{name}_file"),
+    }
+    return _agreed(name.replace("_", " "), sources)
+
+
+def _agreed(what: str, sources: Mapping[str, Any]) -> Any:
+    """Returns what all sources that give anything agree on.  Raises UnusableUrlError."""
+    given = {source: value for source, value in sources.items() if value}
+    if len(set(given.values())) > 1:
+        raise UnusableUrlError(f"{' and '.join(given)} each give another {what}: keep one of them")
+    return next(iter(given.values()), None)
+
+
+def _login(user: str | Path | None, password: str | Path | None) -> dict[str, Any]:
+    return {"credential_provider": Credentials(user, password)} if user or password else {}
+
+
+def _tls_files(url: RedisUrl, access: RedisAccess) -> dict[str, str]:
+    """Returns the options of a connection that name files.  Raises UnusableUrlError."""
+    files: dict[str, str] = {}
+    for name, option in _TLS_FILES.items():
+        path: Path | None = getattr(access, name)
+        sources = {
+            f"{option} in the URL": url.options.get(option),
+            f"redis_{name}": None if path is None else str(path),
+        }
+        if found := _agreed(name.replace("_", " "), sources):
+            files[option] = found
+    if not url.tls and (files or any(option.startswith("ssl_") for option in url.options)):
+        raise UnusableUrlError(
+            "redis_ca, redis_client_certificate, redis_client_key and options that begin with ssl_ "
+            "need a scheme with TLS: rediss"
+        )
+    if "ssl_keyfile" in files and "ssl_certfile" not in files:
+        raise UnusableUrlError("redis_client_key needs redis_client_certificate as well")
+    if "ssl_certfile" in files:
+        # One file may hold both.
+        files.setdefault("ssl_keyfile", files["ssl_certfile"])
+    return files
+
+
+def _plain_client(url: RedisUrl, options: Mapping[str, Any]) -> Any:
+    kind = TlsConnection if url.tls else Connection if url.hosts else UnixDomainSocketConnection
+    return redis.asyncio.Redis(connection_pool=_pool(url.hosts, kind, options))
+
+
+def _sentinel_client(
+    url: RedisUrl, options: Mapping[str, Any], sentinel_options: Mapping[str, Any]
+) -> Any:
+    kind = TlsConnection if url.tls else Connection
+    own = {name: value for name, value in sentinel_options.items() if name != "db"}
+    clients = [redis.asyncio.Redis(connection_pool=_pool([host], kind, own)) for host in url.hosts]
+    kind = SentinelTlsConnection if url.tls else SentinelManagedConnection
+    manager: Any = Sentinels(clients)
+    client = manager.master_for(url.service, connection_class=kind, **options)
+    _try_options(client.connection_pool.make_connection)
     return client
 
 
-def _cluster(url: str, options: dict[str, Any]) -> Any:
-    client = RedisCluster.from_url(url, **options)
-    # It takes no parser, but hands these options to every connection.
-    known: Any
-    for known in (client.nodes_manager, *client.startup_nodes):
-        known.connection_kwargs["parser_class"] = BoundedParser
-    return client
+def _pool(
+    hosts: Sequence[tuple[str, int]], kind: type[Any], options: Mapping[str, Any]
+) -> ConnectionPool:
+    """Makes the connections to the first of the hosts, or to a unix socket."""
+    place: dict[str, Any] = dict(zip(("host", "port"), hosts[0], strict=True)) if hosts else {}
+    pool = ConnectionPool(connection_class=kind, **place, **options)
+    _try_options(pool.make_connection)
+    return pool
 
 
-def _sentinel(url: str, tls: bool, options: dict[str, Any]) -> Any:
-    parts = urlsplit(url)
-    account, _, hosts = parts.netloc.rpartition("@")
-    user, _, password = account.partition(":")
-    service, _, database = parts.path.strip("/").partition("/")
-    if not service:
-        raise ValueError("the path has to name the service: redis+sentinel://HOST:PORT/SERVICE/DB")
-    sentinels = [_host_port(host, 26379) for host in hosts.split(",")]
-    own = {"socket_timeout": options["socket_timeout"], "ssl": tls}
-    sentinel: Any = _Sentinel(sentinels, sentinel_kwargs=own)
-    return sentinel.master_for(
-        service,
-        db=int(database or 0),
-        ssl=tls,
-        parser_class=BoundedParser,
-        **({} if "credential_provider" in options else {"username": user or None}),
-        **({} if "credential_provider" in options else {"password": password or None}),
-        **options,
+def _cluster_client(url: RedisUrl, options: Mapping[str, Any]) -> Any:
+    if options.get("db"):
+        raise UnusableUrlError("a cluster has one database only, which is 0")
+    client = _Cluster(
+        startup_nodes=[ClusterNode(host, port) for host, port in url.hosts],
+        retry=options["retry"],
+        protocol=options["protocol"],
     )
+    # It takes some options of connections only, but hands on whatever stands here.
+    common = client.nodes_manager.connection_kwargs
+    common |= {name: value for name, value in options.items() if name != "retry"}
+    common["connection_class"] = TlsConnection if url.tls else Connection
+    client.seeds = [ClusterNode(host, port, **common) for host, port in url.hosts]
+    client.nodes_manager.startup_nodes = {node.name: node for node in client.seeds}
+    _try_options(client.seeds[0].acquire_connection)
+    return client
 
 
-def _host_port(text: str, port: int) -> tuple[str, int]:
-    host, colon, given = text.rpartition(":")
-    return (host, int(given)) if colon else (text, port)
+class _Cluster(RedisCluster):
+    """A cluster that asks the nodes of the URL again when it has lost the others.
+
+    redis-py forgets those that are not in the cluster's own list, such as the name of a service.
+    """
+
+    seeds: Sequence[ClusterNode] = ()
+
+    async def initialize(self, *arguments: Any, **options: Any) -> "RedisCluster":
+        """Finds the nodes, if they are not known."""
+        if self._initialize:
+            for node in self.seeds:
+                self.nodes_manager.startup_nodes.setdefault(node.name, node)
+        return await super().initialize(*arguments, **options)
+
+
+def _try_options(make_connection: Callable[[], object]) -> None:
+    """Makes one that sends nothing, as only then options are checked.  Raises UnusableUrlError."""
+    try:
+        make_connection()
+    except TypeError as error:
+        raise UnusableUrlError(
+            "its query names an option that a connection of this kind lacks"
+        ) from error

@@ -34,15 +34,11 @@ from controller.store.interface import (
     StoreFullError,
     StoreUnavailableError,
 )
+from controller.store.redis_access import NOTHING_BESIDE_THE_URL, RedisAccess
 from controller.store.redis_audit import RedisAudit
 from controller.store.redis_blobs import RedisBlobStore
-from controller.store.redis_client import (
-    REDIS_ERRORS,
-    came_before_any_write,
-    close,
-    connect,
-    in_words,
-)
+from controller.store.redis_client import close, connect
+from controller.store.redis_errors import REDIS_ERRORS, came_before_any_write, in_words
 from controller.store.redis_mirror import Fetched, MirroredEntry, RedisMirror
 from controller.store.redis_replies import (
     list_of,
@@ -69,6 +65,8 @@ _BACKOFF_SECONDS = (0.2, 5.0)
 # An entry this near its end is not worth putting back.
 _TOO_LATE_SECONDS = 5.0
 
+_NOT_ASKED = "not asked yet"
+
 _log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
@@ -77,8 +75,8 @@ T = TypeVar("T")
 class RedisStore:
     """See the module.  mirror: a file that holds the entries over a restart of this sidecar.
 
-    timeout_seconds: for one command.  password_file: read for every connection.  replicas: how
-    many must have a write before it is acknowledged.
+    timeout_seconds: for one command.  replicas: how many must have a write before it is
+    acknowledged.  access: what opens Redis beside the URL.
     """
 
     def __init__(
@@ -90,9 +88,9 @@ class RedisStore:
         timeout_seconds: float = 2.0,
         reconcile_seconds: float = 0.5,
         replicas: int = 0,
-        password_file: Path | None = None,
+        access: RedisAccess = NOTHING_BESIDE_THE_URL,
     ) -> None:
-        self._client = connect(url, timeout_seconds, password_file)
+        self._client = connect(url, timeout_seconds, access=access)
         self._redacted = functools.partial(redact, url=url)
         self._where = self._redacted(url)
         tag = f"{{{namespace}:{SCHEMA}}}"
@@ -109,7 +107,7 @@ class RedisStore:
         self._unusable_count = 0
         self._confirmed_at = time.monotonic()
         self._changed: Listener = _nobody
-        self._trouble = "not asked yet"
+        self._trouble = _NOT_ASKED
         # A key that keeps Redis from taking writes, though it answers; "" for none.
         self._wrong_key = ""
         self._since = time.monotonic()
@@ -292,7 +290,7 @@ class RedisStore:
             async with asyncio.timeout(2 * self._timeout_seconds):
                 answer = read(await command())
         except (TimeoutError, redis.exceptions.TimeoutError) as error:
-            self._note("does not answer in time")
+            self._note(in_words(error, self._redacted))
             raise StoreUnavailableError(
                 f"redis {self._where} does not answer in time"
                 + ("; whether it was done is not known: repeat it with the same id" * writes)
@@ -315,7 +313,7 @@ class RedisStore:
         return answer
 
     def _failed(self, error: Exception, *, writes: bool) -> StoreUnavailableError:
-        words = self._redacted(in_words(error))
+        words = in_words(error, self._redacted)
         self._note(words)
         outcome = "nothing was changed"
         if writes and not came_before_any_write(error):
@@ -336,10 +334,11 @@ class RedisStore:
             return
         if bool(trouble) != bool(self._trouble):
             self._since = time.monotonic()
-            if trouble:
-                _log.warning("store_away", store=self._where, error=trouble)
-            else:
-                _log.info("store_back", store=self._where)
+        if trouble:
+            # Also at the start, and where the reason changes.
+            _log.warning("store_away", store=self._where, error=trouble)
+        elif self._trouble != _NOT_ASKED:
+            _log.info("store_back", store=self._where)
         self._trouble = trouble
 
     async def _listen(self) -> None:

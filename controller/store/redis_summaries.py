@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import redis.exceptions
 
 from controller.store.interface import StoreUnavailableError, Summaries, Summary
-from controller.store.redis_client import in_words
+from controller.store.redis_errors import in_words
 from controller.store.redis_replies import list_of, nothing, number_of, rows_of, text_of
 
 # How long a text is kept: a sidecar that died is listed as silent for so long.
@@ -200,7 +200,7 @@ class RedisSummaries:
                 answer = read(await command())
         except Exception as error:  # also whatever a reply makes the client raise
             silent = isinstance(error, TimeoutError | redis.exceptions.TimeoutError)
-            self._trouble = "does not answer in time" if silent else self._redacted(in_words(error))
+            self._trouble = "does not answer in time" if silent else in_words(error, self._redacted)
             first, most = _PAUSE_SECONDS
             self._pause_seconds = min(max(first, 2 * self._pause_seconds), most)
             self._again_at = time.monotonic() + self._pause_seconds

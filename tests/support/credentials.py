@@ -2,6 +2,7 @@
 
 import hashlib
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from lab.harness.ports import free_port
@@ -19,15 +20,17 @@ def openssl(folder: Path, *words: str) -> None:
     subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
 
 
-def make_authority(folder: Path, names: list[str]) -> None:
-    """ca.pem, and NAME.pem with NAME.key for each name."""
+def make_authority(folder: Path, names: list[str], addresses: Sequence[str] = ()) -> None:
+    """ca.pem, and NAME.pem with NAME.key for each name; all are for these IP addresses, too."""
+    folder.mkdir(exist_ok=True)
+    more = "".join(f",IP:{address}" for address in addresses)
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     authority = ("-x509", "-days", "2", "-keyout", "ca.key", "-out", "ca.pem")
     openssl(folder, "req", *key, *authority, "-subj", "/CN=ca")
     for name in names:
         asking = ("-keyout", f"{name}.key", "-out", f"{name}.csr")
         openssl(folder, "req", *key, *asking, "-subj", f"/CN={name}")
-        (folder / "names").write_text(f"subjectAltName=DNS:{name},DNS:localhost")
+        (folder / "names").write_text(f"subjectAltName=DNS:{name},DNS:localhost{more}")
         openssl(
             folder, "x509", "-req", "-days", "2", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey",
             "ca.key", "-CAcreateserial", "-extfile", "names", "-out", f"{name}.pem",

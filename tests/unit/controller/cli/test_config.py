@@ -117,6 +117,39 @@ def test_a_redis_that_serve_could_not_name_is_refused(url: str, monkeypatch: pyt
     assert "hunter2" not in done.output
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "redis_url: redis://ann:hunter2@h\nredis_password_file: /p\n",
+        "redis_url: redis://ann@h\nredis_user: bob\nredis_password: hunter2\n",
+        "redis_url: redis+sentinel://h/s?no_such=hunter2\n",
+        "redis_url: redis://h\nredis_ca: /ca.pem\n",
+        "redis_url: redis+cluster://h/3\n",
+        "redis_url: rediss://h?ssl_cert_reqs=hunter2\n",
+    ],
+)
+def test_a_redis_that_serve_would_refuse_is_refused_with_one_sentence(
+    tmp_path: Path, settings: str
+):
+    path = tmp_path / "c.yaml"
+    path.write_text(f"address: unix:{tmp_path}/s\nmetrics_port: 0\n{settings}")
+    checked = run("--check", "--config", str(path))
+    served = CliRunner().invoke(app, ["serve", "--config", str(path)])
+    said = [done.output.strip().splitlines()[-1].partition(": ")[2] for done in (checked, served)]
+    assert said[0] == said[1]
+    assert said[0].startswith("redis")
+    for done in (checked, served):
+        assert done.exit_code == Exit.USAGE
+        assert "Traceback" not in done.output
+        assert "hunter2" not in done.output
+
+
+def test_a_user_in_the_url_goes_with_a_password_file(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    path.write_text("redis_url: redis://ann@h\nredis_password_file: /p\n")
+    assert run("--check", "--config", str(path)).exit_code == Exit.DONE
+
+
 @pytest.mark.parametrize("arguments", [("--nosuch",), ("--metrics-port", "x"), ("stray",)])
 def test_options_are_those_of_serve(arguments: tuple[str, ...]):
     assert run(*arguments).exit_code == Exit.USAGE

@@ -236,7 +236,8 @@ async def test_a_store_in_trouble_and_a_redis_that_is_away(
         found = await examined(tmp_path)
     assert found["store"].level is found["redis"].level is Level.FAIL
     assert "overrides in force stay" in found["store"].fix
-    assert "ConnectionError" in found["redis"].found
+    assert "cannot be reached (Connection refused)" in found["redis"].found
+    assert "redis_url" in found["redis"].fix
     assert "hunter2" not in str(found)
 
 

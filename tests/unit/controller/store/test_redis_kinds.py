@@ -12,10 +12,12 @@ import pytest
 import redis
 
 from controller.store.interface import Actor, ConflictError, Entry, StoreUnavailableError
-from controller.store.redis_client import RedisUrlError, connect
+from controller.store.redis_access import RedisAccess
+from controller.store.redis_client import RedisUrlError, close, connect
+from controller.store.redis_errors import REDIS_ERRORS
 from controller.store.redis_store import RedisStore
 from lab.harness.ports import free_port
-from tests.support.fake_redis import FakeRedis, resp
+from tests.support.fake_redis import FakeRedis, handshake, resp
 from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import PATIENCE_SECONDS, RedisServer
 
@@ -333,9 +335,119 @@ async def test_a_write_whose_answer_is_lost_is_not_sent_again(cluster: RedisServ
         ("redis+sentinel://host:1", "has to name the service"),
         ("redis://:secret@host:port/0", "Port"),
         ("redis://:secret@host/0?pasword=secret", "an option that the Redis client does not know"),
+        ("redis+sentinel://host/s?no_such=secret", "an option that the Redis client does not know"),
+        ("redis+cluster://host?no_such=", "an option that the Redis client does not know"),
+        ("redis://host?protocol=3", "an option that the Redis client does not know"),
+        ("rediss://host?ssl_no_such=1", "an option that a connection of this kind lacks"),
+        ("unix:///s?socket_keepalive=1", "an option that a connection of this kind lacks"),
+        ("rediss://host?ssl_cert_reqs=maybe", "Certificate Requirements"),
+        ("redis://host?db=1&db=2", "an option twice"),
+        ("redis://host/1?db=2", "two databases"),
+        ("redis://host/x", "has to be a number"),
+        ("redis+sentinel://host/s/x", "has to be a number"),
+        ("redis+cluster://host/1", "one database only"),
+        ("redis://host?socket_timeout=x", "Invalid value for .socket_timeout"),
+        ("redis://host?socket_timeout=0", "above 0"),
+        ("redis://:sec#ret@host", "%23"),
+        ("redis://:sec/ret@host", "Port|percent-encoded"),
+        ("redis://::1", "percent-encoded"),
+        ("redis://fe80::1:6379", "in brackets"),
+        ("redis+sentinel://a:1,,b:2/s", "no host"),
+        ("redis+sentinel://[::1]x/s", "in brackets"),
+        ("unix://s", "absolute path"),
+        ("unix:///", "absolute path"),
+        ("redis://a:1,b:2", "Port"),
     ],
 )
 def test_a_url_that_is_none_is_refused_without_its_password(url: str, text: str):
     with pytest.raises(RedisUrlError, match=text) as error:
         connect(url, 1.0)
     assert "secret" not in str(error.value)
+
+
+CONTRADICTING: tuple[tuple[str, RedisAccess, str], ...] = (
+    ("redis://:secret@h", RedisAccess(password="hunter2"), "redis_password each give"),
+    ("redis://:secret@h", RedisAccess(password_file=Path("/p")), "redis_password_file each give"),
+    ("redis://h?password=secret", RedisAccess(password="hunter2"), "in its query and redis_pass"),
+    ("redis://:secret@h?password=hunter2", RedisAccess(), "the URL and password in its query"),
+    ("redis://ann@h", RedisAccess(user="bob"), "the URL and redis_user each"),
+    ("redis://h", RedisAccess(user="bob", user_file=Path("/u")), "redis_user and redis_user_file"),
+    (
+        "redis+sentinel://h/s?sentinel_password=secret",
+        RedisAccess(sentinel_password_file=Path("/p")),
+        "another sentinel password",
+    ),
+    ("rediss://h?ssl_ca_certs=/a", RedisAccess(ca=Path("/b")), "another ca"),
+    ("redis://h", RedisAccess(ca=Path("/a")), "need a scheme with TLS"),
+    ("redis+cluster://h?ssl_ca_certs=/a", RedisAccess(), "need a scheme with TLS"),
+    ("unix:///s", RedisAccess(client_certificate=Path("/a")), "need a scheme with TLS"),
+    ("rediss://h", RedisAccess(client_key=Path("/a")), "needs redis_client_certificate"),
+    ("redis://h", RedisAccess(sentinel_password="secret"), "needs the scheme redis.sentinel"),
+    ("redis+cluster://h", RedisAccess(sentinel_user="ann"), "needs the scheme redis.sentinel"),
+)
+
+
+@pytest.mark.parametrize(("url", "access", "text"), CONTRADICTING)
+def test_settings_that_contradict_each_other_are_refused(url: str, access: RedisAccess, text: str):
+    with pytest.raises(RedisUrlError, match=text) as error:
+        connect(url, 1.0, access=access)
+    assert "secret" not in str(error.value)
+    assert "hunter2" not in str(error.value)
+
+
+def test_what_two_sources_agree_on_is_taken():
+    connect("redis://ann:x@h?username=ann", 1.0, access=RedisAccess(user="ann", password="x"))
+    connect("rediss://h?ssl_ca_certs=/a", 1.0, access=RedisAccess(ca=Path("/a")))
+
+
+async def test_a_sentinel_that_does_not_answer_is_asked_last_the_next_time():
+    state = {
+        b"name": b"s", b"ip": b"::1", b"port": b"1", b"flags": b"master",
+        b"num-other-sentinels": b"0",
+    }  # fmt: skip
+    flat = [part for pair in state.items() for part in pair]
+
+    def silent(name: str, _: object) -> bytes | None:
+        return handshake(name) or b""
+
+    def good(name: str, _: object) -> bytes | None:
+        return handshake(name) or resp([flat])
+
+    def endless(name: str, _: object) -> bytes | None:
+        return handshake(name) or b"$9999999999\r\n"
+
+    async with FakeRedis(silent) as one, FakeRedis(endless) as two, FakeRedis(good) as three:
+        hosts = ",".join(f"127.0.0.1:{fake.port}" for fake in (one, two, three))
+        client = connect(f"redis+sentinel://{hosts}/s", 30.0)
+        manager = client.connection_pool.sentinel_manager
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await manager.discover_master("s")
+        # The second one's reply is refused before it is read.
+        assert await manager.discover_master("s") == ("::1", 1)
+        assert [fake.commands.count("SENTINEL") for fake in (one, two, three)] == [1, 1, 1]
+        await close(client)
+
+
+async def test_a_cluster_that_has_moved_is_found_again_by_the_url(cluster: RedisServer):
+    listed = 0
+
+    def slots(name: str, _: object) -> bytes | None:
+        if name == "CLUSTER":
+            return resp([[0, 16383, [b"127.0.0.1", listed, b"0" * 40]]])
+        return None
+
+    async with FakeRedis(slots, cluster.port) as seed:
+        client = connect(f"redis+cluster://127.0.0.1:{seed.port}", 30.0)
+        async with FakeRedis(slots, cluster.port) as before:
+            listed = before.port
+            assert await client.ping(target_nodes="primaries")
+        # Every node that the cluster has listed is gone; others have taken their place.
+        listed = cluster.port
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(*REDIS_ERRORS, OSError):
+                    if await client.set("x", "1"):
+                        break
+        assert [node.port for node in client.get_nodes()] == [cluster.port]
+        await close(client)

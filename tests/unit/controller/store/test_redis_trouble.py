@@ -20,6 +20,7 @@ from controller.store.interface import (
     StoreFullError,
     StoreUnavailableError,
 )
+from controller.store.redis_access import RedisAccess
 from controller.store.redis_store import RedisStore
 from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import PATIENCE_SECONDS, RedisServer
@@ -434,7 +435,7 @@ async def test_a_password_in_a_file_may_rotate(server: RedisServer, tmp_path: Pa
     secret.write_text("first\n")
     with server.client() as client:
         client.config_set("requirepass", "first")
-    async with store_of(server, password_file=secret) as (store, _):
+    async with store_of(server, access=RedisAccess(password_file=secret)) as (store, _):
         await store.write("a", "1", 100.0, 0, ANN)
         with server.client(password="first") as admin:
             admin.config_set("requirepass", "second")
@@ -457,7 +458,7 @@ async def test_a_password_file_without_a_password_is_a_store_that_is_away(
     secret.write_text("first\n")
     with server.client() as client:
         client.config_set("requirepass", "first")
-    async with store_of(server, password_file=secret) as (store, _):
+    async with store_of(server, access=RedisAccess(password_file=secret)) as (store, _):
         with server.client(password="first") as admin:
             if content is None:
                 secret.unlink()

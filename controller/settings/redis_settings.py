@@ -1,0 +1,17 @@
+"""Reads the settings of the Redis of a fleet."""
+
+import dataclasses
+from typing import Any
+
+from pydantic import SecretStr
+
+from controller.settings.settings import Settings
+from controller.store.redis_access import RedisAccess
+
+
+def redis_access(settings: Settings) -> RedisAccess:
+    """Returns what opens Redis beside its URL: the settings redis_user, redis_ca and so on."""
+    names = [field.name for field in dataclasses.fields(RedisAccess)]
+    given: dict[str, Any] = {name: getattr(settings, f"redis_{name}") for name in names}
+    plain = {n: v.get_secret_value() for n, v in given.items() if isinstance(v, SecretStr)}
+    return RedisAccess(**(given | plain))

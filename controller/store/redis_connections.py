@@ -1,0 +1,105 @@
+"""Opens connections to Redis with credentials and certificates whose files may be replaced.
+
+Every file is read again for every connection: what a Secret holds may rotate.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any, Final
+
+import redis.exceptions
+from redis.asyncio.connection import SSLConnection
+from redis.asyncio.sentinel import SentinelManagedSSLConnection
+from redis.credentials import CredentialProvider
+
+from controller.util.watched_file import UnreadableFileError, read_small
+
+# Far more than a password has.
+_PASSWORD_BYTES_MAX: Final = 64 * 1024
+# As of the TLS files of the sidecar's own listeners.
+_PEM_BYTES_MAX: Final = 1024 * 1024
+
+
+class UnusableFileError(redis.exceptions.ConnectionError):
+    """A file that a connection needs and cannot use; nothing was sent.
+
+    One of redis's errors: of others its client would not close the connection.
+    """
+
+
+class Credentials(CredentialProvider):
+    """A user and a password, each as a text or as the file that holds it.
+
+    user: None for the default user.  password: None for a user who needs none.
+    """
+
+    def __init__(self, user: str | Path | None, password: str | Path | None) -> None:
+        self._user = user
+        self._password = password
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Reads the user and the password.  Raises UnusableFileError."""
+        password = _text_of(self._password, "password")
+        return (password,) if self._user is None else (_text_of(self._user, "user"), password)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """Reads the same small files."""
+        return self.get_credentials()
+
+
+class TlsConnection(SSLConnection):
+    """A connection with TLS that loads its certificates again when their files have changed."""
+
+    _loaded: tuple[bytes, ...] = ()
+
+    async def _connect(self) -> None:
+        settings: Any = self.ssl_context
+        found = await asyncio.to_thread(_pem_files, settings)
+        if found != self._loaded:
+            settings.context = None
+        try:
+            await asyncio.to_thread(settings.get)
+        except (ValueError, OSError) as error:
+            # Before the network: what is wrong is with these files or options.
+            raise UnusableFileError(f"its TLS files or options cannot be used: {error}") from error
+        self._loaded = found
+        await super()._connect()  # type: ignore[no-untyped-call]
+
+
+class SentinelTlsConnection(SentinelManagedSSLConnection, TlsConnection):
+    """The same, to the primary that Sentinel names."""
+
+
+def _pem_files(settings: Any) -> tuple[bytes, ...]:
+    """Returns the content of all files that a connection loads.  Raises UnusableFileError."""
+    files = {"CA": settings.ca_certs, "certificate": settings.certfile, "key": settings.keyfile}
+    found = {name: _read(Path(path), name, _PEM_BYTES_MAX) for name, path in files.items() if path}
+    # OpenSSL would ask for the passphrase at the terminal.
+    if b"ENCRYPTED" in found.get("key", b"") and not getattr(settings, "password", None):
+        raise UnusableFileError(
+            f"key file {settings.keyfile}: it is encrypted: give its passphrase as ssl_password in "
+            "the query of redis_url, or use one that is not"
+        )
+    return tuple(found.values())
+
+
+def _text_of(given: str | Path | None, name: str) -> str:
+    """Returns a text as it is, or what a file holds.  Raises UnusableFileError."""
+    if not isinstance(given, Path):
+        return given or ""
+    try:
+        text = _read(given, name, _PASSWORD_BYTES_MAX).decode("utf-8").strip()
+    except UnicodeDecodeError:
+        # The error quotes a part of the password.
+        raise UnusableFileError(f"{name} file {given}: not UTF-8 text") from None
+    if not text:
+        raise UnusableFileError(f"{name} file {given}: it is empty")
+    return text
+
+
+def _read(path: Path, name: str, bytes_max: int) -> bytes:
+    """Reads a file.  Raises UnusableFileError."""
+    try:
+        return read_small(path, bytes_max)
+    except UnreadableFileError as error:
+        raise UnusableFileError(f"{name} file {path}: {error}") from error

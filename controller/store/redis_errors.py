@@ -1,0 +1,192 @@
+"""Says in words what is wrong with a Redis, and what to do about it."""
+
+import os
+import re
+import ssl
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import redis.exceptions
+from redis.asyncio.sentinel import MasterNotFoundError
+
+from controller.core.errors import MALFORMED
+from controller.store.redis_connections import UnusableFileError
+
+# What the client raises on purpose; the errors of a cluster are not among those of Redis.
+REDIS_ERRORS = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
+# Errors of a command that Redis, or a cluster, refused before it began.
+_BEFORE_ANY_WRITE = (
+    redis.exceptions.AskError,
+    redis.exceptions.AuthenticationError,
+    redis.exceptions.BusyLoadingError,
+    # Also where a cluster has sent the command from node to node, and none took it.
+    redis.exceptions.ClusterError,
+    redis.exceptions.MaxConnectionsError,
+    redis.exceptions.NoPermissionError,
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.SlotNotCoveredError,
+    redis.exceptions.TryAgainError,
+    MasterNotFoundError,
+)
+# Such errors without a class: too few replicas, or a snapshot that cannot be written.
+_REFUSED_WRITES = ("NOREPLICAS", "MISCONF")
+# Characters of what a server says that are shown.
+_WORDS_MAX: Final = 200
+# Errors that are looked at behind one: redis-py raises its own while it handles another.
+_CHAIN_MAX: Final = 8
+# X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH of OpenSSL.
+_OTHER_NAME: Final = frozenset({62, 64})
+_CLIENT_CERTIFICATE: Final = "set redis_client_certificate and redis_client_key"
+_SEE_NETWORK: Final = (
+    "see that it runs, that redis_url leads to it (port, TLS), and so does the network"
+)
+# Part of an error's text, what is wrong ("" for the text itself), and what to do.
+_KNOWN: Final = (
+    ("wrong version number", "does not speak TLS", "correct redis_url: its port, or the scheme"),
+    ("record layer failure", "does not speak TLS", "correct redis_url: its port, or the scheme"),
+    ("certificate required", "asks for a client certificate", _CLIENT_CERTIFICATE),
+    ("handshake failure", "refuses the TLS handshake, as without a client certificate",
+     _CLIENT_CERTIFICATE),
+    ("alert unknown ca", "does not trust the client certificate",
+     "correct redis_client_certificate"),
+    ("alert bad certificate", "refuses the client certificate", "correct redis_client_certificate"),
+    ("alert certificate", "refuses the client certificate", "correct redis_client_certificate"),
+    ("closed by server", "closed the connection", "see its log, and whether it expects TLS"),
+    ("reset by peer", "closed the connection", "see its log, and whether it expects TLS"),
+    ("unknown command", "", "correct redis_url: a Sentinel has the scheme redis+sentinel"),
+    ("cluster support disabled", "is not a cluster", "correct the scheme in redis_url"),
+    ("not allowed in cluster mode", "is a cluster", "use the scheme redis+cluster in redis_url"),
+    ("db index is out of range", "", "correct the database in redis_url"),
+    ("protected mode", "admits no other host without a password (protected mode)",
+     "give Redis a password, and set redis_password or redis_password_file"),
+)  # fmt: skip
+
+
+class NoPrimaryError(MasterNotFoundError):
+    """No Sentinel names the primary.  reason and fix: of all Sentinels, in words."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.fix = fix
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether Redis refused a write for want of memory."""
+    return isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error)
+
+
+def came_before_any_write(error: Exception) -> bool:
+    """Whether Redis has not begun to carry out the command that failed so."""
+    connecting = isinstance(error, redis.exceptions.ConnectionError) and "connecting" in str(error)
+    refused = isinstance(error, _BEFORE_ANY_WRITE) or str(error).startswith(_REFUSED_WRITES)
+    # The client wraps some of its own errors in others.
+    unable = any(isinstance(one, UnusableFileError) for one in _chain(error))
+    return connecting or refused or unable or is_out_of_memory(error)
+
+
+def in_words(error: Exception, redacted: Callable[[str], str]) -> str:
+    """Says what is wrong and what to do.  redacted: takes secrets out of what a server says."""
+    reason, fix = explained(error)
+    return "; ".join(part for part in (redacted(reason), fix) if part)
+
+
+def explained(error: Exception, setting: str = "redis_") -> tuple[str, str]:
+    """Returns what is wrong, which may hold what a URL holds, and what to do, "" if not known.
+
+    setting: how the names of the credentials' settings begin.
+    """
+    if isinstance(error, redis.exceptions.ReadOnlyError):
+        return "takes no writes (read-only)", ""
+    if is_out_of_memory(error):
+        return "takes no writes (out of memory)", ""
+    behind = list(_chain(error))
+    for known in (
+        *(_by_class(one, setting) for one in behind),
+        *(_by_text(one) for one in behind),
+        *(_unreachable(one) for one in behind if "connecting" in str(error)),
+    ):
+        if known is not None:
+            return known
+    if isinstance(error, MALFORMED):
+        return f"its reply cannot be read ({type(error).__name__})", ""
+    away = isinstance(error, redis.exceptions.ConnectionError | OSError)
+    return _shown(error), _SEE_NETWORK if away else ""
+
+
+def _by_class(error: BaseException, setting: str) -> tuple[str, str] | None:
+    found: tuple[str, str] | None = None
+    match error:
+        case NoPrimaryError():
+            found = error.reason, error.fix
+        case UnusableFileError():
+            found = _shown(error), ""
+        case redis.exceptions.AuthenticationError():
+            found = _credentials(error, setting)
+        case redis.exceptions.NoPermissionError():
+            fix = "extend the rights of its user, which docs/fleet.md lists"
+            found = f"does not permit it (NOPERM): {_shown(error)}", fix
+        case redis.exceptions.MovedError():
+            found = "is a node of a cluster", "use the scheme redis+cluster in redis_url"
+        case ssl.SSLCertVerificationError():
+            found = _untrusted(error)
+        case TimeoutError() | redis.exceptions.TimeoutError():
+            found = "does not answer in time", _SEE_NETWORK
+    return found
+
+
+def _by_text(error: BaseException) -> tuple[str, str] | None:
+    text = re.sub(r"[\W_]+", " ", str(error)).lower()
+    return next(
+        ((reason or _shown(error), fix) for part, reason, fix in _KNOWN if part in text), None
+    )
+
+
+def _unreachable(error: BaseException) -> tuple[str, str] | None:
+    if not isinstance(error, OSError):
+        return None
+    number = error.errno or 0
+    # A name that is not known has a negative number, and words of its own.
+    what = os.strerror(number) if number > 0 else error.strerror or _shown(error)
+    return f"cannot be reached ({what})", _SEE_NETWORK
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and those behind it."""
+    found: BaseException | None = error
+    for _ in range(_CHAIN_MAX):
+        if found is None:
+            return
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _credentials(error: BaseException, setting: str) -> tuple[str, str]:
+    text = str(error).lower()
+    both = f"{setting}user and {setting}password, or their files"
+    if "required" in text:
+        return "asks for a password (NOAUTH)", f"set {setting}password or {setting}password_file"
+    if "without any password" in text or "no password is set" in text:
+        return "has no password, but was given one", f"remove {both}"
+    if setting == "redis_":
+        return "refuses the user or the password (WRONGPASS)", f"correct {both}"
+    return (
+        "refuses the user or the password (WRONGPASS)",
+        f"set {both}; without them it is given the password of Redis",
+    )
+
+
+def _untrusted(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
+    what = error.verify_message
+    if error.verify_code in _OTHER_NAME:
+        return f"its certificate has another name: {what}", "name it as its certificate does"
+    if "expired" in what or "not yet valid" in what:
+        return f"its certificate is not valid: {what}", "renew it, or correct the clock here"
+    return f"its certificate is not trusted: {what}", "set redis_ca to its authority's PEM file"
+
+
+def _shown(error: BaseException) -> str:
+    """Returns an error's text on one line, as far as it can be shown."""
+    words = " ".join(str(error).split())[:_WORDS_MAX]
+    text = "".join(letter if letter.isprintable() else "?" for letter in words)
+    return text or type(error).__name__

@@ -1,0 +1,156 @@
+"""Reads the URL of a Redis by the rules of redis-py, one host at a time.
+
+redis://USER:PASSWORD@HOST:PORT/DB?OPTION=VALUE                   rediss://...   with TLS
+unix://USER:PASSWORD@/PATH?db=DB
+redis+sentinel://USER:PASSWORD@HOST:PORT,HOST:PORT/SERVICE/DB     rediss+sentinel://...
+redis+cluster://USER:PASSWORD@HOST:PORT,HOST:PORT                 rediss+cluster://...
+
+https://redis.readthedocs.io/en/stable/connections.html
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote
+
+from redis.asyncio.connection import parse_url
+
+SCHEMES: Final = (
+    "redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster",
+    "rediss+cluster",
+)  # fmt: skip
+_PORT: Final = 6379
+_SENTINEL_PORT: Final = 26379
+# Options of a connection that a query may set; further ones begin with ssl_.  What this package
+# decides itself (protocol, retries, decoding) is not among them.
+_OPTIONS: Final = frozenset(
+    {
+        "client_name", "db", "health_check_interval", "max_connections", "password",
+        "socket_connect_timeout", "socket_keepalive", "socket_read_size", "socket_timeout",
+        "username",
+    }
+)  # fmt: skip
+_TLS_OPTION: Final = "ssl_"
+_SENTINEL_OPTIONS: Final = frozenset({"sentinel_password", "sentinel_username"})
+_ABOVE_ZERO: Final = (
+    "max_connections", "socket_connect_timeout", "socket_read_size", "socket_timeout",
+)  # fmt: skip
+_PARTS = re.compile(r"([^/?#]*)([^?#]*)(?:\?([^#]*))?")
+
+
+@dataclass(frozen=True, slots=True)
+class RedisUrl:
+    """Holds what a URL says.
+
+    kind: "", "sentinel" or "cluster".  hosts: (name or address, port); none for a unix socket,
+    whose `path` is among the options.  account: "username" and "password" before the hosts.
+    options: those of the query, with the database as "db".
+    """
+
+    kind: str
+    tls: bool
+    hosts: Sequence[tuple[str, int]]
+    service: str
+    account: Mapping[str, str]
+    options: Mapping[str, Any]
+
+
+class UnusableUrlError(ValueError):
+    """A URL, or settings beside it, that name no Redis; the message quotes nothing of them."""
+
+
+def read_url(url: str) -> RedisUrl:
+    """Reads a URL.
+
+    Raises UnusableUrlError, or another ValueError, whose message may quote a part of the URL.
+    """
+    scheme, _, rest = url.strip().partition("://")
+    if scheme.lower() not in SCHEMES:
+        raise UnusableUrlError(f"the scheme is not known; known are {', '.join(SCHEMES)}")
+    base, _, kind = scheme.lower().partition("+")
+    parts = _PARTS.fullmatch(rest)
+    if parts is None:
+        raise UnusableUrlError("a # in it has to be written as %23")
+    authority, path, query = parts[1], parts[2], parts[3] or ""
+    before, _, hosts = authority.rpartition("@")
+    service = ""
+    if kind == "sentinel":
+        service, _, path = path.strip("/").partition("/")
+        if not service:
+            raise UnusableUrlError(
+                "the path has to name the service: redis+sentinel://HOST:PORT/SERVICE/DB"
+            )
+    _check_options(query, kind)
+    _check_place(base, hosts, path)
+    names = hosts.split(",") if kind else [hosts]
+    texts = [f"{base}://{name}/{path.strip('/')}?{query}" for name in names]
+    if base == "unix":
+        texts = [f"unix://{path}?{query}"]
+    read = [_parsed(text) for text in texts]
+    port = _SENTINEL_PORT if kind == "sentinel" else _PORT
+    places = [(str(one.pop("host", "")), int(one.pop("port", port))) for one in read]
+    _check_values(read[0], "" if base == "unix" else path)
+    account = _parsed(f"redis://{before}@host")
+    account.pop("host")
+    return RedisUrl(
+        kind,
+        base == "rediss",
+        () if base == "unix" else places,
+        unquote(service),
+        account,
+        read[0],
+    )
+
+
+def _parsed(url: str) -> dict[str, Any]:
+    """Reads a URL of one host.  Raises ValueError."""
+    found: dict[str, Any] = {**parse_url(url)}
+    # This package has classes of its own.
+    found.pop("connection_class", None)
+    return found
+
+
+def _check_options(query: str, kind: str) -> None:
+    """Raises UnusableUrlError for one that is not known, or stands there twice."""
+    names = [name for name, _ in parse_qsl(query, keep_blank_values=True)]
+    known = _OPTIONS | (_SENTINEL_OPTIONS if kind == "sentinel" else frozenset())
+    if any(name not in known and not name.startswith(_TLS_OPTION) for name in names):
+        # Which one is not said: a password with a delimiter in it may stand there.
+        raise UnusableUrlError(
+            "its query names an option that the Redis client does not know; known are "
+            f"{', '.join(sorted(known))} and, for TLS, those of redis-py that begin with "
+            f"{_TLS_OPTION}"
+        )
+    if len(set(names)) < len(names):
+        raise UnusableUrlError("its query names an option twice")
+
+
+def _check_place(base: str, hosts: str, path: str) -> None:
+    """Raises UnusableUrlError for hosts and a path that name no Redis."""
+    if base == "unix":
+        if hosts or not path.strip("/"):
+            raise UnusableUrlError("a unix socket is named by its absolute path: unix:///PATH")
+        return
+    for host in hosts.split(","):
+        if not host or host.startswith(":"):
+            raise UnusableUrlError(
+                "no host is named, or a delimiter in the user or password is not percent-encoded"
+            )
+        in_brackets = re.fullmatch(r"\[[^\[\]]+\](:[0-9]+)?", host)
+        if not in_brackets and (host.count(":") > 1 or "[" in host):
+            raise UnusableUrlError("an IPv6 address has to stand in brackets: [::1]:6379")
+    if not re.fullmatch(r"/?[0-9]*/?", path):
+        raise UnusableUrlError("the database, at the end of the path, has to be a number")
+
+
+def _check_values(options: Mapping[str, Any], path: str) -> None:
+    """Raises UnusableUrlError for values that redis-py takes and cannot use."""
+    for name in _ABOVE_ZERO:
+        value = options.get(name, 1)
+        if not (math.isfinite(value) and value > 0):
+            raise UnusableUrlError(f"{name} in its query has to be above 0")
+    at_end = path.strip("/")
+    if at_end.isdecimal() and int(at_end) != options.get("db"):
+        raise UnusableUrlError("its path and its query name two databases")
