@@ -52,7 +52,7 @@ _DECODER: Final = _names(
     rms_norm_eps rope_is_neox_style rope_parameters rope_scaling rope_theta vocab_size
     """
 )
-# SGLang writes them into every live config: the context, the parts that are served, the heads before
+# SGLang writes them into every live config: the context, the parts that serve, the heads before
 # they are padded for a processor's ranks, and sizes that only models with sliding windows have.
 _OF_SGLANG: Final = _names(
     """
