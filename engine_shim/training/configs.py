@@ -228,6 +228,14 @@ def decoder_shape(config: Mapping[str, Any], *, may_stretch: bool = False) -> De
             f"its activation is {activation}, a student's silu": activation != "silu",
         }
     )
+    values = config.get("v_head_dim")
+    _refuse(
+        {
+            f"its values have {values} numbers, its keys {config.get('head_dim')}": (
+                values not in (None, 0, config.get("head_dim"))
+            )
+        }
+    )
     found = {**_DEFAULTS, **{key: part for key, part in config.items() if part is not None}}
     found["rope_theta"] = rotary.get("rope_theta") or found["rope_theta"]
     try:

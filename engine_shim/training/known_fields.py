@@ -52,6 +52,14 @@ _DECODER: Final = _names(
     rms_norm_eps rope_is_neox_style rope_parameters rope_scaling rope_theta vocab_size
     """
 )
+# SGLang writes them into every live config: the context, the parts that serve, the heads before
+# they are padded for a processor's ranks, and sizes that only models with sliding windows have.
+_OF_SGLANG: Final = _names(
+    """
+    context_len encoder_only language_model_only language_only original_num_attention_heads
+    original_total_num_kv_heads swa_head_dim swa_v_head_dim v_head_dim
+    """
+)
 # SGLang's classes of EAGLE3 and MiMo drafters see the whole context, whatever these say.
 _WINDOWS: Final = frozenset(
     ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
@@ -74,6 +82,7 @@ class KnownFields:
 EAGLE3_FIELDS: Final = KnownFields(
     INERT
     | _DECODER
+    | _OF_SGLANG
     | _WINDOWS
     | {EAGLE_LAYERS, "num_aux_hidden_states", "target_hidden_size"}
     | {"draft_vocab_size", "tie_word_embeddings"}
@@ -98,6 +107,7 @@ _BLOCKS: Final = frozenset(
 DFLASH_FIELDS: Final = KnownFields(
     INERT
     | _DECODER
+    | _OF_SGLANG
     | _WINDOWS
     | _BLOCKS
     # Embedding and head are the target's, and SGLang's MLPs have no biases.
@@ -126,6 +136,7 @@ DFLASH_FIELDS: Final = KnownFields(
 MTP_FIELDS: Final = KnownFields(
     INERT
     | _DECODER
+    | _OF_SGLANG
     | _WINDOWS
     | {"attention_bias", "mlp_bias", "num_nextn_predict_layers", "tie_word_embeddings"}
 )

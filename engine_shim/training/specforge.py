@@ -198,8 +198,8 @@ def configuration(
 ) -> dict[str, Any]:
     """Configures SpecForge's trainer: FSDP on the GPUs of one node, from the exported drafter.
 
-    Its attention is SDPA, which every kind of its drafters has.  samples: how many are exported.  longest: positions of the longest one.  Paths are relative to
-    the folder of the export.
+    Its attention is SDPA, which both kinds of drafters have there.  Paths are relative to the
+    folder of the export.  samples: how many are exported.  longest: positions of the longest one.
     """
     if isinstance(student, Eagle3Student):
         strategy: dict[str, Any] = {"strategy": "eagle3", "ttt_length": 7}

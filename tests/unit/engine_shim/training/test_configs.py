@@ -407,6 +407,26 @@ def test_what_transformers_writes_into_every_config_is_known(kind: str) -> None:
         assert unknown_fields(made, known) == []
 
 
+def test_what_sglang_writes_into_a_live_config_is_known() -> None:
+    """`ModelConfig` and `adjust_config_with_unaligned_cpu_tp`; engine tests learn with them."""
+    live = {
+        "context_len": 2048,
+        "encoder_only": False,
+        "language_model_only": False,
+        "language_only": False,
+        "original_num_attention_heads": SHAPE.heads,
+        "original_total_num_kv_heads": SHAPE.kv_heads,
+        "swa_head_dim": SHAPE.head_dim,
+        "swa_v_head_dim": SHAPE.head_dim,
+        "v_head_dim": SHAPE.head_dim,
+    }
+    assert eagle3_shape(config(**live)) == eagle3_shape(config())
+    assert dflash_shape(block_config(**live)) == dflash_shape(block_config())
+    assert mtp_shape(config(draft_vocab_size=None, **live)).decoder.heads == SHAPE.heads
+    with pytest.raises(UnsupportedDrafterError, match="its values have 3 numbers, its keys 16"):
+        eagle3_shape(config(v_head_dim=3))
+
+
 # Names of a kind of model, of which Llama 4 is refused, and a token that no class computes with.
 HARMLESS = {"model_type", "pad_token_id"}
 
