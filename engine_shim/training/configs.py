@@ -185,6 +185,9 @@ def dflash_shape(
         ),
         "its blocks are causal (is_causal)": bool(config.get("is_causal")),
         "its projections have biases (attention_bias)": bool(config.get("attention_bias")),
+        "it drafts a part of its vocabulary (draft_vocab_size)": (
+            config.get("draft_vocab_size") not in (None, config.get("vocab_size"))
+        ),
         **_unfollowed(unknown_fields(config, DFLASH_FIELDS)),
         "its config names no target_layer_ids": not layers,
         "its config has no mask_token_id, and no tokenizer is here to look its mask_token up": (

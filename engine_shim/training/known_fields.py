@@ -111,7 +111,9 @@ DFLASH_FIELDS: Final = KnownFields(
     | _WINDOWS
     | _BLOCKS
     # Embedding and head are the target's, and SGLang's MLPs have no biases.
-    | {"attention_bias", "is_causal", "is_neox_style", "mlp_bias", "tie_word_embeddings"},
+    | {"attention_bias", "is_causal", "is_neox_style", "mlp_bias", "tie_word_embeddings"}
+    # SpecForge writes the size of the target's vocabulary.
+    | {"draft_vocab_size"},
     {"bias": False, "has_embed_tokens": False, "has_lm_head": False, "use_gemma_norm": False},
     {
         "dflash_config": KnownFields(

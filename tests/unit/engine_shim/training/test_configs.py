@@ -293,7 +293,7 @@ NESTED = {"mask_token_id": 39, "target_layer_ids": [1, 4]}
         # speculators
         (
             {"transformer_layer_config": {"hidden_size": 32}, "draft_vocab_size": 20},
-            ["transformer_layer_config", "draft_vocab_size (20)"],
+            ["transformer_layer_config", "(draft_vocab_size)"],
         ),
         ({"dflash_config": {"target_layer_ids": [1, 4]}}, ["has no mask_token_id"]),
         ({"dflash_config": {"mask_token_id": 39}, "num_target_layers": None}, ["no target_layer"]),
@@ -325,6 +325,8 @@ def test_a_block_drafters_sizes_are_read_where_sglang_reads_them() -> None:
     assert dflash_shape(block_config(block_size=None, **inside)) == expected
     assert dflash_shape(block_config(**beside)) == expected
     assert dflash_shape(block_config(block_size=None)).block == 16
+    # SpecForge writes it.
+    assert dflash_shape(block_config(draft_vocab_size=40)) == expected
     plain = {
         "attention_value_scale": 1.0,
         "conv_kernel_size": 0,
