@@ -67,13 +67,18 @@ def job(
     engines: Sequence[Mapping[str, Any]],
     requests: Sequence[Mapping[str, Any]],
     variables: Mapping[str, str] | None = None,
+    then: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`lab.vllm_engine.offline` with these engines; killed at the end of the block."""
     folder.mkdir(parents=True, exist_ok=True)
     written = folder / "job.json"
     written.write_text(
-        json.dumps({"engines": engines, "phases": [requests], "output": str(folder / "out.json")})
-    )
+        json.dumps({
+            "engines": engines,
+            "phases": [requests, then] if then else [requests],
+            "output": str(folder / "out.json"),
+        })
+    )  # fmt: skip
     with (folder / "engine.log").open("wb") as output:
         process = subprocess.Popen(
             [str(PYTHON), "-m", "lab.vllm_engine.offline", str(written)],
@@ -94,9 +99,10 @@ def run_job(
     engines: Sequence[Mapping[str, Any]],
     requests: Sequence[Mapping[str, Any]],
     variables: Mapping[str, str] | None = None,
+    then: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """What the engines have answered, by name."""
-    with job(folder, engines, requests, variables) as process:
+    """What the engines have answered, by name; then: requests for when the first are answered."""
+    with job(folder, engines, requests, variables, then) as process:
         code = process.wait(JOB_SECONDS)
     tail = (folder / "engine.log").read_text(errors="replace")[-3000:]
     assert code == 0, tail
