@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from engine_shim.link.packets import (
     AFTER_GAP,
@@ -29,7 +29,7 @@ from engine_shim.link.packets import (
     ReportPacket,
 )
 from engine_shim.link.plan_follower import Source, StepChoice
-from engine_shim.sglang.drafters.row_counts import NOTHING_APART, RowCounts
+from engine_shim.sglang.drafters.row_counts import NOT_CUT, NOTHING_APART, RowCounts
 from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses, Passes
 from engine_shim.sglang.learning.verified_step import NO_UPDATE
 from engine_shim.steering.arms_run import ArmsRun
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink
     from engine_shim.sglang.drafters.idle_kv_buffer import BacklogStep
     from engine_shim.sglang.drafters.row_drafting import RowDrafting
-
-# Rows that were cut at the end of their answers: none.
-NOT_CUT: Final[Mapping[int, int]] = {}
 
 
 class Launch:

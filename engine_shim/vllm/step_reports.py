@@ -222,7 +222,7 @@ class StepTap:
                 choice.probe_id,
                 choice.session,
                 prefill_tokens=rows.prefill_tokens,
-                groups=groups if len(groups) > 1 or groups[0].gamma < gamma else (),
+                groups=() if _are_alike(groups, gamma) else groups,
                 proposals=self._evidence(rows, choice.drafter_index, gamma),
                 delivered_tokens=sum(map(len, rows.undrafted))
                 + sum(len(row.tokens) for row in rows.drafted),
@@ -298,6 +298,12 @@ def _groups(rows: Rows) -> tuple[GroupEntry, ...]:
     if rows.ended:
         groups.append(GroupEntry(0, 0, (rows.ended,), ended=True))
     return tuple(groups)
+
+
+def _are_alike(groups: Sequence[GroupEntry], gamma: int) -> bool:
+    """Whether all rows have verified what the step ran."""
+    first = groups[0]
+    return len(groups) == 1 and first.gamma == gamma and first.drafter_index != NO_DRAFTER
 
 
 def _choice_of_most(choices: Sequence[StepChoice]) -> StepChoice | None:

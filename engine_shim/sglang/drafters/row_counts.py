@@ -28,6 +28,8 @@ class RowCounts(NamedTuple):
     proposals: tuple[ProposalsEntry, ...]
 
 
+# Rows that were cut at the end of their answers: none.
+NOT_CUT: Final[Mapping[int, int]] = {}
 # Of a step whose rows are all alike.
 NOTHING_APART: Final = RowCounts((), ())
 
@@ -39,7 +41,7 @@ def count_rows(
     role: Role,
     lookup: int,
     mixture: int | None,
-    kept: Mapping[int, int],
+    kept: Mapping[int, int] = NOT_CUT,
 ) -> RowCounts:
     """Counts a step.
 
