@@ -84,8 +84,8 @@ STEPS: Final[tuple[Family[EngineSnapshot], ...]] = (
     ),
     Family(
         _COUNTER, "speculation_generated_tokens",
-        "Tokens verified to be the target's: accepted draft tokens and one bonus token per sequence "
-        "and step. Some lie behind the end of an answer, see speculation_delivered_tokens_total.",
+        "Tokens gained by verification: accepted draft tokens and one bonus token per sequence and "
+        "step. Some lie behind the end of an answer, see speculation_delivered_tokens_total.",
         lambda e: e.session.counters.generated_tokens, unit="tokens",
     ),
     Family(

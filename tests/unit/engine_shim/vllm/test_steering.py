@@ -334,7 +334,7 @@ def test_requests_that_have_ended_are_forgotten_and_their_rows_are_a_group_of_th
     del engine.requests["c"]
     engine.finish(made, {"a": 4, "b": 1, "c": 4})
     (report,) = engine.link.reports
-    assert (report.batch_size, report.gamma, report.kv_tokens) == (3, 0, 30)
+    assert (report.batch_size, report.gamma, report.kv_tokens) == (3, 0, 33)
     assert report.groups == (GroupEntry(NO_DRAFTER, 0, (1,)), GroupEntry(0, 0, (2,), ended=True))
     # The step was as wide as the rows that had ended.
     assert report.flags & MIXED_CHOICE
