@@ -105,8 +105,8 @@ class StepReport:
     update_seconds: duration of the drafter's update that landed before this step, 0 without one.
     draft_version: of the drafter that served the step, 0 = as loaded.  groups: the rows by what was
     verified in them, or none: all alike; accepted_counts is their sum, none is wider than gamma.
-    proposals: what drafters would have given, used or not; what is said there of `drafter` itself
-    is the evidence about it, instead of accepted_counts and groups.  prefill_tokens: prompt tokens
+    proposals: what drafters would have given, used or not; an entry of `drafter` itself is the
+    evidence about it, instead of accepted_counts and groups.  prefill_tokens: prompt tokens
     that the step read beside its decoding.  learnt_from: the version from which online updates have
     made the weights, None where none has changed them; equal to draft_version until the engine has
     stored them as a version, which is draft_version then.  delivered_tokens: those that the step

@@ -95,7 +95,7 @@ def kv_tokens_at_launch(batch: Any) -> int | None:
 
 
 def ended_rows(requests: list[Any]) -> list[int]:
-    """The rows whose tokens SGLang throws away.
+    """Returns the rows whose tokens SGLang throws away.
 
     With the overlap schedule, a request can end while its next step is on its way.
     """
@@ -107,7 +107,7 @@ def ended_rows(requests: list[Any]) -> list[int]:
 
 
 def kept_tokens(launch: Launch, requests: list[Any]) -> list[int]:
-    """How many tokens of a step each answer has taken, once SGLang has worked them in."""
+    """Returns how many tokens of a step each answer has taken, once SGLang has worked it in."""
     kept = [*map(len, launch.tokens)]
     for row, request in enumerate(requests):
         if request.finished_reason is not None and request.finished_len is not None:

@@ -193,7 +193,7 @@ def test_counts_are_vllms_own(stand: Stand, prompts: list[list[int]]) -> None:
         return ours == theirs
 
     with suppress(AssertionError):
-        eventually(agree, what="the last reports have arrived")
+        eventually(agree, within=30.0, what="the last reports have arrived")
     ours, theirs = counted()
     assert ours == theirs
     assert 0 < ours["accepted_tokens"] < ours["draft_tokens"]
