@@ -191,4 +191,6 @@ def test_rows_of_a_class_that_were_cut_at_their_end_are_no_rejections():
         )  # fmt: skip
     curves = traffic.curves()
     assert curves.drafters["mtp"].conditional[1] > 0.9
-    assert curves.classes["code"]["mtp"].conditional[1] > 0.9
+    code = curves.classes["code"]["mtp"]
+    assert code.conditional[1] > 0.9
+    assert code.exposures == curves.drafters["mtp"].exposures

@@ -35,10 +35,10 @@ def test_a_change_is_called_although_some_answers_end_in_every_step():
     cusum.believe([0.7, 0.7], [500.0, 300.0])
     called = [cusum.fold([7, 0, 0], [0, 1]) for _ in range(12)]
     assert -1 in called
-    other, without = Cusum(SETTINGS), Cusum(SETTINGS)
-    for each in (other, without):
+    cut, narrow = Cusum(SETTINGS), Cusum(SETTINGS)
+    for each in (cut, narrow):
         each.believe([0.7, 0.7], [500.0, 300.0])
-    other.fold([3, 0, 0], [0, 1])
-    without.fold([3, 0, 0])
-    # The row that was cut accepted its first draft.
-    assert 0 < other._worse < without._worse
+    # A row that was cut behind its first draft shows what a step of one draft does.
+    cut.fold([3, 0, 0], [0, 1])
+    narrow.fold([3, 1])
+    assert 0 < cut._worse == narrow._worse

@@ -241,6 +241,9 @@ ATTRIBUTES = {
         "top_logprobs_nums",
     },
     "sglang.srt.managers.schedule_batch.Req": {
+        "finished_len",
+        "finished_reason",
+        "is_retracted",
         "kv",
         "lora_id",
         "origin_input_ids",
