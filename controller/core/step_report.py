@@ -312,12 +312,11 @@ class StepReport:
         that is narrower than `gamma` shows nothing behind its own width.
         """
         if self.gamma and any(part.drafter == self.drafter for part in self.proposals):
-            exact, censored = self.shown[self.drafter]
-            return exact, censored if any(censored) else ()
+            own, cut = self.shown[self.drafter]
+            return own, cut if any(cut) else ()
         if not self.groups or self.gamma == 0:
             return self.accepted_counts, ()
-        exact: list[int] = [0] * (self.gamma + 1)
-        censored: list[int] = [0] * self.gamma
+        exact, censored = [0] * (self.gamma + 1), [0] * self.gamma
         for group in self.groups:
             if group.gamma == self.gamma:
                 _add(exact, group.accepted_counts, 0)
