@@ -6,6 +6,7 @@ One server for all tests, which build on each other.
 import re
 import signal
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -63,7 +64,8 @@ class Stand:
             text,
             re.MULTILINE,
         )
-        return {" ".join(filter(None, key)): int(float(value)) for *key, value in found}
+        # Delivered tokens are unknown before the first report.
+        return Counter({" ".join(filter(None, key)): int(float(value)) for *key, value in found})
 
     @contextmanager
     def pinned(self, gamma: int) -> Iterator[None]:
