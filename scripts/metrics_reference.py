@@ -41,10 +41,84 @@ _DEFINITIONS = """## Acceptance in the words of SGLang, vLLM and AIPerf
 
 The same words are used for different quantities elsewhere, so this table says what is divided by
 what. *Accepted* and *draft tokens* are without the bonus token, the one that every verification
-adds. A *draft* is one sequence in one step for which something was drafted. A *sequence step* is
-one sequence in one step, drafted for or not. The gauges cover the last minute; `rate()` of the
+adds. A *draft* is one sequence in one step of which a draft token was verified. A *sequence step*
+is one sequence in one step, drafted for or not. The gauges cover the last minute; `rate()` of the
 counters gives the same ratio over any other time and over several engines. Names are those of
 SGLang 0.5.23, vLLM 0.32 and AIPerf 0.13.
+"""
+
+_COUNTS = """## Are these counts the engine's own?
+
+Tests hold them against the counters of the real SGLang and the real vLLM, over requests that end by
+a stop, by their length, by a grammar or by an abort, requests without speculation, and draft
+lengths that change. `_total` is left out.
+"""
+
+# Ours, SGLang's, vLLM's.
+_SAME_COUNTS = (
+    (
+        "`speculation_sequence_steps`",
+        (
+            "equals `spec_verify_ct` of all requests, which `sglang:spec_verify_calls` adds when "
+            "they end; `sglang:spec_accept_length` divides by these and "
+            "`speculation_ended_sequence_steps`"
+        ),
+        "–",
+    ),
+    (
+        "`speculation_drafts`",
+        "–",
+        (
+            "equals `spec_decode_num_drafts`, which with async scheduling also counts drafts of "
+            "which a grammar left nothing"
+        ),
+    ),
+    (
+        "`speculation_draft_tokens`",
+        (
+            "`spec_num_proposed_drafts` of a request is the draft length of the engine's start "
+            "times its steps, whatever ran"
+        ),
+        "equals `spec_decode_num_draft_tokens`",
+    ),
+    (
+        "`speculation_accepted_tokens`",
+        (
+            "equals `spec_num_correct_drafts` of all requests, by number "
+            "`spec_correct_drafts_histogram`; a request without speculation can have accepted the "
+            "token in place of its drafts"
+        ),
+        "equals `spec_decode_num_accepted_tokens`",
+    ),
+    (
+        "`speculation_generated_tokens`",
+        "more than was delivered: what lies behind the end of an answer was verified too",
+        "likewise",
+    ),
+    (
+        "`speculation_delivered_tokens`",
+        (
+            "equals `sglang:generation_tokens` without the first token of each answer, and is "
+            "counted at once, not when a request ends"
+        ),
+        (
+            "equals `vllm:generation_tokens` without the first token of each answer; what follows "
+            "a stop string within a step is in both, because the API server looks for it"
+        ),
+    ),
+)
+
+_OTHER_COUNTS = """\
+A request whose prompt is read again after a retraction or a preemption gets one more token from
+that pass. Steps that are lost on their way to the sidecar (`speculation_dropped_reports`) are in no
+counter. A step of vLLM in which all sequences are nearly as long as the model allows is not
+reported, because its drafts are fewer than any draft length.
+
+The estimates of acceptance learn from what a step shows, which is less than it counts. Behind the
+end of an answer nothing is shown. A draft of vLLM that a grammar takes away before it is verified
+is neither accepted nor refused; SGLang verifies it under the grammar's mask, and refuses it. Steps
+at gamma = 0 show nothing. Where a lookup finds nothing, nothing is accepted: that counts as
+refused.
 """
 
 # What, its fraction, ours, SGLang's, vLLM's, AIPerf's.
@@ -186,7 +260,9 @@ def reference() -> str:
         "| quantity | numerator / denominator | ours | SGLang | vLLM | AIPerf |",
         6 * "|---" + "|",
     ]
-    lines += [*(f"| {' | '.join(row)} |" for row in _AGREEMENT), ""]
+    lines += [*(f"| {' | '.join(row)} |" for row in _AGREEMENT), "", _COUNTS]
+    lines += ["| ours | SGLang | vLLM |", "|---|---|---|"]
+    lines += [*(f"| {' | '.join(row)} |" for row in _SAME_COUNTS), "", _OTHER_COUNTS]
     for title, of_engine, families in _SECTIONS:
         lines += [f"## {title}", "", *_table(families, of_engine=of_engine), ""]
     return "\n".join(lines)

@@ -48,22 +48,29 @@ NO_FLAGS = StepFlags()
 
 @dataclass(frozen=True, slots=True)
 class ClassCounts:
-    """Holds a request class's part of a step: gamma + 1 counts, as in `StepReport`."""
+    """Holds a request class's part of a step: gamma + 1 counts, as in `StepReport`.
+
+    censored_counts: gamma counts, entry k = further sequences of which at least k drafts were
+    accepted and nothing more is known, because their answers ended there; or none.
+    """
 
     label: str
     accepted_counts: tuple[int, ...]
+    censored_counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
     """Holds the rows of a step in which the same was verified: gamma + 1 counts.
 
-    drafter: "" for rows that must not be drafted for.
+    drafter: "" for rows that must not be drafted for.  ended: their requests had ended or left
+    before the result was read, and the engine threw their tokens away; gamma is 0 then.
     """
 
     drafter: str
     gamma: int
     accepted_counts: tuple[int, ...]
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +104,13 @@ class StepReport:
     drafted positions, or empty; they are checked and recorded, and no decision uses them yet.
     update_seconds: duration of the drafter's update that landed before this step, 0 without one.
     draft_version: of the drafter that served the step, 0 = as loaded.  groups: the rows by what was
-    verified in them, or none: all alike; accepted_counts is their sum, and gamma that of the widest
-    one.  proposals: what drafters would have given, used or not.  prefill_tokens: prompt tokens
+    verified in them, or none: all alike; accepted_counts is their sum, none is wider than gamma.
+    proposals: what drafters would have given, used or not; an entry of `drafter` itself is the
+    evidence about it, instead of accepted_counts and groups.  prefill_tokens: prompt tokens
     that the step read beside its decoding.  learnt_from: the version from which online updates have
     made the weights, None where none has changed them; equal to draft_version until the engine has
-    stored them as a version, which is draft_version then.
+    stored them as a version, which is draft_version then.  delivered_tokens: those that the step
+    added to answers, without first ones, or None where the engine does not say.
     """
 
     step: int
@@ -122,6 +131,7 @@ class StepReport:
     proposals: tuple[ProposalCounts, ...] = ()
     prefill_tokens: int = 0
     learnt_from: int | None = None
+    delivered_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batch_size > MAX_BATCH_SIZE:
@@ -169,6 +179,13 @@ class StepReport:
             self._check_confidences()
         if self.groups or self.proposals or self.prefill_tokens:
             self._check_rows()
+        delivered = self.delivered_tokens
+        if delivered and delivered > self.batch_size * (self.gamma + 1):
+            raise InvalidReportError(
+                f"step {self.step}: delivered_tokens {delivered} are more than {self.batch_size} "
+                f"sequences get at gamma {self.gamma}",
+                field_path="delivered_tokens",
+            )
 
     def _check_classes(self) -> None:
         labels = [part.label for part in self.classes]
@@ -178,7 +195,7 @@ class StepReport:
                 f"{MAX_REPORT_CLASSES} are needed",
                 field_path="classes",
             )
-        left = list(self.accepted_counts)
+        left, cut = list(self.accepted_counts), 0
         for part in self.classes:
             if not (1 <= len(part.label) <= MAX_LABEL_CHARACTERS and part.label.isprintable()):
                 raise InvalidReportError(
@@ -186,15 +203,18 @@ class StepReport:
                     "printable characters are needed",
                     field_path="classes",
                 )
-            counts = part.accepted_counts
-            if len(counts) != len(left) or min(counts) < 0 or not any(counts):
+            counts, censored = part.accepted_counts, part.censored_counts
+            fits = len(counts) == len(left) and len(censored) in {0, self.gamma}
+            if not fits or min(counts + censored) < 0 or not any(counts + censored):
                 raise InvalidReportError(
                     f"step {self.step}: class {part.label!r}: accepted_counts {list(counts)[:80]} "
-                    f"are not {len(left)} counts of at least one sequence",
+                    f"and censored_counts {list(censored)[:80]} are not {len(left)} counts, and "
+                    f"{self.gamma} or none, of at least one sequence",
                     field_path="classes",
                 )
             left = [all_ - mine for all_, mine in zip(left, counts, strict=True)]
-        if min(left) < 0:
+            cut += sum(censored)
+        if min(left) < 0 or sum(left) < cut:
             raise InvalidReportError(
                 f"step {self.step}: its classes count more sequences than the step has",
                 field_path="classes",
@@ -231,7 +251,8 @@ class StepReport:
         for group in self.groups:
             counts = group.accepted_counts
             fits = len(counts) == group.gamma + 1 and group.gamma <= self.gamma
-            if not fits or min(counts) < 0 or (group.gamma and not group.drafter):
+            is_nobodys = group.ended or not group.drafter
+            if not fits or min(counts) < 0 or (group.gamma and is_nobodys):
                 raise InvalidReportError(
                     f"step {self.step}: a group of gamma {group.gamma} with counts "
                     f"{list(counts)[:80]} in a step of gamma {self.gamma}",
@@ -287,8 +308,12 @@ class StepReport:
     def drafted(self) -> tuple[Sequence[int], Sequence[int]]:
         """Returns accepted and censored counts of the rows that were drafted for.
 
-        A group that is narrower than `gamma` shows nothing behind its own width.
+        They are those of the running drafter's own proposals, if the report has any.  Else a group
+        that is narrower than `gamma` shows nothing behind its own width.
         """
+        if self.gamma and any(part.drafter == self.drafter for part in self.proposals):
+            own, cut = self.shown[self.drafter]
+            return own, cut if any(cut) else ()
         if not self.groups or self.gamma == 0:
             return self.accepted_counts, ()
         exact, censored = [0] * (self.gamma + 1), [0] * self.gamma
@@ -299,6 +324,11 @@ class StepReport:
                 _add(exact, group.accepted_counts[:-1], 0)
                 censored[group.gamma] += group.accepted_counts[-1]
         return exact, censored if any(censored) else ()
+
+    @property
+    def ended_rows(self) -> int:
+        """Counts the rows of requests that had ended or left before the result was read."""
+        return sum([group.accepted_counts[0] for group in self.groups if group.ended])
 
     @property
     def shown(self) -> dict[str, tuple[Sequence[int], Sequence[int]]]:

@@ -191,8 +191,9 @@ class Window:
         self.reasons["probe" if report.probe_id else row.reason.value] += 1
         for part in report.classes:
             counters = self.classes.setdefault(part.label, ClassTally())
-            counters.sequences += sum(part.accepted_counts)
-            counters.accepted += sum(k * n for k, n in enumerate(part.accepted_counts))
+            for counts in (part.accepted_counts, part.censored_counts):
+                counters.sequences += sum(counts)
+                counters.accepted += sum(k * n for k, n in enumerate(counts))
         self._lease(report, wall)
 
     def _lease(self, report: StepReport, wall: float) -> None:

@@ -37,11 +37,17 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
         flags,
         message.plan_epoch,
         message.probe_id,
-        tuple(ClassCounts(c.label, tuple(c.accepted_counts)) for c in message.classes),
+        tuple(
+            ClassCounts(part.label, tuple(part.accepted_counts), tuple(part.censored_counts))
+            for part in message.classes
+        ),
         tuple(message.confidences),
         message.update_seconds,
         message.draft_version,
-        tuple(RowGroup(g.drafter, g.gamma, tuple(g.accepted_counts)) for g in message.groups),
+        tuple(
+            RowGroup(group.drafter, group.gamma, tuple(group.accepted_counts), group.ended)
+            for group in message.groups
+        ),
         tuple(
             ProposalCounts(
                 part.drafter,
@@ -53,6 +59,7 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
         ),
         message.prefill_tokens,
         message.learnt_from if message.HasField("learnt_from") else None,
+        message.delivered_tokens if message.HasField("delivered_tokens") else None,
     )
 
 
@@ -67,7 +74,10 @@ def _bound_report(message: engine_pb2.StepReport) -> None:
         )
     if classes and (
         len(classes) > MAX_REPORT_CLASSES
-        or any(len(part.accepted_counts) > MAX_GAMMA + 1 for part in classes)
+        or any(
+            len(part.accepted_counts) > MAX_GAMMA + 1 or len(part.censored_counts) > MAX_GAMMA
+            for part in classes
+        )
     ):
         raise InvalidReportError(
             f"step {message.step}: {len(classes)} classes, at most {MAX_REPORT_CLASSES} with "
@@ -104,7 +114,11 @@ def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
         plan_epoch=report.plan_epoch,
         probe_id=report.probe_id,
         classes=[
-            engine_pb2.ClassCounts(label=part.label, accepted_counts=part.accepted_counts)
+            engine_pb2.ClassCounts(
+                label=part.label,
+                accepted_counts=part.accepted_counts,
+                censored_counts=part.censored_counts,
+            )
             for part in report.classes
         ],
         confidences=report.confidences,
@@ -112,7 +126,10 @@ def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
         draft_version=report.draft_version,
         groups=[
             engine_pb2.RowGroup(
-                drafter=group.drafter, gamma=group.gamma, accepted_counts=group.accepted_counts
+                drafter=group.drafter,
+                gamma=group.gamma,
+                accepted_counts=group.accepted_counts,
+                ended=group.ended,
             )
             for group in report.groups
         ],
@@ -127,6 +144,7 @@ def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
         ],
         prefill_tokens=report.prefill_tokens,
         learnt_from=report.learnt_from,
+        delivered_tokens=report.delivered_tokens,
     )
     flags = report.flags
     if flags != NO_FLAGS:

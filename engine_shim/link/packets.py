@@ -5,7 +5,7 @@ started from one installation, so the version only guards against a mixed one: a
 refused, never guessed at.
 
   HELLO   engine -> agent   the introduction: a serialized proto IntroduceRequest
-  REPORT  engine -> agent   one decode step, 74 + 4 * (gamma + 1) bytes, and for groups of rows and
+  REPORT  engine -> agent   one decode step, 78 + 4 * (gamma + 1) bytes, and for groups of rows and
                             for proposals 4 bytes each and 4 for each of their counts
   PLAN    agent -> engine   a table over batch sizes, 41 + 21 * rows bytes, and the rules of
                             mixtures, 12 bytes each and 4 for each match length
@@ -24,7 +24,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from engine_shim.link.errors import PacketError
 
-VERSION: Final = 6
+VERSION: Final = 7
 HELLO: Final = 1
 REPORT: Final = 2
 PLAN: Final = 3
@@ -54,11 +54,12 @@ ALL_FLAGS: Final = 255
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _HEAD: Final = struct.Struct("<BB")
-_REPORT_HEAD: Final = "<BBBBHIIIQQdQQfIII"
+_REPORT_HEAD: Final = "<BBBBHIIIQQdQQfIIII"
 _REPORTS: Final = tuple(struct.Struct(f"{_REPORT_HEAD}{g + 1}I") for g in range(MAX_GAMMA + 1))
 _REPORT_FIXED: Final = struct.Struct(_REPORT_HEAD)
 # Of a group, of proposals, or of a request class: which of them, drafter (of a class: the bytes of
-# its label, which follow), match length, width.
+# its label, which follow), match length (of a group: 1 if its requests had ended; of a class: 1 if
+# censored counts follow), width.
 _PART_HEAD: Final = struct.Struct("<BBBB")
 _GROUP: Final = 0
 _PROPOSALS: Final = 1
@@ -91,11 +92,15 @@ class SidecarState(IntEnum):
 
 
 class GroupEntry(NamedTuple):
-    """Rows of a step in which the same was verified: gamma + 1 counts."""
+    """Rows of a step in which the same was verified: gamma + 1 counts.
+
+    ended: the engine threw their tokens away, as proto RowGroup has it.
+    """
 
     drafter_index: int
     gamma: int
     accepted_counts: Sequence[int]
+    ended: bool = False
 
 
 class ProposalsEntry(NamedTuple):
@@ -108,10 +113,11 @@ class ProposalsEntry(NamedTuple):
 
 
 class ClassEntry(NamedTuple):
-    """A request class's part of a step: gamma + 1 counts."""
+    """A request class's part of a step: gamma + 1 counts, and gamma censored ones or none."""
 
     label: str
     accepted_counts: Sequence[int]
+    censored_counts: Sequence[int] = ()
 
 
 class ReportPacket(NamedTuple):
@@ -119,7 +125,7 @@ class ReportPacket(NamedTuple):
 
     `plan_epoch`, `probe_id` and `session` are those of the StepChoice that the step ran; `session`
     is 0 when the engine did not say.  `dropped_before`: reports lost at the socket since the last
-    one sent, counted by the link.
+    one sent, counted by the link.  `delivered_tokens`: None when the engine does not say.
     """
 
     step: int
@@ -141,6 +147,7 @@ class ReportPacket(NamedTuple):
     proposals: Sequence[ProposalsEntry] = ()
     classes: Sequence[ClassEntry] = ()
     learnt_from: int | None = None
+    delivered_tokens: int | None = None
 
 
 class ProbeEntry(NamedTuple):
@@ -239,18 +246,19 @@ def encode_report(report: ReportPacket) -> bytes:
     (
         step, batch_size, kv_tokens, drafter, gamma, accepted_counts, seconds, flags, epoch, probe,
         session, update_seconds, draft_version, dropped, prefill_tokens, groups, proposals,
-        classes, learnt_from,
+        classes, learnt_from, delivered,
     ) = report  # fmt: skip
     packed = _REPORTS[gamma].pack(
         VERSION, REPORT, drafter, gamma, flags, session, dropped, batch_size, step, kv_tokens,
         seconds, epoch, probe, update_seconds, draft_version, prefill_tokens,
-        0 if learnt_from is None else learnt_from + 1, *accepted_counts,
+        0 if learnt_from is None else learnt_from + 1, 0 if delivered is None else delivered + 1,
+        *accepted_counts,
     )  # fmt: skip
     if not groups and not proposals and not classes:
         return packed
     parts = [packed]
     for group in groups:
-        parts.append(_PART_HEAD.pack(_GROUP, group.drafter_index, 0, group.gamma))
+        parts.append(_PART_HEAD.pack(_GROUP, group.drafter_index, group.ended, group.gamma))
         parts.append(struct.pack(f"<{group.gamma + 1}I", *group.accepted_counts))
     for entry in proposals:
         width = len(entry.accepted_counts) - 1
@@ -259,8 +267,10 @@ def encode_report(report: ReportPacket) -> bytes:
         parts.append(struct.pack(f"<{2 * width + 1}I", *counts))
     for part in classes:
         label = part.label.encode()[:MAX_LABEL_BYTES]
-        parts.append(_PART_HEAD.pack(_CLASS, len(label), 0, gamma) + label)
-        parts.append(struct.pack(f"<{gamma + 1}I", *part.accepted_counts))
+        counts = (*part.accepted_counts, *part.censored_counts)
+        is_censored = len(part.censored_counts) > 0
+        parts.append(_PART_HEAD.pack(_CLASS, len(label), is_censored, gamma) + label)
+        parts.append(struct.pack(f"<{gamma + 1 + gamma * is_censored}I", *counts))
     return b"".join(parts)
 
 
@@ -276,7 +286,7 @@ def decode_report(data: Buffer) -> ReportPacket:
     (
         _, _, drafter, gamma, flags, session, dropped, batch_size, step, kv_tokens,
         seconds, epoch, probe, update_seconds, draft_version, prefill_tokens, learnt,
-        *accepted_counts,
+        delivered, *accepted_counts,
     ) = layout.unpack_from(data)  # fmt: skip
     parts = _Parts()
     if len(data) > layout.size:
@@ -285,7 +295,7 @@ def decode_report(data: Buffer) -> ReportPacket:
         step, batch_size, kv_tokens, drafter, gamma, tuple(accepted_counts), seconds, flags, epoch,
         probe, session, update_seconds, draft_version, dropped, prefill_tokens,
         tuple(parts.groups), tuple(parts.proposals), tuple(parts.classes),
-        learnt - 1 if learnt else None,
+        learnt - 1 if learnt else None, delivered - 1 if delivered else None,
     )  # fmt: skip
 
 
@@ -317,14 +327,15 @@ class _Parts:
         if kind == _CLASS:
             label = bytes(data[offset : offset + drafter]).decode()
             offset += drafter
-        count: int = 2 * width + 1 if kind == _PROPOSALS else width + 1
+        is_censored = kind == _PROPOSALS or (kind == _CLASS and match_length)
+        count: int = 2 * width + 1 if is_censored else width + 1
         counts = struct.unpack_from(f"<{count}I", data, offset)
+        exact, censored = counts[: width + 1], counts[width + 1 :]
         if kind == _GROUP:
-            self.groups.append(GroupEntry(drafter, width, counts))
+            self.groups.append(GroupEntry(drafter, width, exact, bool(match_length)))
         elif kind == _CLASS:
-            self.classes.append(ClassEntry(label, counts))
+            self.classes.append(ClassEntry(label, exact, censored))
         else:
-            exact, censored = counts[: width + 1], counts[width + 1 :]
             self.proposals.append(ProposalsEntry(drafter, match_length, exact, censored))
         end: int = offset + 4 * count
         return end

@@ -66,12 +66,14 @@ class Translator:
             update_seconds=packet.update_seconds,
             draft_version=packet.draft_version,
             learnt_from=packet.learnt_from,
+            delivered_tokens=packet.delivered_tokens,
             prefill_tokens=packet.prefill_tokens,
             groups=[
                 RowGroup(
                     drafter=self._name_or_none(group.drafter_index),
                     gamma=group.gamma,
                     accepted_counts=group.accepted_counts,
+                    ended=group.ended,
                 )
                 for group in packet.groups
             ],
@@ -85,7 +87,11 @@ class Translator:
                 for entry in packet.proposals
             ],
             classes=[
-                ClassCounts(label=part.label, accepted_counts=part.accepted_counts)
+                ClassCounts(
+                    label=part.label,
+                    accepted_counts=part.accepted_counts,
+                    censored_counts=part.censored_counts,
+                )
                 for part in packet.classes
             ],
         )

@@ -8,7 +8,8 @@ One decode step, in SGLang's order:
     AdaptiveController      asks the policy, puts gamma's runtime state into use (RuntimeSwitch)
     draft, verify
     around_draft_extend     asleep: keep what the drafter would have read
-  around_resolve            the result is on the CPU: report
+  around_resolve            the result is on the CPU: read it
+  after_working_in          SGLang has added its tokens to the answers: report
 
 Nothing here may end an engine: what only serves telemetry or the drafter's speed is guarded, and
 switches itself off with one log line.  Only of several ranks none may go on differently from the
@@ -20,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -33,6 +35,8 @@ from engine_shim.sglang.eager_passes import NO_PASSES
 from engine_shim.sglang.step_reports import (
     Launch,
     StepTap,
+    ended_rows,
+    kept_tokens,
     kv_tokens_at_launch,
     kv_tokens_before,
 )
@@ -104,6 +108,7 @@ class EngineHooks:
         hook_check.register(sglang_api.FORWARD, self.around_forward, around)
         hook_check.register(sglang_api.DRAFT_EXTEND, self.around_draft_extend, around)
         hook_check.register(sglang_api.RESOLVE_TOKENS, self.around_resolve, around)
+        hook_check.register(sglang_api.WORK_IN, self.after_working_in, after)
         hook_check.register(sglang_api.INTERNAL_STATE, self.after_internal_state, after)
         if self.several:
             hook_check.register(sglang_api.OWN_REQUESTS, self.own_requests, after)
@@ -291,12 +296,26 @@ class EngineHooks:
         try:
             if launch.kv_tokens is None:
                 launch.kv_tokens = kv_tokens_before(batch.reqs, tokens)
-            self.tap.settle(launch, result)
+            launch.ended, launch.tokens = ended_rows(batch.reqs), tokens
+            launch.read_at = perf_counter()
         except Exception as error:  # noqa: BLE001 - telemetry must not end an engine
-            self.tap = None
-            _log.exception("steps are no longer reported to the sidecar")
-            self.losses.lose(engine_pb2.CAPABILITY_REPORT, reason_of(error))
+            self._stop_reporting(error)
         return tokens
+
+    def after_working_in(self, _: None, processor: Any, batch: Any, result: Any) -> None:
+        """Runs after `SchedulerBatchResultProcessor.process_batch_result_decode`."""
+        launch: Launch | None = getattr(result, "speculation_launch", None)
+        if launch is None or self.tap is None:
+            return
+        try:
+            self.tap.settle(launch, result, kept_tokens(launch, batch.reqs))
+        except Exception as error:  # noqa: BLE001 - telemetry must not end an engine
+            self._stop_reporting(error)
+
+    def _stop_reporting(self, error: Exception) -> None:
+        self.tap = None
+        _log.exception("steps are no longer reported to the sidecar")
+        self.losses.lose(engine_pb2.CAPABILITY_REPORT, reason_of(error))
 
     def after_internal_state(self, result: Any, *arguments: Any) -> None:
         """Runs after SGLang has filled in the `internal_states` of `/server_info`."""

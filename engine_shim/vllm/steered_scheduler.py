@@ -82,7 +82,10 @@ class Steering:
             rests = self._can_rest and (drafts_under is None or self.undrafted.issuperset(names))
             output.num_spec_tokens_to_schedule = self._drafts = 0 if rests else self._last.gamma
         if self._tap is not None:
-            self._tap.launched(Launch(output, drafted_under, drafts_under, perf_counter()))
+            computed = [requests[name].num_computed_tokens for name in names]
+            self._tap.launched(
+                Launch(output, drafted_under, computed, drafts_under, perf_counter())
+            )
 
     def _forget(self, output: Any, requests: Mapping[str, Any]) -> None:
         """Forgets requests that have ended, and the drafts of those that were preempted."""

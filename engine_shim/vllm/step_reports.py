@@ -9,6 +9,9 @@ step_seconds runs from the end of the engine's step before, whatever that was, t
 one.  Two rows of a step may have been drafted under different choices, where one of them was left
 out of the step before; the report is then about that of most rows, and flagged MIXED_CHOICE.
 
+Drafts count as vLLM counts them: those that a grammar has taken away, and those that a lookup did
+not find, were not verified.  What a row shows is another matter (`_shown`).
+
 No step has the flag EAGER_FALLBACK: whether vLLM has a graph for it follows from the batch and the
 draft length alone, so a step without one costs what its shape always does.
 """
@@ -26,10 +29,12 @@ from engine_shim.link.packets import (
     NO_DRAFTER,
     UNSTEERED,
     GroupEntry,
+    ProposalsEntry,
     ReportPacket,
 )
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.steering.arms_run import ArmsRun
+from engine_shim.steering.row_groups import Evidence
 
 if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink
@@ -45,27 +50,43 @@ class Launch(NamedTuple):
 
     output: vLLM's own description of it.  drafted_under: for each of its requests, in its order,
     the choice that what it verifies was drafted under; None for a request's first step.
-    drafts_under: the choice of this step; None if no row of it will decode next.  started:
-    perf_counter seconds.
+    computed: context of each before the step.  drafts_under: the choice of this step; None if no
+    row of it will decode next.  started: perf_counter seconds.
     """
 
     output: Any
     drafted_under: Sequence[StepChoice | None]
+    computed: Sequence[int]
     drafts_under: StepChoice | None
     started: float
+
+
+class Row(NamedTuple):
+    """A row that decoded and may be drafted for.
+
+    under: the choice that it was drafted under.  width: drafts that were verified.  accepted: how
+    many of them.  is_cut: a grammar has taken further drafts away.  tokens: the row's in the
+    result; vLLM shortens it to what the answer takes.
+    """
+
+    under: StepChoice
+    width: int
+    accepted: int
+    is_cut: bool
+    tokens: list[int]
 
 
 class Rows(NamedTuple):
     """The rows of a step that decoded, as it ends.
 
-    drafted: verified width and accepted drafts of each row that may be drafted for.  undrafted:
-    how many may not.  choices: those that the drafted rows were drafted under.  kv_tokens: sum of
-    context lengths before the step.  prefill_tokens: of all other rows.
+    undrafted: tokens of the rows that may not be drafted for.  ended: how many are of requests
+    that had ended, or were preempted, while the step was on its way.  kv_tokens: sum of context
+    lengths before the step.  prefill_tokens: of all other rows.
     """
 
-    drafted: Sequence[tuple[int, int]]
-    undrafted: int
-    choices: Sequence[StepChoice]
+    drafted: Sequence[Row]
+    undrafted: Sequence[list[int]]
+    ended: int
     kv_tokens: int
     prefill_tokens: int
 
@@ -74,7 +95,7 @@ class StepTap:
     """Turns schedules and results into reports.
 
     gammas: the draft lengths that were introduced.  may_draft_less: the drafter proposes fewer
-    tokens than it was asked for where it finds none, and what is missing counts as refused.
+    tokens than it was asked for where it finds none.
     is_async: results are read a step later.
     """
 
@@ -118,32 +139,37 @@ class StepTap:
         output = launch.output
         tokens, index = result.sampled_token_ids, result.req_id_to_index
         drafts = output.scheduled_spec_decode_tokens
-        drafted: list[tuple[int, int]] = []
-        choices: list[StepChoice] = []
-        left = kv_tokens = prefill = 0
-        for (name, scheduled), under in zip(
-            output.num_scheduled_tokens.items(), launch.drafted_under, strict=True
+        # Of the drafts, with async scheduling; vLLM verifies padding in their place.
+        forbidden = getattr(output, "num_invalid_spec_tokens", None) or {}
+        drafted: list[Row] = []
+        left: list[list[int]] = []
+        ended = kv_tokens = prefill = 0
+        for (name, scheduled), under, computed in zip(
+            output.num_scheduled_tokens.items(), launch.drafted_under, launch.computed, strict=True
         ):
             request = requests.get(name)
-            if request is None or request.is_finished() or _is_dropped(request):
-                continue  # its tokens are thrown away
             width = len(drafts.get(name, ()))
+            if request is None or request.is_finished() or _is_dropped(request):
+                # Its tokens are thrown away.
+                if under is not None and scheduled == width + 1:
+                    ended += 1
+                    kv_tokens += computed
+                continue
             # A request's first token ends its prompt; one that was preempted reads it again.
             if request.num_output_tokens == 0 or scheduled != width + 1 or under is None:
                 prefill += scheduled
                 continue
-            got = len(tokens[index[name]]) if tokens else 0
-            if got == 0:
+            got: list[int] = tokens[index[name]] if tokens else []
+            if not got:
                 continue
             kv_tokens += request.num_tokens - 1
             if name in undrafted:
-                left += 1
+                left.append(got)
                 continue
-            if width < under.gamma and (self._may_draft_less or request.use_structured_output):
-                width = under.gamma
-            drafted.append((width, got - 1))
-            choices.append(under)
-        return Rows(drafted, left, choices, kv_tokens, prefill)
+            width -= forbidden.get(name, 0)
+            is_cut = request.use_structured_output and width < under.gamma
+            drafted.append(Row(under, width, len(got) - 1, is_cut, got))
+        return Rows(drafted, left, ended, kv_tokens, prefill)
 
     def settle(self, launch: Launch, rows: Rows) -> None:
         """Reports a step whose result vLLM has worked in."""
@@ -155,11 +181,11 @@ class StepTap:
         if launch.output.total_num_scheduled_tokens == 0:
             self._last_end = 0.0  # nothing could run, for as long as it took
             return
-        batch_size = len(rows.drafted) + rows.undrafted
-        if batch_size == 0:
+        if not rows.drafted and not rows.undrafted:
             return
+        batch_size = len(rows.drafted) + len(rows.undrafted) + rows.ended
         groups = _groups(rows)
-        gamma = max(group.gamma for group in groups)
+        gamma = max((self._asked(row) for row in rows.drafted), default=0)
         # All rows may have been cut, at the longest sequence, to a length that is no arm.
         if len(groups) > MOST_GROUPS or gamma not in self._gammas:
             self.skipped += 1
@@ -168,11 +194,12 @@ class StepTap:
         if not last_end or (self._is_async and last_prefill and not rows.prefill_tokens):
             # With async scheduling, drafting after a long prompt falls into this step.
             flags |= AFTER_GAP
-        choice = _choice_of_most(rows.choices)
+        choices = [row.under for row in rows.drafted]
+        choice = _choice_of_most(choices)
         if choice is None:  # all rows may not be drafted for
             choice = next(under for under in launch.drafted_under if under is not None)
         drafts = launch.drafts_under
-        verified = {gamma, choice.gamma, *(under.gamma for under in rows.choices)}
+        verified = {gamma, choice.gamma, *(under.gamma for under in choices)}
         if drafts is None or verified != {drafts.gamma}:
             flags |= MIXED_CHOICE
         if choice.source is not Source.PLAN:
@@ -195,9 +222,44 @@ class StepTap:
                 choice.probe_id,
                 choice.session,
                 prefill_tokens=rows.prefill_tokens,
-                groups=groups if len(groups) > 1 or rows.undrafted else (),
+                groups=() if _are_alike(groups, gamma) else groups,
+                proposals=self._evidence(rows, choice.drafter_index, gamma),
+                delivered_tokens=sum(map(len, rows.undrafted))
+                + sum(len(row.tokens) for row in rows.drafted),
             )
         )
+
+    def _asked(self, row: Row) -> int:
+        """Returns the draft length that a row ran.
+
+        Where a sequence is nearly too long, vLLM verifies fewer drafts than it was asked for.
+        """
+        return row.under.gamma if self._may_draft_less or row.is_cut else row.width
+
+    def _evidence(self, rows: Rows, drafter_index: int, gamma: int) -> tuple[ProposalsEntry, ...]:
+        """Counts what the rows show, if that is not what they have verified."""
+        if not gamma or not (
+            self._may_draft_less or any(len(row.tokens) <= row.accepted for row in rows.drafted)
+        ):
+            return ()
+        shows = Evidence(gamma)
+        for row in rows.drafted:
+            shown = self._shown(row)
+            shows.add(min(row.accepted, shown), shown)
+        if not any(shows.exact) and not any(shows.censored):
+            return ()
+        return (ProposalsEntry(drafter_index, 0, shows.exact, shows.censored),)
+
+    def _shown(self, row: Row) -> int:
+        """Returns how many drafts of a row were compared with tokens of the answer.
+
+        What an answer does not take, since it has ended, shows nothing, and neither does a draft
+        that was not verified, since a grammar forbade it.  Where a lookup found none, there is
+        nothing to accept: that counts as refused.
+        """
+        if len(row.tokens) <= row.accepted:
+            return len(row.tokens)
+        return row.under.gamma if self._may_draft_less and not row.is_cut else row.width
 
 
 def _sum(groups: Sequence[GroupEntry], gamma: int) -> list[int]:
@@ -228,12 +290,20 @@ def _is_dropped(request: Any) -> bool:
 
 def _groups(rows: Rows) -> tuple[GroupEntry, ...]:
     by_width: dict[int, list[int]] = {}
-    for width, accepted in rows.drafted:
-        by_width.setdefault(width, [0] * (width + 1))[accepted] += 1
+    for row in rows.drafted:
+        by_width.setdefault(row.width, [0] * (row.width + 1))[row.accepted] += 1
     groups = [GroupEntry(0, width, by_width[width]) for width in sorted(by_width)]
     if rows.undrafted:
-        groups.append(GroupEntry(NO_DRAFTER, 0, (rows.undrafted,)))
+        groups.append(GroupEntry(NO_DRAFTER, 0, (len(rows.undrafted),)))
+    if rows.ended:
+        groups.append(GroupEntry(0, 0, (rows.ended,), ended=True))
     return tuple(groups)
+
+
+def _are_alike(groups: Sequence[GroupEntry], gamma: int) -> bool:
+    """Whether all rows have verified what the step ran."""
+    first = groups[0]
+    return len(groups) == 1 and first.gamma == gamma and first.drafter_index != NO_DRAFTER
 
 
 def _choice_of_most(choices: Sequence[StepChoice]) -> StepChoice | None:

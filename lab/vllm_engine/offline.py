@@ -1,10 +1,11 @@
 """Runs engines of vLLM one after the other in one process: `python -m lab.vllm_engine.offline JOB`.
 
 JOB is a JSON file: `{"engines": [{"name": ..., "arguments": {...}, "overlap": false}],
-"phases": [[{"prompt": [ids], "new_tokens": n, "extra": {...}}]], "output": path}`.  The requests
-of a phase are answered at once.  The output has for each engine the tokens of every request, the
-seconds of every phase, and vLLM's own counters of speculation.  Greedy decoding in float32.
-overlap: with async scheduling, which vLLM by itself never uses on a processor.
+"phases": [[{"prompt": [ids], "new_tokens": n, "extra": {...}, "regex": ..., "stops": [ids]}]],
+"output": path}`. The requests of a phase are answered at once. The output has for each engine the
+tokens of every request, the seconds of every phase, and vLLM's own counters of speculation and of
+tokens. Greedy decoding in float32; regex: a grammar, under which an answer may end. overlap: with
+async scheduling, which vLLM by itself never uses on a processor.
 """
 
 import gc
@@ -79,7 +80,7 @@ def run(engine: dict[str, Any], phases: list[list[dict[str, Any]]]) -> dict[str,
             "metrics": {
                 metric.name: getattr(metric, "value", None)
                 for metric in llm.get_metrics()
-                if "spec_decode" in metric.name
+                if "spec_decode" in metric.name or "generation_tokens" in metric.name
             },
             "scheduler": type(scheduler).__name__,
             "status": None if steering is None else steering.status(),
@@ -92,6 +93,11 @@ def run(engine: dict[str, Any], phases: list[list[dict[str, Any]]]) -> dict[str,
 def answer(llm: Any, requests: list[dict[str, Any]]) -> list[list[int]]:
     """Returns the tokens of each request."""
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    def grammar_of(request: dict[str, Any]) -> Any:
+        regex = request.get("regex")
+        return None if regex is None else StructuredOutputsParams(regex=regex)
 
     answers = llm.generate(
         [{"prompt_token_ids": request["prompt"]} for request in requests],
@@ -99,7 +105,9 @@ def answer(llm: Any, requests: list[dict[str, Any]]) -> list[list[int]]:
             SamplingParams(
                 temperature=0,
                 max_tokens=request["new_tokens"],
-                ignore_eos=True,
+                ignore_eos="regex" not in request,
+                stop_token_ids=request.get("stops"),
+                structured_outputs=grammar_of(request),
                 extra_args=request.get("extra"),
             )
             for request in requests

@@ -9,10 +9,12 @@ import http.client
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -155,6 +157,17 @@ class EngineProcess:
         """How many requests are being answered, or wait for it."""
         loads = self._call("/v1/loads")["loads"]
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+    def counters(self) -> dict[str, int]:
+        """SGLang's own counters, with `--enable-metrics`, over all of their labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=120) as answer:
+            text = answer.read().decode()
+        totals: Counter[str] = Counter()
+        for name, value in re.findall(
+            r"^sglang:(\w+)_total\{[^}]*\} ([\d.e+]+)$", text, re.MULTILINE
+        ):
+            totals[name] += int(float(value))
+        return totals
 
     def is_ready(self) -> bool:
         """False while it starts; fails with its last words when it has ended."""

@@ -44,6 +44,8 @@ class HookedSteps:
                 rid=str(place),
                 kv=SimpleNamespace(kv_committed_len=9),
                 finished_reason=None,
+                finished_len=None,
+                output_ids=[0] * 9,
                 is_retracted=False,
             )
             for place in range(size)
@@ -82,9 +84,9 @@ class HookedSteps:
 
         tokens = [[0]] * size
         if hooked:
-            hooks.around_resolve(
-                lambda *_: tokens, None, hooks.around_forward(forward, None, batch), batch
-            )
+            result = hooks.around_forward(forward, None, batch)
+            hooks.around_resolve(lambda *_: tokens, None, result, batch)
+            hooks.after_working_in(None, None, batch, result)
         else:
             forward(None, batch)
 

@@ -1,11 +1,13 @@
 """A real vLLM on the CPU for the length of a test, in its own virtual environment."""
 
+import http.client
 import json
 import os
 import re
 import signal
 import subprocess
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -67,13 +69,18 @@ def job(
     engines: Sequence[Mapping[str, Any]],
     requests: Sequence[Mapping[str, Any]],
     variables: Mapping[str, str] | None = None,
+    then: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`lab.vllm_engine.offline` with these engines; killed at the end of the block."""
     folder.mkdir(parents=True, exist_ok=True)
     written = folder / "job.json"
     written.write_text(
-        json.dumps({"engines": engines, "phases": [requests], "output": str(folder / "out.json")})
-    )
+        json.dumps({
+            "engines": engines,
+            "phases": [requests, then] if then else [requests],
+            "output": str(folder / "out.json"),
+        })
+    )  # fmt: skip
     with (folder / "engine.log").open("wb") as output:
         process = subprocess.Popen(
             [str(PYTHON), "-m", "lab.vllm_engine.offline", str(written)],
@@ -94,9 +101,10 @@ def run_job(
     engines: Sequence[Mapping[str, Any]],
     requests: Sequence[Mapping[str, Any]],
     variables: Mapping[str, str] | None = None,
+    then: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """What the engines have answered, by name."""
-    with job(folder, engines, requests, variables) as process:
+    """What the engines have answered, by name; then: requests for when the first are answered."""
+    with job(folder, engines, requests, variables, then) as process:
         code = process.wait(JOB_SECONDS)
     tail = (folder / "engine.log").read_text(errors="replace")[-3000:]
     assert code == 0, tail
@@ -145,6 +153,36 @@ class VllmServer:
             re.MULTILINE,
         )
         return {name: int(float(value)) for name, value in found if "per_pos" not in name}
+
+    def complete(self, prompts: Sequence[Sequence[int]], **more: Any) -> list[list[int]]:
+        """Answers that may end before their length."""
+        body = {"prompt": [list(prompt) for prompt in prompts], "return_token_ids": True}
+        answer = json.loads(self._call("/v1/completions", body | {"temperature": 0} | more))
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        return [choice["token_ids"] for choice in choices]
+
+    def hang_up(self, prompt: Sequence[int], new_tokens: int) -> None:
+        """Asks for a stream, and leaves after its first token."""
+        body = {"prompt": list(prompt), "max_tokens": new_tokens, "ignore_eos": True}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        headers = {"Content-Type": "application/json"}
+        try:
+            connection.request(
+                "POST", "/v1/completions", json.dumps({**body, "stream": True}), headers
+            )
+            assert connection.getresponse().readline().startswith(b"data: ")
+        finally:
+            connection.close()
+
+    def metrics(self) -> dict[str, int]:
+        """vLLM's own counters and gauges, over all of their labels but the position."""
+        totals: Counter[str] = Counter()
+        for name, labels, value in re.findall(
+            r"^vllm:(\w+)\{([^}]*)\} ([\d.e+]+)$", self._call("/metrics"), re.MULTILINE
+        ):
+            position = re.search(r'position="(\d+)"', labels)
+            totals[name + (f" {position[1]}" if position else "")] += int(float(value))
+        return totals
 
     def is_ready(self) -> bool:
         """False while it starts; fails with its last words when it has ended."""

@@ -140,7 +140,8 @@ class TrafficEstimator:
     def _fold_classes(self, report: StepReport) -> None:
         self._mix = {}
         # Classes are of rows that may be drafted for.
-        drafted = max(1.0, report.batch_size * (1 - self._undrafted))
+        drafted = report.batch_size * (1 - self._undrafted) - report.ended_rows
+        drafted = max(1.0, drafted)
         for part in report.classes:
             known = self.classes.get(part.label)
             if known is None:
@@ -151,11 +152,12 @@ class TrafficEstimator:
                     known[belief.drafter].begin_from(belief.conditional, belief.exposures)
             for name, estimator in known.items():
                 if name == report.drafter:
-                    if estimator.fold(part.accepted_counts):
+                    if estimator.fold(part.accepted_counts, part.censored_counts):
                         estimator.forget()
                 else:
                     estimator.pass_by()
-            self._mix[part.label] = sum(part.accepted_counts) / drafted
+            rows = sum(part.accepted_counts) + sum(part.censored_counts)
+            self._mix[part.label] = rows / drafted
             self._used_at[part.label] = report.step
 
     def _has_room(self, step: int) -> bool:

@@ -90,20 +90,23 @@ class Cusum:
             found.append((*up, *down))
         return found
 
-    def fold(self, accepted_counts: Sequence[int]) -> int:
+    def fold(self, accepted_counts: Sequence[int], censored_counts: Sequence[int] = ()) -> int:
         """Takes a step's counts; returns the direction of a shift, 1 (better) or -1, else 0.
 
-        It is one when a sum has passed the limit; both restart then.
+        It is one when a sum has passed the limit; both restart then.  censored_counts: as
+        `AcceptanceEstimator.fold` takes them.
         """
         steps = self._steps
         if steps is None:
             # Most drafters that are believed do not run before the next decision.
             steps = self._steps = self._worked_out()
-        reached = sum(accepted_counts)
+        reached = sum(accepted_counts) + sum(censored_counts)
         up = down = 0.0
-        for failures, (good, bad, good_down, bad_down) in zip(
-            accepted_counts[:-1], steps, strict=False
+        for k, (failures, (good, bad, good_down, bad_down)) in enumerate(
+            zip(accepted_counts[:-1], steps, strict=False)
         ):
+            if censored_counts:
+                reached -= censored_counts[k]
             if reached == 0:
                 break
             reached -= failures

@@ -145,16 +145,16 @@ class AcceptanceEstimator:
     def fold(self, accepted_counts: Sequence[int], censored_counts: Sequence[int] = ()) -> int:
         """Takes one step's histogram (gamma + 1 counts).
 
-        censored_counts: gamma counts, entry k = sequences of which k drafts were accepted and no
-        more were drafted; or none.  A step with any is not tested for a shift.
+        censored_counts: gamma counts, entry k = sequences of which k drafts were accepted and
+        nothing more is known, because no more were drafted or the answer ended; or none.
 
         Returns 1 when the traffic has shifted to more accepted drafts, -1 to fewer, 0 else.  The
         caller decides what that means: `forget`, or another estimator.
         """
         direction = 0
-        if len(accepted_counts) > 1 and self.gamma_max > 0 and not censored_counts:
+        if len(accepted_counts) > 1 and self.gamma_max > 0:
             for alarm in self._alarms:
-                direction = alarm.fold(accepted_counts) or direction
+                direction = alarm.fold(accepted_counts, censored_counts) or direction
         return self._fold(accepted_counts, censored_counts, direction)
 
     def fold_aside(

@@ -63,16 +63,25 @@ class RememberedCurves:
         return self._expected
 
     def log_odds(
-        self, drafter: str, believed: Believed, accepted_counts: Sequence[int]
+        self,
+        drafter: str,
+        believed: Believed,
+        accepted_counts: Sequence[int],
+        censored_counts: Sequence[int] = (),
     ) -> list[float]:
         """Returns by state what a report of a drafter adds to the log of its odds.
 
         believed: of the current state.  accepted_counts: gamma + 1 counts of accepted drafts.
+        censored_counts: gamma counts, as `AcceptanceEstimator.fold` takes them, or none.
         """
-        sequences = reached = sum(accepted_counts)
+        sequences = reached = sum(accepted_counts) + sum(censored_counts)
         # What each of a state's logs is multiplied with.
         factors: list[float] = []
-        for failures, (q, trust) in zip(accepted_counts[:-1], believed, strict=False):
+        for k, (failures, (q, trust)) in enumerate(
+            zip(accepted_counts[:-1], believed, strict=False)
+        ):
+            if censored_counts:
+                reached -= censored_counts[k]
             if reached == 0:
                 break
             reached -= failures

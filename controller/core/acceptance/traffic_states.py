@@ -172,8 +172,7 @@ class TrafficStates:
         likely = self._predicted(self.hazards.expected)
         against = self._believed.get(report.drafter)
         if against is not None and report.gamma > 0:
-            exact, _ = report.drafted
-            odds = self.remembered_curves().log_odds(report.drafter, against, exact)
+            odds = self.remembered_curves().log_odds(report.drafter, against, *report.drafted)
             for k, log_odds in enumerate(odds, start=1):
                 likely[k] *= math.exp(log_odds)
         self._set(likely)

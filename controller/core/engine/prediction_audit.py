@@ -50,7 +50,8 @@ class PredictionAudit:
     def observe(self, arm: int, report: StepReport, predicted: float | None) -> None:
         """Counts a step.  arm: by index; predicted: seconds, None if it was not a plain one."""
         size = report.batch_size
-        self.expected_tokens += size * self._expected.item(arm, self._row_of(size))
+        rows = size - report.ended_rows
+        self.expected_tokens += rows * self._expected.item(arm, self._row_of(size))
         if predicted is None:
             return
         seconds, accepted = report.step_seconds, 0

@@ -20,21 +20,32 @@ STEPS: Final[tuple[Family[EngineSnapshot], ...]] = (
     ),
     Family(
         _COUNTER, "speculation_sequence_steps",
-        "Sequences that decoded, step by step, drafted for or not: the sum of all batch sizes.",
+        "Sequences that decoded, step by step, drafted for or not: the sum of all batch sizes, "
+        "without speculation_ended_sequence_steps_total.",
         lambda e: e.session.counters.sequence_steps, like="sglang:spec_verify_calls_total",
     ),
     Family(
+        _COUNTER, "speculation_ended_sequence_steps",
+        "Sequences that a step ran although their requests had ended, or had left the batch, while "
+        "it was on its way: the engine threw their tokens away, and no other counter has them.",
+        lambda e: e.session.counters.ended,
+    ),
+    Family(
         _COUNTER, "speculation_drafts",
-        "Drafts verified: one per step and sequence that something was drafted for.",
+        "Drafts verified: one per step and sequence of which a draft token was verified.",
         lambda e: e.session.counters.drafts, like="vllm:spec_decode_num_drafts_total",
     ),
     Family(
-        _COUNTER, "speculation_draft_tokens", "Draft tokens verified.",
+        _COUNTER, "speculation_draft_tokens",
+        "Draft tokens verified; not those that a grammar had taken away, and not up to the planned "
+        "draft length where a lookup found fewer.",
         lambda e: e.session.counters.drafted_tokens,
         unit="tokens", like="vllm:spec_decode_num_draft_tokens_total",
     ),
     Family(
-        _COUNTER, "speculation_accepted_tokens", "Draft tokens accepted (bonus tokens excluded).",
+        _COUNTER, "speculation_accepted_tokens",
+        "Draft tokens accepted (bonus tokens excluded), as verified: those behind the end of an "
+        "answer are among them.",
         lambda e: e.session.counters.accepted_tokens,
         unit="tokens", like="vllm:spec_decode_num_accepted_tokens_total",
     ),
@@ -73,9 +84,17 @@ STEPS: Final[tuple[Family[EngineSnapshot], ...]] = (
     ),
     Family(
         _COUNTER, "speculation_generated_tokens",
-        "Tokens gained: accepted draft tokens and one bonus token per sequence and step.",
-        lambda e: e.session.counters.generated_tokens,
-        unit="tokens", like="vllm:generation_tokens_total, sglang:generation_tokens_total",
+        "Tokens gained by verification: accepted draft tokens and one bonus token per sequence and "
+        "step. Some lie behind the end of an answer, see speculation_delivered_tokens_total.",
+        lambda e: e.session.counters.generated_tokens, unit="tokens",
+    ),
+    Family(
+        _COUNTER, "speculation_delivered_tokens",
+        "Tokens added to answers by the reported steps: without what a stop, the length or a "
+        "grammar cut off, and without the first token of each answer, which comes of its prompt. "
+        "Absent if the engine does not say.",
+        lambda e: e.session.counters.delivered, unit="tokens",
+        like="vllm:generation_tokens_total, sglang:generation_tokens_total (first tokens included)",
     ),
     Family(
         _COUNTER, "speculation_switched_steps",

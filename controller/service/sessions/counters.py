@@ -1,10 +1,11 @@
 """Adds up an engine's reports, for metrics and people."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from controller.core.plan import Reason
-from controller.core.step_report import NO_FLAGS, StepReport
+from controller.core.step_report import NO_FLAGS, RowGroup, StepReport
 
 # What a uint64 holds: counters that clients feed stop there.
 COUNT_MAX = 2**64 - 1
@@ -22,12 +23,13 @@ class Received:
 class StepCounters:
     """Counts what an engine's session has seen since its start; no counter ever decreases.
 
-    messages: those with reports.  drafts: sequences, step by step, for which something was drafted;
-    drafted_tokens: theirs.  by_length: entry k = sequences that accepted exactly k draft tokens,
-    drafted for or not.  unsteered, eager, switched, probing: steps.  lease_losses: times that
-    steered steps were followed by one that was not.  resets: times that the drafter went back to
-    earlier weights or was given others; swaps: that its version changed.  alone: the last step was
-    not steered (None before the first).
+    messages: those with reports. drafts: sequences, step by step, for which something was drafted;
+    drafted_tokens: theirs. by_length: entry k = sequences that accepted exactly k draft tokens,
+    drafted for or not, with those of ended. ended: sequences, step by step, whose requests had
+    ended before. delivered: tokens added to answers, None if no report says it. unsteered, eager,
+    switched, probing: steps. lease_losses: times that steered steps were followed by one that was
+    not. resets: times that the drafter went back to earlier weights or was given others; swaps:
+    that its version changed. alone: the last step was not steered (None before the first).
     """
 
     reports: int = 0
@@ -39,6 +41,8 @@ class StepCounters:
     drafts: int = 0
     drafted_tokens: int = 0
     by_length: list[int] = field(default_factory=lambda: [0])
+    ended: int = 0
+    delivered: int | None = None
     unsteered: int = 0
     lease_losses: int = 0
     alone: bool | None = None
@@ -61,14 +65,12 @@ class StepCounters:
         for k, sequences in enumerate(counts):
             lengths[k] += sequences
         if report.groups:
-            for group in report.groups:
-                if group.gamma:
-                    rows = sum(group.accepted_counts)
-                    self.drafts += rows
-                    self.drafted_tokens += group.gamma * rows
+            self._count_groups(report.groups)
         elif report.gamma:
             self.drafts += report.batch_size
             self.drafted_tokens += report.gamma * report.batch_size
+        if report.delivered_tokens is not None:
+            self.delivered = (self.delivered or 0) + report.delivered_tokens
         if report.probe_id:
             self.probing += 1
         self.updates += report.update_seconds > 0
@@ -86,15 +88,24 @@ class StepCounters:
             self.lease_losses += alone and self.alone is not None
             self.alone = alone
 
+    def _count_groups(self, groups: Sequence[RowGroup]) -> None:
+        for group in groups:
+            rows = sum(group.accepted_counts)
+            if group.gamma:
+                self.drafts += rows
+                self.drafted_tokens += group.gamma * rows
+            elif group.ended:
+                self.ended += rows
+
     @property
     def sequence_steps(self) -> int:
         """Sequences that decoded, step by step: each of them gained one token at least."""
-        return sum(self.by_length)
+        return sum(self.by_length) - self.ended
 
     @property
     def drafts_by_length(self) -> list[int]:
         """Drafts of which exactly k tokens were accepted, from k = 0."""
-        undrafted = self.sequence_steps - self.drafts
+        undrafted = sum(self.by_length) - self.drafts
         return [self.by_length[0] - undrafted, *self.by_length[1:]]
 
     @property

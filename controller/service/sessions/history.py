@@ -89,8 +89,7 @@ class History:
 
 
 def _counters(counters: StepCounters) -> Sequence[float]:
-    sequences = sum(counters.by_length)
-    tokens = sequences + sum(k * count for k, count in enumerate(counters.by_length))
+    sequences, tokens = counters.sequence_steps, counters.generated_tokens
     return counters.reports, sequences, tokens, counters.step_seconds, counters.unsteered
 
 

@@ -75,10 +75,15 @@ RESOLVE_TOKENS: Final = (
     "sglang.srt.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens"
 )
+WORK_IN: Final = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor"
+    ".SchedulerBatchResultProcessor.process_batch_result_decode"
+)
 INTERNAL_STATE: Final[str] = _differs.INTERNAL_STATE
 # The hooks around a step of an engine that is ready to serve.
 STEP_TARGETS: Final = (
-    FORWARD, DRAFT, DRAFT_EXTEND, RESOLVE_TOKENS, INTERNAL_STATE, OWN_REQUESTS, REQUEST_KINDS,
+    FORWARD, DRAFT, DRAFT_EXTEND, RESOLVE_TOKENS, WORK_IN, INTERNAL_STATE, OWN_REQUESTS,
+    REQUEST_KINDS,
 )  # fmt: skip
 # The step of SGLang's configuration pipeline that settles speculation.
 RESOLUTION_STEP: Final = "handle_speculative_decoding"

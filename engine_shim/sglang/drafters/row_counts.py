@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -28,6 +28,8 @@ class RowCounts(NamedTuple):
     proposals: tuple[ProposalsEntry, ...]
 
 
+# Rows that were cut at the end of their answers: none.
+NOT_CUT: Final[Mapping[int, int]] = {}
 # Of a step whose rows are all alike.
 NOTHING_APART: Final = RowCounts((), ())
 
@@ -39,17 +41,25 @@ def count_rows(
     role: Role,
     lookup: int,
     mixture: int | None,
+    kept: Mapping[int, int] = NOT_CUT,
 ) -> RowCounts:
     """Counts a step.
 
     outcome_cpu: [B, 5], as `RowChoice.learn` returns it.  accepted: [B] accepted drafts, as the
     host counts them.  lookup, mixture: places in the introduction; mixture: of the main drafter's,
-    None if it has none.
+    None if it has none.  kept: tokens that the answers took of rows that were cut at their end.
     """
     chose, match, main_shown, free_shown, found = np.asarray(outcome_cpu, dtype=np.int64).T
     # Without a rule nobody knows what the mixture would have done.
     has_rule, chose = bool((chose >= 0).all()), chose > 0
     counted = np.array(accepted, dtype=np.int64)
+    if kept:
+        # What lies behind the end of an answer shows nothing: a step shows found + 1 tokens.
+        found = found.copy()
+        for row, tokens in kept.items():
+            found[row] = tokens - 1
+        main_shown = np.minimum(main_shown, found + 1)
+        free_shown = np.minimum(free_shown, found + 1)
     groups: list[GroupEntry] = []
     proposals = [
         _proposals(lookup, int(length), free_shown[match == length], found[match == length], gamma)

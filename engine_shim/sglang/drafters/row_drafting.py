@@ -8,7 +8,7 @@ result that SGLang copies anyway.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -187,28 +187,29 @@ class RowDrafting(Attempts):
         self,
         result: Any,
         accepted: Sequence[int],
-        undrafted: Sequence[int],
+        left: Collection[int],
+        kept: Mapping[int, int],
         gamma: int,
         index: int,
     ) -> RowCounts:
         """Counts the rows of a step whose result is on the CPU; at gamma 0, the watched ones.
 
-        undrafted: rows that are left out.  index: of the drafter that ran, by its place in the
-        introduction.
+        left: rows that are left out.  kept: tokens that the answers took of rows that were cut at
+        their end.  index: of the drafter that ran, by its place in the introduction.
         """
         outcome_cpu = getattr(result, _OUTCOME, None)
         if outcome_cpu is None:
             return NOTHING_APART
-        if undrafted:
-            left = set(undrafted)
-            kept = [row for row in range(len(accepted)) if row not in left]
-            outcome_cpu = outcome_cpu.numpy()[kept]
-            accepted = [accepted[row] for row in kept]
+        if left:
+            rows = [row for row in range(len(accepted)) if row not in left]
+            outcome_cpu = outcome_cpu.numpy()[rows]
+            accepted = [accepted[row] for row in rows]
+            kept = {place: kept[row] for place, row in enumerate(rows) if row in kept}
         if gamma == 0:
             return count_watched(outcome_cpu, _OWN, self.lookup)
         role = self.roles[index]
         mixture = None if role.main is None else self._mixtures.get(role.main)
-        return count_rows(outcome_cpu, accepted, gamma, role, self.lookup, mixture)
+        return count_rows(outcome_cpu, accepted, gamma, role, self.lookup, mixture, kept)
 
     def verified_by(self, index: int) -> int:
         """Returns the place of the drafter that a step uses where it does not mix."""

@@ -77,8 +77,8 @@ class ShimWatch:
 
         for name in _AROUND:
             setattr(EngineHooks, name, self._timed(getattr(EngineHooks, name)))
-        name = "own_requests"
-        setattr(EngineHooks, name, self._timed_after(getattr(EngineHooks, name)))
+        for name in ("own_requests", "after_working_in"):
+            setattr(EngineHooks, name, self._timed_after(getattr(EngineHooks, name)))
 
     def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def timed(hooks: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

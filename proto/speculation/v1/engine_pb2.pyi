@@ -695,6 +695,7 @@ class StepReport(_message.Message):
     PROPOSALS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     LEARNT_FROM_FIELD_NUMBER: _builtins.int
+    DELIVERED_TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Engine-side counter of decode steps, strictly increasing within a session."""
     batch_size: _builtins.int
@@ -724,6 +725,11 @@ class StepReport(_message.Message):
     changes them again.  Another one: they are stored as `draft_version`, and no plan has named it
     yet; a sidecar whose plans name `learnt_from` takes `draft_version` in its place.
     """
+    delivered_tokens: _builtins.int
+    """Tokens that the step added to answers: what a stop, the length or a grammar cut off is not among
+    them.  The first token of an answer is not either, since the pass over its prompt gives it.
+    Absent: the engine does not say.
+    """
     @_builtins.property
     def accepted_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """accepted_counts[k] = sequences that accepted exactly k draft tokens (bonus token excluded);
@@ -751,12 +757,16 @@ class StepReport(_message.Message):
         """The rows of the step by what was verified in them, where not all rows are alike: they used
         different drafters, or widths, or some must not be drafted for.  None: one group, which is
         `drafter`, `gamma` and `accepted_counts`.  Else `drafter` is the arm that ran (a mixture, say),
-        `gamma` the widest group's, and `accepted_counts` the sum of all groups.
+        `gamma` its draft length, which no group is wider than, and `accepted_counts` the sum of all
+        groups.
         """
 
     @_builtins.property
     def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposalCounts]:
-        """What drafters would have given, whether they were used or not: evidence about idle ones."""
+        """What drafters would have given, whether they were used or not: evidence about idle ones.  With
+        an entry of `drafter` itself, the evidence about it is there, and not in the counts above: where
+        an answer ended within the step, say, so that what was verified behind its end shows nothing.
+        """
 
     def __init__(
         self,
@@ -779,13 +789,19 @@ class StepReport(_message.Message):
         proposals: _abc.Iterable[Global___ProposalCounts] | None = ...,
         prefill_tokens: _builtins.int = ...,
         learnt_from: _builtins.int | None = ...,
+        delivered_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_learnt_from", b"_learnt_from", "flags", b"flags", "learnt_from", b"learnt_from"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_delivered_tokens", b"_delivered_tokens", "_learnt_from", b"_learnt_from", "delivered_tokens", b"delivered_tokens", "flags", b"flags", "learnt_from", b"learnt_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learnt_from", b"_learnt_from", "accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "classes", b"classes", "confidences", b"confidences", "draft_version", b"draft_version", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "groups", b"groups", "kv_tokens", b"kv_tokens", "learnt_from", b"learnt_from", "plan_epoch", b"plan_epoch", "prefill_tokens", b"prefill_tokens", "probe_id", b"probe_id", "proposals", b"proposals", "step", b"step", "step_seconds", b"step_seconds", "update_seconds", b"update_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delivered_tokens", b"_delivered_tokens", "_learnt_from", b"_learnt_from", "accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "classes", b"classes", "confidences", b"confidences", "delivered_tokens", b"delivered_tokens", "draft_version", b"draft_version", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "groups", b"groups", "kv_tokens", b"kv_tokens", "learnt_from", b"learnt_from", "plan_epoch", b"plan_epoch", "prefill_tokens", b"prefill_tokens", "probe_id", b"probe_id", "proposals", b"proposals", "step", b"step", "step_seconds", b"step_seconds", "update_seconds", b"update_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__delivered_tokens: _TypeAlias = _typing.Literal["delivered_tokens"]  # noqa: Y015
+    _WhichOneofArgType__delivered_tokens: _TypeAlias = _typing.Literal["_delivered_tokens", b"_delivered_tokens"]  # noqa: Y015
     _WhichOneofReturnType__learnt_from: _TypeAlias = _typing.Literal["learnt_from"]  # noqa: Y015
     _WhichOneofArgType__learnt_from: _TypeAlias = _typing.Literal["_learnt_from", b"_learnt_from"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__delivered_tokens) -> _WhichOneofReturnType__delivered_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__learnt_from) -> _WhichOneofReturnType__learnt_from | None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
@@ -799,11 +815,19 @@ class RowGroup(_message.Message):
     DRAFTER_FIELD_NUMBER: _builtins.int
     GAMMA_FIELD_NUMBER: _builtins.int
     ACCEPTED_COUNTS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     drafter: _builtins.str
     """One of the engine's, not a mixture; empty for rows whose requests must not be drafted for.
     Those are a group of gamma 0 in every step, whatever the others run.
     """
     gamma: _builtins.int
+    """Draft tokens that were verified in each row.  0 in a step that drafted: none were left of these
+    rows' drafts, because a grammar forbade them, or because a lookup found nothing.
+    """
+    ended: _builtins.bool
+    """The rows of requests that had ended, or had left the batch, before the result was read: the step
+    ran them, and the engine threw their tokens away.  A group of gamma 0.
+    """
     @_builtins.property
     def accepted_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """gamma + 1 counts; all groups together count each row of the batch once."""
@@ -814,10 +838,11 @@ class RowGroup(_message.Message):
         drafter: _builtins.str = ...,
         gamma: _builtins.int = ...,
         accepted_counts: _abc.Iterable[_builtins.int] | None = ...,
+        ended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "drafter", b"drafter", "gamma", b"gamma"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "drafter", b"drafter", "ended", b"ended", "gamma", b"gamma"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -876,23 +901,31 @@ class ClassCounts(_message.Message):
 
     LABEL_FIELD_NUMBER: _builtins.int
     ACCEPTED_COUNTS_FIELD_NUMBER: _builtins.int
+    CENSORED_COUNTS_FIELD_NUMBER: _builtins.int
     label: _builtins.str
     """1 to 64 printable characters.  A short list of labels: the sidecar estimates 8 of them apart,
     and any further ones as part of all traffic.
     """
     @_builtins.property
     def accepted_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """gamma + 1 counts, as StepReport.accepted_counts."""
+        """gamma + 1 counts, as StepReport.accepted_counts, without the rows of censored_counts."""
+
+    @_builtins.property
+    def censored_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """gamma counts, or none: entry k = rows of which at least k drafts were accepted and nothing more
+        is known, because their answers ended there.
+        """
 
     def __init__(
         self,
         *,
         label: _builtins.str = ...,
         accepted_counts: _abc.Iterable[_builtins.int] | None = ...,
+        censored_counts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "label", b"label"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "censored_counts", b"censored_counts", "label", b"label"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,9 +6,10 @@ What docs/losslessness.md claims.  Every answer has to be the one of an engine t
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from threading import Thread
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from lab.cpu_engine.models.prompts import held_out_prompts
 from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.mixture_rules import rules_of
+from tests.support.reported_counts import counted, shown
 from tests.support.request_kinds import (
     GREEDY,
     LONG,
@@ -86,7 +88,7 @@ def engine(
     }
     sidecar.rules = rules_of(("eagle3+ngram", "dflash+ngram"), GAMMAS)
     options = [
-        *EAGLE3, *GRAMMAR,
+        *EAGLE3, *GRAMMAR, "--enable-metrics",
         "--chunked-prefill-size", str(CHUNK),
         "--cuda-graph-bs-decode", "1", "2", "4", "8", "16",
     ]  # fmt: skip
@@ -180,6 +182,111 @@ def test_who_hangs_up_or_is_aborted_disturbs_nobody(
     check_same(engine.ask(decoded.requests["greedy"]), expected)
     # SGLang ends itself where its memory is not all free again while it is idle.
     assert engine.process.poll() is None
+
+
+@dataclass
+class Tally:
+    """SGLang's own counts of requests that it has answered."""
+
+    requests: int = 0
+    tokens: int = 0
+    verified: int = 0
+    accepted: int = 0
+    proposed: int = 0
+    histogram: Counter[int] = field(default_factory=Counter)
+
+    def add(self, answer: Mapping[str, Any]) -> None:
+        meta = answer["meta_info"]
+        self.requests += 1
+        self.tokens += meta["completion_tokens"]
+        self.verified += meta.get("spec_verify_ct", 0)
+        self.accepted += meta.get("spec_num_correct_drafts", 0)
+        self.proposed += meta.get("spec_num_proposed_drafts", 0)
+        for accepted, steps in enumerate(meta.get("spec_correct_drafts_histogram", ())):
+            self.histogram[accepted] += steps
+
+
+def test_counts_are_sglangs_own(
+    engine: EngineProcess, sidecar: ScriptedSidecar, decoded: Plain
+) -> None:
+    """Every kind of end, at every draft length of the first drafter, asleep and awake."""
+    eventually(lambda: engine.running() == 0, within=60.0, what="nothing runs")
+    arms: list[Arm] = [*((gamma, False, 0) for gamma in GAMMAS), (0, True, 0)]
+    drawn = random.Random(7).choices(arms, k=997)
+    before = sidecar.run(lambda count: drawn[count % len(drawn)])
+    scraped = engine.counters()
+    tally = Tally()
+    kinds = ("JSON schema", "regular expression", "EBNF", "stop strings", "stop tokens", "n")
+    bodies = [decoded.requests[kind] for kind in kinds]
+    bodies += [
+        {"input_ids": PROMPTS, "sampling_params": GREEDY | {"max_new_tokens": length}}
+        for length in (1, 2, 3)
+    ]
+    alone = {"custom_params": {"speculation": False}}
+    bodies.append({"input_ids": PROMPTS[:2], "sampling_params": GREEDY | alone})
+    answers: list[Answers] = []
+    threads = [Thread(target=lambda body=body: answers.append(engine.ask(body))) for body in bodies]
+    forever = {"input_ids": PROMPTS[3], "sampling_params": GREEDY | {"max_new_tokens": 1500}}
+    with engine.stream(forever | {"rid": "counted"}) as events:
+        next(events)
+        for thread in threads:
+            thread.start()
+        engine.abort("counted")
+        *_, last = events
+    for thread in threads:
+        thread.join(120)
+    assert len(answers) == len(bodies)
+    for answer in [last, *(one for part in answers for one in part)]:
+        tally.add(answer)
+    reports = sidecar.reports_since(before, tally.verified)
+    ours = counted(reports)
+    # Rows, but for those of requests that had ended while their last step was on its way.
+    assert ours.sequence_steps == tally.verified
+    assert ours.ended > 0
+    assert ours.accepted_tokens == tally.accepted
+    assert {k: n for k, n in enumerate(ours.by_length) if k and n} == {
+        k: n for k, n in tally.histogram.items() if k and n
+    }
+    assert ours.by_length[0] - ours.ended == tally.histogram[0]
+    # First tokens are of prompts' passes; what was cut off is verified, and not delivered.
+    assert ours.delivered == tally.tokens - tally.requests
+    assert ours.generated_tokens > ours.delivered
+    # SGLang counts the draft length of its start in every step, whatever ran.
+    assert tally.proposed % tally.verified == 0
+    assert 0 < ours.drafted_tokens < tally.proposed
+    assert ours.drafted_tokens == sum(
+        group.gamma * sum(group.accepted_counts)
+        for report in reports
+        for group in (report.groups or [report])
+    )
+
+    def told() -> bool:
+        found = engine.counters()
+        verified, tokens = (
+            found[name] - scraped[name] for name in ("spec_verify_calls", "generation_tokens")
+        )
+        return (verified, tokens) == (ours.sequence_steps, tally.tokens)
+
+    eventually(told, what="SGLang's counters say the same")
+
+
+def test_what_lies_behind_the_end_of_an_answer_shows_nothing(
+    engine: EngineProcess, sidecar: ScriptedSidecar
+) -> None:
+    """The prompt's pass gives the first token of three, so that one draft of seven is compared."""
+    eventually(lambda: engine.running() == 0, within=60.0, what="nothing runs")
+    before = sidecar.run(lambda _: (7, False, 0))
+    three = {"input_ids": PROMPTS * 4, "sampling_params": GREEDY | {"max_new_tokens": 3}}
+    engine.ask({"input_ids": PROMPTS[0], "sampling_params": GREEDY | {"max_new_tokens": 3}})
+    answers = engine.ask(three)
+    verified = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+    reports = sidecar.reports_since(before, verified)
+    exact, censored = shown(reports, 7)
+    counts = counted(reports)
+    # Some rows have accepted more than their answers took.
+    assert sum(counts.by_length[3:]) > 0
+    assert sum(exact[2:]) == 0
+    assert censored[2] == sum(counts.by_length[2:])
 
 
 # Answers of so many tokens, each sampling so often, in so many requests of each at once.

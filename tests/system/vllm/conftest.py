@@ -48,7 +48,7 @@ def decoded_plainly(
     found = run_job(tmp_path_factory.mktemp("plain"), engines, requests)
     for answer in found.values():
         assert answer["scheduler"] == "Scheduler"
-        assert answer["metrics"] == {}
+        assert not any("spec_decode" in name for name in answer["metrics"])
     return {target: answer["tokens"] for target, answer in found.items()}
 
 

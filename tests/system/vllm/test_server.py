@@ -3,9 +3,13 @@
 One server for all tests, which build on each other.
 """
 
+import re
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +17,11 @@ import grpc
 import pytest
 
 from controller.core.cost.profile import Profile
+from lab.harness.ports import free_port
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.engine import EAGLE3, serving
 from tests.support.eventually import eventually
+from tests.support.request_kinds import SCHEMA
 from tests.support.sidecar_process import SidecarProcess, controller, sidecar_process
 from tests.support.vllm_engine import VllmServer, eagle3, vllm_serving
 
@@ -33,6 +39,7 @@ class Stand:
     folder: Path
     sidecar: SidecarProcess
     server: VllmServer
+    metrics_port: int
 
     @property
     def address(self) -> str:
@@ -47,6 +54,18 @@ class Stand:
 
     def reports(self) -> int:
         return self.engines()[ENGINE].reports
+
+    def counters(self) -> dict[str, int]:
+        """What the sidecar counts of the engine, by name and position."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics") as answer:
+            text = answer.read().decode()
+        found = re.findall(
+            rf'^speculation_(\w+)_total\{{engine="{ENGINE}"(?:,position="(\d+)")?\}} ([\d.e+]+)$',
+            text,
+            re.MULTILINE,
+        )
+        # Delivered tokens are unknown before the first report.
+        return Counter({" ".join(filter(None, key)): int(float(value)) for *key, value in found})
 
     @contextmanager
     def pinned(self, gamma: int) -> Iterator[None]:
@@ -65,7 +84,9 @@ class Stand:
 @pytest.fixture(scope="module")
 def stand(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     folder = tmp_path_factory.mktemp("server")
-    with sidecar_process(folder, log=folder / "sidecar.log") as sidecar:
+    port = free_port()
+    scraped = "--metrics-port", str(port)
+    with sidecar_process(folder, *scraped, log=folder / "sidecar.log") as sidecar:
         variables = {
             "SPECULATION_SIDECAR": sidecar.address,
             "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
@@ -73,7 +94,7 @@ def stand(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
             "SPECULATION_GRACE_SECONDS": "0.5",
         }
         with vllm_serving(folder, eagle3(draft), variables) as server:
-            yield Stand(folder, sidecar, server)
+            yield Stand(folder, sidecar, server, port)
 
 
 def test_it_introduces_itself_and_is_steered_exactly(
@@ -125,6 +146,64 @@ def test_a_client_can_do_without_drafts(
         assert stand.server.counters() == before
         stand.server.generate(prompts[:2], 16, {"speculation": True})
         assert stand.server.counters()["drafts"] > before["drafts"]
+
+
+def test_counts_are_vllms_own(stand: Stand, prompts: list[list[int]]) -> None:
+    """Every kind of end, at every draft length, beside each other."""
+    server, reported = stand.server, stand.counters()
+    before = server.metrics()
+    firsts = answered = 0
+
+    def play() -> list[list[int]]:
+        grammar = {"json": SCHEMA}
+        asks: list[Callable[[], list[list[int]]]] = [
+            lambda: server.complete(prompts[:2], max_tokens=60, structured_outputs=grammar),
+            lambda: server.complete(prompts[2:4], max_tokens=40, stop=[",", "e", "1"]),
+            lambda: server.generate(prompts[4:6], 3),
+            lambda: server.generate(prompts[:1], 1),
+            lambda: server.generate(prompts[:1], 12, {"speculation": False}),
+        ]
+        with ThreadPoolExecutor(len(asks) + 1) as pool:
+            left = pool.submit(server.hang_up, prompts[6], 200)
+            answers = [tokens for ask in pool.map(lambda ask: ask(), asks) for tokens in ask]
+            left.result()
+        return answers
+
+    for gamma in (7, 1, 0, 3, 5):
+        with stand.pinned(gamma):
+            answers = play()
+            firsts += len(answers) + 1
+            answered += sum(map(len, answers))
+    eventually(lambda: server.metrics()["num_requests_running"] == 0, what="nothing runs")
+
+    def counted() -> tuple[dict[str, int], dict[str, int]]:
+        """Ours, and vLLM's, by our names."""
+        after, now = server.metrics(), stand.counters()
+        theirs = {
+            name: after[f"spec_decode_num_{name}_total"] - before[f"spec_decode_num_{name}_total"]
+            for name in ("drafts", "draft_tokens", "accepted_tokens")
+        }
+        for place in range(GAMMAS[-1]):
+            name = f"spec_decode_num_accepted_tokens_per_pos_total {place}"
+            theirs[f"accepted_tokens_per_pos {place}"] = after[name] - before[name]
+        tokens = after["generation_tokens_total"] - before["generation_tokens_total"]
+        theirs["delivered_tokens"] = tokens - firsts
+        return {name: now[name] - reported[name] for name in theirs}, theirs
+
+    def agree() -> bool:
+        ours, theirs = counted()
+        return ours == theirs
+
+    with suppress(AssertionError):
+        eventually(agree, within=30.0, what="the last reports have arrived")
+    ours, theirs = counted()
+    assert ours == theirs
+    assert 0 < ours["accepted_tokens"] < ours["draft_tokens"]
+    # What was cut off at an end was verified, and not delivered; a hang-up was delivered to nobody.
+    now = stand.counters()
+    gained = now["generated_tokens"] - reported["generated_tokens"]
+    assert gained > ours["delivered_tokens"] > answered - firsts
+    assert now["dropped_reports"] == 0
 
 
 def test_its_steps_are_profiled(stand: Stand) -> None:

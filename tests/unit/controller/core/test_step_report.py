@@ -37,6 +37,10 @@ def proposals(*parts):
     [
         ({"accepted_counts": (1, 1, 1)}, "do not sum to batch_size 4"),
         ({"accepted_counts": (1, 3)}, "gamma 2 needs 3"),
+        ({"delivered_tokens": 13}, "more than 4 sequences get at gamma 2"),
+        ({"groups": (RowGroup("mtp", 2, (1, 1, 2), ended=True),)}, "a group of gamma 2"),
+        ({"classes": (ClassCounts("a", (1, 0, 0), (0, 4)),)}, "more sequences than the step has"),
+        ({"classes": (ClassCounts("a", (1, 0, 0), (0,)),)}, "2 or none, of at least one"),
         ({"accepted_counts": (-1, 3, 2)}, "do not sum"),
         ({"gamma": 65, "accepted_counts": (4,) + (0,) * 65}, "gamma 65 is outside"),
         ({"gamma": -1, "accepted_counts": ()}, "gamma -1 is outside"),
@@ -102,3 +106,23 @@ def test_a_narrow_row_that_was_accepted_whole_is_censored_at_its_width():
 def test_proposals_are_summed_over_match_lengths():
     parts = proposals(("ngram", 0, (1, 0)), ("ngram", 4, (0, 1, 0), (0, 2)))
     assert StepReport(**GOOD, proposals=parts).shown == {"ngram": ([1, 1, 0], [0, 2])}
+
+
+def test_what_a_step_shows_of_its_own_drafter_is_said_apart_where_answers_ended():
+    own = proposals(("mtp", 0, (1, 1, 1), (0, 1)))
+    report = StepReport(**GOOD, proposals=own)
+    assert report.drafted == ([1, 1, 1], [0, 1])
+    idle = proposals(("ngram", 0, (0, 4, 0), (0, 0)))
+    assert StepReport(**GOOD, proposals=idle).drafted == ((1, 1, 2), ())
+
+
+def test_rows_that_had_ended_show_nothing():
+    parts = groups(("mtp", 2, (0, 1, 2)), ("mtp", 0, (1,), True))
+    report = StepReport(**GOOD, groups=parts)
+    assert report.drafted == ([0, 1, 2], ())
+    assert (report.ended_rows, report.undrafted_share) == (1, 0.0)
+
+
+def test_classes_may_have_sequences_of_which_not_all_is_known():
+    part = ClassCounts("code", (1, 1, 0), (0, 2))
+    assert StepReport(**GOOD, classes=(part,)).classes == (part,)

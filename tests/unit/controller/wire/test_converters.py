@@ -119,6 +119,9 @@ _PROPOSALS = (
 )
 
 
+NOBODY = RowGroup("mtp", 0, (0,), ended=True)
+
+
 @st.composite
 def reports(draw: st.DrawFn) -> StepReport:
     counts = draw(st.lists(st.integers(0, 100), min_size=1, max_size=9).filter(any))
@@ -141,7 +144,10 @@ def reports(draw: st.DrawFn) -> StepReport:
         draw(uint64),
         draw(st.sampled_from([(), tuple(classes)])),
         draw(st.just(()) | sure),
-        groups=draw(st.sampled_from([(), (RowGroup("mtp", len(counts) - 1, tuple(counts)),)])),
+        groups=draw(
+            st.sampled_from([(), (RowGroup("mtp", len(counts) - 1, tuple(counts)), NOBODY)])
+        ),
+        delivered_tokens=draw(st.none() | st.integers(0, sum(counts))),
         proposals=draw(st.sampled_from([(), _PROPOSALS])) if sum(counts) > 1 else (),
         prefill_tokens=draw(st.integers(0, 1 << 24)),
         learnt_from=draw(st.none() | st.integers(0, 1 << 24)),

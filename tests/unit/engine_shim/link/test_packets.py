@@ -37,19 +37,21 @@ def test_a_plan_comes_back_as_it_was_sent(plan: PlanPacket):
     seconds=st.floats(),
     update=st.floats(width=32, allow_nan=False),
     learnt=st.none() | st.integers(0, 2**32 - 2),
+    delivered=st.none() | st.integers(0, 2**32 - 2),
 )
 def test_a_report_comes_back_as_it_was_sent(
-    gamma, data, drafter, flags, numbers, seconds, update, learnt
+    gamma, data, drafter, flags, numbers, seconds, update, learnt, delivered
 ):
     step, batch, kv, epoch, probe, session, dropped, version, prefill = numbers
     counts = data.draw(st.lists(UINT32, min_size=gamma + 1, max_size=gamma + 1))
     sent = packets.ReportPacket(
         step, batch, kv, drafter, gamma, tuple(counts), seconds, flags, epoch, probe, session,
         update, version, dropped, prefill, learnt_from=learnt,
+        delivered_tokens=delivered,
     )  # fmt: skip
     packet = packets.encode_report(sent)
     report = packets.decode_report(packet)
-    assert len(packet) == 74 + 4 * (gamma + 1)
+    assert len(packet) == 78 + 4 * (gamma + 1)
     assert report.step_seconds == seconds or math.isnan(seconds)
     assert report._replace(step_seconds=0.0) == sent._replace(step_seconds=0.0)
 
@@ -112,7 +114,7 @@ def test_a_plan_with_a_flipped_bit_is_a_plan_or_refused(plan: PlanPacket, data):
 def test_another_version_is_refused_by_name():
     packet = bytearray(packets.encode_plan(ONE_ROW))
     packet[0] = packets.VERSION + 1
-    with pytest.raises(PacketError, match="packet version 7, this end speaks 6"):
+    with pytest.raises(PacketError, match="packet version 8, this end speaks 7"):
         packets.decode_plan(packet)
 
 
@@ -165,7 +167,9 @@ def counts_of(width: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 GROUPS = GAMMAS.flatmap(
-    lambda gamma: st.builds(packets.GroupEntry, UINT8, st.just(gamma), counts_of(gamma + 1))
+    lambda gamma: st.builds(
+        packets.GroupEntry, UINT8, st.just(gamma), counts_of(gamma + 1), st.booleans()
+    )
 )
 PROPOSALS = GAMMAS.flatmap(
     lambda width: st.builds(
@@ -174,7 +178,9 @@ PROPOSALS = GAMMAS.flatmap(
 )
 
 
-CLASSES = st.builds(packets.ClassEntry, st.text(max_size=60), counts_of(4))
+CLASSES = st.builds(
+    packets.ClassEntry, st.text(max_size=60), counts_of(4), st.just(()) | counts_of(3)
+)
 
 
 @given(

@@ -55,13 +55,17 @@ def test_weights_learnt_online_are_said_to_be_learnt(learnt: int | None):
     assert (message.learnt_from if message.HasField("learnt_from") else None) == learnt
 
 
+ENDED = GroupEntry(0, 0, (4,), ended=True)
+
+
 def test_rows_that_differ_go_by_the_names_of_their_drafters():
     message = TRANSLATOR.report(
         REPORT._replace(
             prefill_tokens=77,
-            groups=(GroupEntry(1, 1, (0, 2)), GroupEntry(packets.NO_DRAFTER, 0, (1,))),
+            groups=(GroupEntry(1, 1, (0, 2)), GroupEntry(packets.NO_DRAFTER, 0, (1,)), ENDED),
             proposals=(ProposalsEntry(0, 3, (1, 0, 0), (0, 2)), ProposalsEntry(0, 0, (1, 0), (0,))),
-            classes=(ClassEntry("letters", (1, 0)),),
+            classes=(ClassEntry("letters", (1, 0)), ClassEntry("code", (0, 0), (1,))),
+            delivered_tokens=0,
         ),
         5,
     )
@@ -69,6 +73,7 @@ def test_rows_that_differ_go_by_the_names_of_their_drafters():
     assert list(message.groups) == [
         RowGroup(drafter="dflash", gamma=1, accepted_counts=[0, 2]),
         RowGroup(drafter="", gamma=0, accepted_counts=[1]),
+        RowGroup(drafter="eagle3", gamma=0, accepted_counts=[4], ended=True),
     ]
     assert list(message.proposals) == [
         ProposalCounts(
@@ -76,7 +81,11 @@ def test_rows_that_differ_go_by_the_names_of_their_drafters():
         ),
         ProposalCounts(drafter="eagle3", accepted_counts=[1, 0]),
     ]
-    assert list(message.classes) == [ClassCounts(label="letters", accepted_counts=[1, 0])]
+    assert list(message.classes) == [
+        ClassCounts(label="letters", accepted_counts=[1, 0]),
+        ClassCounts(label="code", accepted_counts=[0, 0], censored_counts=[1]),
+    ]
+    assert message.HasField("delivered_tokens")
 
 
 def rule(**changes):

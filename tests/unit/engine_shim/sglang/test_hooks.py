@@ -336,6 +336,7 @@ def test_a_failure_to_report_stops_reports_and_nothing_else(
     assert made.status()["reporting"]
     with caplog.at_level(logging.ERROR):
         tokens = made.around_resolve(lambda *_: [[1, 2]], None, result, batch())
+        made.after_working_in(None, None, batch(), result)
     assert tokens == [[1, 2]]
     assert not made.status()["reporting"]
     assert "no longer reported" in caplog.text
@@ -364,13 +365,15 @@ def test_results_of_other_forwards_are_not_reported() -> None:
 def test_context_lengths_that_only_the_requests_know_are_those_before_the_step() -> None:
     made = session(asleep=False, gamma=3)
     seen: list[int] = []
-    made.tap = SimpleNamespace(settle=lambda launch, _: seen.append(launch.kv_tokens))
+    made.tap = SimpleNamespace(settle=lambda launch, *_: seen.append(launch.kv_tokens))
     result, _ = run_step(made)
     result.speculation_launch.kv_tokens = None
     request = SimpleNamespace(
         kv=SimpleNamespace(kv_committed_len=8), finished_reason=None, is_retracted=False
     )
-    made.around_resolve(lambda *_: [[1]], None, result, SimpleNamespace(reqs=[request]))
+    decoding = SimpleNamespace(reqs=[request])
+    made.around_resolve(lambda *_: [[1]], None, result, decoding)
+    made.after_working_in(None, None, decoding, result)
     assert seen == [7]
 
 

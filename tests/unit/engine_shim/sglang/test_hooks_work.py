@@ -96,7 +96,12 @@ def test_a_plan_that_is_in_use_is_not_looked_up_again(engine: HookedSteps) -> No
         "EngineHooks.around_resolve": 1,
         "kv_tokens_before": 1,
         "kv_tokens_before.<locals>.<listcomp>": 1,
+        "ended_rows": 1,
+        "ended_rows.<locals>.<listcomp>": 1,
+        "EngineHooks.after_working_in": 1,
+        "kept_tokens": 1,
         "StepTap.settle": 1,
+        "StepTap._timed": 1,
         "EngineLink.report": 1,
         "encode_report": 1,
     }

@@ -67,17 +67,17 @@ def test_drafts_of_a_row_are_taken_out_and_its_own_token_stays():
 
 
 def test_rows_that_are_not_drafted_for_are_a_group_beside_the_others():
-    assert groups_with([1], (), 0, [2, 0, 1], 2) == (
+    assert groups_with([1], (), (), 0, [2, 0, 1], 2) == (
         GroupEntry(0, 2, [0, 1, 1]),
         GroupEntry(NO_DRAFTER, 0, (1,)),
     )
     mixed = (GroupEntry(0, 2, (0, 1, 0)), GroupEntry(2, 2, (0, 0, 1)))
-    assert groups_with([0], mixed, 0, [0, 1, 2], 2) == (*mixed, GroupEntry(NO_DRAFTER, 0, (1,)))
-    assert groups_with([0, 1], (), 0, [0, 0], 2) == (GroupEntry(NO_DRAFTER, 0, (2,)),)
+    assert groups_with([0], (), mixed, 0, [0, 1, 2], 2) == (*mixed, GroupEntry(NO_DRAFTER, 0, (1,)))
+    assert groups_with([0, 1], (), (), 0, [0, 0], 2) == (GroupEntry(NO_DRAFTER, 0, (2,)),)
 
 
 def test_classes_count_the_rows_that_have_one():
-    assert classes_of(["a", "", "b", "a"], [2, 1, 0, 0], 2) == (
+    assert classes_of(["a", "", "b", "a"], [2, 1, 0, 0], {}, 2) == (
         ClassEntry("a", [1, 0, 1]),
         ClassEntry("b", [1, 0, 0]),
     )
@@ -85,6 +85,6 @@ def test_classes_count_the_rows_that_have_one():
 
 def test_a_report_has_no_more_classes_than_it_may():
     labels = [f"class {number % 80}" for number in range(160)]
-    found = classes_of(labels, [0] * 160, 2)
+    found = classes_of(labels, [0] * 160, {}, 2)
     assert len(found) == CLASSES_MOST == MAX_REPORT_CLASSES
     assert {entry.accepted_counts[0] for entry in found} == {2}

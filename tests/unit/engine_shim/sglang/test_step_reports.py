@@ -14,8 +14,12 @@ from engine_shim.link.packets import (
     AFTER_GAP,
     EAGER_FALLBACK,
     FIRST_USE,
+    NO_DRAFTER,
     SWITCHED,
     UNSTEERED,
+    ClassEntry,
+    GroupEntry,
+    ProposalsEntry,
     ReportPacket,
 )
 from engine_shim.link.plan_follower import Source, StepChoice
@@ -24,6 +28,8 @@ from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses, Passes
 from engine_shim.sglang.step_reports import (
     Launch,
     StepTap,
+    ended_rows,
+    kept_tokens,
     kv_tokens_at_launch,
     kv_tokens_before,
 )
@@ -65,6 +71,18 @@ def tap(graph_batch_sizes: tuple[int, ...] = ()) -> tuple[StepTap, RecordingLink
     return StepTap(link, graph_batch_sizes, eager), link  # type: ignore[arg-type]
 
 
+def _now() -> float:
+    """By the clock that launches are given."""
+    return Launch(choice(0), None, None).started
+
+
+def settle_launch(steps: StepTap, launch: Launch, found: Any) -> None:
+    """Reads a result now, of which the answers take everything."""
+    launch.read_at = _now()
+    kept = [accepted + 1 for accepted in found.num_correct_drafts_per_req_cpu]
+    steps.settle(launch, found, kept)
+
+
 def settle(
     steps: StepTap,
     iteration: int | None,
@@ -77,7 +95,7 @@ def settle(
 ) -> None:
     launch = Launch(choice(gamma, source=source), iteration, 10)
     launch.asleep = asleep
-    steps.settle(launch, result(gamma, accept_lens, graph=graph))
+    settle_launch(steps, launch, result(gamma, accept_lens, graph=graph))
 
 
 @given(st.integers(0, 7).flatmap(lambda g: st.tuples(st.just(g), st.lists(st.integers(1, g + 1)))))
@@ -96,7 +114,7 @@ def test_the_histogram_counts_every_row_once_without_the_bonus_token(
 
 def test_the_gamma_that_ran_is_reported_not_the_one_that_was_chosen() -> None:
     steps, link = tap()
-    steps.settle(Launch(choice(5), 1, 10), result(3, [4, 1]))
+    settle_launch(steps, Launch(choice(5), 1, 10), result(3, [4, 1]))
     assert link.reports[0].gamma == 3
     assert link.reports[0].accepted_counts == [1, 0, 0, 1]
 
@@ -119,7 +137,7 @@ def test_a_forward_in_between_is_a_gap_timed_from_the_launch(
     clock.advance(0.05)
     launch = Launch(choice(3), iteration, 10)
     clock.advance(0.01)
-    steps.settle(launch, result(3, [1]))
+    settle_launch(steps, launch, result(3, [1]))
     assert link.reports[1].flags & AFTER_GAP
     assert link.reports[1].step_seconds == pytest.approx(0.01)
 
@@ -180,7 +198,7 @@ def test_a_drafters_pass_outside_its_graphs_is_flagged(eager: Passes, *, flagged
     steps, link = tap((1, 2))
     launch = Launch(choice(3), 1, 10)
     launch.eager = eager
-    steps.settle(launch, result(3, [1], graph=True))
+    settle_launch(steps, launch, result(3, [1], graph=True))
     assert bool(link.reports[0].flags & EAGER_FALLBACK) == flagged
 
 
@@ -188,8 +206,8 @@ def test_with_overlapped_steps_each_report_has_the_facts_of_its_own_launch() -> 
     steps, link = tap()
     first = Launch(choice(3, epoch=4, probe_id=9), 1, 100)
     second = Launch(choice(1, epoch=5), 2, 101)
-    steps.settle(first, result(3, [2]))
-    steps.settle(second, result(1, [2]))
+    settle_launch(steps, first, result(3, [2]))
+    settle_launch(steps, second, result(1, [2]))
     seen = [(r.step, r.gamma, r.plan_epoch, r.probe_id, r.kv_tokens) for r in link.reports]
     assert seen == [(1, 3, 4, 9, 100), (2, 1, 5, 0, 101)]
     assert all(r.session == 7 for r in link.reports)
@@ -204,7 +222,7 @@ def test_a_step_as_long_as_another_ranks_larger_batch_has_no_seconds_of_its_own(
 ) -> None:
     steps, link = tap(sizes)
     settle(steps, 1, 3, [1, 1])
-    steps.settle(Launch(choice(3), 2, 10, largest), result(3, [1, 1]))
+    settle_launch(steps, Launch(choice(3), 2, 10, largest), result(3, [1, 1]))
     assert bool(link.reports[-1].flags & AFTER_GAP) is flagged
 
 
@@ -223,3 +241,62 @@ def test_context_lengths_come_from_the_cpu_where_it_has_them() -> None:
     assert kv_tokens_at_launch(SimpleNamespace(seq_lens_sum=9, seq_lens_cpu=cpu)) == 9
     assert kv_tokens_at_launch(SimpleNamespace(seq_lens_sum=None, seq_lens_cpu=cpu)) == 7
     assert kv_tokens_at_launch(SimpleNamespace(seq_lens_sum=None, seq_lens_cpu=None)) is None
+
+
+def row(output: int, ends_at: int | None = None, *, ended: bool = False) -> Any:
+    """A request with so many output tokens, and where its answer ends, if it does."""
+    reason = "stop" if ended or ends_at is not None else None
+    return SimpleNamespace(
+        output_ids=[0] * output, finished_len=ends_at, finished_reason=reason, is_retracted=False
+    )
+
+
+def test_answers_take_what_lies_before_their_ends_only() -> None:
+    requests = [row(10), row(10, 8), row(10, 10), row(9, 9, ended=True), row(12, ended=True)]
+    assert ended_rows(requests) == [1, 2, 3, 4]
+    launch = Launch(choice(3), 1, 10)
+    launch.tokens = [[1] * 4, [1] * 4, [1] * 4, [1] * 4, [1] * 2]
+    # The fourth had ended before; a grammar has cut the last, and ended it.
+    launch.ended = [3]
+    assert kept_tokens(launch, requests) == [4, 2, 4, 0, 2]
+
+
+def test_rows_that_were_cut_show_what_their_answers_took_and_no_rejection() -> None:
+    steps, link = tap()
+    launch = Launch(choice(5), 1, 10)
+    launch.labels = ["a", "a", "b", "b"]
+    # Accepted 1, 4, 5 and 2 of 5; the second's answer took 2 tokens, the third's 5.
+    steps.settle(launch, result(5, [2, 5, 6, 3]), [2, 2, 5, 3])
+    (report,) = link.reports
+    assert report.accepted_counts == [0, 1, 1, 0, 1, 1]
+    assert report.groups == ()
+    assert report.delivered_tokens == 12
+    (own,) = report.proposals
+    assert own == ProposalsEntry(0, 0, [0, 1, 1, 0, 0, 1], [0, 0, 1, 0, 0])
+    assert report.classes == (
+        ClassEntry("a", [0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0]),
+        ClassEntry("b", [0, 0, 1, 0, 0, 1]),
+    )
+
+
+def test_rows_whose_requests_had_ended_are_a_group_that_shows_nothing() -> None:
+    steps, link = tap()
+    launch = Launch(choice(3), 1, 10)
+    launch.ended, launch.undrafted, launch.labels = [1, 2], [2, 3], ["a", "a", "", ""]
+    steps.settle(launch, result(3, [3, 4, 1, 1]), [3, 0, 0, 1])
+    (report,) = link.reports
+    assert report.accepted_counts == [3, 0, 1, 0]
+    assert report.groups == (
+        GroupEntry(0, 3, [0, 0, 1, 0]),
+        GroupEntry(NO_DRAFTER, 0, (1,)),
+        GroupEntry(0, 0, (2,), ended=True),
+    )
+    assert (report.proposals, report.delivered_tokens) == ((), 4)
+    assert report.classes == (ClassEntry("a", [0, 0, 1, 0]),)
+
+
+def test_a_step_without_drafts_is_never_cut() -> None:
+    steps, link = tap()
+    settle(steps, 1, 0, [1, 1])
+    (report,) = link.reports
+    assert (report.groups, report.proposals, report.delivered_tokens) == ((), (), 2)

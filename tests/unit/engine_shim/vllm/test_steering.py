@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from controller.core.step_report import StepReport
+from controller.wire.reports import report_from_proto
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import (
     AFTER_GAP,
@@ -14,12 +16,15 @@ from engine_shim.link.packets import (
     SWITCHED,
     UNSTEERED,
     GroupEntry,
+    ProposalsEntry,
 )
 from engine_shim.link.plan_follower import Source, StepChoice
+from engine_shim.link.wire import Translator
 from engine_shim.vllm import steered_scheduler, step_reports
 from engine_shim.vllm.settings import VllmSettings
 from engine_shim.vllm.steered_scheduler import Steering, may_not_be_drafted_for
 from engine_shim.vllm.step_reports import StepTap
+from speculation.v1.engine_pb2 import Drafter, EngineSpec
 from tests.unit.engine_shim.vllm.fakes import Link, choice, output, request, result
 
 GAMMAS = (0, 1, 3, 5)
@@ -68,8 +73,12 @@ class Engine:
             self.requests[name].num_computed_tokens += tokens
         return made
 
-    def finish(self, made: Any, sampled: Any) -> None:
-        found = self.steering.read(made, result(sampled), self.requests)
+    def finish(self, made: Any, sampled: Any, taken: Any = None) -> None:
+        """Works a result in.  taken: tokens of answers that end, of fewer than they got."""
+        got = result(sampled)
+        found = self.steering.read(made, got, self.requests)
+        for name, tokens in (taken or {}).items():
+            del got.sampled_token_ids[got.req_id_to_index[name]][tokens:]
         for name, tokens in sampled.items():
             if name not in self.requests:
                 continue
@@ -83,6 +92,12 @@ class Engine:
         made = self.schedule(scheduled, drafts)
         self.finish(made, sampled)
         return made
+
+
+def report_of(packet: Any) -> StepReport:
+    """A report as the sidecar sees it."""
+    engine = EngineSpec(drafters=[Drafter(name="eagle3", gammas=GAMMAS)])
+    return report_from_proto(Translator(engine).report(packet, 0))
 
 
 def flags(report: Any) -> int:
@@ -179,16 +194,56 @@ def test_rows_of_other_widths_are_groups():
     assert report.groups == (GroupEntry(0, 1, [0, 1]), GroupEntry(0, 3, [0, 0, 0, 1]))
 
 
-@pytest.mark.parametrize(
-    ("lookup", "grammar"), [(True, False), (False, True)], ids=["lookup", "grammar"]
-)
-def test_drafts_that_a_lookup_or_a_grammar_left_out_count_as_refused(lookup, grammar):
-    engine = Engine(choice(3), may_draft_less=lookup)
-    engine.add(request("a", use_structured_output=grammar), request("b"))
-    engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
-    engine.step({"a": 1, "b": 4}, {"b": 3}, {"a": 1, "b": 3})
+def test_what_a_lookup_did_not_find_was_not_verified_and_counts_as_refused():
+    engine = Engine(choice(3), may_draft_less=True)
+    engine.add(request("a"), request("b"), request("c"))
+    engine.step(dict.fromkeys("abc", 1), {}, dict.fromkeys("abc", 1))
+    engine.step({"a": 1, "b": 4, "c": 3}, {"b": 3, "c": 2}, {"a": 1, "b": 3, "c": 3})
     (report,) = engine.link.reports
-    assert (list(report.accepted_counts), report.groups) == ([1, 0, 1, 0], ())
+    assert (report.gamma, list(report.accepted_counts)) == (3, [1, 0, 2, 0])
+    assert report.groups == (
+        GroupEntry(0, 0, [1]), GroupEntry(0, 2, [0, 0, 1]), GroupEntry(0, 3, [0, 0, 1, 0]),
+    )  # fmt: skip
+    assert report.proposals == (ProposalsEntry(0, 0, [1, 0, 2, 0], [0, 0, 0]),)
+    assert not report.flags & MIXED_CHOICE
+
+
+def test_what_a_grammar_took_away_was_not_verified_and_shows_nothing():
+    engine = Engine(choice(3))
+    engine.add(request("a", use_structured_output=True), request("b", use_structured_output=True))
+    engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
+    engine.step({"a": 1, "b": 3}, {"b": 2}, {"a": 1, "b": 3})
+    (report,) = engine.link.reports
+    # The arm is that of the plan, though no row was as wide.
+    assert (report.gamma, list(report.accepted_counts)) == (3, [1, 0, 1, 0])
+    assert report.groups == (GroupEntry(0, 0, [1]), GroupEntry(0, 2, [0, 0, 1]))
+    assert report.proposals == ()
+    assert report_of(report).drafted == ([0, 0, 0, 0], [0, 0, 1])
+
+
+def test_padding_in_place_of_drafts_that_a_grammar_forbade_is_no_draft():
+    """As async scheduling leaves it."""
+    engine = Engine(choice(3), is_async=True)
+    engine.add(request("a", use_structured_output=True))
+    engine.step({"a": 1}, {}, {"a": 1})
+    made = engine.schedule({"a": 4}, {"a": 3})
+    made.num_invalid_spec_tokens = {"a": 2}
+    engine.finish(made, {"a": 1})
+    (report,) = engine.link.reports
+    assert (report.gamma, report.groups) == (3, (GroupEntry(0, 1, [1, 0]),))
+
+
+def test_a_row_that_was_cut_at_its_end_shows_what_the_answer_took():
+    engine = Engine(choice(3))
+    engine.add(*(request(name) for name in "abc"))
+    engine.step(dict.fromkeys("abc", 1), {}, dict.fromkeys("abc", 1))
+    made = engine.schedule(dict.fromkeys("abc", 4), dict.fromkeys("abc", 3))
+    # Of 4, 3 and 3 tokens; vLLM takes one of the first, one of the second, and all of the last.
+    engine.finish(made, {"a": 4, "b": 3, "c": 3}, {"a": 1, "b": 1})
+    (report,) = engine.link.reports
+    assert (list(report.accepted_counts), report.groups) == ([0, 0, 2, 1], ())
+    assert report.proposals == (ProposalsEntry(0, 0, [0, 0, 1, 0], [0, 2, 0]),)
+    assert report.delivered_tokens == 5
 
 
 def test_rows_drafted_under_another_choice_are_reported_as_mixed():
@@ -270,7 +325,7 @@ def test_only_false_keeps_a_request_from_being_drafted_for(extra, wish):
     assert not may_not_be_drafted_for(request("a", sampling_params=None))
 
 
-def test_requests_that_have_ended_are_forgotten_and_their_rows_are_not_counted():
+def test_requests_that_have_ended_are_forgotten_and_their_rows_are_a_group_of_their_own():
     engine = Engine(choice(3))
     engine.add(request("a"), request("b", extra={"speculation": False}), request("c"))
     engine.step(dict.fromkeys("abc", 1), {}, dict.fromkeys("abc", 1))
@@ -279,7 +334,11 @@ def test_requests_that_have_ended_are_forgotten_and_their_rows_are_not_counted()
     del engine.requests["c"]
     engine.finish(made, {"a": 4, "b": 1, "c": 4})
     (report,) = engine.link.reports
-    assert (report.batch_size, report.gamma) == (1, 0)
+    assert (report.batch_size, report.gamma, report.kv_tokens) == (3, 0, 33)
+    assert report.groups == (GroupEntry(NO_DRAFTER, 0, (1,)), GroupEntry(0, 0, (2,), ended=True))
+    # The step was as wide as the rows that had ended.
+    assert report.flags & MIXED_CHOICE
+    assert report.delivered_tokens == 1
     del engine.requests["a"], engine.requests["b"]
     engine.schedule({}, {}, finished=["a", "b", "c"])
     assert engine.steering.undrafted == set()
@@ -396,7 +455,7 @@ def test_an_ended_request_whose_cache_is_still_needed_is_forgotten():
 
 
 @pytest.mark.parametrize(("dropped", "rows"), [(True, 1), (False, 2)])
-def test_what_vllm_drops_after_a_preemption_of_all_is_no_row(dropped, rows):
+def test_what_vllm_drops_after_a_preemption_of_all_has_no_drafts(dropped, rows):
     engine = Engine(choice(3))
     engine.add(request("a"), request("b"))
     engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
@@ -405,7 +464,9 @@ def test_what_vllm_drops_after_a_preemption_of_all_is_no_row(dropped, rows):
     engine.requests["b"].drop_stale_output = dropped
     engine.finish(made, {"a": 2, "b": 4})
     (report,) = engine.link.reports
-    assert report.batch_size == rows
+    assert report.batch_size == 2
+    drafted = report.groups[0] if report.groups else GroupEntry(0, 3, report.accepted_counts)
+    assert sum(drafted.accepted_counts) == rows
 
 
 def test_a_preempted_request_has_lost_its_drafts_and_refused_none():

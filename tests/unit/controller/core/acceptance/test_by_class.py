@@ -9,7 +9,7 @@ from controller.core.acceptance.by_class import MAX_CLASSES, UNUSED_STEPS, Traff
 from controller.core.engine_spec import Arm, DrafterSpec
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
-from controller.core.step_report import ClassCounts, RowGroup, StepReport
+from controller.core.step_report import ClassCounts, ProposalCounts, RowGroup, StepReport
 
 SPECS = (
     DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 3)),
@@ -176,3 +176,21 @@ def test_two_changes_in_one_direction_are_two_if_they_are_apart():
         traffic.fold(report(1000 + i, {"all": (128, 0.6 if i < 200 else 0.2)}, rng))
     assert changes(traffic, 699) == pytest.approx(2.0)
     assert traffic.hazard.better == 0
+
+
+def test_rows_of_a_class_that_were_cut_at_their_end_are_no_rejections():
+    traffic = TrafficEstimator(SPECS, SETTINGS)
+    own = (ProposalCounts("mtp", 0, (0, 0, 0, 2), (0, 6, 0)),)
+    parts = (ClassCounts("code", (0, 0, 0, 2), (0, 6, 0)),)
+    for step in range(1, 200):
+        # As they were verified, six rows were rejected behind their first draft.
+        traffic.fold(
+            StepReport(
+                step, 8, 1000, "mtp", 3, (0, 6, 0, 2), 0.01, classes=parts, proposals=own
+            )
+        )  # fmt: skip
+    curves = traffic.curves()
+    assert curves.drafters["mtp"].conditional[1] > 0.9
+    code = curves.classes["code"]["mtp"]
+    assert code.conditional[1] > 0.9
+    assert code.exposures == curves.drafters["mtp"].exposures

@@ -27,3 +27,18 @@ def test_a_change_of_what_is_well_known_is_called_within_a_few_steps():
 def test_an_estimate_that_is_hardly_more_than_its_prior_learns_instead():
     assert steps_until_called(0.7, 2.0, learning=True) == 200
     assert steps_until_called(0.7, 2.0, learning=False) < 200
+
+
+def test_a_change_is_called_although_some_answers_end_in_every_step():
+    """One of eight rows is cut behind its first draft, and shows that draft."""
+    cusum = Cusum(SETTINGS)
+    cusum.believe([0.7, 0.7], [500.0, 300.0])
+    called = [cusum.fold([7, 0, 0], [0, 1]) for _ in range(12)]
+    assert -1 in called
+    cut, narrow = Cusum(SETTINGS), Cusum(SETTINGS)
+    for each in (cut, narrow):
+        each.believe([0.7, 0.7], [500.0, 300.0])
+    # A row that was cut behind its first draft shows what a step of one draft does.
+    cut.fold([3, 0, 0], [0, 1])
+    narrow.fold([3, 1])
+    assert 0 < cut._worse == narrow._worse

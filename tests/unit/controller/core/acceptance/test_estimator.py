@@ -224,6 +224,29 @@ def test_what_would_have_been_accepted_is_evidence_as_far_as_the_step_shows_it()
     assert curve.exposures[0] > curve.exposures[1] > curve.exposures[2] > 50
 
 
+def test_answers_that_end_at_once_do_not_look_like_rejections():
+    """Of three tokens, one by the prompt: 2 of 7 positions are shown, and estimated as they are."""
+    truth = [0.8] * 7
+    rng = random.Random(8)
+    estimator, all_counted = AcceptanceEstimator(7, SETTINGS), AcceptanceEstimator(7, SETTINGS)
+    for _ in range(600):
+        exact, censored, counts = [0] * 8, [0] * 7, [0] * 8
+        for _ in range(8):
+            # Behind the end of an answer drafts are hardly accepted.
+            accepted = draw(rng, 1, 7, truth[:2] + [0.1] * 5).index(1)
+            counts[accepted] += 1
+            if accepted >= 2:
+                censored[2] += 1
+            else:
+                exact[accepted] += 1
+        estimator.fold(exact, censored)
+        all_counted.fold(counts)
+    assert estimator.curve().conditional[:2] == pytest.approx(truth[:2], abs=0.05)
+    assert estimator.curve().exposures[2:] == [0.0] * 5
+    assert estimator.curve().conditional[2] > 0.7
+    assert all_counted.curve().conditional[2] < 0.2
+
+
 @given(st.lists(st.floats(0.05, 0.95), min_size=2, max_size=6), st.integers(1, 400))
 @settings(max_examples=60, deadline=None)
 def test_sensitivity_is_the_derivative_of_the_expectation(acceptance, weight):

@@ -75,3 +75,19 @@ def test_circumstances_are_counted():
     )  # fmt: skip
     assert (counters.eager, counters.switched, counters.resets) == (1, 1, 1)
     assert (counters.probing, counters.updates, counters.unsteered) == (1, 1, 0)
+
+
+def test_rows_that_had_ended_are_no_sequence_steps_and_nothing_of_theirs_is_a_draft():
+    rows = (RowGroup("mtp", 2, (1, 0, 2)), RowGroup("", 0, (1,)), RowGroup("mtp", 0, (3,), True))
+    mixed = StepReport(1, 7, 100, "mtp", 2, (5, 0, 2), 0.5, groups=rows, delivered_tokens=6)
+    counters = counted(mixed, mixed)
+    assert (counters.drafts, counters.drafted_tokens, counters.accepted_tokens) == (6, 12, 8)
+    assert (counters.sequence_steps, counters.ended) == (8, 6)
+    assert counters.generated_tokens == 16
+    assert counters.drafts_by_length == [2, 0, 4]
+    assert counters.delivered == 12
+
+
+def test_delivered_tokens_are_unknown_until_a_report_says_them():
+    assert counted(PLAIN).delivered is None
+    assert counted(PLAIN, replace(PLAIN, delivered_tokens=0)).delivered == 0

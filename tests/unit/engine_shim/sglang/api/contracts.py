@@ -39,6 +39,7 @@ HOOKS = {
     ),
     sglang_api.CARRIED_WIDTH: "hf_config, hidden_size, hc_mult",
     sglang_api.RESOLVE_TOKENS: "self, result, batch",
+    sglang_api.WORK_IN: "self, batch, result",
     sglang_api.INIT_GRAPHS: "self",
     attention_dp.ADAPTIVE_REASON: "server_args",
     attention_dp.RECEIVED: "self",
@@ -240,6 +241,9 @@ ATTRIBUTES = {
         "top_logprobs_nums",
     },
     "sglang.srt.managers.schedule_batch.Req": {
+        "finished_len",
+        "finished_reason",
+        "is_retracted",
         "kv",
         "lora_id",
         "origin_input_ids",

@@ -105,6 +105,9 @@ def test_a_decode_step_goes_through_every_hook(version: str) -> None:
     assert "_resolve_spec_v2_tokens" in wheel(version).calls(
         f"{RESULTS}.SchedulerBatchResultProcessor._normalize_decode_outputs"
     )
+    assert {"_normalize_decode_outputs", "update_finish_state"} <= wheel(version).calls(
+        sglang_api.WORK_IN
+    )
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     assert "init_model_worker" in wheel(version).calls(f"{scheduler}.__init__")
     assert "forward_batch_generation" in wheel(version).calls(f"{scheduler}.run_batch")

@@ -108,6 +108,19 @@ def test_a_lookup_that_drafts_alone_tells_of_itself_only():
     ]
 
 
+def test_what_lies_behind_the_end_of_an_answer_shows_nothing_of_a_proposal():
+    # Three accepted of 4 by the main drafter, of which the answer took 2; the lookup agreed with 1.
+    outcome = torch.tensor([[0, 5, 4, 1, 3], [0, 4, 2, 4, 3]])
+    counts = count_rows(
+        outcome, [3, 3], 4, Role(MAIN, is_mixed=True), LOOKUP, MIXTURE, kept={0: 2, 1: 2}
+    )
+    assert counted(counts) == {
+        (LOOKUP, 5, 1, False): 1,
+        (LOOKUP, 4, 2, True): 1,
+        (MAIN, 0, 2, True): 2,
+    }
+
+
 def test_at_gamma_0_first_tokens_are_compared_and_nothing_is_accepted():
     choice = RowChoice(8, "cpu")
     free = proposal([[5], [5], [6]], [3, 0, 2])
