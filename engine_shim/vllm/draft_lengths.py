@@ -27,7 +27,7 @@ class AtZero(StrEnum):
 
     NOTHING = "nothing"
     CONTEXT = "the new tokens' keys and values"
-    FIRST_PASS = "the first pass"
+    FIRST_FORWARD = "the first pass"
     WHOLE = "all of it"
 
 
@@ -49,7 +49,7 @@ SECOND_RUNNER: Final = 2
 # The method of vLLM's name "mtp" where the predictor has several modules, each a layer of its own.
 MTP_MODULES: Final = "mtp, several modules"
 
-_SHORTER: Final = DraftLength(Drafting.SHORTER, AtZero.FIRST_PASS)
+_SHORTER: Final = DraftLength(Drafting.SHORTER, AtZero.FIRST_FORWARD)
 _WHOLE: Final = DraftLength(Drafting.WHOLE, AtZero.WHOLE)
 _BLOCK: Final = DraftLength(Drafting.BLOCK, AtZero.WHOLE)
 
@@ -61,7 +61,7 @@ _FIRST: Final[Mapping[str, DraftLength]] = {
     "mtp": _SHORTER,
     MTP_MODULES: _SHORTER,
     "draft_model": _SHORTER,
-    "dflash": DraftLength(Drafting.BLOCK, AtZero.FIRST_PASS),
+    "dflash": DraftLength(Drafting.BLOCK, AtZero.FIRST_FORWARD),
     "ngram": DraftLength(Drafting.SHORTER, AtZero.NOTHING),
 }
 # `gpu/model_runner.py`: it gives no length to any method.

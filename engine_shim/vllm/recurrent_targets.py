@@ -70,9 +70,7 @@ def _has_state(group: Any) -> bool:
     spec = group.kv_cache_spec
     # Layers of one kind and several sizes share a group.
     parts = getattr(spec, "kv_cache_specs", None) or {"": spec}
-    return any(
-        base.__name__ == _STATE for part in parts.values() for base in type(part).__mro__
-    )
+    return any(base.__name__ == _STATE for part in parts.values() for base in type(part).__mro__)
 
 
 def _obstacle() -> str:

@@ -116,7 +116,9 @@ def _answered(
 def _drafting(version: str, config: Any) -> str:
     """What the draft length changes, and how to have it change more."""
     length = draft_length_of(version, config)
-    known = f"{length.drafting}; at a draft length of 0, {length.at_zero}" if length else "not known"
+    known = (
+        f"{length.drafting}; at a draft length of 0, {length.at_zero}" if length else "not known"
+    )
     concern = disregarded(version, config)
     return f"{known}. {concern[0].upper()}{concern[1:]}" if concern else known
 
