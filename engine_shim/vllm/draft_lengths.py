@@ -47,7 +47,7 @@ class DraftLength:
 FIRST_RUNNER: Final = 1
 SECOND_RUNNER: Final = 2
 # The method of vLLM's name "mtp" where the predictor has several modules, each a layer of its own.
-MTP_MODULES: Final = "mtp, several modules"
+MTP_MODULES: Final = "mtp with several modules"
 
 _SHORTER: Final = DraftLength(Drafting.SHORTER, AtZero.FIRST_FORWARD)
 _WHOLE: Final = DraftLength(Drafting.WHOLE, AtZero.WHOLE)
@@ -105,8 +105,8 @@ DRAFT_LENGTHS: Final[Mapping[str, Mapping[int, Mapping[str, DraftLength]]]] = {
 def runner_of(config: Any) -> int:
     """Which model runner an engine of this finished `VllmConfig` has: 1 or 2.
 
-    vLLM decides: 0.26 to 0.30 take the second one for dense targets without recurrent layers and a
-    list of others, 0.31 and newer for all that it supports; VLLM_USE_V2_MODEL_RUNNER overrules it.
+    vLLM decides: 0.26 to 0.28 take the second one for dense targets without recurrent layers and a
+    list of others, 0.29 and newer for all that it supports; VLLM_USE_V2_MODEL_RUNNER overrules it.
     Without Triton, as on a processor, it is the first.
     """
     return SECOND_RUNNER if config.use_v2_model_runner else FIRST_RUNNER
@@ -144,7 +144,10 @@ def disregarded(version: str, config: Any) -> str:
             f"{name} drafts num_speculative_tokens with {method} in every step, whatever the draft "
             "length is, 0 included"
         )
-    first = "set VLLM_USE_V2_MODEL_RUNNER=0 for the first runner, which drafts as many as planned"
+    first = (
+        "set VLLM_USE_V2_MODEL_RUNNER=0 for the first runner, whose drafting follows, and which "
+        "verifies with piecewise graphs"
+    )
     newer = _follows_from(method, version)
     ways = first + (f", or take vLLM {newer}" if newer else "")
     return f"{what}; a shorter length saves verification alone: {ways}"

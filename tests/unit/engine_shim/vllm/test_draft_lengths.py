@@ -1,5 +1,7 @@
 """What a draft length changes in an engine of vLLM, by version, model runner and method."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ from engine_shim.vllm.configuration import METHODS
 from engine_shim.vllm.draft_lengths import (
     DRAFT_LENGTHS,
     MTP_MODULES,
+    DraftLength,
     disregarded,
     method_of,
     unread_layers,
@@ -26,6 +29,41 @@ def config(method: str, runner: int, *, modules: int = 1, **drafter: Any) -> Any
             use_multi_module_mtp=lambda: modules > 1,
         ),
     )
+
+
+PAGE = Path(__file__).parents[4] / "docs" / "compatibility.md"
+ROW = re.compile(
+    r"^\| (?P<versions>0\.[0-9. to]+) \| (?P<runner>first|second) \| (?P<methods>[^|]+) "
+    r"\| (?P<drafting>[^|]+) \| (?P<at_zero>[^|]+) \|$",
+    re.MULTILINE,
+)
+
+
+def documented() -> dict[tuple[str, int, str], tuple[str, str]]:
+    """What docs/compatibility.md says of each version, runner and method."""
+    versions = list(DRAFT_LENGTHS)
+    found: dict[tuple[str, int, str], tuple[str, str]] = {}
+    for row in ROW.finditer(PAGE.read_text(encoding="utf-8")):
+        first, *rest = (f"{word}.0" for word in row["versions"].split(" to "))
+        last = rest[0] if rest else first
+        for version in versions[versions.index(first) : versions.index(last) + 1]:
+            for method in re.findall(r"`([^`]+)`", row["methods"]):
+                key = version, 1 if row["runner"] == "first" else 2, method
+                assert key not in found
+                found[key] = row["drafting"], row["at_zero"]
+    return found
+
+
+def test_the_documented_table_is_this_one():
+    def said(found: DraftLength) -> tuple[str, str]:
+        return str(found.drafting), str(found.at_zero)
+
+    assert documented() == {
+        (version, runner, method): said(found)
+        for version, runners in DRAFT_LENGTHS.items()
+        for runner, methods in runners.items()
+        for method, found in methods.items()
+    }
 
 
 def test_every_version_and_method_is_in_the_table():
