@@ -36,7 +36,7 @@ RUNNERS = {
     "1": (f"{_FIRST}.propose_draft_token_ids",),
     "2": (f"{_SECOND}.model_runner.GPUModelRunner.sample_tokens",),
 }
-DRAFTERS = {
+DRAFTERS: dict[str, dict[str, tuple[str, ...]]] = {
     "1": {
         "eagle": (f"{vllm_api.PROPOSER}.propose",),
         "ngram": (f"{vllm_api.NGRAM}.propose",),

@@ -1,4 +1,4 @@
-"""What a step's draft length changes in each version of vLLM, as its source says.
+"""Says what a step's draft length changes in each version of vLLM, as its source has it.
 
 Verification follows the length everywhere: the scheduler leaves room for as many drafts.  What
 drafting costs depends on the version, on which of its two model runners an engine has, and on the
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 
 class Drafting(StrEnum):
-    """How much is drafted in a step whose draft length is above 0."""
+    """Says how much is drafted in a step whose draft length is above 0."""
 
     SHORTER = "as many as asked for"
     BLOCK = "the whole block, in one pass"
@@ -23,7 +23,7 @@ class Drafting(StrEnum):
 
 
 class AtZero(StrEnum):
-    """What drafting costs in a step whose draft length is 0."""
+    """Says what drafting costs in a step whose draft length is 0."""
 
     NOTHING = "nothing"
     CONTEXT = "the new tokens' keys and values"
@@ -103,7 +103,7 @@ DRAFT_LENGTHS: Final[Mapping[str, Mapping[int, Mapping[str, DraftLength]]]] = {
 
 
 def runner_of(config: Any) -> int:
-    """Which model runner an engine of this finished `VllmConfig` has: 1 or 2.
+    """Returns the model runner of an engine with this finished `VllmConfig`: 1 or 2.
 
     vLLM decides: 0.26 to 0.28 take the second one for dense targets without recurrent layers and a
     list of others, 0.29 and newer for all that it supports; VLLM_USE_V2_MODEL_RUNNER overrules it.
@@ -113,7 +113,7 @@ def runner_of(config: Any) -> int:
 
 
 def method_of(speculative: Any) -> str:
-    """Name of the method in the table."""
+    """Returns the name of the method in the table."""
     # vLLM 0.26 and 0.27 do not tell the two apart.
     several = getattr(speculative, "use_multi_module_mtp", None)
     if speculative.method == "mtp" and several is not None and several():
@@ -122,7 +122,7 @@ def method_of(speculative: Any) -> str:
 
 
 def draft_length_of(version: str, config: Any) -> DraftLength | None:
-    """What the draft length changes in this engine; None for a version that was not read."""
+    """Returns what the draft length changes in this engine; None where that was not read."""
     runners = DRAFT_LENGTHS.get(version)
     if runners is None:
         return None

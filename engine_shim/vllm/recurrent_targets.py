@@ -48,7 +48,7 @@ def is_recurrent(model: Any) -> bool:
     if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
         return True
     # A small Granite 4 has the class of its hybrid siblings, and attention layers alone.
-    layers = getattr(getattr(model, "hf_config", None), "layer_types", None)
+    layers = getattr(getattr(model, "hf_config", None), "layer_types", None) or ()
     has_attention_only = bool(layers) and _ATTENTION.issuperset(layers)
     return bool(getattr(model, "has_inner_state", False)) and not has_attention_only
 

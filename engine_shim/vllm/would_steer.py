@@ -114,7 +114,7 @@ def _answered(
 
 
 def _drafting(version: str, config: Any) -> str:
-    """What the draft length changes, and how to have it change more."""
+    """Says what the draft length changes, and how to have it change more."""
     length = draft_length_of(version, config)
     known = (
         f"{length.drafting}; at a draft length of 0, {length.at_zero}" if length else "not known"

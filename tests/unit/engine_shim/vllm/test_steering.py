@@ -17,7 +17,7 @@ from engine_shim.link.packets import (
 )
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.steering.errors import UnsupportedEngineError
-from engine_shim.vllm import steered_scheduler, step_reports
+from engine_shim.vllm import steered_scheduler, step_reports, vllm_api
 from engine_shim.vllm.settings import VllmSettings
 from engine_shim.vllm.steered_scheduler import Steering, may_not_be_drafted_for
 from engine_shim.vllm.step_reports import StepTap
@@ -531,8 +531,8 @@ def test_an_engine_is_reported_as_it_is_configured(monkeypatch, method, is_async
 def test_an_engine_whose_drafting_does_not_follow_starts_with_a_warning(
     monkeypatch, caplog, version, is_second, says
 ):
-    monkeypatch.setattr(steered_scheduler.EngineLink, "start", lambda *_: Link(choice(3)))
-    monkeypatch.setattr(steered_scheduler.vllm_api, "vllm_version", lambda: version)
+    monkeypatch.setattr(EngineLink, "start", lambda *_: Link(choice(3)))
+    monkeypatch.setattr(vllm_api, "vllm_version", lambda: version)
     monkeypatch.setattr(
         steered_scheduler, "introduce", lambda *_: SimpleNamespace(engine_id="named")
     )
@@ -553,9 +553,9 @@ def test_an_engine_whose_drafting_does_not_follow_starts_with_a_warning(
 
 
 def test_an_engine_whose_caches_hold_a_state_that_vllm_loses_does_not_start(monkeypatch):
-    monkeypatch.setattr(steered_scheduler.vllm_api, "vllm_version", lambda: "0.31.0")
+    monkeypatch.setattr(vllm_api, "vllm_version", lambda: "0.31.0")
     started: list[Any] = []
-    monkeypatch.setattr(steered_scheduler.EngineLink, "start", lambda *a: started.append(a))
+    monkeypatch.setattr(EngineLink, "start", lambda *a: started.append(a))
 
     class MambaSpec: ...
 
