@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # Names the virtual environment of another version of vLLM, which the tests and the demo then run.
-VENV_VARIABLE = "VLLM_VENV"
+VENV_VARIABLE = "LAB_VLLM_VENV"
 _OTHER = os.environ.get(VENV_VARIABLE, "")
 VENV = Path(_OTHER).absolute() if _OTHER else ROOT / ".venv-vllm"
 PYTHON = VENV / "bin" / "python"
@@ -29,7 +29,7 @@ _SETTINGS = {
 
 
 def is_made() -> bool:
-    """Whether `make setup-vllm` has made the virtual environment, or VLLM_VENV names one."""
+    """Whether `make setup-vllm` has made the virtual environment, or LAB_VLLM_VENV names one."""
     return _STAMP.exists() or (bool(_OTHER) and PYTHON.exists())
 
 
