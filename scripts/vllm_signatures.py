@@ -66,6 +66,9 @@ def surface(wheel: Wheel) -> dict[str, Any]:
             for name, fields in vllm_api.FIELDS.items()
         },
         "code": {name: _try(wheel.digest, name) for name in CODE},
+        "server_parser": [
+            name for name in vllm_api.SERVER_PARSERS if _try(wheel.parameters, name) == "parser"
+        ],
         "draft_length": {runner: _draft_length(wheel, runner) for runner in RUNNERS},
     }
 

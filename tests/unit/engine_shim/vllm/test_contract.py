@@ -64,6 +64,11 @@ def test_an_object_has_what_the_plugin_reads_or_writes(row):
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["versions"][0])
+def test_a_version_has_one_parser_of_the_servers_flags(row):
+    assert len(row["server_parser"]) == 1
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row["versions"][0])
 @pytest.mark.parametrize("runner", ["1", "2"])
 def test_what_a_draft_length_changes_is_what_the_source_says(row, runner):
     """A method follows if its runner hands the length on and its drafter reads it."""
