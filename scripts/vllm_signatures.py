@@ -4,6 +4,7 @@ It fetches the wheel of each version from the package index (0.1 to 0.4 GB each)
 beside the contract test, which compares it with `engine_shim.vllm.vllm_api`.
 """
 
+import ast
 import json
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "proto")]
 
 from engine_shim.vllm import vllm_api  # noqa: E402
+from engine_shim.vllm.draft_lengths import MTP_MODULES  # noqa: E402
 from tests.support.installed_wheel import Wheel, fetched  # noqa: E402
 
 TABLE = ROOT / "tests" / "unit" / "engine_shim" / "vllm" / "signatures.json"
@@ -20,6 +22,39 @@ TABLE = ROOT / "tests" / "unit" / "engine_shim" / "vllm" / "signatures.json"
 CODE = tuple(
     f"{owner}._update_after_schedule" for owner in (vllm_api.SCHEDULER, vllm_api.ASYNC_SCHEDULER)
 )
+
+_FIRST = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+_SECOND = "vllm.v1.worker.gpu"
+_SPECULATORS = f"{_SECOND}.spec_decode"
+_AUTOREGRESSIVE = (
+    f"{_SPECULATORS}.target_dependent_ar.speculator.TargetDependentARSpeculator.propose",
+    f"{_SPECULATORS}.autoregressive.speculator.AutoRegressiveSpeculator.propose",
+)
+# What the table of `engine_shim.vllm.draft_lengths` rests on, by runner: where it hands a step's
+# length to the drafters, and where each method drafts, under the names that it has had.
+RUNNERS = {
+    "1": (f"{_FIRST}.propose_draft_token_ids",),
+    "2": (f"{_SECOND}.model_runner.GPUModelRunner.sample_tokens",),
+}
+DRAFTERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "1": {
+        "eagle": (f"{vllm_api.PROPOSER}.propose",),
+        "ngram": (f"{vllm_api.NGRAM}.propose",),
+    },
+    "2": {
+        "eagle": _AUTOREGRESSIVE,
+        MTP_MODULES: (
+            f"{_SPECULATORS}.multi_module_mtp.speculator.MultiModuleMTPSpeculator.propose",
+        ),
+        "dflash": (f"{_SPECULATORS}.dflash.speculator.DFlashSpeculator.propose",),
+        "draft_model": (
+            f"{_SPECULATORS}.standalone_ar.speculator.StandaloneARSpeculator.propose",
+            f"{_SPECULATORS}.draft_model.speculator.PlainDraftModelSpeculator.propose",
+        ),
+        "ngram": (f"{_SPECULATORS}.ngram.speculator.NgramGPUSpeculator.propose",),
+    },
+}
+_GIVEN = "num_speculative_tokens"
 
 
 def surface(wheel: Wheel) -> dict[str, Any]:
@@ -31,7 +66,51 @@ def surface(wheel: Wheel) -> dict[str, Any]:
             for name, fields in vllm_api.FIELDS.items()
         },
         "code": {name: _try(wheel.digest, name) for name in CODE},
+        "server_parser": [
+            name for name in vllm_api.SERVER_PARSERS if _try(wheel.parameters, name) == "parser"
+        ],
+        "draft_length": {runner: _draft_length(wheel, runner) for runner in RUNNERS},
     }
+
+
+def _draft_length(wheel: Wheel, runner: str) -> dict[str, Any]:
+    """What a runner does with the draft length of a step.
+
+    is_told: whether it hands the length on.  drafters: by method, whether `propose` takes it, reads
+    it, and its code; None where the runner has no such method.
+    """
+    return {
+        "is_told": any(_uses(wheel, name, _GIVEN, of_others=True) for name in RUNNERS[runner]),
+        "drafters": {
+            method: next(filter(None, (_propose(wheel, name) for name in names)), None)
+            for method, names in DRAFTERS[runner].items()
+        },
+    }
+
+
+def _propose(wheel: Wheel, name: str) -> dict[str, Any] | None:
+    parameters = _try(wheel.parameters, name)
+    if parameters is None:
+        return None
+    taken = {part.partition("=")[0] for part in parameters.split(", ")}
+    return {
+        "takes": _GIVEN in taken,
+        "reads": _GIVEN in taken and _uses(wheel, name, _GIVEN),
+        "code": wheel.digest(name),
+    }
+
+
+def _uses(wheel: Wheel, name: str, word: str, *, of_others: bool = False) -> bool:
+    """Whether a function reads a name, or hands it to others as a keyword."""
+    found = _try(wheel.definition, name)
+    if found is None:
+        return False
+    for node in ast.walk(found):
+        if isinstance(node, ast.keyword) and of_others and node.arg == word:
+            return True
+        if isinstance(node, ast.Name) and not of_others and node.id == word:
+            return True
+    return False
 
 
 def _try(ask: Any, name: str) -> Any:
@@ -51,7 +130,7 @@ def wheel_of(version: str) -> Wheel:
 
 def main() -> None:
     """Writes the table for all versions that the plugin knows."""
-    versions = sorted({*vllm_api.TESTED, *vllm_api.SAME_SIGNATURES})
+    versions = sorted({*vllm_api.TESTED, *vllm_api.READ})
     found = {version: surface(wheel_of(version)) for version in versions}
     alike: dict[str, list[str]] = {}
     for version, has in found.items():

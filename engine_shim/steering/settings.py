@@ -38,8 +38,8 @@ class ShimSettings(LinkSettings):
     ) -> Check:
         """Checks whether the plugin knows a version of its engine.
 
-        engine: its name for people.  found: "" if it is not known.  alike: versions that were not
-        run, but have all that is used as the tested ones do.
+        engine: its name for people.  found: "" if it is not known.  alike: versions that the tests
+        do not run, but whose source was read: they have all that is used.
         """
         known = found in tested or found in alike or self.allow_unknown_version
         return Check(
@@ -61,6 +61,6 @@ class ShimSettings(LinkSettings):
         require([self.version_check(engine, found, tested, alike)])
         if found in alike:
             _log.warning(
-                "%s %s has what the plugin uses, and was not run with it; it was with %s",
+                "%s %s has what the plugin uses, and the plugin's tests do not run it: they run %s",
                 engine, found, " and ".join(tested),
             )  # fmt: skip

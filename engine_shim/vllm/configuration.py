@@ -15,6 +15,7 @@ from typing import Any, Final
 from engine_shim.steering.checks import Check, checked, require
 from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.vllm import vllm_api
+from engine_shim.vllm.recurrent_targets import recurrent_check
 from engine_shim.vllm.settings import VllmSettings
 
 # Methods whose proposers take a length that changes, in both of vLLM's model runners.
@@ -131,6 +132,7 @@ def checks(config: Any, settings: VllmSettings) -> tuple[Check, ...]:
     speculative, parallel = config.speculative_config, config.parallel_config
     found = (
         _method_check(speculative),
+        recurrent_check(config.model_config),
         _check(
             "data parallelism",
             parallel.data_parallel_size,
@@ -151,8 +153,19 @@ def checks(config: Any, settings: VllmSettings) -> tuple[Check, ...]:
     most, largest = speculative.num_speculative_tokens, config.scheduler_config.max_num_seqs
     gammas = settings.gammas_within(most)
     verifies = getattr(speculative, "enable_adaptive_verification", False)
+    parallel_drafts = speculative.method != "dflash" and getattr(
+        speculative, "parallel_drafting", False
+    )
     return (
         *found,
+        _check(
+            "parallel drafting",
+            "on" if parallel_drafts else "off",
+            f"the drafter drafts all tokens in one pass (parallel_drafting with "
+            f"{speculative.method!r}: P-EAGLE, PARD), and vLLM takes its tokens for rows of "
+            "another length where the draft length changes; use another drafter",
+            parallel_drafts,
+        ),
         _check(
             "adaptive verification",
             "on" if verifies else "off",

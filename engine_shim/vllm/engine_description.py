@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import engine_shim
 from engine_shim.steering.naming import default_engine_id, revision_of
 from engine_shim.vllm import vllm_api
+from engine_shim.vllm.draft_lengths import FIRST_RUNNER, runner_of
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def introduce(config: Any, settings: VllmSettings, gammas: Sequence[int]) -> eng
         drafters=[_drafter(speculative, gammas)],
         max_batch_size=config.scheduler_config.max_num_seqs,
         capabilities=engine_pb2.Capabilities(
-            # At gamma 0 the drafter's first pass still runs, so it reads every token.
+            # At gamma 0 the drafter reads every token all the same, see draft_lengths.py.
             drafters_follow=True,
             overlap_steps=1 if is_async else 0,
             draft_lag=1,
@@ -116,11 +117,12 @@ def _fingerprint(config: Any) -> engine_pb2.Fingerprint:
 
 
 def _how_steps_run(config: Any) -> str:
-    """Names what else the time of a step depends on: backend, graphs, scheduling.
+    """Names what else the time of a step depends on: backend, graphs, scheduling, model runner.
 
     vLLM's graphs are for numbers of tokens and not of sequences, so `graph_batch_sizes` is empty.
     """
     backend = getattr(getattr(config.attention_config, "backend", None), "name", "auto")
     graphs = getattr(config.compilation_config.cudagraph_mode, "name", "NONE")
     scheduling = "async" if config.scheduler_config.async_scheduling else "sync"
-    return f"{backend},{graphs},{scheduling}".lower()
+    runner = "" if runner_of(config) == FIRST_RUNNER else ",runner2"
+    return f"{backend},{graphs},{scheduling}".lower() + runner

@@ -31,9 +31,7 @@ def _register() -> None:
 
     _log_as_vllm()
     settings = VllmSettings.load_or_refuse()
-    settings.require_version(
-        "vLLM", vllm_api.vllm_version(), vllm_api.TESTED, vllm_api.SAME_SIGNATURES
-    )
+    settings.require_version("vLLM", vllm_api.vllm_version(), vllm_api.TESTED, vllm_api.READ)
     SteeredConfiguration(settings).hook()
     hook_drafting()
 

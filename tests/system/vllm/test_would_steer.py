@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.engine import TARGET
 from tests.support.vllm_engine import eagle3
-from tests.system.vllm.test_refusals import GAMMAS, run
+from tests.system.vllm.test_refusals import GAMMAS, HYBRID, SIZES, run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -24,7 +24,16 @@ def said(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
         config = json.dumps(speculation | changes)
         return ["vllm", "-o", "json", "--", *FLAGS, "--speculative-config", config, *flags]
 
+    folder = tmp_path_factory.mktemp("cases")
+    folder.joinpath("config.json").write_text(json.dumps(SIZES | HYBRID))
+    lookup = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 7}
+    recurrent = [
+        "vllm", "-o", "json", "--", "serve", str(folder), "--skip-tokenizer-init", *FLAGS[2:],
+        "--max-num-seqs", "16", "--speculative-config", json.dumps(lookup),
+    ]  # fmt: skip
     cases = {
+        "recurrent, as installed": recurrent,
+        "recurrent, with 0.31.0": recurrent,
         "steered": asked("--max-num-seqs", "16"),
         "plain": ["vllm", "-o", "json", "--", "vllm", *FLAGS],
         "data parallel": asked("--data-parallel-size", "2", "--max-num-seqs", "2"),
@@ -33,7 +42,6 @@ def said(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
         "misspelt": asked("--max-num-seq", "16", "--no-such"),
         "no model": ["vllm", "--", "serve", "/no/such", *FLAGS[2:]],
     }
-    folder = tmp_path_factory.mktemp("cases")
     folder.joinpath("asked.json").write_text(json.dumps(cases))
     script = Path(__file__).with_name("would_steer_cases.py")
     files = str(folder / "asked.json"), str(folder / "found.json")
@@ -55,6 +63,9 @@ def test_an_engine_that_would_be_steered(said: dict[str, tuple[int, str]]) -> No
     found = json.loads(said["steered"][1])
     assert [(one["name"], one["gammas"]) for one in found["drafters"]] == [("eagle3", [0, 1, 3, 7])]
     assert found["facts"]["largest batch"] == "16"
+    assert found["facts"]["model runner"] == "1"
+    drafts = found["facts"]["drafts in a step"]
+    assert drafts == "as many as asked for; at a draft length of 0, the first pass"
     assert found["variables"]["SPECULATION_GAMMAS"] == GAMMAS
 
 
@@ -71,6 +82,8 @@ def test_an_engine_that_would_be_steered(said: dict[str, tuple[int, str]]) -> No
             },
         ),
         ("shorter", {"draft lengths": "SPECULATION_GAMMAS is 0,1,3,7, but num_speculative_tok"}),
+        ("recurrent, as installed", {}),
+        ("recurrent, with 0.31.0", {"layers of the target": "the target has recurrent layers"}),
         ("own schedule", {"schedule of draft lengths": "num_speculative_tokens_per_batch_size"}),
     ],
 )

@@ -1,7 +1,7 @@
 """Runs `speculation-would-steer` in forks of one process that has imported vLLM, in .venv-vllm.
 
 Arguments: a file with a JSON object of command lines by name, and a file for their codes and
-output.
+output.  A command whose name ends with a version is run as if that one were installed.
 """
 
 import json
@@ -10,16 +10,20 @@ import sys
 import tempfile
 from pathlib import Path
 
+from engine_shim.vllm import vllm_api
 from engine_shim.would_steer.__main__ import run
 
 
-def ran(words: list[str]) -> tuple[int, str]:
+def ran(name: str, words: list[str]) -> tuple[int, str]:
     """Exit code and standard output of a command line."""
+    version = name.rpartition(" ")[2]
     with tempfile.TemporaryFile("w+") as output:
         child = os.fork()
         if child == 0:
             code = 99
             try:
+                if version[0].isdecimal():
+                    vllm_api.vllm_version = lambda: version
                 os.dup2(output.fileno(), 1)
                 code = run(words)
                 sys.stdout.flush()
@@ -37,7 +41,7 @@ def main() -> None:
 
     assert arg_utils
     assert cli_args
-    found = {name: ran(words) for name, words in json.loads(asked.read_text()).items()}
+    found = {name: ran(name, words) for name, words in json.loads(asked.read_text()).items()}
     answers.write_text(json.dumps(found))
 
 

@@ -38,6 +38,10 @@ class Link:
     def close(self) -> None: ...
 
 
+# Caches of attention layers alone.
+CACHES = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace())])
+
+
 def request(
     name: str, prompt: int = 10, output: int = 1, extra: object = None, **fields: Any
 ) -> SimpleNamespace:

@@ -87,6 +87,7 @@ def test_what_vllm_makes_for_itself_is_left_alone():
         ({"speculative_config": None}, "there is no --speculative-config"),
         ({"speculative_config__method": "suffix"}, "the speculative method is 'suffix'"),
         ({"speculative_config__enable_adaptive_verification": True}, "enable_adaptive_verific"),
+        ({"speculative_config__parallel_drafting": True}, "drafts all tokens in one pass"),
         ({"parallel_config__data_parallel_size": 2}, "data_parallel_size is 2"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
         ({"scheduler_config__max_num_seqs": 5}, "max_num_seqs is 5"),

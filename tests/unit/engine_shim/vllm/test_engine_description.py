@@ -25,6 +25,7 @@ def config(method: str = "eagle3", *, is_async: bool = True) -> Any:
         attention_config=SimpleNamespace(backend=None),
         compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="PIECEWISE")),
         device_config=SimpleNamespace(device_type="cpu"),
+        use_v2_model_runner=False,
     )
 
 
@@ -57,6 +58,12 @@ def test_without_async_scheduling_results_come_at_once_and_costs_are_others():
     found = spec(config(is_async=False))
     assert found.capabilities.overlap_steps == 0
     assert found.fingerprint != spec(config()).fingerprint
+
+
+def test_the_other_model_runner_has_other_costs():
+    made = config()
+    made.use_v2_model_runner = True
+    assert spec(made).fingerprint.attention_backend == "auto,piecewise,async,runner2"
 
 
 def test_every_method_has_a_kind_and_a_lookup_has_no_model():

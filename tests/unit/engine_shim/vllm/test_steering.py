@@ -20,12 +20,13 @@ from engine_shim.link.packets import (
 )
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.wire import Translator
-from engine_shim.vllm import steered_scheduler, step_reports
+from engine_shim.steering.errors import UnsupportedEngineError
+from engine_shim.vllm import steered_scheduler, step_reports, vllm_api
 from engine_shim.vllm.settings import VllmSettings
 from engine_shim.vllm.steered_scheduler import Steering, may_not_be_drafted_for
 from engine_shim.vllm.step_reports import StepTap
 from speculation.v1.engine_pb2 import Drafter, EngineSpec
-from tests.unit.engine_shim.vllm.fakes import Link, choice, output, request, result
+from tests.unit.engine_shim.vllm.fakes import CACHES, Link, choice, output, request, result
 
 GAMMAS = (0, 1, 3, 5)
 TICK_SECONDS = 0.01
@@ -375,8 +376,11 @@ def test_a_batch_beyond_the_graphs_is_a_plain_step_since_it_never_has_one(monkey
         speculative_config=SimpleNamespace(method="eagle3", num_speculative_tokens=3),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         compilation_config=compilation,
+        use_v2_model_runner=False,
     )
-    scheduler = SimpleNamespace(vllm_config=config, dynamic_sd_lookup=[0, 3, 2, 1, 0])
+    scheduler = SimpleNamespace(
+        vllm_config=config, dynamic_sd_lookup=[0, 3, 2, 1, 0], kv_cache_config=CACHES
+    )
     engine = Engine(choice(3))
     engine.steering = steered_scheduler.start(scheduler, VllmSettings.load())
     engine.add(request("a"))
@@ -565,10 +569,64 @@ def test_an_engine_is_reported_as_it_is_configured(monkeypatch, method, is_async
         speculative_config=SimpleNamespace(method=method, num_speculative_tokens=5),
         scheduler_config=SimpleNamespace(async_scheduling=is_async),
         compilation_config=SimpleNamespace(cudagraph_mode=None, cudagraph_capture_sizes=None),
+        use_v2_model_runner=False,
     )
-    scheduler = SimpleNamespace(vllm_config=config, dynamic_sd_lookup=[0, 5, 5, 3, 2, 1, 0])
+    scheduler = SimpleNamespace(
+        vllm_config=config, dynamic_sd_lookup=[0, 5, 5, 3, 2, 1, 0], kv_cache_config=CACHES
+    )
     steering = steered_scheduler.start(scheduler, VllmSettings.load())
     tap = steering._tap
     assert tap is not None
     assert (tap._may_draft_less, tap._is_async) == (may_draft_less, is_async)
     assert [gamma for _, gamma in started] == [5]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_second", "says"),
+    [
+        ("0.31.0", True, "the second model runner of vLLM 0.31.0 drafts num_speculative_tokens"),
+        ("0.31.0", False, ""),
+        ("0.32.0", True, ""),
+    ],
+)
+def test_an_engine_whose_drafting_does_not_follow_starts_with_a_warning(
+    monkeypatch, caplog, version, is_second, says
+):
+    monkeypatch.setattr(EngineLink, "start", lambda *_: Link(choice(3)))
+    monkeypatch.setattr(vllm_api, "vllm_version", lambda: version)
+    monkeypatch.setattr(
+        steered_scheduler, "introduce", lambda *_: SimpleNamespace(engine_id="named")
+    )
+    drafter = SimpleNamespace(hf_config=SimpleNamespace())
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(
+            method="eagle3", num_speculative_tokens=3, draft_model_config=drafter
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+        use_v2_model_runner=is_second,
+    )
+    scheduler = SimpleNamespace(
+        vllm_config=config, dynamic_sd_lookup=[0, 3, 2, 1, 0], kv_cache_config=CACHES
+    )
+    steered_scheduler.start(scheduler, VllmSettings.load())
+    warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [message.startswith(says) for message in warned] == ([True] if says else [])
+
+
+def test_an_engine_whose_caches_hold_a_state_that_vllm_loses_does_not_start(monkeypatch):
+    monkeypatch.setattr(vllm_api, "vllm_version", lambda: "0.31.0")
+    started: list[Any] = []
+    monkeypatch.setattr(EngineLink, "start", lambda *a: started.append(a))
+
+    class MambaSpec: ...
+
+    caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=MambaSpec())])
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(method="mtp", num_speculative_tokens=3),
+    )
+    scheduler = SimpleNamespace(
+        vllm_config=config, dynamic_sd_lookup=[0, 3, 2, 1, 0], kv_cache_config=caches
+    )
+    with pytest.raises(UnsupportedEngineError, match="silently wrong"):
+        steered_scheduler.start(scheduler, VllmSettings.load())
+    assert started == []

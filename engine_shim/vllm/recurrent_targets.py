@@ -1,0 +1,84 @@
+"""Refuses targets with recurrent layers where vLLM corrupts their state.
+
+Before 0.32, a row without drafts that follows one with accepted drafts reads the state of the wrong
+slot: vLLM then takes the first one, and not that of the last accepted token, and its output is
+wrong from there on (vllm-project/vllm issues 39273, 40875 and 56531; read in `gdn_attn.py`,
+`gpu/model_states/mamba_hybrid.py` and `gpu_model_runner.py`).  Engines that draft for every row do
+not meet it.  Steering makes such rows: at a draft length of 0, and for requests that must not be
+drafted for; structured output and the longest sequence make them as well, so that no choice of
+SPECULATION_GAMMAS avoids it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from engine_shim.steering.checks import Check, checked
+from engine_shim.steering.errors import UnsupportedEngineError
+from engine_shim.vllm import vllm_api
+
+# The first version that keeps the state of rows without drafts.
+_MENDED: Final = "0.32"
+_VERSION: Final = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?P<suffix>.*)")
+_ATTENTION: Final = frozenset({"attention", "full_attention"})
+# Base class of the caches of all recurrent layers.
+_STATE: Final = "MambaSpec"
+
+
+def recurrent_check(model: Any) -> Check:
+    """Checks a `ModelConfig` against the installed version of vLLM."""
+    found = "recurrent" if is_recurrent(model) else "attention only"
+    loses = found == "recurrent" and loses_state(vllm_api.vllm_version())
+    return checked("layers of the target", found, {_obstacle(): loses})
+
+
+def require_kept_state(kv_cache_config: Any) -> None:
+    """Raises UnsupportedEngineError if the caches that vLLM has made hold a state that it loses.
+
+    The model's configuration may not tell, and the caches do.
+    """
+    groups = getattr(kv_cache_config, "kv_cache_groups", ())
+    if loses_state(vllm_api.vllm_version()) and any(map(_has_state, groups)):
+        raise UnsupportedEngineError(_obstacle())
+
+
+def is_recurrent(model: Any) -> bool:
+    """Whether a `ModelConfig` is of a target with recurrent layers."""
+    if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
+        return True
+    # A small Granite 4 has the class of its hybrid siblings, and attention layers alone.
+    layers = getattr(getattr(model, "hf_config", None), "layer_types", None) or ()
+    has_attention_only = bool(layers) and _ATTENTION.issuperset(layers)
+    return bool(getattr(model, "has_inner_state", False)) and not has_attention_only
+
+
+def loses_state(version: str) -> bool:
+    """Whether this version reads the wrong state; true of one that is not known.
+
+    A build that comes before a release (`0.32.0rc1`, `0.32.0.dev7`) may lack what the release has.
+    """
+    found = _VERSION.match(version)
+    if found is None:
+        return True
+    major, minor, patch = (int(part or 0) for part in found.groups()[:3])
+    is_release = found["suffix"] == "" or found["suffix"].startswith(".post")
+    return (major, minor, patch, is_release) < (0, 32, 0, True)
+
+
+def _has_state(group: Any) -> bool:
+    spec = group.kv_cache_spec
+    # Layers of one kind and several sizes share a group.
+    parts = getattr(spec, "kv_cache_specs", None) or {"": spec}
+    return any(base.__name__ == _STATE for part in parts.values() for base in type(part).__mro__)
+
+
+def _obstacle() -> str:
+    version = vllm_api.vllm_version() or "of unknown version"
+    return (
+        f"the target has recurrent layers, and vLLM {version} reads the wrong recurrent state in a "
+        "row without drafts that follows accepted ones, so that answers are silently wrong (vLLM "
+        f"issues 39273, 40875, 56531; fixed in {_MENDED}). Steering makes such rows, with and "
+        f"without 0 in SPECULATION_GAMMAS. Take vLLM {_MENDED} or newer, or unset "
+        "SPECULATION_SIDECAR"
+    )
