@@ -23,7 +23,6 @@ A step far outside the usual scatter is dropped, unless it keeps happening.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,9 +31,9 @@ from numpy.typing import NDArray
 
 from controller.core.cost.cost_order import CostOrder
 from controller.core.cost.features import features
-from controller.core.cost.grid import profiled_grid
-from controller.core.cost.prior import Prior, generic_prior
+from controller.core.cost.prior import Prior
 from controller.core.cost.profile import Profile
+from controller.core.cost.table import CostTable
 from controller.core.cost.uncertainty import (
     DISAGREEMENT_MAX,
     IDLE_STEPS,
@@ -47,9 +46,11 @@ from controller.core.settings import PlannerSettings
 
 # Standard deviations of the log-coefficients before any live step: the machine, its growth with
 # log B; per drafter: drafting at all, passes, width times log B.  Then that of a single cell.
-_PROFILED_DOUBT = ((1.0, 0.3, 0.25, 0.15, 0.15), 0.03)
-_ROOFLINE_DOUBT = ((1.0, 0.3, 0.25, 0.25, 0.2), 0.08)
-_PRIOR_DOUBT = ((3.0, 0.6, 0.3, 0.5, 0.4), 0.1)
+_DOUBT = {
+    "profile": ((1.0, 0.3, 0.25, 0.15, 0.15), 0.03),
+    "roofline": ((1.0, 0.3, 0.25, 0.25, 0.2), 0.08),
+    "generic": ((3.0, 0.6, 0.3, 0.5, 0.4), 0.1),
+}
 # Process noise: standard deviations by which they may move in one step.
 _PROCESS_NOISE = (0.005, 0.001, 0.0003, 0.0003, 0.0003)
 # How quickly the variation of the machine's pace is learnt, an update; its maximum (log seconds).
@@ -130,36 +131,17 @@ class CostModel:
         padded: bool = False,
         prior: Prior | None = None,
     ) -> None:
-        # A digest of the whole file: made once, read at every plan.
-        self.profile_id = profile.profile_id if profile else ""
-        # The source of the costs without a profile.
-        self.prior = ""
-        self._buckets = np.asarray(buckets, dtype=np.float64)
-        self._bucket_list = [float(b) for b in buckets]
-        self._padded = padded
-        shape = (len(arms), len(buckets))
-        self._extrapolated = np.zeros(shape, dtype=bool)
-        self._kv_reference, self._kv_rate = 0.0, 0.0
-        if profile is not None:
-            grid, self._extrapolated = profiled_grid(arms, self._buckets, profile)
-            self._kv_reference = profile.kv_tokens_per_sequence
-            self._kv_rate = profile.seconds_per_kv_token
-            doubt = _PROFILED_DOUBT
-        else:
-            prior = prior or generic_prior(arms, buckets)
-            grid, self._kv_rate, self.prior = prior.grid, prior.kv_rate, prior.name
-            doubt = _ROOFLINE_DOUBT if prior.name == "roofline" else _PRIOR_DOUBT
         self._order = CostOrder(arms)
-        self._grid = grid = self._order.lowered(grid)
-        # Whatever the context, a step takes this much.
-        self._grid_least = 0.1 * grid
+        self._table = CostTable(arms, buckets, profile, self._order, padded=padded, prior=prior)
+        self._extrapolated = self._table.extrapolated
+        doubt = _DOUBT["profile" if profile is not None else self._table.prior]
+        shape = self._table.grid.shape
         self._off = np.array([arm.gamma == 0 for arm in arms])
-        octaves = np.log2(self._buckets)
+        octaves = np.log2(self._table.sizes)
         # [buckets, buckets]: which are close enough that gamma = 0 in one tells of the other.
         self._near = np.abs(octaves[:, None] - octaves[None, :]) <= _NEAR_OCTAVES
-        self._grid_rows: list[list[float]] = grid.tolist()
         self.use_settings(settings)
-        self._features = features(arms, self._buckets)
+        self._features = features(arms, self._table.sizes)
         self._flat_features = self._features.reshape(len(self._features), -1)
         # [arms, buckets, coefficients]: those of a cell lie together.
         self._causes = np.ascontiguousarray(np.moveaxis(self._features, 0, -1))
@@ -178,7 +160,7 @@ class CostModel:
         self._cell_seen = np.zeros(shape, dtype=np.int64)
         # [buckets] error of the estimates (log seconds) that was found since gamma = 0 ran there.
         self._disagreed = np.zeros(len(buckets))
-        self._kv_per_sequence = self._kv_reference
+        self._kv_per_sequence = self._table.kv_reference
         self._surprise = 1.0
         self._pace = 0.0
         # The cell that was learnt last, and the one that was seen last.
@@ -197,18 +179,28 @@ class CostModel:
         self._drift_max = math.log(profiled if self.profile_id else prior)
 
     @property
+    def profile_id(self) -> str:
+        """Returns the digest of the profile; "" without one."""
+        return self._table.profile_id
+
+    @property
+    def prior(self) -> str:
+        """Returns the source of the costs without a profile; "" with one."""
+        return self._table.prior
+
+    @property
     def sizes(self) -> NDArray[np.float64]:
         """Returns the buckets' batch sizes."""
-        return self._buckets
+        return self._table.sizes
 
     def bucket_of(self, batch_size: int) -> int:
         """Returns the index of the bucket that serves a batch size."""
-        return min(bisect_left(self._bucket_list, batch_size), len(self._bucket_list) - 1)
+        return self._table.bucket_of(batch_size)
 
     def predict(self, arm: int, batch_size: int, kv_tokens: int) -> float:
         """Predicts the seconds of a plain step of this arm (by index) at this batch and context."""
-        j = self.bucket_of(batch_size)
-        return self._base(arm, j, batch_size, kv_tokens) * self._factors.item(arm, j)
+        factor = self._factors.item(arm, self.bucket_of(batch_size))
+        return self._table.seconds_of(arm, batch_size, kv_tokens) * factor
 
     def observe(
         self,
@@ -241,14 +233,6 @@ class CostModel:
         # Relative to the table: the correction may have moved before this is learnt.
         pending.total += error + self._correction.item(cell)
         pending.steps += 1
-
-    def _base(self, i: int, j: int, batch_size: int, kv_tokens: int) -> float:
-        row, sizes = self._grid_rows[i], self._bucket_list
-        grid, size = row[j], sizes[j]
-        if not self._padded and j > 0 and batch_size < size:
-            share = (batch_size - sizes[j - 1]) / (size - sizes[j - 1])
-            grid = row[j - 1] + share * (grid - row[j - 1])
-        return max(grid + self._kv_rate * (kv_tokens - batch_size * self._kv_reference), 0.1 * grid)
 
     def _is_outlier(self, arm: int, bucket: int, error: float) -> bool:
         """Returns whether a step took so long that something else must have run beside it.
@@ -344,7 +328,7 @@ class CostModel:
         self._cell_steps[i, j] = evidence + steps
         self._cell_seen[i, j] = self.steps
         for k, share in ((j - 1, _NEIGHBOUR_SHARE), (j, 1.0), (j + 1, _NEIGHBOUR_SHARE)):
-            if 0 <= k < len(self._bucket_list) and self._extrapolated.item(i, k) >= outside:
+            if 0 <= k < len(self._disagreed) and self._extrapolated.item(i, k) >= outside:
                 moved = self._cell.item(i, k) + rate * share * left
                 self._cell[i, k] = min(self._drift_max, max(-self._drift_max, moved))
 
@@ -354,7 +338,7 @@ class CostModel:
 
     def _keep_order(self) -> None:
         """Moves cells so that more work costs no less, at the present context."""
-        seconds = self._bases(self._kv_per_sequence) * self._factors
+        seconds = self._table.seconds(self._kv_per_sequence) * self._factors
         if self._order.is_ordered(seconds):
             return
         moved = np.log(self._order.settled(seconds, self._cell_seen) / seconds)
@@ -394,13 +378,9 @@ class CostModel:
         kv_tokens_per_sequence: mean context length, of all batches or [buckets].
         """
         # They must be in order at this context, not only at the one at which they were learnt.
-        seconds = self._bases(kv_tokens_per_sequence) * self._factors
+        seconds = self._table.seconds(kv_tokens_per_sequence) * self._factors
         alike = np.ndim(kv_tokens_per_sequence) == 0
         return Costs(self._order.lowered(seconds, over_batches=alike), self._extrapolated)
-
-    def _bases(self, kv_tokens_per_sequence: float | NDArray[np.float64]) -> NDArray[np.float64]:
-        kv_seconds = self._kv_rate * (kv_tokens_per_sequence - self._kv_reference) * self._buckets
-        return np.maximum(self._grid + kv_seconds, self._grid_least)
 
     def uncertainty(self) -> CostUncertainty:
         """Returns how uncertain the costs are now, as a copy that later steps do not change."""
