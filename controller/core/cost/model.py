@@ -80,10 +80,6 @@ _SCATTER_RATE = 0.02
 _OUTLIER_SCALES = 6.0
 _OUTLIER_FLOOR = 0.4
 _OUTLIERS_THAT_ARE_NEWS = 6
-# The same, in a cell that is hardly known.
-_SURPRISES = 2
-# A step that is faster than believed by more than this (log seconds) was not timed right.
-_FASTER_MAX = 3.0
 _SURPRISE_RATE = 0.2
 _SURPRISE_MAX = 100.0
 # How far surprise may widen the doubt about the coefficients, as a factor of their variance.
@@ -113,6 +109,7 @@ class _Pending:
     "_kv_per_sequence _last_cell _last_error _now_cell _outliers_in_a_row _pace _pending "
     "_scatter _surprise _weights",
     derived="_new",
+    added="_held",
 )
 class CostModel:
     """Estimates the costs of `arms` at the batch sizes `buckets` (ascending), for one engine.
@@ -168,6 +165,8 @@ class CostModel:
         self._last_error = 0.0
         self._scatter = _SCATTER_START
         self._outliers_in_a_row = 0
+        # By cell, the error of a far step that no other step has confirmed, relative to the table.
+        self._held: dict[tuple[int, int], float] = {}
         self._pending: dict[tuple[int, int], _Pending] = {}
         self.rejected = 0
         self.steps = 0
@@ -216,44 +215,50 @@ class CostModel:
         """
         self._kv_per_sequence += _KV_RATE * (kv_tokens / batch_size - self._kv_per_sequence)
         error = math.log(step_seconds / expected_seconds)
-        bucket = self.bucket_of(batch_size)
-        if self._is_outlier(arm, bucket, error):
+        cell = (arm, self.bucket_of(batch_size))
+        error, steps = self._shown(cell, error)
+        if steps == 0:
             return
-        self.steps += 1
-        if self.steps > 1:
+        self.steps += steps
+        if self.steps > steps:
             # From step to step: what both share is the machine's pace and not scatter.
             apart = min(abs(error - self._last_error) / math.sqrt(2), 0.5)
             excess = apart - self._scatter
             self._scatter = max(_SCATTER_MIN, self._scatter + _SCATTER_RATE * excess)
         self._last_error = error
-        cell = self._now_cell = (arm, bucket)
+        self._now_cell = cell
         pending = self._pending.get(cell)
         if pending is None:
             pending = self._pending[cell] = _Pending()
         # Relative to the table: the correction may have moved before this is learnt.
-        pending.total += error + self._correction.item(cell)
-        pending.steps += 1
+        pending.total += steps * (error + self._correction.item(cell))
+        pending.steps += steps
 
-    def _is_outlier(self, arm: int, bucket: int, error: float) -> bool:
-        """Returns whether a step took so long that something else must have run beside it.
+    def _shown(self, cell: tuple[int, int], error: float) -> tuple[float, int]:
+        """Returns the error that can be believed, and of how many steps; of none while it cannot.
 
-        Nothing makes a step faster than it is, so a short one always counts.
+        error: of this step.  One far step shows nothing: what two in a row show in a cell, it does,
+        as far as they agree.  A known cell that is slow takes more of them.
         """
+        held = self._held.pop(cell, None)
         limit = max(_OUTLIER_FLOOR, _OUTLIER_SCALES * self._scatter)
-        if error > limit:
-            phi = self._causes[arm, bucket]
-            doubt = float(phi @ self._covariance @ phi)
-            doubt += cell_variance(*self._variances(), self._cell_steps.item(arm, bucket))
-            limit = max(limit, _DEVIATIONS * math.sqrt(max(doubt, 0.0)))
-        if self.steps < 3 or -_FASTER_MAX <= error <= limit:
+        nothing_known = self.steps == 0 and self.prior == "generic"
+        if abs(error) <= limit or nothing_known:
             self._outliers_in_a_row = 0
-            return False
+            self.rejected += held is not None
+            return error, 1
         self._outliers_in_a_row += 1
-        known = self._cell_steps[arm, bucket] >= _STEPS_SURE
-        if self._outliers_in_a_row >= (_OUTLIERS_THAT_ARE_NEWS if known else _SURPRISES):
-            return False
-        self.rejected += 1
-        return True
+        if self._outliers_in_a_row >= _OUTLIERS_THAT_ARE_NEWS:
+            return error, 1
+        if error > 0 and self._cell_steps[cell] >= _STEPS_SURE:
+            self.rejected += 1
+            return 0.0, 0
+        before = 0.0 if held is None else held - self._correction.item(cell)
+        if before * error > 0:
+            return min(before, error, key=abs), 2
+        self.rejected += held is not None
+        self._held[cell] = error + self._correction.item(cell)
+        return 0.0, 0
 
     def learn(self) -> None:
         """Moves the coefficients and cells by what was observed since the last call."""
