@@ -30,13 +30,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.cost.cost_order import CostOrder
-from controller.core.cost.features import features
+from controller.core.cost.features import (
+    doubt_before,
+    drafting_alike,
+    features,
+    process_noise,
+)
 from controller.core.cost.prior import Prior
 from controller.core.cost.profile import Profile
 from controller.core.cost.table import CostTable
 from controller.core.cost.uncertainty import (
     DISAGREEMENT_MAX,
     IDLE_STEPS,
+    STALE_STEPS,
     CostUncertainty,
     cell_variance,
 )
@@ -44,15 +50,6 @@ from controller.core.engine_spec import Arm
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 
-# Standard deviations of the log-coefficients before any live step: the machine, its growth with
-# log B; per drafter: drafting at all, passes, width times log B.  Then that of a single cell.
-_DOUBT = {
-    "profile": ((1.0, 0.3, 0.25, 0.15, 0.15), 0.03),
-    "roofline": ((1.0, 0.3, 0.25, 0.25, 0.2), 0.08),
-    "generic": ((3.0, 0.6, 0.3, 0.5, 0.4), 0.1),
-}
-# Process noise: standard deviations by which they may move in one step.
-_PROCESS_NOISE = (0.005, 0.001, 0.0003, 0.0003, 0.0003)
 # How quickly the variation of the machine's pace is learnt, an update; its maximum (log seconds).
 _PACE_RATE = 0.1
 _PACE_MAX = 0.3
@@ -131,9 +128,9 @@ class CostModel:
         self._order = CostOrder(arms)
         self._table = CostTable(arms, buckets, profile, self._order, padded=padded, prior=prior)
         self._extrapolated = self._table.extrapolated
-        doubt = _DOUBT["profile" if profile is not None else self._table.prior]
         shape = self._table.grid.shape
         self._off = np.array([arm.gamma == 0 for arm in arms])
+        self._kin = drafting_alike(arms)
         octaves = np.log2(self._table.sizes)
         # [buckets, buckets]: which are close enough that gamma = 0 in one tells of the other.
         self._near = np.abs(octaves[:, None] - octaves[None, :]) <= _NEAR_OCTAVES
@@ -142,15 +139,12 @@ class CostModel:
         self._flat_features = self._features.reshape(len(self._features), -1)
         # [arms, buckets, coefficients]: those of a cell lie together.
         self._causes = np.ascontiguousarray(np.moveaxis(self._features, 0, -1))
-        drafters = (len(self._features) - 2) // 3
-        sigma = np.array([*doubt[0][:2], *(doubt[0][2:] * drafters)])
-        self._process_noise = np.diag(
-            np.square([*_PROCESS_NOISE[:2], *(_PROCESS_NOISE[2:] * drafters)])
-        )
+        source = self._table.prior or "profile"
+        sigma, self._cell_sigma = doubt_before(source, len(self._features))
+        self._process_noise = process_noise(len(sigma))
         self._weights = np.zeros(len(sigma))
         self._covariance = np.diag(sigma**2)
         self._covariance_start = float(np.trace(self._covariance))
-        self._cell_sigma = doubt[1]
         self._cell = np.zeros(shape)
         self._cell_steps = np.zeros(shape)
         # The step after which a cell was learnt last; 0: never.
@@ -250,7 +244,7 @@ class CostModel:
         self._outliers_in_a_row += 1
         if self._outliers_in_a_row >= _OUTLIERS_THAT_ARE_NEWS:
             return error, 1
-        if error > 0 and self._cell_steps[cell] >= _STEPS_SURE:
+        if error > 0 and self._evidence(cell) >= _STEPS_SURE:
             self.rejected += 1
             return 0.0, 0
         before = 0.0 if held is None else held - self._correction.item(cell)
@@ -286,9 +280,7 @@ class CostModel:
             # What is wrong there is the extrapolation or the machine's pace, and not the arm.
             phi = np.eye(1, len(phi))[0]
             prior = max(prior, _EXTRAPOLATED_DOUBT**2)
-        # A cell's evidence, without what it has lost while others ran.
-        idle = self.steps - self._cell_seen.item(i, j)
-        evidence = self._cell_steps.item(i, j) * math.exp(-idle / IDLE_STEPS)
+        evidence = self._evidence((i, j))
         cell_doubt = cell_variance(prior, noise, evidence)
         noise /= steps
         runs_on = (i, j) == self._last_cell
@@ -303,9 +295,13 @@ class CostModel:
         total = float(phi @ spread) + cell_doubt + noise
         least = _CHANGE_MIN if runs_on else _LEAP_MIN
         known = runs_on or evidence >= _STEPS_SURE
-        if known and abs(error) > max(_DEVIATIONS * math.sqrt(total), least):
-            covariance[0, 0] += error * error
-            if not runs_on:
+        kin = self._kin[i]
+        forgotten = len(kin) > 0 and self.steps - self._cell_seen[kin].max() >= STALE_STEPS
+        if (known or forgotten) and abs(error) > max(_DEVIATIONS * math.sqrt(total), least):
+            # Of a drafter that nothing was seen of for long, it is the drafter's.
+            cause = int(phi[2:].argmax()) + 2 if forgotten else 0
+            covariance[cause, cause] += error * error
+            if known and not runs_on:
                 # If it keeps happening whenever this arm runs, the arm is the cause.
                 cell_doubt += (_LEAP_SHARE * error) ** 2
                 evidence /= 2
@@ -336,6 +332,17 @@ class CostModel:
             if 0 <= k < len(self._disagreed) and self._extrapolated.item(i, k) >= outside:
                 moved = self._cell.item(i, k) + rate * share * left
                 self._cell[i, k] = min(self._drift_max, max(-self._drift_max, moved))
+
+    def _evidence(self, cell: tuple[int, int]) -> float:
+        """Returns the steps behind a cell, without what they have lost while others ran.
+
+        After STALE_STEPS it is measured as if it had never run: its cost may have been wrong, or
+        have changed, and nothing but this cell could have shown that.
+        """
+        idle = self.steps - self._cell_seen.item(cell)
+        if idle >= STALE_STEPS:
+            return 0.0
+        return self._cell_steps.item(cell) * math.exp(-idle / IDLE_STEPS)
 
     def _variances(self) -> tuple[float, float]:
         """Returns the variance of what a single cell adds before any step, and of one step."""
@@ -401,4 +408,5 @@ class CostModel:
             self._near,
             self._order,
             bool(self.prior),
+            self._factors,
         )

@@ -502,7 +502,7 @@ class EngineController:
         return rows, *why(
             f"B={size}: {arm_text(self.arms[chosen], values.value[chosen, active])}",
             at, active, prior, probing[1] if probing else None, said,
-            bound_text(bound_in(made, self.arms, active, chosen)),
+            bound_text(bound_in(made, self.arms, active, chosen)), self.explorer.purpose,
         )  # fmt: skip
 
     def _rows(
