@@ -2,8 +2,7 @@
 
     log C = log(grid[arm, B] + k_kv * (kv - B * kv_ref)) + phi(arm, B) . w + cell[arm, B]
 
-`grid` comes from a profile or, without one, from a prior, which `explain` shows and live steps
-correct.
+`grid` comes from a profile or, without one, from a prior, which `explain` shows.
 
 Live steps move w, a handful of coefficients with a Kalman filter: how slow the machine is right
 now (quick: it moves every arm alike, so a slow minute is no reason to switch), how that grows with
@@ -19,7 +18,8 @@ is by far the likeliest cause: w takes the change as pace, whatever the doubt ab
 more work never costs less (`cost_order`): where what was learnt breaks that order, the older
 knowledge gives way to the newer and is doubted.  After either, gamma = 0 is due for a check.
 
-A step far outside the usual scatter is dropped, unless it keeps happening.
+A step far outside the usual scatter moves nothing before another step of its cell confirms it, and
+then as far as the two agree; a known cell that is slow takes six of them.
 """
 
 import math
@@ -30,21 +30,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.cost.cost_order import CostOrder
-from controller.core.cost.features import (
-    doubt_before,
-    drafting_alike,
-    features,
-    process_noise,
-)
+from controller.core.cost.features import doubt_before, drafting_alike, features, process_noise
 from controller.core.cost.prior import Prior
 from controller.core.cost.profile import Profile
-from controller.core.cost.table import CostTable
+from controller.core.cost.table import Costs, CostTable
 from controller.core.cost.uncertainty import (
     DISAGREEMENT_MAX,
     IDLE_STEPS,
     STALE_STEPS,
     CostUncertainty,
     cell_variance,
+    near,
 )
 from controller.core.engine_spec import Arm
 from controller.core.recorded_state import recorded
@@ -67,7 +63,6 @@ _LEAP_SHARE = 0.2
 _STEPS_SURE = 4
 # A bucket with fewer steps is new.
 _STEPS_NEW = 2
-_NEAR_OCTAVES = 1.0
 _STEPS_AN_UPDATE = 8
 _STEPS_KNOWN = 32
 _CELL_RATE_MIN = 0.01
@@ -79,16 +74,9 @@ _OUTLIER_FLOOR = 0.4
 _OUTLIERS_THAT_ARE_NEWS = 6
 _SURPRISE_RATE = 0.2
 _SURPRISE_MAX = 100.0
+_SURPRISE_USUAL = 4.0
 # How far surprise may widen the doubt about the coefficients, as a factor of their variance.
 _DOUBT_GROWTH_MAX = 9.0
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Holds the seconds of a step, and which lie outside of the profile; both [arms, buckets]."""
-
-    seconds: NDArray[np.float64]
-    extrapolated: NDArray[np.bool_]
 
 
 @recorded("pending_errors")
@@ -128,19 +116,17 @@ class CostModel:
         self._order = CostOrder(arms)
         self._table = CostTable(arms, buckets, profile, self._order, padded=padded, prior=prior)
         self._extrapolated = self._table.extrapolated
+        self.profile_id, self.prior = self._table.profile_id, self._table.prior
         shape = self._table.grid.shape
         self._off = np.array([arm.gamma == 0 for arm in arms])
         self._kin = drafting_alike(arms)
-        octaves = np.log2(self._table.sizes)
-        # [buckets, buckets]: which are close enough that gamma = 0 in one tells of the other.
-        self._near = np.abs(octaves[:, None] - octaves[None, :]) <= _NEAR_OCTAVES
+        self._near = near(self._table.sizes)
         self.use_settings(settings)
         self._features = features(arms, self._table.sizes)
         self._flat_features = self._features.reshape(len(self._features), -1)
         # [arms, buckets, coefficients]: those of a cell lie together.
         self._causes = np.ascontiguousarray(np.moveaxis(self._features, 0, -1))
-        source = self._table.prior or "profile"
-        sigma, self._cell_sigma = doubt_before(source, len(self._features))
+        sigma, self._cell_sigma = doubt_before(self.prior or "profile", len(self._features))
         self._process_noise = process_noise(len(sigma))
         self._weights = np.zeros(len(sigma))
         self._covariance = np.diag(sigma**2)
@@ -162,24 +148,13 @@ class CostModel:
         # By cell, the error of a far step that no other step has confirmed, relative to the table.
         self._held: dict[tuple[int, int], float] = {}
         self._pending: dict[tuple[int, int], _Pending] = {}
-        self.rejected = 0
-        self.steps = 0
+        self.rejected = self.steps = 0
         self._refresh()
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Sets how far live steps may move the costs from now on."""
         profiled, prior = settings.cost_drift_max_profiled, settings.cost_drift_max_prior
         self._drift_max = math.log(profiled if self.profile_id else prior)
-
-    @property
-    def profile_id(self) -> str:
-        """Returns the digest of the profile; "" without one."""
-        return self._table.profile_id
-
-    @property
-    def prior(self) -> str:
-        """Returns the source of the costs without a profile; "" with one."""
-        return self._table.prior
 
     @property
     def sizes(self) -> NDArray[np.float64]:
@@ -295,11 +270,10 @@ class CostModel:
         total = float(phi @ spread) + cell_doubt + noise
         least = _CHANGE_MIN if runs_on else _LEAP_MIN
         known = runs_on or evidence >= _STEPS_SURE
-        kin = self._kin[i]
-        forgotten = len(kin) > 0 and self.steps - self._cell_seen[kin].max() >= STALE_STEPS
+        forgotten = not outside and self._is_forgotten(i)
         if (known or forgotten) and abs(error) > max(_DEVIATIONS * math.sqrt(total), least):
-            # Of a drafter that nothing was seen of for long, it is the drafter's.
-            cause = int(phi[2:].argmax()) + 2 if forgotten else 0
+            # The machine's, or that of a drafter that nothing was seen of for long.
+            cause = 2 + int(phi[2:].argmax()) if forgotten else 0
             covariance[cause, cause] += error * error
             if known and not runs_on:
                 # If it keeps happening whenever this arm runs, the arm is the cause.
@@ -313,14 +287,9 @@ class CostModel:
             # Either the machine has changed or the estimates are wrong: gamma = 0 shows which.
             self._disagreed[j] += abs(error)
         if evidence == 0 and self.steps > steps and not outside:
-            found = min(max(error * error / total, 0.0), _SURPRISE_MAX)
-            self._surprise += _SURPRISE_RATE * (found - self._surprise)
-            if found > 4:
-                # The table is wrong by more than its doubt allows: trust it less.
-                room = _DOUBT_GROWTH_MAX * self._covariance_start / float(np.trace(covariance))
-                covariance *= max(1.0, min(found / 2, room))
-                spread = covariance @ phi
-                total = float(phi @ spread) + cell_doubt + noise
+            covariance *= self._growth_of_doubt(error * error / total)
+            spread = covariance @ phi
+            total = float(phi @ spread) + cell_doubt + noise
         gain = spread / total
         self._weights += gain * error
         covariance -= gain[:, None] * spread
@@ -343,6 +312,24 @@ class CostModel:
         if idle >= STALE_STEPS:
             return 0.0
         return self._cell_steps.item(cell) * math.exp(-idle / IDLE_STEPS)
+
+    def _is_forgotten(self, arm: int) -> bool:
+        """Returns whether the arm's drafter has drafted, but not for STALE_STEPS."""
+        last = self._cell_seen[self._kin[arm]].max(initial=0)
+        return bool(0 < last <= self.steps - STALE_STEPS)
+
+    def _growth_of_doubt(self, surprise: float) -> float:
+        """Returns the factor on the covariance after the first steps of a cell.
+
+        surprise: their squared error, over the variance that was expected.
+        """
+        found = min(max(surprise, 0.0), _SURPRISE_MAX)
+        self._surprise += _SURPRISE_RATE * (found - self._surprise)
+        if found <= _SURPRISE_USUAL:
+            return 1.0
+        # The table is wrong by more than its doubt allows: trust it less.
+        room = _DOUBT_GROWTH_MAX * self._covariance_start / float(np.trace(self._covariance))
+        return max(1.0, min(found / 2, room))
 
     def _variances(self) -> tuple[float, float]:
         """Returns the variance of what a single cell adds before any step, and of one step."""

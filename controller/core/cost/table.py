@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,14 @@ from controller.core.engine_spec import Arm
 
 # Whatever the context, a step takes this share of what it takes at the table's context.
 _LEAST_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Holds the seconds of a step, and which lie outside of the profile; both [arms, buckets]."""
+
+    seconds: NDArray[np.float64]
+    extrapolated: NDArray[np.bool_]
 
 
 class CostTable:

@@ -20,6 +20,7 @@ _CLEAR = 1.5
 STALE_STEPS = 900
 # Error of the estimates (log seconds) above which gamma = 0 has to be measured again.
 DISAGREEMENT_MAX = 0.05
+_NEAR_OCTAVES = 1.0
 
 _Number = TypeVar("_Number", float, NDArray[np.float64])
 
@@ -33,8 +34,8 @@ class CostUncertainty:
     which that was, 0: never; now: its step at the moment.  cell: variance of what a single cell
     adds before any step; noise: variance of one step.  disagreed: [buckets] error of the estimates
     (log seconds) that was found since gamma = 0 ran.  off: [arms], those with gamma = 0.  near:
-    [buckets, buckets], which are at similar batch sizes.  guessed: there is no profile.  drift: [arms,
-    buckets], factors by which live steps moved the table.
+    [buckets, buckets], which are at similar batch sizes.  guessed: there is no profile.  drift:
+    [arms, buckets], factors by which live steps moved the table.
     """
 
     features: NDArray[np.float64]
@@ -124,6 +125,13 @@ class CostUncertainty:
         idle = self.now - self.seen[:, buckets]
         found: NDArray[np.float64] = self.evidence[:, buckets] * np.exp(idle / -IDLE_STEPS)
         return found
+
+
+def near(sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Returns [buckets, buckets], which are close enough that a step in one tells of the other."""
+    octaves = np.log2(sizes)
+    found: NDArray[np.bool_] = np.abs(octaves[:, None] - octaves[None, :]) <= _NEAR_OCTAVES
+    return found
 
 
 def cell_variance(prior: float, noise: float, steps: _Number) -> _Number:
