@@ -177,8 +177,8 @@ class CostModel:
         kv_tokens: int,
         expected_seconds: float,
         step_seconds: float,
-    ) -> None:
-        """Takes one plain step (the caller leaves out distorted ones).
+    ) -> bool:
+        """Takes one plain step (the caller leaves out distorted ones); False if it is not believed.
 
         expected_seconds: what `predict` gave for it.
         """
@@ -187,7 +187,7 @@ class CostModel:
         cell = (arm, self.bucket_of(batch_size))
         error, steps = self._shown(cell, error)
         if steps == 0:
-            return
+            return False
         self.steps += steps
         if self.steps > steps:
             # From step to step: what both share is the machine's pace and not scatter.
@@ -196,12 +196,11 @@ class CostModel:
             self._scatter = max(_SCATTER_MIN, self._scatter + _SCATTER_RATE * excess)
         self._last_error = error
         self._now_cell = cell
-        pending = self._pending.get(cell)
-        if pending is None:
-            pending = self._pending[cell] = _Pending()
+        pending = self._pending.setdefault(cell, _Pending())
         # Relative to the table: the correction may have moved before this is learnt.
         pending.total += steps * (error + self._correction.item(cell))
         pending.steps += steps
+        return True
 
     def _shown(self, cell: tuple[int, int], error: float) -> tuple[float, int]:
         """Returns the error that can be believed, and of how many steps; of none while it cannot.

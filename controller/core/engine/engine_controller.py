@@ -215,7 +215,11 @@ class EngineController:
                 # What this step shows may change the choice at once.
                 self._evaluated_at = -float("inf")
             if seconds is not None:
-                self.cost.observe(arm, report.batch_size, report.kv_tokens, expected, seconds)
+                believed = self.cost.observe(
+                    arm, report.batch_size, report.kv_tokens, expected, seconds
+                )
+                # A step that something else made slow is not what a probe has cost.
+                bearable = bearable if believed else expected
         self.prediction_audit.observe(
             arm, report, expected if plain and self._forced is None else None
         )
