@@ -18,8 +18,8 @@ is by far the likeliest cause: w takes the change as pace, whatever the doubt ab
 more work never costs less (`cost_order`): where what was learnt breaks that order, the older
 knowledge gives way to the newer and is doubted.  After either, gamma = 0 is due for a check.
 
-A step far outside the usual scatter moves nothing before another step of its cell confirms it, and
-then as far as the two agree; a known cell that is slow takes six of them.
+A slow step far outside the usual scatter moves nothing before another one of its cell confirms it,
+and then as far as the two agree; a known cell takes six of them.
 """
 
 import math
@@ -72,6 +72,8 @@ _SCATTER_RATE = 0.02
 _OUTLIER_SCALES = 6.0
 _OUTLIER_FLOOR = 0.4
 _OUTLIERS_THAT_ARE_NEWS = 6
+# A step that is faster than believed by more than this (log seconds) was not timed right.
+_FASTER_MAX = 3.0
 _SURPRISE_RATE = 0.2
 _SURPRISE_MAX = 100.0
 _SURPRISE_USUAL = 4.0
@@ -205,13 +207,13 @@ class CostModel:
     def _shown(self, cell: tuple[int, int], error: float) -> tuple[float, int]:
         """Returns the error that can be believed, and of how many steps; of none while it cannot.
 
-        error: of this step.  One far step shows nothing: what two in a row show in a cell, it does,
-        as far as they agree.  A known cell that is slow takes more of them.
+        error: of this step.  One slow step shows nothing: what two of a cell show in a row, it does,
+        as far as they agree; a known cell takes more.  Nothing makes a step faster than it is.
         """
         held = self._held.pop(cell, None)
         limit = max(_OUTLIER_FLOOR, _OUTLIER_SCALES * self._scatter)
         nothing_known = self.steps == 0 and self.prior == "generic"
-        if abs(error) <= limit or nothing_known:
+        if -_FASTER_MAX <= error <= limit or nothing_known:
             self._outliers_in_a_row = 0
             self.rejected += held is not None
             return error, 1
@@ -221,8 +223,7 @@ class CostModel:
         if error > 0 and self._evidence(cell) >= _STEPS_SURE:
             self.rejected += 1
             return 0.0, 0
-        before = 0.0 if held is None else held - self._correction.item(cell)
-        if before * error > 0:
+        if held is not None and (before := held - self._correction.item(cell)) * error > 0:
             return min(before, error, key=abs), 2
         self.rejected += held is not None
         self._held[cell] = error + self._correction.item(cell)

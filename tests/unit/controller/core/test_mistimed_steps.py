@@ -150,7 +150,7 @@ def observe(model: CostModel, arm: int, factor: float, batch_size: int = 2) -> N
     model.learn()
 
 
-@pytest.mark.parametrize("factor", [1 / 20, 1 / 3, 3.0, 20.0])
+@pytest.mark.parametrize("factor", [1 / 50, 3.0, 20.0])
 @pytest.mark.parametrize("arm", [0, 3])
 def test_one_far_step_of_a_new_cell_moves_nothing(arm, factor):
     model = cost_model()
