@@ -207,7 +207,7 @@ class CostModel:
     def _shown(self, cell: tuple[int, int], error: float) -> tuple[float, int]:
         """Returns the error that can be believed, and of how many steps; of none while it cannot.
 
-        error: of this step.  One slow step shows nothing: what two of a cell show in a row, it does,
+        error: of this step.  One slow step shows nothing: what two of a cell show, it does,
         as far as they agree; a known cell takes more.  Nothing makes a step faster than it is.
         """
         held = self._held.pop(cell, None)
