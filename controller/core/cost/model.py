@@ -2,8 +2,7 @@
 
     log C = log(grid[arm, B] + k_kv * (kv - B * kv_ref)) + phi(arm, B) . w + cell[arm, B]
 
-`grid` comes from a profile or, without one, from a prior, which `explain` shows and live steps
-correct.
+`grid` comes from a profile or, without one, from a prior, which `explain` shows.
 
 Live steps move w, a handful of coefficients with a Kalman filter: how slow the machine is right
 now (quick: it moves every arm alike, so a slow minute is no reason to switch), how that grows with
@@ -19,11 +18,11 @@ is by far the likeliest cause: w takes the change as pace, whatever the doubt ab
 more work never costs less (`cost_order`): where what was learnt breaks that order, the older
 knowledge gives way to the newer and is doubted.  After either, gamma = 0 is due for a check.
 
-A step far outside the usual scatter is dropped, unless it keeps happening.
+A slow step far outside the usual scatter moves nothing before another one of its cell confirms it,
+and then as far as the two agree; a known cell takes six of them.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,27 +30,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.cost.cost_order import CostOrder
-from controller.core.cost.features import features
-from controller.core.cost.grid import profiled_grid
-from controller.core.cost.prior import Prior, generic_prior
+from controller.core.cost.features import doubt_before, drafting_alike, features, process_noise
+from controller.core.cost.prior import Prior
 from controller.core.cost.profile import Profile
+from controller.core.cost.table import Costs, CostTable
 from controller.core.cost.uncertainty import (
     DISAGREEMENT_MAX,
     IDLE_STEPS,
+    STALE_STEPS,
     CostUncertainty,
     cell_variance,
+    near,
 )
 from controller.core.engine_spec import Arm
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 
-# Standard deviations of the log-coefficients before any live step: the machine, its growth with
-# log B; per drafter: drafting at all, passes, width times log B.  Then that of a single cell.
-_PROFILED_DOUBT = ((1.0, 0.3, 0.25, 0.15, 0.15), 0.03)
-_ROOFLINE_DOUBT = ((1.0, 0.3, 0.25, 0.25, 0.2), 0.08)
-_PRIOR_DOUBT = ((3.0, 0.6, 0.3, 0.5, 0.4), 0.1)
-# Process noise: standard deviations by which they may move in one step.
-_PROCESS_NOISE = (0.005, 0.001, 0.0003, 0.0003, 0.0003)
 # How quickly the variation of the machine's pace is learnt, an update; its maximum (log seconds).
 _PACE_RATE = 0.1
 _PACE_MAX = 0.3
@@ -69,7 +63,6 @@ _LEAP_SHARE = 0.2
 _STEPS_SURE = 4
 # A bucket with fewer steps is new.
 _STEPS_NEW = 2
-_NEAR_OCTAVES = 1.0
 _STEPS_AN_UPDATE = 8
 _STEPS_KNOWN = 32
 _CELL_RATE_MIN = 0.01
@@ -79,22 +72,13 @@ _SCATTER_RATE = 0.02
 _OUTLIER_SCALES = 6.0
 _OUTLIER_FLOOR = 0.4
 _OUTLIERS_THAT_ARE_NEWS = 6
-# The same, in a cell that is hardly known.
-_SURPRISES = 2
 # A step that is faster than believed by more than this (log seconds) was not timed right.
 _FASTER_MAX = 3.0
 _SURPRISE_RATE = 0.2
 _SURPRISE_MAX = 100.0
+_SURPRISE_USUAL = 4.0
 # How far surprise may widen the doubt about the coefficients, as a factor of their variance.
 _DOUBT_GROWTH_MAX = 9.0
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Holds the seconds of a step, and which lie outside of the profile; both [arms, buckets]."""
-
-    seconds: NDArray[np.float64]
-    extrapolated: NDArray[np.bool_]
 
 
 @recorded("pending_errors")
@@ -112,6 +96,7 @@ class _Pending:
     "_kv_per_sequence _last_cell _last_error _now_cell _outliers_in_a_row _pace _pending "
     "_scatter _surprise _weights",
     derived="_new",
+    added="_held",
 )
 class CostModel:
     """Estimates the costs of `arms` at the batch sizes `buckets` (ascending), for one engine.
@@ -130,55 +115,31 @@ class CostModel:
         padded: bool = False,
         prior: Prior | None = None,
     ) -> None:
-        # A digest of the whole file: made once, read at every plan.
-        self.profile_id = profile.profile_id if profile else ""
-        # The source of the costs without a profile.
-        self.prior = ""
-        self._buckets = np.asarray(buckets, dtype=np.float64)
-        self._bucket_list = [float(b) for b in buckets]
-        self._padded = padded
-        shape = (len(arms), len(buckets))
-        self._extrapolated = np.zeros(shape, dtype=bool)
-        self._kv_reference, self._kv_rate = 0.0, 0.0
-        if profile is not None:
-            grid, self._extrapolated = profiled_grid(arms, self._buckets, profile)
-            self._kv_reference = profile.kv_tokens_per_sequence
-            self._kv_rate = profile.seconds_per_kv_token
-            doubt = _PROFILED_DOUBT
-        else:
-            prior = prior or generic_prior(arms, buckets)
-            grid, self._kv_rate, self.prior = prior.grid, prior.kv_rate, prior.name
-            doubt = _ROOFLINE_DOUBT if prior.name == "roofline" else _PRIOR_DOUBT
         self._order = CostOrder(arms)
-        self._grid = grid = self._order.lowered(grid)
-        # Whatever the context, a step takes this much.
-        self._grid_least = 0.1 * grid
+        self._table = CostTable(arms, buckets, profile, self._order, padded=padded, prior=prior)
+        self._extrapolated = self._table.extrapolated
+        self.profile_id, self.prior = self._table.profile_id, self._table.prior
+        shape = self._table.grid.shape
         self._off = np.array([arm.gamma == 0 for arm in arms])
-        octaves = np.log2(self._buckets)
-        # [buckets, buckets]: which are close enough that gamma = 0 in one tells of the other.
-        self._near = np.abs(octaves[:, None] - octaves[None, :]) <= _NEAR_OCTAVES
-        self._grid_rows: list[list[float]] = grid.tolist()
+        self._kin = drafting_alike(arms)
+        self._near = near(self._table.sizes)
         self.use_settings(settings)
-        self._features = features(arms, self._buckets)
+        self._features = features(arms, self._table.sizes)
         self._flat_features = self._features.reshape(len(self._features), -1)
         # [arms, buckets, coefficients]: those of a cell lie together.
         self._causes = np.ascontiguousarray(np.moveaxis(self._features, 0, -1))
-        drafters = (len(self._features) - 2) // 3
-        sigma = np.array([*doubt[0][:2], *(doubt[0][2:] * drafters)])
-        self._process_noise = np.diag(
-            np.square([*_PROCESS_NOISE[:2], *(_PROCESS_NOISE[2:] * drafters)])
-        )
+        sigma, self._cell_sigma = doubt_before(self.prior or "profile", len(self._features))
+        self._process_noise = process_noise(len(sigma))
         self._weights = np.zeros(len(sigma))
         self._covariance = np.diag(sigma**2)
         self._covariance_start = float(np.trace(self._covariance))
-        self._cell_sigma = doubt[1]
         self._cell = np.zeros(shape)
         self._cell_steps = np.zeros(shape)
         # The step after which a cell was learnt last; 0: never.
         self._cell_seen = np.zeros(shape, dtype=np.int64)
         # [buckets] error of the estimates (log seconds) that was found since gamma = 0 ran there.
         self._disagreed = np.zeros(len(buckets))
-        self._kv_per_sequence = self._kv_reference
+        self._kv_per_sequence = self._table.kv_reference
         self._surprise = 1.0
         self._pace = 0.0
         # The cell that was learnt last, and the one that was seen last.
@@ -186,9 +147,10 @@ class CostModel:
         self._last_error = 0.0
         self._scatter = _SCATTER_START
         self._outliers_in_a_row = 0
+        # By cell, the error of a far step that no other step has confirmed, relative to the table.
+        self._held: dict[tuple[int, int], float] = {}
         self._pending: dict[tuple[int, int], _Pending] = {}
-        self.rejected = 0
-        self.steps = 0
+        self.rejected = self.steps = 0
         self._refresh()
 
     def use_settings(self, settings: PlannerSettings) -> None:
@@ -199,16 +161,16 @@ class CostModel:
     @property
     def sizes(self) -> NDArray[np.float64]:
         """Returns the buckets' batch sizes."""
-        return self._buckets
+        return self._table.sizes
 
     def bucket_of(self, batch_size: int) -> int:
         """Returns the index of the bucket that serves a batch size."""
-        return min(bisect_left(self._bucket_list, batch_size), len(self._bucket_list) - 1)
+        return self._table.bucket_of(batch_size)
 
     def predict(self, arm: int, batch_size: int, kv_tokens: int) -> float:
         """Predicts the seconds of a plain step of this arm (by index) at this batch and context."""
-        j = self.bucket_of(batch_size)
-        return self._base(arm, j, batch_size, kv_tokens) * self._factors.item(arm, j)
+        factor = self._factors.item(arm, self.bucket_of(batch_size))
+        return self._table.seconds_of(arm, batch_size, kv_tokens) * factor
 
     def observe(
         self,
@@ -217,59 +179,55 @@ class CostModel:
         kv_tokens: int,
         expected_seconds: float,
         step_seconds: float,
-    ) -> None:
-        """Takes one plain step (the caller leaves out distorted ones).
+    ) -> bool:
+        """Takes one plain step (the caller leaves out distorted ones); False if it is not believed.
 
         expected_seconds: what `predict` gave for it.
         """
         self._kv_per_sequence += _KV_RATE * (kv_tokens / batch_size - self._kv_per_sequence)
         error = math.log(step_seconds / expected_seconds)
-        bucket = self.bucket_of(batch_size)
-        if self._is_outlier(arm, bucket, error):
-            return
-        self.steps += 1
-        if self.steps > 1:
+        cell = (arm, self.bucket_of(batch_size))
+        error, steps = self._shown(cell, error)
+        if steps == 0:
+            return False
+        self.steps += steps
+        if self.steps > steps:
             # From step to step: what both share is the machine's pace and not scatter.
             apart = min(abs(error - self._last_error) / math.sqrt(2), 0.5)
             excess = apart - self._scatter
             self._scatter = max(_SCATTER_MIN, self._scatter + _SCATTER_RATE * excess)
         self._last_error = error
-        cell = self._now_cell = (arm, bucket)
-        pending = self._pending.get(cell)
-        if pending is None:
-            pending = self._pending[cell] = _Pending()
+        self._now_cell = cell
+        pending = self._pending.setdefault(cell, _Pending())
         # Relative to the table: the correction may have moved before this is learnt.
-        pending.total += error + self._correction.item(cell)
-        pending.steps += 1
-
-    def _base(self, i: int, j: int, batch_size: int, kv_tokens: int) -> float:
-        row, sizes = self._grid_rows[i], self._bucket_list
-        grid, size = row[j], sizes[j]
-        if not self._padded and j > 0 and batch_size < size:
-            share = (batch_size - sizes[j - 1]) / (size - sizes[j - 1])
-            grid = row[j - 1] + share * (grid - row[j - 1])
-        return max(grid + self._kv_rate * (kv_tokens - batch_size * self._kv_reference), 0.1 * grid)
-
-    def _is_outlier(self, arm: int, bucket: int, error: float) -> bool:
-        """Returns whether a step took so long that something else must have run beside it.
-
-        Nothing makes a step faster than it is, so a short one always counts.
-        """
-        limit = max(_OUTLIER_FLOOR, _OUTLIER_SCALES * self._scatter)
-        if error > limit:
-            phi = self._causes[arm, bucket]
-            doubt = float(phi @ self._covariance @ phi)
-            doubt += cell_variance(*self._variances(), self._cell_steps.item(arm, bucket))
-            limit = max(limit, _DEVIATIONS * math.sqrt(max(doubt, 0.0)))
-        if self.steps < 3 or -_FASTER_MAX <= error <= limit:
-            self._outliers_in_a_row = 0
-            return False
-        self._outliers_in_a_row += 1
-        known = self._cell_steps[arm, bucket] >= _STEPS_SURE
-        if self._outliers_in_a_row >= (_OUTLIERS_THAT_ARE_NEWS if known else _SURPRISES):
-            return False
-        self.rejected += 1
+        pending.total += steps * (error + self._correction.item(cell))
+        pending.steps += steps
         return True
+
+    def _shown(self, cell: tuple[int, int], error: float) -> tuple[float, int]:
+        """Returns the error that can be believed, and of how many steps; of none while it cannot.
+
+        error: of this step.  One slow step shows nothing: what two of a cell show, it does,
+        as far as they agree; a known cell takes more.  Nothing makes a step faster than it is.
+        """
+        held = self._held.pop(cell, None)
+        limit = max(_OUTLIER_FLOOR, _OUTLIER_SCALES * self._scatter)
+        nothing_known = self.steps == 0 and self.prior == "generic"
+        if -_FASTER_MAX <= error <= limit or nothing_known:
+            self._outliers_in_a_row = 0
+            self.rejected += held is not None
+            return error, 1
+        self._outliers_in_a_row += 1
+        if self._outliers_in_a_row >= _OUTLIERS_THAT_ARE_NEWS:
+            return error, 1
+        if error > 0 and self._evidence(cell) >= _STEPS_SURE:
+            self.rejected += 1
+            return 0.0, 0
+        if held is not None and (before := held - self._correction.item(cell)) * error > 0:
+            return min(before, error, key=abs), 2
+        self.rejected += held is not None
+        self._held[cell] = error + self._correction.item(cell)
+        return 0.0, 0
 
     def learn(self) -> None:
         """Moves the coefficients and cells by what was observed since the last call."""
@@ -297,9 +255,7 @@ class CostModel:
             # What is wrong there is the extrapolation or the machine's pace, and not the arm.
             phi = np.eye(1, len(phi))[0]
             prior = max(prior, _EXTRAPOLATED_DOUBT**2)
-        # A cell's evidence, without what it has lost while others ran.
-        idle = self.steps - self._cell_seen.item(i, j)
-        evidence = self._cell_steps.item(i, j) * math.exp(-idle / IDLE_STEPS)
+        evidence = self._evidence((i, j))
         cell_doubt = cell_variance(prior, noise, evidence)
         noise /= steps
         runs_on = (i, j) == self._last_cell
@@ -314,9 +270,12 @@ class CostModel:
         total = float(phi @ spread) + cell_doubt + noise
         least = _CHANGE_MIN if runs_on else _LEAP_MIN
         known = runs_on or evidence >= _STEPS_SURE
-        if known and abs(error) > max(_DEVIATIONS * math.sqrt(total), least):
-            covariance[0, 0] += error * error
-            if not runs_on:
+        forgotten = not outside and self._is_forgotten(i)
+        if (known or forgotten) and abs(error) > max(_DEVIATIONS * math.sqrt(total), least):
+            # The machine's, or that of a drafter that nothing was seen of for long.
+            cause = 2 + int(phi[2:].argmax()) if forgotten else 0
+            covariance[cause, cause] += error * error
+            if known and not runs_on:
                 # If it keeps happening whenever this arm runs, the arm is the cause.
                 cell_doubt += (_LEAP_SHARE * error) ** 2
                 evidence /= 2
@@ -328,14 +287,9 @@ class CostModel:
             # Either the machine has changed or the estimates are wrong: gamma = 0 shows which.
             self._disagreed[j] += abs(error)
         if evidence == 0 and self.steps > steps and not outside:
-            found = min(max(error * error / total, 0.0), _SURPRISE_MAX)
-            self._surprise += _SURPRISE_RATE * (found - self._surprise)
-            if found > 4:
-                # The table is wrong by more than its doubt allows: trust it less.
-                room = _DOUBT_GROWTH_MAX * self._covariance_start / float(np.trace(covariance))
-                covariance *= max(1.0, min(found / 2, room))
-                spread = covariance @ phi
-                total = float(phi @ spread) + cell_doubt + noise
+            covariance *= self._growth_of_doubt(error * error / total)
+            spread = covariance @ phi
+            total = float(phi @ spread) + cell_doubt + noise
         gain = spread / total
         self._weights += gain * error
         covariance -= gain[:, None] * spread
@@ -344,9 +298,38 @@ class CostModel:
         self._cell_steps[i, j] = evidence + steps
         self._cell_seen[i, j] = self.steps
         for k, share in ((j - 1, _NEIGHBOUR_SHARE), (j, 1.0), (j + 1, _NEIGHBOUR_SHARE)):
-            if 0 <= k < len(self._bucket_list) and self._extrapolated.item(i, k) >= outside:
+            if 0 <= k < len(self._disagreed) and self._extrapolated.item(i, k) >= outside:
                 moved = self._cell.item(i, k) + rate * share * left
                 self._cell[i, k] = min(self._drift_max, max(-self._drift_max, moved))
+
+    def _evidence(self, cell: tuple[int, int]) -> float:
+        """Returns the steps behind a cell, without what they have lost while others ran.
+
+        After STALE_STEPS it is measured as if it had never run: its cost may have been wrong, or
+        have changed, and nothing but this cell could have shown that.
+        """
+        idle = self.steps - self._cell_seen.item(cell)
+        if idle >= STALE_STEPS:
+            return 0.0
+        return self._cell_steps.item(cell) * math.exp(-idle / IDLE_STEPS)
+
+    def _is_forgotten(self, arm: int) -> bool:
+        """Returns whether the arm's drafter has drafted, but not for STALE_STEPS."""
+        last = self._cell_seen[self._kin[arm]].max(initial=0)
+        return bool(0 < last <= self.steps - STALE_STEPS)
+
+    def _growth_of_doubt(self, surprise: float) -> float:
+        """Returns the factor on the covariance after the first steps of a cell.
+
+        surprise: their squared error, over the variance that was expected.
+        """
+        found = min(max(surprise, 0.0), _SURPRISE_MAX)
+        self._surprise += _SURPRISE_RATE * (found - self._surprise)
+        if found <= _SURPRISE_USUAL:
+            return 1.0
+        # The table is wrong by more than its doubt allows: trust it less.
+        room = _DOUBT_GROWTH_MAX * self._covariance_start / float(np.trace(self._covariance))
+        return max(1.0, min(found / 2, room))
 
     def _variances(self) -> tuple[float, float]:
         """Returns the variance of what a single cell adds before any step, and of one step."""
@@ -354,7 +337,7 @@ class CostModel:
 
     def _keep_order(self) -> None:
         """Moves cells so that more work costs no less, at the present context."""
-        seconds = self._bases(self._kv_per_sequence) * self._factors
+        seconds = self._table.seconds(self._kv_per_sequence) * self._factors
         if self._order.is_ordered(seconds):
             return
         moved = np.log(self._order.settled(seconds, self._cell_seen) / seconds)
@@ -394,13 +377,9 @@ class CostModel:
         kv_tokens_per_sequence: mean context length, of all batches or [buckets].
         """
         # They must be in order at this context, not only at the one at which they were learnt.
-        seconds = self._bases(kv_tokens_per_sequence) * self._factors
+        seconds = self._table.seconds(kv_tokens_per_sequence) * self._factors
         alike = np.ndim(kv_tokens_per_sequence) == 0
         return Costs(self._order.lowered(seconds, over_batches=alike), self._extrapolated)
-
-    def _bases(self, kv_tokens_per_sequence: float | NDArray[np.float64]) -> NDArray[np.float64]:
-        kv_seconds = self._kv_rate * (kv_tokens_per_sequence - self._kv_reference) * self._buckets
-        return np.maximum(self._grid + kv_seconds, self._grid_least)
 
     def uncertainty(self) -> CostUncertainty:
         """Returns how uncertain the costs are now, as a copy that later steps do not change."""
@@ -416,4 +395,5 @@ class CostModel:
             self._near,
             self._order,
             bool(self.prior),
+            self._factors,
         )

@@ -16,8 +16,11 @@ IDLE_STEPS = 2000.0
 # believed to be so many times as slow for each token.
 _STEPS_SETTLED = 48
 _CLEAR = 1.5
+# Steps after which a cell's cost is old: it is measured again if much depends on it.
+STALE_STEPS = 900
 # Error of the estimates (log seconds) above which gamma = 0 has to be measured again.
 DISAGREEMENT_MAX = 0.05
+_NEAR_OCTAVES = 1.0
 
 _Number = TypeVar("_Number", float, NDArray[np.float64])
 
@@ -31,7 +34,8 @@ class CostUncertainty:
     which that was, 0: never; now: its step at the moment.  cell: variance of what a single cell
     adds before any step; noise: variance of one step.  disagreed: [buckets] error of the estimates
     (log seconds) that was found since gamma = 0 ran.  off: [arms], those with gamma = 0.  near:
-    [buckets, buckets], which are at similar batch sizes.  guessed: there is no profile.
+    [buckets, buckets], which are at similar batch sizes.  guessed: there is no profile.  drift:
+    [arms, buckets], factors by which live steps moved the table.
     """
 
     features: NDArray[np.float64]
@@ -46,6 +50,7 @@ class CostUncertainty:
     near: NDArray[np.bool_]
     order: CostOrder
     guessed: bool
+    drift: NDArray[np.float64]
 
     @property
     def ran(self) -> NDArray[np.bool_]:
@@ -94,6 +99,19 @@ class CostUncertainty:
         settled = gain < _CLEAR and self.evidence[:, bucket].sum() >= _STEPS_SETTLED
         return settled or not bool(self.seen[self.off][:, self.near[bucket]].any())
 
+    def stale(self, bucket: int) -> NDArray[np.bool_]:
+        """Marks [arms] whose cost was last measured long ago.
+
+        What counts is a similar batch size, for an arm that ran at none any, and for an arm that
+        never ran the arms that draft.
+        """
+        nearby = self.seen[:, self.near[bucket]].max(axis=1)
+        last = np.where(nearby > 0, nearby, self.seen.max(axis=1))
+        drafting = self.seen[~self.off].max(initial=0)
+        last = np.where(last > 0, last, drafting)
+        found: NDArray[np.bool_] = self.now - last >= STALE_STEPS
+        return found
+
     def within_reach(self, bucket: int) -> NDArray[np.bool_]:
         """Marks [arms] of each drafter up to the longest that has run at a bucket, and one more.
 
@@ -107,6 +125,13 @@ class CostUncertainty:
         idle = self.now - self.seen[:, buckets]
         found: NDArray[np.float64] = self.evidence[:, buckets] * np.exp(idle / -IDLE_STEPS)
         return found
+
+
+def near(sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Returns [buckets, buckets], which are close enough that a step in one tells of the other."""
+    octaves = np.log2(sizes)
+    found: NDArray[np.bool_] = np.abs(octaves[:, None] - octaves[None, :]) <= _NEAR_OCTAVES
+    return found
 
 
 def cell_variance(prior: float, noise: float, steps: _Number) -> _Number:

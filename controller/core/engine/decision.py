@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from controller.core.acceptance.by_class import TrafficCurves
 from controller.core.cost.catch_up_cost import CatchUp, CatchUpPrice
-from controller.core.cost.model import CostModel, Costs
+from controller.core.cost.model import CostModel
+from controller.core.cost.table import Costs
 from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
 from controller.core.planning.constraints import PlanRows

@@ -218,7 +218,11 @@ class EngineController:
                 # What this step shows may change the choice at once.
                 self._evaluated_at = -float("inf")
             if seconds is not None:
-                self.cost.observe(arm, report.batch_size, report.kv_tokens, expected, seconds)
+                believed = self.cost.observe(
+                    arm, report.batch_size, report.kv_tokens, expected, seconds
+                )
+                # A step that something else made slow is not what a probe has cost.
+                bearable = bearable if believed else expected
                 self.checks.time(report, seconds)
         self.prediction_audit.observe(
             arm, report, expected if plain and self._forced is None else None
@@ -507,7 +511,7 @@ class EngineController:
         return rows, *why(
             f"B={size}: {arm_text(self.arms[chosen], values.value[chosen, active])}",
             at, active, prior, probing[1] if probing else None, said,
-            bound_text(bound_in(made, self.arms, active, chosen)),
+            bound_text(bound_in(made, self.arms, active, chosen)), self.explorer.purpose,
         )  # fmt: skip
 
     def _rows(

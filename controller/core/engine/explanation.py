@@ -335,11 +335,13 @@ def why(
     probe: Probe | None,
     reason: Reason,
     bound: str = "",
+    purpose: str = "to learn",
 ) -> tuple[Reason, str]:
     """Returns why a plan is what it is: its reason, and one line for people.
 
     choice, reason: of the active row.  prior: where costs come from without a profile, else "".
     bound: what its bound on the time per output token does, see `bound_text`.
+    purpose: of the probe.
     """
     detail, limits = choice, at.limits[active]
     if limits.overrides:
@@ -360,7 +362,7 @@ def why(
     if probe:
         arm = probe.arm
         return Reason.PROBE, (
-            f"{detail}; {probe.steps} steps of {arm.drafter} gamma {arm.gamma} to learn"
+            f"{detail}; {probe.steps} steps of {arm.drafter} gamma {arm.gamma} {purpose}"
         )
     if prior and reason is not Reason.OVERRIDE:
         return Reason.PROFILE_MISSING, detail

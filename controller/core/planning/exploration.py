@@ -1,6 +1,6 @@
 """Explores within a budget: an arm that does not run shows nothing, so probes have to run it.
 
-There are three reasons to probe and one budget.  Every step of the engine earns a share of its
+There are four reasons to probe and one budget.  Every step of the engine earns a share of its
 seconds as credit (`observation_cost.budget`, at most `probe_share`).  A probe is charged with what
 it really lost, compared with what the current arm would have made of the same seconds.
 
@@ -13,6 +13,11 @@ a few steps of it are expected to lose, says whether to look; the best ratio goe
 no reason that the model knows, gamma = 0 runs for a few steps (`CostUncertainty.off_is_due`).  That
 is charged like any probe, but may overdraw the budget once: a wrong estimate for gamma = 0 is also
 what empties it.
+
+*Age.*  What an arm that does not run costs may have been learnt from steps that something else made
+slow, and then every price of looking at it is wrong, too.  If by the table's ratio of costs it
+would be chosen, and it was not measured for `STALE_STEPS`, it runs whatever that is believed to
+cost.
 
 *Time.*  At gamma = 0 nothing at all is seen, so a better day would go unnoticed: see `watch`.
 """
@@ -43,6 +48,11 @@ _ELSEWHERE_PATIENCE_STEPS = 3
 _CONSIDER_EVERY = 12
 # Steps of gamma = 0 that settle a disagreement: the first one may pay for the switch.
 _CHECK_STEPS = 3
+# Steps that measure an old cost again: the first one may pay for the switch.  Reports between two
+# such probes, and the factor to the table, relative to the current arm's, that is worth one.
+_REMEASURE_STEPS = 2
+_REMEASURE_EVERY = 50
+_REMEASURE_DRIFT = 1.25
 # Probes for doubt: their share of all steps, and the steps at the start and at most.
 _STEP_SHARE = 0.011
 _STEPS_START = 24.0
@@ -99,6 +109,7 @@ class Situation:
     "explorer",
     "probes probe_steps lost_seconds total_seconds _credit _running _next_id _reports _blind_steps "
     "_is_scaled _consider_at _step_credit _looks _seen",
+    added="_remeasured_at _remeasures",
 )
 class Explorer:
     """Decides when to probe what, and keeps the credit.  One object per engine.
@@ -121,6 +132,9 @@ class Explorer:
         self._looks = 0
         # The report in which each drafter drafted last.
         self._seen = dict.fromkeys((arm.drafter for arm in arms if arm.gamma), 0)
+        # The report at which an old cost was measured again last, and the probe that does.
+        self._remeasured_at = -_REMEASURE_EVERY
+        self._remeasures = 0
         self._is_scaled = False
         self._consider_at = 0
         self.probes = self.probe_steps = 0
@@ -146,6 +160,13 @@ class Explorer:
     def running(self) -> tuple[int, Probe] | None:
         """(bucket, probe) under way, or None."""
         return (self._running.bucket, self._running.probe) if self._running else None
+
+    @property
+    def purpose(self) -> str:
+        """Returns what the probe under way is for, for people."""
+        if self._running and self._running.probe.probe_id == self._remeasures:
+            return "to measure again what it costs"
+        return "to learn"
 
     def observe(self, report: StepReport, seconds: float, share: float, now: float) -> None:
         """Earns credit, charges a probe's step, ends a probe that is done or stuck.
@@ -202,13 +223,17 @@ class Explorer:
             self._is_scaled = True
             some = _COLD_STEPS * float(values.costs.seconds[current, bucket])
             self._credit = min(some, self._settings.probe_credit_max_seconds)
-        wanted = self._wanted(at)
-        if wanted is None:
-            return
-        arm, steps = wanted
-        steps = self._affordable(at, arm, steps)
-        if steps == 0:
-            return
+        if (arm := self._stale(at)) is not None:
+            steps = _REMEASURE_STEPS + (values.catch_up.item(arm, bucket) > 0)
+            self._remeasured_at, self._remeasures = self._reports, self._next_id
+        else:
+            wanted = self._wanted(at)
+            if wanted is None:
+                return
+            arm, steps = wanted
+            steps = self._affordable(at, arm, steps)
+            if steps == 0:
+                return
         # The first ones still verify what was drafted for the choice before.
         steps += self._draft_lag
         probe = Probe(self._next_id, self._arms[arm], steps)
@@ -290,6 +315,21 @@ class Explorer:
         if room < each:
             return 0
         return min(steps, int(room / each)) if each else steps
+
+    def _stale(self, at: Situation) -> int | None:
+        """Returns the arm that only an old cost keeps from being chosen, if there is one."""
+        if self._reports - self._remeasured_at < _REMEASURE_EVERY:
+            return None
+        values, bucket, current = at.values, at.bucket, at.current
+        drift = at.uncertainty.drift[:, at.cost_bucket]
+        drift = drift / drift[current]
+        due = at.uncertainty.stale(at.cost_bucket) & (drift >= _REMEASURE_DRIFT)
+        if at.feasible is not None:
+            due &= at.feasible
+        gain = values.value[:, bucket] * drift / values.value[current, bucket] - 1
+        gain[~due] = 0.0
+        best = int(gain.argmax())
+        return best if gain[best] > self._settings.switch_margin else None
 
     def _check(self, at: Situation) -> int | None:
         """The arm with gamma = 0, if it is due and its price was earned back since the last one."""

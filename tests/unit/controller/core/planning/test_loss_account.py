@@ -11,7 +11,7 @@ from controller.core.acceptance.by_class import TrafficCurves
 from controller.core.acceptance.estimator import AcceptanceEstimator
 from controller.core.acceptance.hazard import Hazard
 from controller.core.cost.catch_up_cost import CatchUpPrice
-from controller.core.cost.model import Costs
+from controller.core.cost.table import Costs
 from controller.core.engine_spec import Arm
 from controller.core.planning.constraints import rows_under
 from controller.core.planning.loss_account import ALLOWANCE, DEBT_MAX, LossAccount

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from controller.core.acceptance.by_class import TrafficCurves
 from controller.core.acceptance.hazard import Hazard
 from controller.core.cost.catch_up_cost import CatchUpPrice
-from controller.core.cost.model import Costs
+from controller.core.cost.table import Costs
 from controller.core.engine_spec import Arm
 from controller.core.plan import Reason
 from controller.core.planning.baseline_planners import TidePlanner

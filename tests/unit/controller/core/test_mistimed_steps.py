@@ -1,0 +1,190 @@
+"""Steps that something else made slow or that were not timed right: none decides for long.
+
+Steps cost what `gpu_like` says, times a factor that the sidecar does not know of.
+"""
+
+import random
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+
+from controller.core.cost.model import CostModel
+from controller.core.plan import Reason
+from controller.core.settings import PlannerSettings
+from tests.support.virtual_engine import (
+    GAMMAS,
+    VirtualEngine,
+    engine_spec,
+    gpu_like,
+    make,
+    profile_of,
+)
+
+CODE = (0.85, 0.83, 0.82, 0.8, 0.78, 0.76, 0.75)
+JSON = (0.93, 0.92, 0.92, 0.91, 0.9, 0.9, 0.9)
+# Of a step by its number and draft length.
+Factor = Callable[[int, int], float]
+
+
+def engine_with(factor: Factor, profile_error: float | None, seed: int = 0) -> VirtualEngine:
+    engine = make(profile_error, seed=seed)
+    engine.seconds = lambda gamma, batch: gpu_like(gamma, batch) * factor(engine.step, gamma)
+    return engine
+
+
+def expected_tokens(gamma: int, acceptance: tuple[float, ...]) -> float:
+    survival, expected = 1.0, 1.0
+    for a in acceptance[:gamma]:
+        survival *= a
+        expected += survival
+    return expected
+
+
+def worth(gammas: list[int], batch_size: int, acceptance: tuple[float, ...]) -> float:
+    """Tokens per second of these steps, if nothing had made them slow and by no luck."""
+    tokens = sum(batch_size * expected_tokens(gamma, acceptance) for gamma in gammas)
+    return tokens / sum(gpu_like(gamma, batch_size) for gamma in gammas)
+
+
+def second_half(
+    factor: Factor,
+    profile_error: float | None,
+    batch_size: int,
+    acceptance: tuple[float, ...],
+    steps: int = 300,
+    seed: int = 0,
+) -> float:
+    engine = engine_with(factor, profile_error, seed)
+    engine.run(steps, batch_size, acceptance)
+    gammas = [arm.gamma for arm in engine.arms_run]
+    return worth(gammas[steps // 2 :], batch_size, acceptance)
+
+
+def never(step: int, gamma: int) -> float:
+    return 1.0
+
+
+def once(at: int, factor: float) -> Factor:
+    return lambda step, gamma: factor if step == at else 1.0
+
+
+def now_and_then(share: float, factor: float, seed: int) -> Factor:
+    rng = random.Random(seed)
+    return lambda step, gamma: factor if rng.random() < share else 1.0
+
+
+PLACES = [(None, 1, CODE), (None, 64, JSON), (1.0, 1, CODE), (1.0, 64, JSON)]
+
+
+@pytest.mark.parametrize(("profile_error", "batch_size", "acceptance"), PLACES)
+def test_no_mistimed_step_at_the_start_switches_drafting_off(profile_error, batch_size, acceptance):
+    undisturbed = second_half(never, profile_error, batch_size, acceptance)
+    for step in range(6):
+        found = second_half(once(step, 8.0), profile_error, batch_size, acceptance)
+        assert found > 0.95 * undisturbed, f"step {step}"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("profile_error", [None, 1.0])
+@pytest.mark.parametrize("factor", [6.0, 20.0, 1 / 8])
+def test_nor_does_one_of_any_size_at_any_batch(profile_error, factor):
+    for batch_size, acceptance in product((1, 4, 16, 64), (CODE, JSON)):
+        undisturbed = second_half(never, profile_error, batch_size, acceptance, 600)
+        for step in range(6):
+            wrong = once(step, factor)
+            found = second_half(wrong, profile_error, batch_size, acceptance, 600)
+            assert found > 0.95 * undisturbed, f"step {step} at {batch_size}"
+
+
+# With the seeds 15, 22 and 31, drafting once ended for good.
+@pytest.mark.parametrize(
+    ("profile_error", "batch_size", "acceptance"), [(None, 1, CODE), (None, 16, CODE), PLACES[3]]
+)
+def test_steps_that_are_mistimed_now_and_then_do_not_either(profile_error, batch_size, acceptance):
+    for seed in (0, 15, 22, 31):
+        undisturbed = second_half(never, profile_error, batch_size, acceptance, 300, seed)
+        wrong = now_and_then(0.03, 8.0, seed)
+        found = second_half(wrong, profile_error, batch_size, acceptance, 300, seed)
+        assert found > 0.9 * undisturbed, f"seed {seed}"
+
+
+@pytest.mark.parametrize("profile_error", [None, 1.0])
+def test_what_drafting_cost_long_ago_is_measured_again_and_forgotten(profile_error):
+    """Drafting takes 20 times as long for 60 steps, and then what it should."""
+    slow = 60
+    engine = engine_with(lambda step, gamma: 20.0 if gamma and step < slow else 1.0, profile_error)
+    engine.run(slow + 100, 64, JSON)
+    gammas = [arm.gamma for arm in engine.arms_run]
+    assert not any(gammas[slow:])
+    said = set()
+    while engine.step < 1000:
+        engine.run(1, 64, JSON)
+        plan = engine.controller.current_plan()
+        if plan.reason is Reason.PROBE:
+            said.add(plan.reason_detail.rpartition(" gamma ")[2][2:])
+    assert "to measure again what it costs" in said
+    engine.run(500, 64, JSON)
+    gammas = [arm.gamma for arm in engine.arms_run]
+    best = max(worth([gamma], 64, JSON) for gamma in GAMMAS)
+    assert worth(gammas[-200:], 64, JSON) > 0.95 * best
+
+
+def test_drafting_that_stays_slow_is_hardly_measured_again():
+    engine = engine_with(lambda step, gamma: 8.0 if gamma else 1.0, 1.0)
+    engine.run(4000, 4, CODE)
+    drafted = [step for step, arm in enumerate(engine.arms_run) if arm.gamma and step > 300]
+    assert drafted
+    assert len(drafted) <= 40
+
+
+def cost_model() -> CostModel:
+    spec = engine_spec()
+    return CostModel(spec.arms, (1, 2, 4, 8), profile_of(spec, gpu_like), PlannerSettings())
+
+
+def observe(model: CostModel, arm: int, factor: float, batch_size: int = 2) -> None:
+    seconds = factor * gpu_like(GAMMAS[arm], batch_size)
+    expected = model.predict(arm, batch_size, 512 * batch_size)
+    model.observe(arm, batch_size, 512 * batch_size, expected, seconds)
+    model.learn()
+
+
+@pytest.mark.parametrize("factor", [1 / 50, 3.0, 20.0])
+@pytest.mark.parametrize("arm", [0, 3])
+def test_one_far_step_of_a_new_cell_moves_nothing(arm, factor):
+    model = cost_model()
+    for _ in range(10):
+        observe(model, 1, 1.0)
+    before = model.costs(512.0).seconds.copy()
+    doubt = model.uncertainty().relative(1, 1)
+    observe(model, arm, factor)
+    assert model.costs(512.0).seconds == pytest.approx(before)
+    assert model.uncertainty().relative(1, 1) == pytest.approx(doubt)
+    # The next one says that it was mistimed.
+    observe(model, arm, 1.0)
+    assert model.predict(arm, 2, 1024) == pytest.approx(gpu_like(GAMMAS[arm], 2), rel=0.02)
+    assert model.rejected == 1
+
+
+def test_two_far_steps_count_as_far_as_they_agree():
+    model = cost_model()
+    for _ in range(10):
+        observe(model, 0, 1.0)
+    observe(model, 3, 20.0)
+    observe(model, 3, 1.8)
+    assert model.predict(3, 2, 1024) < 2.0 * gpu_like(GAMMAS[3], 2)
+    assert model.predict(3, 2, 1024) > 1.4 * gpu_like(GAMMAS[3], 2)
+
+
+@pytest.mark.parametrize(("arm", "steps"), [(3, 2), (1, 6)])
+@pytest.mark.parametrize("factor", [1.8, 3.0])
+def test_an_honest_change_is_learnt_as_soon_as_before(arm, steps, factor):
+    """A cell that never ran shows it by its second step, a known one by its sixth."""
+    model = cost_model()
+    for _ in range(10):
+        observe(model, 0, 1.0)
+        observe(model, 1, 1.0)
+    for _ in range(steps):
+        observe(model, arm, factor)
+    assert model.predict(arm, 2, 1024) > 0.8 * factor * gpu_like(GAMMAS[arm], 2)
