@@ -26,7 +26,7 @@ def step_seconds(gamma: int) -> float:
 
 
 class SteeredEngine:
-    """steps, seconds, drafts, drafted, accepted, unsteered: of what was reported, for comparison.
+    """steps, seconds, drafts, drafted, accepted, delivered, unsteered: of what was reported, for comparison.
 
     by_length: drafts, by how many of their tokens were accepted.  refused: reports that the socket
     had no room for; they were counted as dropped, and sent again.
@@ -34,7 +34,7 @@ class SteeredEngine:
 
     def __init__(self, link: EngineLink) -> None:
         self.link = link
-        self.steps = self.drafts = self.drafted = self.accepted = 0
+        self.steps = self.drafts = self.drafted = self.accepted = self.delivered = 0
         self.unsteered = self.refused = 0
         self.by_length: Counter[int] = Counter()
         self.seconds = 0.0
@@ -65,11 +65,12 @@ class SteeredEngine:
                 accepted += 1
             counts[accepted] += 1
         step, seconds = self.steps + 1, step_seconds(gamma)
+        delivered = BATCH_SIZE + sum(k * sequences for k, sequences in enumerate(counts))
 
         def sent() -> bool:
             taken = self.link.report(ReportPacket(
                 step, BATCH_SIZE, 4096, 0, gamma, counts, seconds, flags,
-                choice.epoch, choice.probe_id, choice.session,
+                choice.epoch, choice.probe_id, choice.session, delivered_tokens=delivered,
             ))  # fmt: skip
             self.refused += not taken
             return taken
@@ -81,6 +82,7 @@ class SteeredEngine:
             self.drafts += BATCH_SIZE
             self.drafted += BATCH_SIZE * gamma
             self.by_length.update(dict(enumerate(counts)))
+        self.delivered += delivered
         self.accepted += sum(k * sequences for k, sequences in enumerate(counts))
         self.unsteered += bool(flags & packets.UNSTEERED)
 

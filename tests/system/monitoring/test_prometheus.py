@@ -104,6 +104,8 @@ def test_prometheus_has_what_the_engine_reported(stage: Stage):
     assert stage.number("speculation_step_seconds_total") == pytest.approx(engine.seconds)
     assert stage.number("speculation_drafts_total") == engine.drafts
     assert stage.number("speculation_accepted_tokens_total") == engine.accepted
+    assert stage.number("speculation_delivered_tokens_total") == engine.delivered
+    assert stage.number("speculation_ended_sequence_steps_total") == 0
     assert stage.number("speculation_unsteered_steps_total") == engine.unsteered == 5
     assert stage.number("speculation_lease_losses_total") == 1
     assert stage.number("speculation_fallback") == 0

@@ -268,7 +268,7 @@ def test_only_who_must_gets_in_and_out(
     out = {port["port"]: rule["to"] for rule in policy["egress"] for port in rule["ports"]}
     operators = {int(settings.tcp.rpartition(":")[2])} if settings.tcp else set()
     assert into.keys() == {30000, settings.metrics_port} | operators
-    assert out.keys() == {53} | ({6379} if overlay == "fleet" else set())
+    assert out.keys() == {53} | ({6379, 26379} if overlay == "fleet" else set())
     for peers in (*into.values(), *out.values()):
         assert peers
     # The port has administrative routes: nobody gets in by being in some namespace.

@@ -91,11 +91,11 @@ def charged_for_a_stall(stall_seconds):
     return total / gpu_like(gamma, 16), lost, credit
 
 
-def test_a_step_that_stalls_counts_as_three_usual_ones_for_exploration():
+def test_a_step_that_stalls_is_charged_to_exploration_as_a_usual_one():
     total, lost, credit = charged_for_a_stall(1.0)
     assert charged_for_a_stall(3600.0) == (total, lost, credit)
-    assert total == pytest.approx(3.0, rel=0.05)
-    assert 0 < lost < 3 * gpu_like(7, 16)
+    assert total == pytest.approx(1.0, rel=0.05)
+    assert 0 < lost < gpu_like(7, 16)
     assert -lost < credit < 0
 
 
