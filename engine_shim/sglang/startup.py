@@ -131,10 +131,6 @@ class EngineStartup:
             # What SGLang has moved is missed before the weights are read, not after.
             pkgutil.resolve_name(target)
         original(scheduler)
-        sd2_model.require_fit(
-            getattr(scheduler.draft_worker, "draft_worker", None),
-            scheduler.tp_worker.model_runner.model_config,
-        )
         self._start(scheduler, dual).register()
         _apply_hooks()
 

@@ -18,6 +18,7 @@ from engine_shim.training.drafter_config import (
     Eagle3Config,
     read_eagle3,
 )
+from engine_shim.training.sd2 import STEERED
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -62,6 +63,9 @@ class Pair(NamedTuple):
 def fit_check(topic: str, pair: Pair) -> Check:
     """Compares a drafter with its target."""
     found = f"{pair.draft.model_path} ({', '.join(pair.architectures) or 'no architecture'})"
+    if STEERED.keys() & set(pair.architectures):
+        # A class of ours, which SGLang's registry has once the engine starts.
+        return Check(topic, found, next(_steered_obstacles(pair), ""))
     model = model_classes.model_class(pair.architectures)
     if model is None:
         # A class that only this machine cannot import is judged where the engine starts.
@@ -73,6 +77,27 @@ def fit_check(topic: str, pair: Pair) -> Check:
             return Check(topic, found, obstacle)
     useless = next(_useless(pair, model), "")
     return Check(topic, found, useless, starts=useless != "", advice=_advice(pair, model))
+
+
+def _steered_obstacles(pair: Pair) -> Iterator[str]:
+    """Finds what an SD2 drafter, a small language model of ours, was made for and is not there."""
+    draft, target = pair.draft, pair.target
+    if pair.algorithm != EAGLE3:
+        yield f"{pair.algorithm} does not run an SD2 drafter: set --speculative-algorithm {EAGLE3}"
+    width = pair.eagle3.target_width or draft.hidden_size
+    for part, wanted, found in (
+        ("hidden states as wide as", width, target.hidden_size),
+        ("a vocabulary of", draft.vocab_size, target.vocab_size),
+    ):
+        if wanted != found:
+            yield f"the SD2 drafter was made for {part} {wanted}, the target has {found}"
+    # SGLang reads the output of a layer on entering the next one.
+    last, read = _layers_of(target) - 2, pair.eagle3.captured_layers or ()
+    if any(layer > last for layer in read):
+        yield (
+            f"the SD2 drafter reads layer {max(read)} of a target whose {last} is the last that "
+            "SGLang can hand over"
+        )
 
 
 def _no_class(pair: Pair) -> str:

@@ -127,28 +127,3 @@ def around_carried_width(
     if STEERED.keys() & set(getattr(config, "architectures", None) or ()):
         width = carried_width(config)
     return width, flattened
-
-
-def require_fit(worker: Any, target: Any) -> None:
-    """Raises UnsupportedEngineError where a steered drafter belongs to another target.
-
-    worker: the draft worker.  target: the target's ModelConfig.
-    """
-    model = getattr(getattr(worker, "draft_runner", None), "model", None)
-    if not isinstance(model, SteeredModel):
-        return
-    layers = model.config.eagle_config["eagle_aux_hidden_state_layer_ids"]
-    for part, wanted, found in (
-        ("hidden states as wide as", model.target_width, target.hidden_size),
-        ("a vocabulary of", model.config.vocab_size, target.vocab_size),
-    ):
-        if wanted != found:
-            raise UnsupportedEngineError(
-                f"the SD2 drafter was made for {part} {wanted}, the target has {found}"
-            )
-    # SGLang reads the output of a layer on entering the next one.
-    if max(layers) > target.num_hidden_layers - 2:
-        raise UnsupportedEngineError(
-            f"the SD2 drafter reads layer {max(layers)} of a target whose "
-            f"{target.num_hidden_layers - 2} is the last that SGLang can hand over"
-        )
