@@ -36,6 +36,10 @@ _WORDS_MAX: Final = 200
 _CHAIN_MAX: Final = 8
 # X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH of OpenSSL.
 _OTHER_NAME: Final = frozenset({62, 64})
+# With TLS 1.3, a server that misses a certificate may end the connection before its reason is read.
+_CLOSED: Final = (
+    "see its log, and whether it expects TLS or a client certificate (redis_client_certificate)"
+)
 _CLIENT_CERTIFICATE: Final = "set redis_client_certificate and redis_client_key"
 _SEE_NETWORK: Final = (
     "see that it runs, that redis_url leads to it (port, TLS), and so does the network"
@@ -51,8 +55,10 @@ _KNOWN: Final = (
      "correct redis_client_certificate"),
     ("alert bad certificate", "refuses the client certificate", "correct redis_client_certificate"),
     ("alert certificate", "refuses the client certificate", "correct redis_client_certificate"),
-    ("closed by server", "closed the connection", "see its log, and whether it expects TLS"),
-    ("reset by peer", "closed the connection", "see its log, and whether it expects TLS"),
+    ("closed by server", "closed the connection", _CLOSED),
+    ("reset by peer", "closed the connection", _CLOSED),
+    ("connection lost", "closed the connection", _CLOSED),
+    ("broken pipe", "closed the connection", _CLOSED),
     ("unknown command", "", "correct redis_url: a Sentinel has the scheme redis+sentinel"),
     ("cluster support disabled", "is not a cluster", "correct the scheme in redis_url"),
     ("not allowed in cluster mode", "is a cluster", "use the scheme redis+cluster in redis_url"),

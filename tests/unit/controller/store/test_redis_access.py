@@ -222,7 +222,7 @@ FAILING = (
     Failing("TLS there", "redis://127.0.0.1:TLS", "closed the connection", "TLS"),
     Failing("another authority", "rediss://127.0.0.1:TLS", "not trusted", "redis_ca"),
     Failing(
-        "no certificate", "rediss://127.0.0.1:STRICT", "asks for a client certificate",
+        "no certificate", "rediss://127.0.0.1:STRICT", "a client certificate",
         "redis_client_certificate", CA,
     ),
     Failing("no CA file", "rediss://127.0.0.1:TLS", "CA file /no/ca.pem: No such file", "CA file",
@@ -279,8 +279,8 @@ async def test_a_redis_that_fails_is_told_in_words_with_what_to_do(servers: Flee
     settings = {f"redis_{name}": value for name, value in settings.items()}
     finding = await check_redis(Settings(redis_url=SecretStr(url), **settings))
     assert finding.level is Level.FAIL
-    assert case.said in finding.found
-    assert case.advice in f"{finding.found} {finding.fix}"
+    for words in (case.said, case.advice):
+        assert words in f"{finding.found} {finding.fix}"
 
 
 async def test_certificates_that_are_replaced_are_used_by_the_next_connection(
