@@ -55,6 +55,10 @@ def moved_in_vllm(wheel: Wheel) -> Iterator[str]:
     table: list[dict[str, Any]] = json.loads(TABLE.read_text())
     (known,) = (row for row in table if vllm_api.TESTED[-1] in row["versions"])
     for kind, found in surface(wheel).items():
+        if not isinstance(found, dict):
+            if found != known[kind]:
+                yield f"{kind}: {found}, and not {known[kind]}"
+            continue
         for target, has in found.items():
             if has != known[kind][target]:
                 yield f"{kind} of {target}: {has}, and not {known[kind][target]}"
