@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from controller.cli import app
 from controller.settings.settings import keys, variables
+from controller.util import logs
 from controller.util.exit_codes import Exit
 
 
@@ -129,8 +130,10 @@ def test_a_redis_that_serve_could_not_name_is_refused(url: str, monkeypatch: pyt
     ],
 )
 def test_a_redis_that_serve_would_refuse_is_refused_with_one_sentence(
-    tmp_path: Path, settings: str
+    tmp_path: Path, settings: str, monkeypatch: pytest.MonkeyPatch
 ):
+    # The logs of this process are those of its tests.
+    monkeypatch.setattr(logs, "configure", lambda level: None)
     path = tmp_path / "c.yaml"
     path.write_text(f"address: unix:{tmp_path}/s\nmetrics_port: 0\n{settings}")
     checked = run("--check", "--config", str(path))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lab.cpu_engine.engine_command import SHALLOW
 from tests.support.drafter_configurations import write_configurations
 from tests.support.engine import forked
 from tests.system.engine.test_engine_architectures import CONFIGS as ARCHITECTURES
@@ -43,6 +44,8 @@ ACCEPTED: list[Engine] = [
     ("qwen3", "DFLASH", "dflash2"),
     ("qwen3", "DFLASH", "dflash-muse"),
     *((name, "NEXTN", "") for name in PREDICTING),
+    ("shallow-target", "EAGLE3", "shallow-sd2"),
+    ("shallow-target", "EAGLE3", "shallow-sd2-llama"),
 ]
 # An engine with it starts and serves, and gains nothing.
 GAINS_NOTHING: list[tuple[Engine, str]] = [
@@ -69,6 +72,7 @@ REFUSED: list[tuple[Engine, str]] = [
     (("qwen3", "EAGLE3", "eagle3-short"), "shorter than the target's 40960 tokens"),
     (("qwen3", "EAGLE3", "unknown-class"), "SGLang has no class LlamaForCausalLMEagle4"),
     (("qwen3", "EAGLE3", "dflash"), "DFLASH drafts with DFlashDraftModel: set"),
+    (("qwen3", "EAGLE3", "shallow-sd2"), "the SD2 drafter was made for hidden states as wide as"),
     (("qwen3", "EAGLE3", "peagle"), "it is a P-EAGLE drafter: use"),
     (("qwen3", "EAGLE3", "medusa"), "it is a set of Medusa heads: use"),
     (("qwen3", "EAGLE3", "speculators"), "which SGLang does not read: use the same"),
@@ -108,6 +112,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Engine, dict[str, An
     for name in PREDICTING:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(SIZES | ARCHITECTURES[name]))
+    for name in ("target", "sd2", "sd2-llama"):
+        (folder / f"shallow-{name}").symlink_to(SHALLOW / name)
     asked = []
     for target, algorithm, drafter in _engines():
         flags = ["--model-path", str(folder / target), "--speculative-algorithm", algorithm]
