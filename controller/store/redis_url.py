@@ -138,6 +138,10 @@ def _check_place(base: str, hosts: str, path: str) -> None:
             raise UnusableUrlError(
                 "no host is named, or a delimiter in the user or password is not percent-encoded"
             )
+        if re.search(r"\s", host):
+            raise UnusableUrlError("a host holds a blank")
+        if re.search(r":0*$", host):
+            raise UnusableUrlError("a host has no port behind its colon, or port 0")
         in_brackets = re.fullmatch(r"\[[^\[\]]+\](:[0-9]+)?", host)
         if not in_brackets and (host.count(":") > 1 or "[" in host):
             raise UnusableUrlError("an IPv6 address has to stand in brackets: [::1]:6379")

@@ -102,6 +102,9 @@ CONFIGS: dict[str, Any] = {
     "eagle": _EAGLE,
     "eagle-wide": _EAGLE | {"hidden_size": 8192, "num_attention_heads": 64},
     "eagle-as-published": _EAGLE | {"architectures": ["LlamaForCausalLM"]},
+    "eagle3-as-published": _EAGLE
+    | {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000},
+    "peagle-inside": _EAGLE3 | {"eagle_config": {"parallel_drafting": True, "ptd_token_id": 7}},
     "eagle-qwen2": _QWEN3
     | {"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2", "num_hidden_layers": 1},
     "dflash": _DFLASH,

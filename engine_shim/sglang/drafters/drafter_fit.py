@@ -168,10 +168,21 @@ def _no_drafter(pair: Pair, model: type) -> str:
             "draft, at the target's own price: name an EAGLE, EAGLE3 or DFlash checkpoint with "
             "--speculative-draft-model-path, and its --speculative-algorithm"
         )
+    if _is_eagle3_head(pair):
+        return (
+            "its config.json has a draft_vocab_size, as EAGLE3 drafters have, and names "
+            f"{model.__name__}, which reads nothing of the target: write LlamaForCausalLMEagle3 "
+            "into its architectures, and set --speculative-algorithm EAGLE3"
+        )
     return (
         f"{model.__name__} is a language model, which reads nothing of the target: "
         f"{_right_classes(pair.algorithm)}"
     )
+
+
+def _is_eagle3_head(pair: Pair) -> bool:
+    """Whether it is laid out as EAGLE3 drafters whose config.json names a language model."""
+    return getattr(pair.draft.hf_config, "draft_vocab_size", None) is not None
 
 
 def _head_obstacles(pair: Pair, _: type) -> Iterator[str]:
@@ -295,7 +306,8 @@ def _useless(pair: Pair, model: type) -> Iterator[str]:
 
 def _may_be_eagle(pair: Pair) -> bool:
     """Whether it is laid out as its authors publish first-generation EAGLE checkpoints."""
-    return not pair.is_one_model and pair.draft.num_hidden_layers < pair.target.num_hidden_layers
+    is_short = pair.draft.num_hidden_layers < pair.target.num_hidden_layers
+    return is_short and not pair.is_one_model and not _is_eagle3_head(pair)
 
 
 def _advice(pair: Pair, model: type) -> str:
@@ -350,8 +362,8 @@ def _checked(
         words = " ".join(str(error).split())
         if isinstance(error, ValueError) and "context_length" in words:
             obstacle = (
-                f"its context is shorter than the target's {target.context_len} tokens: lower "
-                f"--context-length ({words})"
+                f"its context is shorter than the target's {target.context_len} tokens: set "
+                f"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, or lower --context-length ({words})"
             )
             return Check(topic, found, obstacle)
         reason = f"its configuration cannot be read: {type(error).__name__}: {words}"

@@ -18,8 +18,9 @@ _INSTEAD: Final = (
 class _Kind(NamedTuple):
     """One kind of drafter.
 
-    fields: any of them that is set in config.json names it.  words: any of them does, in its
-    architectures, model_type or spd_type, in lower case.  instead: what to use.
+    fields: any of them that is set in config.json, or in its `eagle_config`, names it.  words: any
+    of them does, in its architectures, model_type or spd_type, in lower case.  instead: what to
+    use.
     """
 
     name: str
@@ -77,9 +78,11 @@ def foreign_kind(config: Mapping[str, Any]) -> str:
     words = [config.get("model_type"), config.get("spd_type")]
     words += named if isinstance(named, list) else [named]
     said = " ".join(str(word).lower() for word in words)
+    inside = config.get("eagle_config")
+    fields = {**(inside if isinstance(inside, Mapping) else {}), **config}
     for kind in _KINDS:
         if any(word in said for word in kind.words) or any(
-            config.get(name) is not None and config[name] is not False for name in kind.fields
+            fields.get(name) is not None and fields[name] is not False for name in kind.fields
         ):
             return f"it is a {kind.name}: {kind.instead}"
     return ""

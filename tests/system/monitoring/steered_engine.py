@@ -26,7 +26,7 @@ def step_seconds(gamma: int) -> float:
 
 
 class SteeredEngine:
-    """steps, seconds, drafts, drafted, accepted, delivered, unsteered: of what was reported, for comparison.
+    """steps, seconds, drafts, drafted, accepted, delivered, unsteered: of what was reported.
 
     by_length: drafts, by how many of their tokens were accepted.  refused: reports that the socket
     had no room for; they were counted as dropped, and sent again.

@@ -3,6 +3,7 @@
 One server for all tests, which build on each other.
 """
 
+import itertools
 import re
 import signal
 import urllib.request
@@ -30,6 +31,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 GAMMAS = (0, 1, 3, 5, 7)
 NEW_TOKENS = 48
 ENGINE = "the-vllm"
+_PINS = itertools.count(1)
 
 
 @dataclass
@@ -70,7 +72,8 @@ class Stand:
     @contextmanager
     def pinned(self, gamma: int) -> Iterator[None]:
         """An operator's override, for the length of the block."""
-        name, where = f"pin-{gamma}", ("--address", self.address)
+        # The id of an override that was cleared is not taken again.
+        name, where = f"pin-{gamma}-{next(_PINS)}", ("--address", self.address)
         for command in (
             ("set", "--engine", ENGINE, "--gamma", str(gamma), "--id", name, "--reason", "test"),
             ("clear", name, "--reason", "done"),

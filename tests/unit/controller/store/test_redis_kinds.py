@@ -357,6 +357,10 @@ async def test_a_write_whose_answer_is_lost_is_not_sent_again(cluster: RedisServ
         ("unix://s", "absolute path"),
         ("unix:///", "absolute path"),
         ("redis://a:1,b:2", "Port"),
+        ("redis+sentinel://a, b/s", "holds a blank"),
+        ("redis://a b:6379", "holds a blank"),
+        ("redis://host:0", "port 0"),
+        ("redis+cluster://a,b:", "no port"),
     ],
 )
 def test_a_url_that_is_none_is_refused_without_its_password(url: str, text: str):

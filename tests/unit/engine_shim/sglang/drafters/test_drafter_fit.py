@@ -54,6 +54,7 @@ GAINS_NOTHING: list[tuple[Engine, str]] = [
     (("qwen3", "NEXTN", "qwen3"), "the target has no predictor that SGLang knows"),
     (("mimo-without-predictor", "NEXTN", ""), "says that it has no predictor"),
     (("qwen3", "EAGLE3", "eagle3-other-vocabulary"), "128256 tokens, and the target's 151936"),
+    (("llama", "EAGLE", "eagle3-as-published"), "write LlamaForCausalLMEagle3"),
     (("qwen3", "EAGLE3", "eagle3-deep"), "names 36 layers, and the target has 36"),
     (("qwen3", "DFLASH", "dflash-other-vocabulary"), "128256 tokens, and the target's 151936"),
 ]
@@ -72,7 +73,9 @@ REFUSED: list[tuple[Engine, str]] = [
     (("qwen3", "EAGLE3", "eagle3-short"), "shorter than the target's 40960 tokens"),
     (("qwen3", "EAGLE3", "unknown-class"), "SGLang has no class LlamaForCausalLMEagle4"),
     (("qwen3", "EAGLE3", "dflash"), "DFLASH drafts with DFlashDraftModel: set"),
-    (("qwen3", "EAGLE3", "shallow-sd2"), "the SD2 drafter was made for hidden states as wide as"),
+    (("shallow-target", "EAGLE", "shallow-sd2"), "EAGLE does not run an SD2 drafter"),
+    (("llama", "EAGLE3", "eagle3-as-published"), "write LlamaForCausalLMEagle3"),
+    (("qwen3", "EAGLE3", "peagle-inside"), "it is a P-EAGLE drafter: use"),
     (("qwen3", "EAGLE3", "peagle"), "it is a P-EAGLE drafter: use"),
     (("qwen3", "EAGLE3", "medusa"), "it is a set of Medusa heads: use"),
     (("qwen3", "EAGLE3", "speculators"), "which SGLang does not read: use the same"),
