@@ -59,8 +59,8 @@ _SAME_COUNTS = (
     (
         "`speculation_sequence_steps`",
         (
-            "equals `spec_verify_ct` of all requests, which `sglang:spec_verify_calls_total` adds when "
-            "they end; `sglang:spec_accept_length` divides by these and "
+            "equals `spec_verify_ct` of all requests, which `sglang:spec_verify_calls_total` adds "
+            "when they end; `sglang:spec_accept_length` divides by these and "
             "`speculation_ended_sequence_steps`"
         ),
         "–",
@@ -98,8 +98,8 @@ _SAME_COUNTS = (
     (
         "`speculation_delivered_tokens`",
         (
-            "equals `sglang:generation_tokens_total` without the first token of each answer, and is "
-            "counted at once, not when a request ends"
+            "equals `sglang:generation_tokens_total` without the first token of each answer, and "
+            "is counted at once, not when a request ends"
         ),
         (
             "equals `vllm:generation_tokens` without the first token of each answer; what follows "
