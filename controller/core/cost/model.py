@@ -256,6 +256,10 @@ class CostModel:
             phi = np.eye(1, len(phi))[0]
             prior = max(prior, _EXTRAPOLATED_DOUBT**2)
         evidence = self._evidence((i, j))
+        is_new = evidence == 0
+        if is_old := error < -_LEAP_MIN and self._idle((i, j)) >= STALE_STEPS:
+            # It was measured again, and is not as slow as it was once seen to be.
+            evidence = 0.0
         cell_doubt = cell_variance(prior, noise, evidence)
         noise /= steps
         runs_on = (i, j) == self._last_cell
@@ -270,7 +274,7 @@ class CostModel:
         total = float(phi @ spread) + cell_doubt + noise
         least = _CHANGE_MIN if runs_on else _LEAP_MIN
         known = runs_on or evidence >= _STEPS_SURE
-        forgotten = not outside and self._is_forgotten(i)
+        forgotten = is_old and not outside and self._is_forgotten(i)
         if (known or forgotten) and abs(error) > max(_DEVIATIONS * math.sqrt(total), least):
             # The machine's, or that of a drafter that nothing was seen of for long.
             cause = 2 + int(phi[2:].argmax()) if forgotten else 0
@@ -286,7 +290,7 @@ class CostModel:
         elif abs(error) > max(_DEVIATIONS * math.sqrt(cell_doubt + noise), _CHANGE_MIN):
             # Either the machine has changed or the estimates are wrong: gamma = 0 shows which.
             self._disagreed[j] += abs(error)
-        if evidence == 0 and self.steps > steps and not outside:
+        if is_new and self.steps > steps and not outside:
             covariance *= self._growth_of_doubt(error * error / total)
             spread = covariance @ phi
             total = float(phi @ spread) + cell_doubt + noise
@@ -303,15 +307,12 @@ class CostModel:
                 self._cell[i, k] = min(self._drift_max, max(-self._drift_max, moved))
 
     def _evidence(self, cell: tuple[int, int]) -> float:
-        """Returns the steps behind a cell, without what they have lost while others ran.
+        """Returns the steps behind a cell, without what they have lost while others ran."""
+        return self._cell_steps.item(cell) * math.exp(-self._idle(cell) / IDLE_STEPS)
 
-        After STALE_STEPS it is measured as if it had never run: its cost may have been wrong, or
-        have changed, and nothing but this cell could have shown that.
-        """
-        idle = self.steps - self._cell_seen.item(cell)
-        if idle >= STALE_STEPS:
-            return 0.0
-        return self._cell_steps.item(cell) * math.exp(-idle / IDLE_STEPS)
+    def _idle(self, cell: tuple[int, int]) -> int:
+        """Returns the steps since a cell was learnt."""
+        return self.steps - self._cell_seen.item(cell)
 
     def _is_forgotten(self, arm: int) -> bool:
         """Returns whether the arm's drafter has drafted, but not for STALE_STEPS."""

@@ -49,10 +49,11 @@ _CONSIDER_EVERY = 12
 # Steps of gamma = 0 that settle a disagreement: the first one may pay for the switch.
 _CHECK_STEPS = 3
 # Steps that measure an old cost again: the first one may pay for the switch.  Reports between two
-# such probes, and the factor to the table, relative to the current arm's, that is worth one.
+# such probes, and the factor to the table, relative to the current arm's, that is worth one: that
+# of a profile's cap.  With smaller ones, arms that are rightly dear cost more than is ever found.
 _REMEASURE_STEPS = 2
 _REMEASURE_EVERY = 50
-_REMEASURE_DRIFT = 1.25
+_REMEASURE_DRIFT = 2.0
 # Probes for doubt: their share of all steps, and the steps at the start and at most.
 _STEP_SHARE = 0.011
 _STEPS_START = 24.0
