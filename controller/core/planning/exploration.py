@@ -16,8 +16,8 @@ what empties it.
 
 *Age.*  What an arm that does not run costs may have been learnt from steps that something else made
 slow, and then every price of looking at it is wrong, too.  If by the table's ratio of costs it
-would be chosen, and it was not measured for `STALE_STEPS`, it runs whatever that is believed to
-cost.
+would be chosen, its learnt cost is at least twice as high, and it was not measured for
+`STALE_STEPS`, it runs whatever that is believed to cost.
 
 *Time.*  At gamma = 0 nothing at all is seen, so a better day would go unnoticed: see `watch`.
 """
