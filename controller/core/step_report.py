@@ -331,6 +331,16 @@ class StepReport:
         return sum([group.accepted_counts[0] for group in self.groups if group.ended])
 
     @property
+    def decoded_rows(self) -> int:
+        """Counts the rows that gained a token: those of requests that had not ended."""
+        return self.batch_size - self.ended_rows
+
+    @property
+    def generated_tokens(self) -> int:
+        """Counts accepted draft tokens, and one token of the target for each decoded row."""
+        return self.decoded_rows + sum([k * n for k, n in enumerate(self.accepted_counts)])
+
+    @property
     def shown(self) -> dict[str, tuple[Sequence[int], Sequence[int]]]:
         """Returns by drafter its accepted and censored counts, over all match lengths."""
         found: dict[str, tuple[list[int], list[int]]] = {}

@@ -191,7 +191,7 @@ class Counterfactual:
         mine, theirs = _row(core.current_plan(), batch), _row(other.current_plan(), batch)
         planned = self._priced(mine, report, core), self._priced(theirs, report, core)
         found.add(*planned)
-        found.observed_tokens += batch + sum(k * n for k, n in enumerate(report.accepted_counts))
+        found.observed_tokens += report.generated_tokens
         found.observed_seconds += report.step_seconds
         if mine == theirs:
             self._at = None
@@ -210,7 +210,7 @@ class Counterfactual:
         made, index = core.decision, self._arms[arm]
         expected = float(made.values.expected[index, made.at.row_of(report.batch_size)])
         seconds = core.cost.predict(index, report.batch_size, report.kv_tokens)
-        return report.batch_size * (1 + expected), seconds
+        return report.decoded_rows * (1 + expected), seconds
 
     def _stretch(self, mine: Arm, theirs: Arm, wall: float, plan: Plan, batch: int) -> Stretch:
         at, found = self._at, self.found

@@ -25,7 +25,8 @@ def timeline(window: Window) -> str:
     names = list(dict.fromkeys(arm.drafter for arm in window.arms))
     drafter = np.array([names.index(arm.drafter) for arm in window.arms])[arms]
     batch = np.array(window.steps.batch)
-    accepted = np.array(window.steps.accepted) / batch
+    decoded = np.array(window.steps.decoded)
+    gained = np.array(window.steps.tokens) / np.maximum(decoded, 1)
 
     figure = new_figure(9.5, 8.0)
     draft, size, gain, price = figure.subplots(4, 1, sharex=True)
@@ -37,7 +38,7 @@ def timeline(window: Window) -> str:
     draft.legend(fontsize=8, frameon=False, ncols=4, loc="upper right")
     size.plot(points, _means(which, batch), color="#555555")
     size.set_ylabel("batch size")
-    gain.plot(points, 1 + _means(which, accepted), color=_COLOURS[0])
+    gain.plot(points, _means(which, gained, decoded > 0), color=_COLOURS[0])
     gain.set_ylabel("tokens a\nsequence and step")
     usual = np.array(window.steps.odd) == 0
     for values, colour, name in (

@@ -59,7 +59,7 @@ def _body(window: Window, verdict: ReplayVerdict) -> Iterator[str]:
 def _summary(window: Window, verdict: ReplayVerdict) -> Iterator[tuple[Cell, Cell]]:
     steps = window.steps
     seconds = float(np.sum(steps.seconds)) if steps else 0.0
-    tokens = float(np.sum(steps.batch) + np.sum(steps.accepted)) if steps else 0.0
+    tokens = float(np.sum(steps.tokens)) if steps else 0.0
     yield "steps", str(len(steps))
     yield "sequences a step, mean", f"{np.mean(steps.batch):.1f}" if steps else "-"
     yield "tokens per second of step time", f"{tokens / seconds:.1f}" if seconds else "-"
@@ -122,7 +122,7 @@ def _prices(window: Window) -> str:
     steps = window.steps
     arms, usual = np.array(steps.arm, dtype=np.int64), np.array(steps.odd) == 0
     seconds, predicted = np.array(steps.seconds), np.array(steps.predicted)
-    accepted, batch = np.array(steps.accepted), np.array(steps.batch)
+    tokens, decoded = np.array(steps.tokens), np.array(steps.decoded)
     rows = []
     for i in sorted(range(len(window.arms)), key=lambda i: _order(window.arms[i])):
         mine = arms == i
@@ -136,7 +136,7 @@ def _prices(window: Window) -> str:
                 f"{np.median(seconds[plain] / predicted[plain]):.3f}",
                 f"{np.median(off):.1%}",
             )
-        gain = 1 + accepted[mine].sum() / batch[mine].sum()
+        gain = tokens[mine].sum() / max(decoded[mine].sum(), 1)
         rows.append((_arm(window.arms[i]), str(int(mine.sum())), *priced, f"{gain:.2f}"))
     head = (
         "arm", "steps", "predicted ms", "observed ms", "observed ÷ predicted", "typical error",

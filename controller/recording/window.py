@@ -37,8 +37,8 @@ class Steps:
     """One entry a step, in order.
 
     wall: Unix seconds.  seconds, predicted: of the step, as reported and as the costs said before
-    it.  arm, reason: indices.  accepted: draft tokens of the batch.  odd: its seconds are no plain
-    step's.
+    it.  batch: its sequences; decoded: those whose requests had not ended.  arm: an index.
+    tokens: what the decoded ones gained.  odd: its seconds are no plain step's.
     """
 
     wall: "array[float]" = field(default_factory=lambda: array("d"))
@@ -46,7 +46,8 @@ class Steps:
     predicted: "array[float]" = field(default_factory=lambda: array("d"))
     batch: "array[int]" = field(default_factory=lambda: array("q"))
     arm: "array[int]" = field(default_factory=lambda: array("q"))
-    accepted: "array[int]" = field(default_factory=lambda: array("q"))
+    decoded: "array[int]" = field(default_factory=lambda: array("q"))
+    tokens: "array[int]" = field(default_factory=lambda: array("q"))
     odd: "array[int]" = field(default_factory=lambda: array("b"))
 
     def __len__(self) -> int:
@@ -178,13 +179,13 @@ class Window:
         if arm not in self._arm_index:
             self._arm_index[arm] = len(self.arms)
             self.arms.append(arm)
-        accepted = sum(k * n for k, n in enumerate(report.accepted_counts))
         steps.wall.append(wall)
         steps.seconds.append(report.step_seconds)
         steps.predicted.append(core.cost.predict(self._core_arms[arm], batch, report.kv_tokens))
         steps.batch.append(batch)
         steps.arm.append(self._arm_index[arm])
-        steps.accepted.append(accepted)
+        steps.decoded.append(report.decoded_rows)
+        steps.tokens.append(report.generated_tokens)
         steps.odd.append(report.flags.distorts_cost)
         self._last_batch = batch
         row = core.current_plan().row_for(batch)

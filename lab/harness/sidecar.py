@@ -137,10 +137,15 @@ class SidecarHandle:
 def tokens_of(reports: Sequence[engine_pb2.StepReport]) -> int:
     """Counts the tokens that steps have made: accepted drafts, and one of the target for each."""
     return sum(
-        (accepted + 1) * sequences
+        decoded_rows(report) + sum(k * rows for k, rows in enumerate(report.accepted_counts))
         for report in reports
-        for accepted, sequences in enumerate(report.accepted_counts)
     )
+
+
+def decoded_rows(report: engine_pb2.StepReport) -> int:
+    """Counts the sequences that gained a token: those whose requests had not ended before."""
+    ended = sum(sum(group.accepted_counts) for group in report.groups if group.ended)
+    return sum(report.accepted_counts) - ended
 
 
 class Pin:

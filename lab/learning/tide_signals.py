@@ -14,6 +14,7 @@ from engine_shim.training.versions import FOLDER, Versions
 from lab.cpu_engine.engine_command import MODELS
 from lab.cpu_engine.models.prompts import DOMAINS
 from lab.harness.errors import HarnessError
+from lab.harness.sidecar import decoded_rows
 from lab.learning.engines_at_work import Lab, LabSetting, running
 
 # The draft length of all of the paper's experiments.
@@ -99,4 +100,5 @@ def _served(setting: LabSetting, lab: Lab, folder: Path, domain: str, seed: int)
     for report in reports:
         for accepted, sequences in enumerate(report.accepted_counts):
             counts[accepted] += sequences
+        counts[0] -= sum(report.accepted_counts) - decoded_rows(report)
     return DomainServed(tuple(train), tuple(held), tuple(counts))

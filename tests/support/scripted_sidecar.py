@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Final
 
+from lab.harness.sidecar import decoded_rows
 from speculation.v1.engine_pb2 import StepReport
 from speculation.v1.plan_pb2 import (
     REASON_EXPLOIT,
@@ -85,8 +86,9 @@ class ScriptedSidecar:
         return before
 
     def reports_since(self, before: int, rows: int, *, or_lost: bool = False) -> list[StepReport]:
-        """The reports after the first `before`, once they cover that many rows.
+        """The reports after the first `before`, once they cover that many verified rows.
 
+        The rows of requests that had ended are not among them: engines do not count those.
         or_lost: a report that the agent says it has lost since `run` stands for one row, in a test
         whose sessions break off.
         """
@@ -94,7 +96,7 @@ class ScriptedSidecar:
         def all_of_them() -> list[StepReport]:
             later = self.reports[before:]
             lost = self._dropped - self._lost_before if or_lost else 0
-            return later if sum(report.batch_size for report in later) + lost >= rows else []
+            return later if sum(map(decoded_rows, later)) + lost >= rows else []
 
         return eventually(all_of_them, within=90.0, what=f"reports of {rows} rows")
 

@@ -49,19 +49,16 @@ class PredictionAudit:
 
     def observe(self, arm: int, report: StepReport, predicted: float | None) -> None:
         """Counts a step.  arm: by index; predicted: seconds, None if it was not a plain one."""
-        size = report.batch_size
-        rows = size - report.ended_rows
+        size, rows = report.batch_size, report.decoded_rows
         self.expected_tokens += rows * self._expected.item(arm, self._row_of(size))
         if predicted is None:
             return
-        seconds, accepted = report.step_seconds, 0
-        if report.gamma:
-            for k, sequences in enumerate(report.accepted_counts):
-                accepted += k * sequences
+        seconds = report.step_seconds
         self.plain_seconds += seconds
         self.predicted_seconds += predicted
         self.error_seconds += abs(seconds - predicted)
-        cell, weight = (arm, size), (1 + accepted / size) * seconds
+        # Without a decoded row no other choice would have had anything to make.
+        cell, weight = (arm, size), report.generated_tokens / max(rows, 1) * seconds
         self._pending[cell] = self._pending.get(cell, 0.0) + weight
 
     def settle(self, values: Values, row_of: Callable[[int], int]) -> None:

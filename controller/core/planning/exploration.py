@@ -188,11 +188,9 @@ class Explorer:
             running.missed = 0
             self.probe_steps += 1
             self._step_credit -= 1
-            tokens = report.batch_size + sum(
-                k * count for k, count in enumerate(report.accepted_counts)
-            )
-            baseline = running.baseline_tokens_per_second * report.batch_size
-            lost = seconds - tokens / baseline
+            # Of the rows that had ended, the baseline would not have made anything either.
+            baseline = running.baseline_tokens_per_second * max(report.decoded_rows, 1)
+            lost = seconds - report.generated_tokens / baseline
             if running.seen == running.probe.steps:
                 # The first step has paid for the switch, the next one pays for the way back.
                 lost += running.switch_seconds

@@ -17,6 +17,7 @@ from lab.gpu_check.parts.part import Document, Part
 from lab.gpu_check.plan import Planner
 from lab.gpu_check.tables import arm_name, spread, table
 from lab.harness.load_generator import Play, paired_ratio, phase_rates
+from lab.harness.sidecar import decoded_rows
 from speculation.v1 import engine_pb2
 
 # So many of the best static arms are played against the steered engine in turns.
@@ -118,7 +119,7 @@ class ArmsPart(Part):
 def _arm(check: Check, arm: Arm) -> dict[str, Any]:
     played, pin = check.play_pinned(STEERED, arm, check.stream)
     mine = [report for report in pin.reports if _arm_of(report) == arm]
-    verified = sum(sum(report.accepted_counts) for report in mine)
+    verified = sum(map(decoded_rows, mine))
     accepted = sum(k * count for report in mine for k, count in enumerate(report.accepted_counts))
     return {
         "drafter": arm[0],

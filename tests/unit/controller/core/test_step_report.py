@@ -121,6 +121,7 @@ def test_rows_that_had_ended_show_nothing():
     report = StepReport(**GOOD, groups=parts)
     assert report.drafted == ([0, 1, 2], ())
     assert (report.ended_rows, report.undrafted_share) == (1, 0.0)
+    assert (report.decoded_rows, report.generated_tokens) == (3, 3 + 1 + 2 * 2)
 
 
 def test_classes_may_have_sequences_of_which_not_all_is_known():

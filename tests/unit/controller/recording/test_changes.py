@@ -3,11 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
+from controller.core.step_report import RowGroup, StepReport
 from controller.recording.counterfactual import Counterfactual, CounterfactualChange
+from controller.recording.incident_report import render_ticket
 from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
 from controller.recording.window import Window
-from tests.support.recorded_events import engine, recorder, segments
+from tests.support.recorded_events import Engine, engine, recorder, segments
 
 
 def changed_midway(directory: Path) -> None:
@@ -53,3 +55,28 @@ def test_a_ticket_says_both(tmp_path: Path):
     replay(find(tmp_path), [window])
     assert "settings read again: switch_margin = 0.2" in [text for _, text in window.inputs]
     assert "the sidecar is stopping" in window.plans[-1].detail
+
+
+def test_rows_that_had_ended_made_no_tokens(tmp_path: Path):
+    """Of four sequences one has ended, two have accepted a draft, and one has accepted two."""
+
+    def run(running: Engine) -> None:
+        live, ended = RowGroup("eagle3", 2, (0, 2, 1)), RowGroup("eagle3", 0, (1,), ended=True)
+        for step in range(1, 11):
+            running.core.observe(
+                StepReport(
+                    step, 4, 2000, "eagle3", 2, (1, 2, 1), 0.5, groups=(live, ended),
+                    plan_epoch=running.plan.epoch,
+                )
+            )  # fmt: skip
+
+    with recorder(tmp_path) as made:
+        run(engine(made))
+    window, what_if = Window(), Counterfactual(CounterfactualChange({"probe_share": 0.0}))
+    verdict = replay(find(tmp_path), [window, what_if])
+    assert list(window.steps.decoded) == [3] * 10
+    assert list(window.steps.tokens) == [7] * 10
+    assert what_if.found.observed_tokens == 70
+    page = render_ticket(window, verdict)
+    assert "<td>14.0</td>" in page.replace(" class=n", "")
+    assert "<td>2.33</td>" in page.replace(" class=n", "")

@@ -11,7 +11,7 @@ import pytest
 from lab.harness import engines
 from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
-from lab.harness.sidecar import GammaWatch, SidecarHandle, tokens_of
+from lab.harness.sidecar import GammaWatch, SidecarHandle, decoded_rows, tokens_of
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
 
@@ -84,6 +84,19 @@ def talker(place: Workplace) -> Iterator[Talker]:
 def sidecar(place: Workplace) -> Iterator[SidecarHandle]:
     with SidecarHandle(place.address, ENGINE_ID) as sidecar:
         yield sidecar
+
+
+def test_rows_that_had_ended_made_no_tokens():
+    report = engine_pb2.StepReport(
+        batch_size=3,
+        gamma=2,
+        accepted_counts=[1, 1, 1],
+        groups=[
+            engine_pb2.RowGroup(drafter="eagle3", gamma=2, accepted_counts=[0, 1, 1]),
+            engine_pb2.RowGroup(drafter="eagle3", gamma=0, accepted_counts=[1], ended=True),
+        ],
+    )
+    assert (decoded_rows(report), tokens_of([report, report])) == (2, 10)
 
 
 def gammas_of(sidecar: SidecarHandle) -> set[int]:

@@ -12,7 +12,7 @@ from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.errors import InvalidEngineError
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
-from controller.core.step_report import StepFlags, StepReport
+from controller.core.step_report import RowGroup, StepFlags, StepReport
 from tests.support.virtual_engine import VirtualEngine, engine_spec, gpu_like, profile_of
 
 CURVE = [0.8] * 7
@@ -110,6 +110,20 @@ def test_errors_add_up_whichever_way_they_go():
     assert prediction_audit.error_seconds / prediction_audit.plain_seconds == pytest.approx(
         0.2, abs=0.03
     )
+
+
+def test_a_row_that_had_ended_would_not_have_decoded_with_another_choice_either():
+    """Two rows that accepted three drafts gain as many tokens a row as four that accepted six."""
+    instead = []
+    ended = (RowGroup("mtp", 2, (0, 1, 1)), RowGroup("mtp", 0, (2,), ended=True))
+    for counts, groups in (((0, 2, 2), ()), ((2, 1, 1), ended)):
+        core = make().controller
+        core.current_plan()
+        core.observe(StepReport(1, 4, 2048, "mtp", 2, counts, 0.01, groups=groups))
+        core.next_plan()
+        core.force(Arm("mtp", 7))
+        instead.append(core.prediction_audit.instead_seconds["off"])
+    assert instead[0] == instead[1] > 0
 
 
 @pytest.mark.parametrize("flags", [StepFlags(after_gap=True), StepFlags(updating=True)])
