@@ -25,6 +25,11 @@ class DrafterKind(Enum):
     MIXTURE = "mixture"  # of two other drafters, row by row
 
 
+# A lookup is right or wrong by the text alone, its rows may find nothing, and it costs nothing.  A
+# mixture is what its parts are.
+WEIGHTLESS = frozenset({DrafterKind.NGRAM, DrafterKind.MIXTURE})
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedQueryAttention:
     """Describes softmax attention with shared key/value heads (MHA and MQA are special cases)."""

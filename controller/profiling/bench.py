@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
-from controller.core.checks.width_check import verified_width
 from controller.core.clock import Clock
 from controller.core.engine_spec import Arm
 from controller.core.step_report import StepReport
@@ -40,7 +39,9 @@ _CONTEXT_SLACK = 1.1
 class Bench:
     """`cells` and `wakings` are filled as steps come in.
 
-    prefill_seconds_per_token: from a load's request to its full batch; inf before the first.
+    uneven: as in StepFilter.  rows, short_rows: in steps that drafted, all rows of an uneven
+    drafter, and those that verified fewer drafts, by drafter.  prefill_seconds_per_token: from a
+    load's request to its full batch; inf before the first.
     """
 
     def __init__(
@@ -51,10 +52,12 @@ class Bench:
         clock: Clock,
         cells: Cells,
         wakings: WakeUps,
-        mixtures: Collection[str] = (),
+        uneven: Collection[str] = (),
     ) -> None:
         self.cells = cells
         self._wakings = wakings
+        self.rows: Counter[str] = Counter()
+        self.short_rows: Counter[str] = Counter()
         self.prefill_seconds_per_token = float("inf")
         # Kept with each step: the round of visits that it belongs to.
         self.round_number = 0
@@ -62,7 +65,8 @@ class Bench:
         self._loads = loads
         self._settings = settings
         self._clock = clock
-        self._filter = StepFilter(settings.settle_steps, mixtures)
+        self._uneven = frozenset(uneven)
+        self._filter = StepFilter(settings.settle_steps, uneven)
         self._load: Generation | None = None
         self._batch_size = 0
         self._prompt_tokens = 0
@@ -183,17 +187,25 @@ class Bench:
         self._fell_short = report.batch_size < self._batch_size
         if self._filter.accepts(report):
             self.samples(report.arm).add(report.step_seconds, report.kv_tokens, self.round_number)
+            self._count_rows(report)
             if report.arm == self._wanted:
                 self._counted_at = self._clock.now()
             else:
                 self._filter.left_out[f"{report.drafter} gamma {report.gamma}"] += 1
+
+    def _count_rows(self, report: StepReport) -> None:
+        if report.gamma and report.drafter in self._uneven:
+            self.rows[report.drafter] += report.batch_size
+            self.short_rows[report.drafter] += sum(
+                sum(group.accepted_counts) for group in report.groups if group.gamma < report.gamma
+            )
 
     def _require_wanted(self, report: StepReport) -> None:
         """Raises OtherWidthError once the engine has run other draft lengths for too long."""
         wanted, others = self._wanted, self._others
         if wanted is None or report.drafter != wanted.drafter or report.flags.unsteered:
             return
-        width = verified_width(report)
+        width = self._filter.width_of(report)
         if width == wanted.gamma:
             others.clear()
             return

@@ -17,7 +17,7 @@ import numpy as np
 
 from controller.core.cost.profile import ProfileCell
 from controller.core.engine_spec import Arm, DrafterSpec
-from controller.core.model_shapes import DrafterKind
+from controller.core.model_shapes import WEIGHTLESS
 from controller.profiling.errors import MeasurementError
 from controller.profiling.round_drift import without_drift
 from controller.profiling.samples import CellKey, Context, Samples, Summary, summarise
@@ -33,8 +33,6 @@ _DOUBTFUL_DISORDER = 0.1
 # that keeps in step runs one pass at gamma = 0 as well.
 _FLAT_GROWTH = 0.01
 _LENGTHS_APART = 2
-# Drafters whose proposals cost nothing, or what those of their parts do.
-_FREE = frozenset({DrafterKind.NGRAM, DrafterKind.MIXTURE})
 # Interquartile range of a normal distribution, in standard deviations; and the standard error of
 # its median over that of its mean.
 _IQR_TO_SIGMA = 1 / 1.349
@@ -136,7 +134,7 @@ def flat_drafters(cells: Sequence[ProfileCell], drafters: Sequence[DrafterSpec])
     cost = {(cell.drafter, cell.gamma, cell.batch_size): cell.step_seconds for cell in cells}
     for drafter in drafters:
         longest = drafter.gammas[-1]
-        if drafter.kind in _FREE or longest < _LENGTHS_APART:
+        if drafter.kind in WEIGHTLESS or longest < _LENGTHS_APART:
             continue
         growth = [
             cost[drafter.name, longest, size] / seconds - 1

@@ -11,6 +11,7 @@ from datetime import datetime
 
 from controller.core.clock import Clock
 from controller.core.engine_spec import Arm, EngineSpec
+from controller.core.model_shapes import WEIGHTLESS, DrafterKind
 from controller.profiling.bench import Bench
 from controller.profiling.errors import (
     EngineRefusedError,
@@ -84,10 +85,8 @@ class ProfileMeasurement:
         Raises MeasurementError when no cell of the grid was measured, when the engine or the
         sidecar went away, or when the engine does not run what it is asked for.
         """
-        mixtures = [d.name for d in self._spec.drafters if d.mixture is not None]
-        bench = Bench(
-            stream, loads, self._settings, self._clock, self.cells, self.wakings, mixtures
-        )
+        uneven = [d.name for d in self._spec.drafters if d.kind in WEIGHTLESS]
+        bench = Bench(stream, loads, self._settings, self._clock, self.cells, self.wakings, uneven)
         self._budget.begin(self._clock.now())
         for part in self._parts:
             if part.name in self._finished:
@@ -110,6 +109,19 @@ class ProfileMeasurement:
             raise MeasurementError(
                 "the engine's KV pool or context length has no room for any load of the grid"
             )
+        self._tell_short_rows(bench)
+
+    def _tell_short_rows(self, bench: Bench) -> None:
+        """Marks costs of a lookup that found nothing in most rows: they are too low."""
+        lookups = [d.name for d in self._spec.drafters if d.kind is DrafterKind.NGRAM]
+        for name in lookups:
+            if 2 * bench.short_rows[name] > bench.rows[name]:
+                share = bench.short_rows[name] / bench.rows[name]
+                self._reporter.note(
+                    f"the profile is doubtful: {name} drafted fewer tokens than asked for in "
+                    f"{share:.0%} of the rows, so that a step with its full drafts may take "
+                    "longer; measure again with --prompts and a text that repeats itself"
+                )
 
     def save(self) -> None:
         """Keeps what is measured so far."""

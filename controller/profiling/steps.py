@@ -10,12 +10,13 @@ from controller.core.step_report import StepReport
 class StepFilter:
     """Takes reports in order.  `settle_steps`: how many are left out after anything changed.
 
-    mixtures: names of the drafters whose rows differ by their nature.
+    uneven: names of the drafters whose rows differ by their nature: mixtures, and lookups, which
+    find nothing in some rows.
     """
 
-    def __init__(self, settle_steps: int, mixtures: Collection[str] = ()) -> None:
+    def __init__(self, settle_steps: int, uneven: Collection[str] = ()) -> None:
         self._settle_steps = settle_steps
-        self._mixtures = frozenset(mixtures)
+        self._uneven = frozenset(uneven)
         self._unsettled = 0
         self._batch_size = 0
         self._context_tokens = range(0)
@@ -61,10 +62,19 @@ class StepFilter:
             return f"flagged {next(name for name in names if getattr(flags, name))}"
         if report.prefill_tokens:
             return "read prompts beside decoding"
-        if (widths := other_widths(report)) and report.drafter not in self._mixtures:
+        if (widths := other_widths(report)) and report.drafter not in self._uneven:
             return f"verified {widths} in some rows of gamma {report.gamma}"
         settled, self._unsettled = not self._unsettled, max(self._unsettled - 1, 0)
         return "" if settled else "right after a change"
+
+    def width_of(self, report: StepReport) -> int:
+        """Returns the draft length that a step verified: the largest of its rows.
+
+        Rows of an uneven drafter may all verify less than their step was to.
+        """
+        if not report.groups or report.drafter in self._uneven:
+            return report.gamma
+        return max(group.gamma for group in report.groups)
 
 
 def other_widths(report: StepReport) -> str:

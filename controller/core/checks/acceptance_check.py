@@ -9,6 +9,7 @@ end or by a grammar, or lies behind the draft length, is censored and counts for
 short answers do not look like rejections.
 """
 
+import math
 from collections.abc import Sequence
 
 # A drafter is suspected while a sequence gains fewer tokens than this in a drafted step.  A wrong
@@ -17,9 +18,10 @@ SUSPECT_TOKENS = 1.1
 # In a block of drafts of one mean, this many tokens show that the drafter works.  A block at 1.1
 # exceeds it by three standard deviations of its first position once in a thousand times.
 WORKING_TOKENS = 1.2
-# Verified drafts before it is suspected: with one that is right at 1.3 tokens, so few of 50 are
-# accepted less than once in a thousand times.
+# Verified drafts before it is suspected, and the standard errors by which it must be below: a right
+# drafter of 1.15 tokens is verified rarely, so that luck would accuse it for long.
 _LEAST_DRAFTS = 50
+_STANDARD_ERRORS = 2.0
 # Verified drafts of a block, and the steps that they must come from: a batch of copies of one
 # prompt is no evidence of its size.
 _BLOCK_DRAFTS = 100
@@ -58,8 +60,13 @@ class AcceptanceCheck:
             not self.has_worked
             and self.steps >= _LEAST_STEPS
             and self.drafts >= _LEAST_DRAFTS
-            and self.tokens < SUSPECT_TOKENS
+            and self.tokens + _STANDARD_ERRORS * self._error < SUSPECT_TOKENS
         )
+
+    @property
+    def _error(self) -> float:
+        """Returns the standard error of `tokens`: as of rare events, of which one more may come."""
+        return math.sqrt((self.tokens - 1 + 1 / self.drafts) / self.drafts)
 
     def fold(self, accepted_counts: Sequence[int], censored_counts: Sequence[int]) -> None:
         """Takes a step in which it drafted; counts as in `AcceptanceEstimator.fold`."""

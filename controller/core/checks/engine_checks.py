@@ -10,12 +10,9 @@ from controller.core.checks.step_time_check import FlatStepTime, StepTimeCheck
 from controller.core.checks.warning import EngineWarning, WarningKind
 from controller.core.checks.width_check import OtherWidth, WidthCheck
 from controller.core.engine_spec import EngineSpec
-from controller.core.model_shapes import DrafterKind
+from controller.core.model_shapes import WEIGHTLESS
 from controller.core.plan import Plan
 from controller.core.step_report import StepReport
-
-# A lookup is right or wrong by the text alone, and a mixture by its parts.
-_WEIGHTLESS = frozenset({DrafterKind.NGRAM, DrafterKind.MIXTURE})
 
 _NO_ACCEPTANCE_ADVICE = (
     "the drafter does not fit: see whether the method is its checkpoint's (EAGLE-3 under EAGLE, or "
@@ -46,7 +43,7 @@ class EngineChecks:
         self.acceptance = {
             d.name: AcceptanceCheck(d.gammas[-1])
             for d in spec.drafters
-            if d.kind not in _WEIGHTLESS and d.gammas[-1]
+            if d.kind not in WEIGHTLESS and d.gammas[-1]
         }
         self._widths = WidthCheck(any_larger=spec.fingerprint.data_parallel_size > 1)
         self._times = StepTimeCheck(spec.drafters)

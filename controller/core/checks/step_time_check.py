@@ -29,15 +29,21 @@ _CONTEXT_APART = 0.1
 _MEAN_STEPS = 64
 _MEAN_LEAST = 4
 _COMPARED_STEPS = 64
-# Batch sizes whose means are kept, the latest ones.
+# Batch sizes whose means are kept, the latest ones, and the arms of each: a step is compared with
+# all of them.
 _SIZES_KEPT = 64
+_ARMS_KEPT = 16
+# Differences that are kept, the latest ones: of 17 octaves, all pairs of 16 draft lengths.
+_DIFFERENCES_KEPT = 2048
 # What one comparison may count, in log seconds: an outlier is no difference of draft lengths.
 _DIFFERENCE_MAX = 0.25
 # A comparison's share of weight: others use the same mean, and forth and back the same steps count
 # twice.
 _COMPARISON_WEIGHT = 0.5
-# Weight (independent pairs of steps) before a verdict, and the most, so that a verdict can change.
+# Weight (independent pairs of steps) and visits of an arm before a verdict, and the most weight, so
+# that a verdict can change.
 _WEIGHT_LEAST = 10.0
+_VISITS_LEAST = 10
 _WEIGHT_MOST = 500.0
 # Two lengths cost the same if, at three standard errors, they lie closer than this for each token
 # (log seconds), and in all than that.  One pass of the smallest drafter (a layer and the output
@@ -82,25 +88,46 @@ class _Recent:
 
 @dataclass(slots=True)
 class _Difference:
-    """Holds the weighted mean and variance (West 1979) of log seconds, long minus short length."""
+    """Holds the weighted mean of log seconds, long minus short length, over visits of an arm.
+
+    Steps of one visit err together where a machine is slow for a while, so that a visit is one
+    observation.  squares: sum of w^2 d^2, for a visit's weight w and its deviation d from the mean.
+    The visit that is under way is kept apart.
+    """
 
     weight: float = 0.0
     mean: float = 0.0
     squares: float = 0.0
+    visits: int = 0
+    _visit: int = -1
+    _visit_weight: float = 0.0
+    _visit_mean: float = 0.0
 
-    def add(self, value: float, weight: float) -> None:
+    def add(self, value: float, weight: float, visit: int) -> None:
+        if visit != self._visit:
+            if self._visit_weight:
+                self._close()
+            self._visit, self._visit_weight, self._visit_mean = visit, 0.0, 0.0
+        self._visit_weight += weight
+        self._visit_mean += (value - self._visit_mean) * weight / self._visit_weight
+
+    def _close(self) -> None:
+        weight, apart = self._visit_weight, self._visit_mean - self.mean
+        self.visits += 1
         self.weight += weight
-        apart = value - self.mean
         self.mean += apart * weight / self.weight
-        self.squares += weight * apart * (value - self.mean)
+        self.squares += weight**2 * apart * (self._visit_mean - self.mean)
         if self.weight > _WEIGHT_MOST:
-            self.squares *= _WEIGHT_MOST / self.weight
+            self.squares *= (_WEIGHT_MOST / self.weight) ** 2
             self.weight = _WEIGHT_MOST
 
     @property
     def error(self) -> float:
-        """Returns the standard error of the mean."""
-        return math.sqrt(max(self.squares, 0.0)) / self.weight
+        """Returns the standard error of the mean.
+
+        Forth and back count the same steps twice, which the weight of a comparison makes up for.
+        """
+        return math.sqrt(max(self.squares, 0.0) / _COMPARISON_WEIGHT) / self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +154,8 @@ class StepTimeCheck:
         self._kinds = {d.name: d.kind for d in drafters if d.kind in _COSTLY}
         # By batch size and arm.
         self._recent: OrderedDict[int, dict[Arm, _Recent]] = OrderedDict()
-        self._differences: dict[tuple[str, int, int, int], _Difference] = {}
+        # The one that was added to last stands last.
+        self._differences: OrderedDict[tuple[str, int, int, int], _Difference] = OrderedDict()
         self._steps = self._visit = 0
         self._last: Arm | None = None
 
@@ -147,6 +175,8 @@ class StepTimeCheck:
         own = recent.get(arm)
         if own is None or not self._fits(own, context):
             recent[arm] = _Recent(self._steps, context, log_seconds)
+            if len(recent) > _ARMS_KEPT:
+                del recent[min(recent, key=lambda known: recent[known].at)]
             return
         own.at = self._steps
         own.steps = min(own.steps + 1, _MEAN_STEPS)
@@ -184,25 +214,34 @@ class StepTimeCheck:
 
     def _add(self, arm: Arm, other: int, size: int, apart: float, weight: float) -> None:
         short, long = sorted((arm.gamma, other))
+        if not self._can_tell(arm.drafter, short, long):
+            return
         key = (arm.drafter, octave_of(size), short, long)
         difference = self._differences.setdefault(key, _Difference())
-        difference.add(min(_DIFFERENCE_MAX, max(-_DIFFERENCE_MAX, apart)), weight)
+        self._differences.move_to_end(key)
+        if len(self._differences) > _DIFFERENCES_KEPT:
+            self._differences.popitem(last=False)
+        bounded = min(_DIFFERENCE_MAX, max(-_DIFFERENCE_MAX, apart))
+        difference.add(bounded, weight, self._visit)
+
+    def _can_tell(self, drafter: str, short: int, long: int) -> bool:
+        """Returns whether two draft lengths of a drafter must differ."""
+        # A block drafter drafts the same block for every length but 0.
+        is_block = self._kinds[drafter] is DrafterKind.DFLASH
+        return long - short >= _LENGTHS_APART and not (short and is_block)
 
     def found(self) -> list[FlatStepTime]:
-        """Returns by drafter at most one pair of lengths each: with gamma = 0, and without."""
+        """Returns by drafter at most one pair of lengths with gamma = 0, then one without."""
         found: dict[tuple[str, bool], FlatStepTime] = {}
         for flat in self._flat():
             kind = (flat.drafter, flat.short == 0)
             if kind not in found or _weight(flat) > _weight(found[kind]):
                 found[kind] = flat
-        return list(found.values())
+        return sorted(found.values(), key=lambda flat: (flat.drafter, flat.short))
 
     def _flat(self) -> Iterator[FlatStepTime]:
         for (drafter, octave, short, long), known in self._differences.items():
-            if known.weight < _WEIGHT_LEAST or long - short < _LENGTHS_APART:
-                continue
-            # A block drafter drafts the same block for every length but 0.
-            if short and self._kinds[drafter] is DrafterKind.DFLASH:
+            if known.weight < _WEIGHT_LEAST or known.visits < _VISITS_LEAST:
                 continue
             same = min(_SAME_MOST, _SAME_PER_TOKEN * (long - short))
             room = _STANDARD_ERRORS * known.error

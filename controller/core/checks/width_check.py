@@ -2,6 +2,9 @@
 
 A few steps differ in every engine: a drafter that wakes, a batch that has changed between choice
 and step.  An engine that does not follow the draft length differs in nearly all of them.
+
+Compared is the draft length that a step ran.  Rows that verified fewer drafts than that (a grammar
+forbade them, a lookup found none) say nothing about the engine.
 """
 
 from collections import OrderedDict
@@ -67,12 +70,12 @@ class WidthCheck:
             self._plans.popitem(last=False)
 
     def observe(self, report: StepReport) -> None:
-        """Takes a step.  One without a plan, or of two choices, is not compared."""
+        """Takes a step.  One without a plan, of two choices, or without drafts is not compared."""
         # An engine may choose a step ahead, for the batch as it was then.
         sizes = sorted((report.batch_size, self._last_batch or report.batch_size))
         self._last_batch = report.batch_size
         flags = report.flags
-        if flags.unsteered or flags.mixed_choice or report.undrafted_share == 1:
+        if flags.unsteered or flags.mixed_choice or not drafts_for_any(report):
             return
         key = (report.plan_epoch, *sizes, report.probe_id, report.batch_size)
         if key != self._key:
@@ -82,13 +85,12 @@ class WidthCheck:
         asked, allowed = self._arms
         if report.drafter != asked.drafter:
             return
-        verified = Arm(report.drafter, verified_width(report))
         count = self._asked.setdefault(asked, _Asked())
-        differs = verified not in allowed
+        differs = report.arm not in allowed
         count.steps += 1
         count.share += (differs - count.share) / min(count.steps, _WINDOW_STEPS)
         if differs:
-            count.other = verified.gamma
+            count.other = report.gamma
 
     def _ask(
         self, epoch: int, low: int, high: int, probe_id: int, size: int
@@ -122,8 +124,6 @@ class WidthCheck:
         return sorted(odd, key=lambda other: (other.arm.drafter, -other.arm.gamma))
 
 
-def verified_width(report: StepReport) -> int:
-    """Returns the largest draft length that was verified in any row of a step."""
-    if not report.groups:
-        return report.gamma
-    return max(group.gamma for group in report.groups)
+def drafts_for_any(report: StepReport) -> bool:
+    """Returns whether a step had a row that may be drafted for and whose request went on."""
+    return not report.groups or any(it.drafter and not it.ended for it in report.groups)

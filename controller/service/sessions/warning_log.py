@@ -9,6 +9,9 @@ from controller.core.checks.warning import EngineWarning, WarningKind
 
 # A warning that comes and goes is logged once in so long.
 _AGAIN_SECONDS = 3600.0
+# Warnings whose time is remembered, the latest ones: an engine can come back under its id with
+# other drafters, and has at most 24 at once.
+_TOLD_KEPT = 64
 
 _log = structlog.get_logger(__name__)
 
@@ -27,7 +30,10 @@ class WarningLog:
         for key, warning in present.items():
             if key not in self._open and now - self._told_at.get(key, -math.inf) >= _AGAIN_SECONDS:
                 self._open.add(key)
+                self._told_at.pop(key, None)
                 self._told_at[key] = now
+                if len(self._told_at) > _TOLD_KEPT:
+                    del self._told_at[next(iter(self._told_at))]
                 _log.warning(
                     "engine_warning",
                     engine=engine_id,

@@ -293,6 +293,19 @@ async def test_rows_of_another_width_are_no_steps_of_the_length_that_was_asked_f
             await profile(tmp_path, engine)
 
 
+@pytest.mark.parametrize("found", [0, 3])
+async def test_a_lookup_that_finds_nothing_is_measured_and_marked(tmp_path, found):
+    spec = introduction()
+    spec.drafters[0].kind = engine_pb2.DRAFTER_KIND_NGRAM
+    engine, notes = ClockworkEngine(socket_address(tmp_path), spec), Notes()
+    engine.row_width = found
+    async with beside(tmp_path, engine):
+        outcome = await profile(tmp_path, engine, notes)
+    assert {cell.gamma for cell in outcome.profile.cells} == set(GAMMAS)
+    marked = "drafted fewer tokens than asked for in 100% of the rows" in notes.text
+    assert marked is (found == 0)
+
+
 @pytest.mark.parametrize("kind", ["MTP", "NGRAM"])
 async def test_a_profile_whose_lengths_cost_the_same_is_marked_if_drafting_must_cost(
     tmp_path, kind

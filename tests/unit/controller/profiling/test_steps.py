@@ -70,7 +70,9 @@ def test_rows_that_verified_another_width_are_left_out_and_named(settled):
     alike = replace(step(), groups=(RowGroup("mtp", 2, (4, 0, 0)),))
     assert [settled.accepts(mixed), settled.accepts(alike)] == [False, True]
     assert settled.left_out["verified gamma 1 in some rows of gamma 2"] == 1
-    # The rows of a mixture differ by their nature.
-    mixture = StepFilter(settle_steps=0, mixtures=["mtp"])
-    mixture.expect(4, range(50, 200))
-    assert mixture.accepts(mixed)
+    # The rows of a mixture, or of a lookup, differ by their nature.
+    uneven = StepFilter(settle_steps=0, uneven=["mtp"])
+    uneven.expect(4, range(50, 200))
+    assert uneven.accepts(mixed)
+    narrow = replace(step(), groups=(RowGroup("mtp", 1, (4, 0)),))
+    assert [settled.width_of(narrow), uneven.width_of(narrow)] == [1, 2]

@@ -74,6 +74,20 @@ def test_a_drafter_on_hard_traffic_is_not(batch_size):
             assert not engine.controller.checks.warnings()
 
 
+def test_a_drafter_of_115_tokens_that_is_verified_rarely_is_hardly_ever_suspected():
+    accused = 0
+    for seed in range(60):
+        steps = Steps()
+        steps.random = random.Random(seed)
+        found = False
+        for _ in range(200):
+            steps.feed(1, [0.13] * 3, batch_size=1)
+            steps.feed(10, [], batch_size=1, gamma=0)
+            found = found or bool(rejected(steps.checks))
+        accused += found
+    assert accused <= 2
+
+
 def test_a_drafter_that_has_worked_is_never_suspected_again():
     steps = Steps()
     steps.feed(60, RIGHT)

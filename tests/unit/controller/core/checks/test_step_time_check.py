@@ -81,7 +81,7 @@ class Engine:
 @pytest.mark.parametrize("kind", [MTP, STANDALONE])
 def test_an_engine_that_drafts_its_full_length_is_named(kind, each):
     engine = Engine(kind, full_draft)
-    engine.take_turns(1 + 200 // each, each=each)
+    engine.take_turns(6 + 200 // each, each=each)
     assert len(engine.found) == 2
     assert "takes no longer at gamma 5 than at gamma 0" in engine.found[0]
     assert "takes no longer at gamma 5 than at gamma 1" in engine.found[1]
@@ -106,7 +106,7 @@ def test_a_verification_that_costs_is_no_flat_step_time():
 
 def test_few_visits_of_gamma_0_are_enough_on_a_steady_machine():
     engine = Engine(MTP, full_draft, noise=0.004)
-    for _ in range(4):
+    for _ in range(6):
         engine.run(300, 5)
         engine.run(8, 0)
     assert len(engine.found) == 1
@@ -132,6 +132,22 @@ def test_a_machine_that_slows_down_hides_no_difference_and_makes_none():
                 engine.pace *= 1.0005
                 engine.run(10, gamma)
         assert bool(engine.found) is warns
+
+
+@pytest.mark.parametrize("cost", [large_target, no_rest])
+def test_a_machine_that_is_slow_for_a_while_again_and_again_makes_no_difference(cost):
+    named = 0
+    for seed in range(12):
+        engine = Engine(MTP, cost)
+        engine.random, machine = random.Random(seed), random.Random(100 + seed)
+        for step in range(3000):
+            if machine.random() < 0.02:
+                engine.pace = 2.3 - engine.pace  # 1 or 1.3
+            engine.run(1, GAMMAS[step // 60 % len(GAMMAS)])
+            if engine.found:
+                named += 1
+                break
+    assert named == 0
 
 
 def test_another_context_or_batch_is_not_compared():
@@ -163,6 +179,21 @@ def test_a_lookup_costs_nothing_and_is_not_compared():
     engine = Engine(NGRAM, lambda gamma, size: 0.03)
     engine.take_turns(300)
     assert not engine.found
+
+
+def test_what_is_kept_of_an_engine_with_many_lengths_and_batch_sizes_is_bounded():
+    drafters = tuple(DrafterSpec(name, MTP, tuple(range(65))) for name in "ab")
+    checks = EngineChecks(EngineSpec("e", Fingerprint("t"), drafters, 65536))
+    step = 0
+    for size in [1 << octave for octave in range(17)]:
+        for gamma in [gamma for gamma in range(65) for _ in range(4)]:
+            for name in "ab":
+                step += 1
+                counts = (size, *[0] * gamma)
+                checks.time(StepReport(step, size, size, name, gamma, counts, 0.01), 0.01)
+    times = checks._times
+    assert len(times._differences) <= 2048
+    assert max(map(len, times._recent.values())) <= 16
 
 
 def test_the_warning_ends_when_the_lengths_differ():

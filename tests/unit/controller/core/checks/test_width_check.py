@@ -54,12 +54,21 @@ def test_an_engine_that_runs_one_length_whatever_is_asked_is_named_with_both(ask
     assert not steps.found
 
 
-def test_rows_that_verify_less_than_the_step_says_count_as_they_are():
+@pytest.mark.parametrize("found", [0, 1])
+def test_rows_whose_drafts_a_grammar_forbade_or_a_lookup_did_not_find_are_no_other_length(found):
     steps = Steps(plan_of(1, (64, 3)))
-    for _ in range(60):
-        steps.put(3, counts=(4, 0, 0, 0), groups=(RowGroup("mtp", 1, (4, 0)),))
-    (found,) = steps.found
-    assert "verifies gamma 1" in found
+    for _ in range(200):
+        rows = (RowGroup("mtp", found, (1, *[0] * found)),)
+        steps.put(3, batch_size=1, counts=(1, 0, 0, 0), groups=rows)
+    assert not steps.found
+
+
+def test_a_step_of_rows_that_had_ended_or_opted_out_is_not_compared():
+    steps = Steps(plan_of(1, (64, 3)))
+    for _ in range(200):
+        rows = (RowGroup("", 0, (3,)), RowGroup("mtp", 0, (1,), ended=True))
+        steps.put(0, groups=rows)
+    assert not steps.found
 
 
 def test_a_forced_length_is_compared_as_well():

@@ -1,5 +1,6 @@
 """A warning is logged when it begins and ends, and no more than once an hour."""
 
+import dataclasses
 from pathlib import Path
 
 from structlog.testing import capture_logs
@@ -26,6 +27,15 @@ def test_it_begins_ends_and_does_not_come_back_within_an_hour():
     ]  # fmt: skip
     assert {line["engine"] for line in lines} == {"e"}
     assert lines[0]["kind"] == "no-acceptance"
+
+
+def test_an_engine_that_comes_back_with_other_drafters_fills_no_memory():
+    log = WarningLog()
+    with capture_logs():
+        for number in range(10_000):
+            named = dataclasses.replace(WARNING, drafter=f"drafter-{number}")
+            log.tell("e", [named], float(number))
+    assert len(log._told_at) + len(log._open) < 100
 
 
 async def test_an_engine_that_introduces_itself_again_is_not_unknown(tmp_path: Path):
