@@ -14,6 +14,7 @@ import pytest
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
+from controller.doctor import dependencies
 from controller.doctor.dependencies import check_redis
 from controller.doctor.finding import Level
 from controller.settings.settings import Settings
@@ -218,6 +219,12 @@ class Failing:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
+@pytest.fixture
+def patient_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine its few seconds may end before the reason has come."""
+    monkeypatch.setattr(dependencies, "_ANSWER_SECONDS", 60.0)
+
+
 CA = {"ca": Path("FOLDER/ca.pem")}
 FAILING = (
     Failing("no password", "redis://127.0.0.1:ONE", "NOAUTH", "redis_password"),
@@ -266,7 +273,9 @@ FAILING = (
 
 
 @pytest.mark.parametrize("case", FAILING, ids=lambda case: case.name)
-async def test_a_redis_that_fails_is_told_in_words_with_what_to_do(servers: Fleet, case: Failing):
+async def test_a_redis_that_fails_is_told_in_words_with_what_to_do(
+    servers: Fleet, case: Failing, patient_doctor: None
+):
     own = servers.sentinels["own"]
     values = {
         "SENTINEL_SECRET": SENTINEL_PASSWORDS[""], "SENTINEL_TLS": own.tls, "SENTINEL": own.plain,
@@ -315,7 +324,9 @@ async def test_a_password_file_is_read_however_it_was_written(
         await close(client)
 
 
-async def test_line_breaks_at_the_end_of_a_setting_are_no_part_of_it(servers: Fleet):
+async def test_line_breaks_at_the_end_of_a_setting_are_no_part_of_it(
+    servers: Fleet, patient_doctor: None
+):
     """As `echo PASSWORD | base64` puts one into a Secret, or `|` into YAML."""
     url = SecretStr(f"redis://127.0.0.1:{servers.one.plain}")
     password = SecretStr(f"{PASSWORDS[USER]}\n")
