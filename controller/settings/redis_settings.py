@@ -10,8 +10,13 @@ from controller.store.redis_access import RedisAccess
 
 
 def redis_access(settings: Settings) -> RedisAccess:
-    """Returns what opens Redis beside its URL: the settings redis_user, redis_ca and so on."""
+    """Returns what opens Redis beside its URL: the settings redis_user, redis_ca and so on.
+
+    Line breaks at the end of a user or password, which `echo` and YAML leave there, are no part.
+    """
     names = [field.name for field in dataclasses.fields(RedisAccess)]
     given: dict[str, Any] = {name: getattr(settings, f"redis_{name}") for name in names}
     plain = {n: v.get_secret_value() for n, v in given.items() if isinstance(v, SecretStr)}
-    return RedisAccess(**(given | plain))
+    given |= plain
+    texts = {n: v.rstrip("\r\n") for n, v in given.items() if isinstance(v, str)}
+    return RedisAccess(**(given | texts))

@@ -377,6 +377,11 @@ _NEEDS = {
     "tls_certificate": "tls_key",
     "tls_key": "tls_certificate",
     "tls_client_ca": "tls_certificate",
+    **{
+        name: "redis_url"
+        for name in Settings.model_fields
+        if name.startswith("redis_") and name != "redis_url"
+    },
 }
 
 # Read by commands that call a sidecar; they may be set where one serves.
@@ -415,7 +420,7 @@ def _refuse_what_clashes(settings: Settings, sources: Sources) -> None:
     faults = [
         f"{key}: needs {other} as well (from {sources.origin(key)})"
         for key, other in _NEEDS.items()
-        if getattr(settings, key) is not None and getattr(settings, other) is None
+        if getattr(settings, key) != _default(key) and getattr(settings, other) is None
     ]
     faults += [
         f"{text} (from {sources.origin(one)} and {sources.origin(other)})"

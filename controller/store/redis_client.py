@@ -4,6 +4,7 @@ redis_url reads the URL, redis_access has the settings, redis_connections opens 
 """
 
 import dataclasses
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,7 @@ _LOGINS: Final = frozenset({"password", "sentinel_password", "sentinel_username"
 _TLS_FILES: Final = {
     "ca": "ssl_ca_certs", "client_certificate": "ssl_certfile", "client_key": "ssl_keyfile",
 }  # fmt: skip
+_TLS_OPTION: Final = "ssl_"
 # Sentinels without users of their own take any password of this one.
 _DEFAULT_USER: Final = "default"
 
@@ -53,7 +55,10 @@ def connect(
     try:
         return _client(read_url(url), timeout_seconds, access)
     except UnusableUrlError as error:
-        raise RedisUrlError(f"{redact(url, url)}: {error}") from None
+        raise RedisUrlError(f"{redact(url, url) or 'redis_url'}: {error}") from None
+    except ssl.SSLError as error:
+        said = redact(" ".join(word for word in error.args if isinstance(word, str)), url)
+        raise RedisUrlError(f"{redact(url, url)}: a TLS option cannot be used: {said}") from None
     except (ValueError, TypeError, *REDIS_ERRORS) as error:
         raise RedisUrlError(f"{redact(url, url)}: {redact(str(error), url)}") from None
 
@@ -85,6 +90,8 @@ def _client(url: RedisUrl, timeout_seconds: float, access: RedisAccess) -> Any:
     }
     options |= {name: value for name, value in url.options.items() if name not in _LOGINS}
     options |= _tls_files(url, access)
+    if url.tls or url.sentinel_tls:
+        _check_tls_options(options)
     user = _one_of(url, access, "user", "username")
     password = _one_of(url, access, "password", "password")
     sentinel_user = _one_of(url, access, "sentinel_user", "sentinel_username")
@@ -137,10 +144,11 @@ def _tls_files(url: RedisUrl, access: RedisAccess) -> dict[str, str]:
         }
         if found := _agreed(name.replace("_", " "), sources):
             files[option] = found
-    if not url.tls and (files or any(option.startswith("ssl_") for option in url.options)):
+    named = files or any(option.startswith(_TLS_OPTION) for option in url.options)
+    if named and not (url.tls or url.sentinel_tls):
         raise UnusableUrlError(
             "redis_ca, redis_client_certificate, redis_client_key and options that begin with ssl_ "
-            "need a scheme with TLS: rediss"
+            "need a scheme with TLS: rediss; where only the Sentinels have it, sentinel_tls=yes"
         )
     if "ssl_keyfile" in files and "ssl_certfile" not in files:
         raise UnusableUrlError("redis_client_key needs redis_client_certificate as well")
@@ -148,6 +156,26 @@ def _tls_files(url: RedisUrl, access: RedisAccess) -> dict[str, str]:
         # One file may hold both.
         files.setdefault("ssl_keyfile", files["ssl_certfile"])
     return files
+
+
+def _check_tls_options(options: Mapping[str, Any]) -> None:
+    """Tries those that name no files, which may come later.
+
+    Raises UnusableUrlError, or a ValueError or ssl.SSLError whose message may quote them.
+    """
+    own = {
+        name: value
+        for name, value in options.items()
+        if name.startswith(_TLS_OPTION) and name not in {*_TLS_FILES.values(), "ssl_ca_path"}
+    }
+    made: list[TlsConnection] = []
+    _try_options(lambda: made.append(TlsConnection(**own)))
+    context: Any = made[0].ssl_context
+    context.get()
+
+
+def _without_tls(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if not name.startswith(_TLS_OPTION)}
 
 
 def _plain_client(url: RedisUrl, options: Mapping[str, Any]) -> Any:
@@ -158,12 +186,14 @@ def _plain_client(url: RedisUrl, options: Mapping[str, Any]) -> Any:
 def _sentinel_client(
     url: RedisUrl, options: Mapping[str, Any], sentinel_options: Mapping[str, Any]
 ) -> Any:
-    kind = TlsConnection if url.tls else Connection
-    own = {name: value for name, value in sentinel_options.items() if name != "db"}
+    kind = TlsConnection if url.sentinel_tls else Connection
+    own = dict(sentinel_options) if url.sentinel_tls else _without_tls(sentinel_options)
+    own.pop("db", None)
     clients = [redis.asyncio.Redis(connection_pool=_pool([host], kind, own)) for host in url.hosts]
     kind = SentinelTlsConnection if url.tls else SentinelManagedConnection
     manager: Any = Sentinels(clients)
-    client = manager.master_for(url.service, connection_class=kind, **options)
+    primary = options if url.tls else _without_tls(options)
+    client = manager.master_for(url.service, connection_class=kind, **primary)
     _try_options(client.connection_pool.make_connection)
     return client
 

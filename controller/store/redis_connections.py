@@ -74,6 +74,15 @@ def _pem_files(settings: Any) -> tuple[bytes, ...]:
     """Returns the content of all files that a connection loads.  Raises UnusableFileError."""
     files = {"CA": settings.ca_certs, "certificate": settings.certfile, "key": settings.keyfile}
     found = {name: _read(Path(path), name, _PEM_BYTES_MAX) for name, path in files.items() if path}
+    for name, content in found.items():
+        what = "private key" if name == "key" else "certificate"
+        if f"{what}-----".upper().encode() not in content:
+            also = "; without redis_client_key, redis_client_certificate has to hold it, too"
+            raise UnusableFileError(
+                f"{name} file {files[name]}: it holds no {what} in PEM{also * (name == 'key')}"
+            )
+    if settings.ca_path and not Path(settings.ca_path).is_dir():
+        raise UnusableFileError(f"CA folder {settings.ca_path} (ssl_ca_path): no such folder")
     # OpenSSL would ask for the passphrase at the terminal.
     if b"ENCRYPTED" in found.get("key", b"") and not getattr(settings, "password", None):
         raise UnusableFileError(
@@ -88,7 +97,8 @@ def _text_of(given: str | Path | None, name: str) -> str:
     if not isinstance(given, Path):
         return given or ""
     try:
-        text = _read(given, name, _PASSWORD_BYTES_MAX).decode("utf-8").strip()
+        # Editors on Windows begin a file with a byte order mark.
+        text = _read(given, name, _PASSWORD_BYTES_MAX).decode("utf-8-sig").strip()
     except UnicodeDecodeError:
         # The error quotes a part of the password.
         raise UnusableFileError(f"{name} file {given}: not UTF-8 text") from None

@@ -5,6 +5,8 @@ unix://USER:PASSWORD@/PATH?db=DB
 redis+sentinel://USER:PASSWORD@HOST:PORT,HOST:PORT/SERVICE/DB     rediss+sentinel://...
 redis+cluster://USER:PASSWORD@HOST:PORT,HOST:PORT                 rediss+cluster://...
 
+Behind Sentinels the scheme is about Redis; sentinel_tls in the query is about the Sentinels.
+
 https://redis.readthedocs.io/en/stable/connections.html
 """
 
@@ -33,10 +35,17 @@ _OPTIONS: Final = frozenset(
     }
 )  # fmt: skip
 _TLS_OPTION: Final = "ssl_"
-_SENTINEL_OPTIONS: Final = frozenset({"sentinel_password", "sentinel_username"})
-_ABOVE_ZERO: Final = (
-    "max_connections", "socket_connect_timeout", "socket_read_size", "socket_timeout",
-)  # fmt: skip
+_SENTINEL_OPTIONS: Final = frozenset({"sentinel_password", "sentinel_tls", "sentinel_username"})
+# redis-py takes any other word for true.
+_SWITCHES: Final = ("sentinel_tls", "socket_keepalive", "ssl_check_hostname")
+_ON: Final = frozenset({"1", "t", "true", "y", "yes"})
+_OFF: Final = frozenset({"0", "f", "false", "n", "no"})
+_CERTIFICATE_CHECKS: Final = ("none", "optional", "required")
+_ABOVE_ZERO: Final = ("socket_connect_timeout", "socket_read_size", "socket_timeout")
+# Of connections one waits for messages all the time, and another one asks.
+_LEAST: Final = {"db": 0, "health_check_interval": 0, "max_connections": 2}
+# CLIENT SETNAME takes no others.
+_CLIENT_NAME = re.compile(r"[!-~]+")
 _PARTS = re.compile(r"([^/?#]*)([^?#]*)(?:\?([^#]*))?")
 
 
@@ -45,12 +54,14 @@ class RedisUrl:
     """Holds what a URL says.
 
     kind: "", "sentinel" or "cluster".  hosts: (name or address, port); none for a unix socket,
-    whose `path` is among the options.  account: "username" and "password" before the hosts.
+    whose `path` is among the options.  tls: to Redis; sentinel_tls: to its Sentinels, false without
+    any.  account: "username" and "password" before the hosts.
     options: those of the query, with the database as "db".
     """
 
     kind: str
     tls: bool
+    sentinel_tls: bool
     hosts: Sequence[tuple[str, int]]
     service: str
     account: Mapping[str, str]
@@ -66,6 +77,8 @@ def read_url(url: str) -> RedisUrl:
 
     Raises UnusableUrlError, or another ValueError, whose message may quote a part of the URL.
     """
+    if not url.strip():
+        raise UnusableUrlError("it is empty: give the URL, or leave the setting out")
     scheme, _, rest = url.strip().partition("://")
     if scheme.lower() not in SCHEMES:
         raise UnusableUrlError(f"the scheme is not known; known are {', '.join(SCHEMES)}")
@@ -92,11 +105,14 @@ def read_url(url: str) -> RedisUrl:
     port = _SENTINEL_PORT if kind == "sentinel" else _PORT
     places = [(str(one.pop("host", "")), int(one.pop("port", port))) for one in read]
     _check_values(read[0], "" if base == "unix" else path)
+    tls = base == "rediss"
+    sentinel_tls = read[0].pop("sentinel_tls", "yes" if tls else "no")
     account = _parsed(f"redis://{before}@host")
     account.pop("host")
     return RedisUrl(
         kind,
-        base == "rediss",
+        tls,
+        kind == "sentinel" and sentinel_tls.lower() in _ON,
         () if base == "unix" else places,
         unquote(service),
         account,
@@ -113,8 +129,9 @@ def _parsed(url: str) -> dict[str, Any]:
 
 
 def _check_options(query: str, kind: str) -> None:
-    """Raises UnusableUrlError for one that is not known, or stands there twice."""
-    names = [name for name, _ in parse_qsl(query, keep_blank_values=True)]
+    """Raises UnusableUrlError for one that is not known, stands there twice, or is no choice."""
+    found = parse_qsl(query, keep_blank_values=True)
+    names = [name for name, _ in found]
     known = _OPTIONS | (_SENTINEL_OPTIONS if kind == "sentinel" else frozenset())
     if any(name not in known and not name.startswith(_TLS_OPTION) for name in names):
         # Which one is not said: a password with a delimiter in it may stand there.
@@ -125,6 +142,15 @@ def _check_options(query: str, kind: str) -> None:
         )
     if len(set(names)) < len(names):
         raise UnusableUrlError("its query names an option twice")
+    for name, value in found:
+        if not value:
+            raise UnusableUrlError(f"{name} in its query has no value: give it one, or remove it")
+        if name in _SWITCHES and value.lower() not in _ON | _OFF:
+            raise UnusableUrlError(f"{name} in its query has to be yes or no")
+        if name == "ssl_cert_reqs" and value not in _CERTIFICATE_CHECKS:
+            raise UnusableUrlError(
+                f"{name} in its query has to be one of {', '.join(_CERTIFICATE_CHECKS)}"
+            )
 
 
 def _check_place(base: str, hosts: str, path: str) -> None:
@@ -155,6 +181,11 @@ def _check_values(options: Mapping[str, Any], path: str) -> None:
         value = options.get(name, 1)
         if not (math.isfinite(value) and value > 0):
             raise UnusableUrlError(f"{name} in its query has to be above 0")
+    for name, least in _LEAST.items():
+        if options.get(name, least) < least:
+            raise UnusableUrlError(f"{name} in its query has to be at least {least}")
+    if not _CLIENT_NAME.fullmatch(options.get("client_name", "-")):
+        raise UnusableUrlError("client_name in its query has to be ASCII without blanks")
     at_end = path.strip("/")
     if at_end.isdecimal() and int(at_end) != options.get("db"):
         raise UnusableUrlError("its path and its query name two databases")

@@ -11,6 +11,10 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 _HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?"
 # Hosts, and a path of at most two parts: what may be shown.
 _PLACE = re.compile(rf"{_HOST}(?:,{_HOST})*(?:/[A-Za-z0-9._-]*){{0,2}}")
+# A unix socket, whose URL has no host.
+_SOCKET = re.compile(r"(?:/[A-Za-z0-9._-]+)+")
+# Values of a query, such as a database or a switch, that are no secrets unless they are called so.
+_PLAIN = re.compile(r"[0-9.]{1,5}|true|false|yes|no|none", re.IGNORECASE)
 _DELIMITERS = re.compile(r"[:/@?#&=;,]")
 
 
@@ -32,7 +36,7 @@ def _shown(url: str) -> str:
     scheme, found, rest = url.partition("://")
     if not (found and _SCHEME.fullmatch(scheme)):
         return HIDDEN
-    place = _place(rest)
+    place = _place(scheme, rest)
     if place is None:
         return f"{scheme}://{HIDDEN}"
     before, query = _split(rest)
@@ -45,17 +49,19 @@ def _split(rest: str) -> tuple[str, str]:
     return (rest[: match.start()], rest[match.end() :]) if match else (rest, "")
 
 
-def _place(rest: str) -> str | None:
+def _place(scheme: str, rest: str) -> str | None:
     """Returns hosts and path, or None if a credential may be among them."""
+    known = _SOCKET if scheme == "unix" else _PLACE
     before, query = _split(rest)
     place = before.rpartition("@")[2]
     # An @ after a ? may end a password that has a ? in it.
-    return place if "@" not in query and _PLACE.fullmatch(place) else None
+    return place if "@" not in query and known.fullmatch(place) else None
 
 
 def _secrets(url: str) -> set[str]:
-    rest = url.partition("://")[2] or url
-    if _place(rest) is None:
+    scheme, _, rest = url.partition("://")
+    rest = rest or url
+    if _place(scheme, rest) is None:
         parts = [rest, *_DELIMITERS.split(rest)]
     else:
         before, query = _split(rest)
@@ -69,8 +75,7 @@ def _secrets(url: str) -> set[str]:
 def _values(query: str) -> Iterator[str]:
     for pair in re.split(r"[&;#]", query):
         name, _, value = pair.partition("=")
-        # Numbers such as a database or a timeout are no secrets, unless they are called so.
-        if not re.fullmatch(r"[0-9.]{1,5}", value) or re.search(r"pass|user|auth|token|key", name):
+        if not _PLAIN.fullmatch(value) or re.search(r"pass|user|auth|token|key", name):
             yield value
 
 

@@ -50,8 +50,19 @@ class PrometheusServer:
             raise AssertionError(f"{path}?{query}: {error.read().decode()}") from error
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The samples of an instant query."""
-        return list(self.api("query", query=expression)["result"])
+        """The samples of an instant query, at the newest scrape that succeeded.
+
+        After one that failed, as on a busy machine where it takes longer than the interval, every
+        series has ended until the next.
+        """
+        at = eventually(self._scraped_at, within=PATIENCE_SECONDS, what="a scrape that succeeds")
+        return list(self.api("query", query=expression, time=at)["result"])
+
+    def _scraped_at(self) -> str:
+        """The time of the newest scrape, in seconds, as Prometheus writes it; "" if it failed."""
+        up = f'up{{job="{JOB}"}}'
+        found = self.api("query", query=f"timestamp({up}) and {up} == 1")["result"]
+        return str(found[0]["value"][1]) if found else ""
 
     def value(self, expression: str) -> float:
         """Of the one sample that it has."""

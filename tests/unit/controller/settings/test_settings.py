@@ -118,6 +118,29 @@ def test_half_of_tls_is_refused(tcp: str | None, named: tuple[str, ...], text: s
         Settings.load({"tcp": tcp} | dict.fromkeys(named, Path("/x.pem")))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("redis_user", "ann"),
+        ("redis_password", "hunter2"),
+        ("redis_password_file", "/run/secrets/redis"),
+        ("redis_sentinel_password", "hunter2"),
+        ("redis_ca", "/ca.pem"),
+        ("redis_replicas", "1"),
+        ("redis_namespace", "fleet"),
+    ],
+)
+def test_what_belongs_to_a_redis_is_refused_without_one(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(f"CONTROLLER_{name.upper()}", value)
+    with pytest.raises(SettingsError, match=f"{name}: needs redis_url as well") as error:
+        Settings.load()
+    assert "hunter2" not in str(error.value)
+    monkeypatch.setenv("CONTROLLER_REDIS_URL", "redis://cache")
+    assert Settings.load().redis_url is not None
+
+
 def test_all_of_tls_is_taken():
     names = ("tls_certificate", "tls_key", "tls_client_ca")
     assert Settings.load(dict.fromkeys(names, Path("/x.pem"))).tls_client_ca == Path("/x.pem")

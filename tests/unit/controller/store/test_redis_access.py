@@ -14,6 +14,7 @@ import pytest
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
+from controller.doctor import dependencies
 from controller.doctor.dependencies import check_redis
 from controller.doctor.finding import Level
 from controller.settings.settings import Settings
@@ -40,6 +41,7 @@ FACTORS: Mapping[str, tuple[str, ...]] = {
     "user": ("default", "URL", "query", "setting", "file"),
     "password": ("URL", "query", "setting", "file"),
     "sentinel": ("-", "open", "same", "setting", "file", "query", "user setting", "user file"),
+    "sentinel_tls": ("-", "as Redis", "yes", "no"),
     "ca": ("-", "query", "setting"),
     "certificate": ("-", "none", "query", "settings", "one file"),
     "database": ("-", "unnamed", "path", "query"),
@@ -51,13 +53,13 @@ def possible(row: Row) -> bool:
     """Whether there is such a combination."""
     way = dict(zip(FACTORS, row, strict=True))
     base, _, kind = way["form"].partition("+")
-    tls = base == "rediss"
+    tls = base == "rediss" or way["sentinel_tls"] == "yes"
     # Ports of the cluster with TLS want a certificate.
     certified = way["certificate"] != "none" or kind != "cluster"
     return (
         (way["host"] == "-") == (base == "unix")
         and ("," not in way["host"] or kind != "")
-        and (way["sentinel"] != "-") == (kind == "sentinel")
+        and (way["sentinel"] != "-") == (way["sentinel_tls"] != "-") == (kind == "sentinel")
         and (way["ca"] != "-") == (way["certificate"] != "-") == tls
         and certified
         and (way["database"] == "-") == (kind == "cluster")
@@ -133,6 +135,8 @@ async def test_a_redis_is_opened_however_it_is_named(servers: Fleet, row: Row, t
     given.give(way["password"], "password", "password", PASSWORDS[user])
     watcher = give_sentinels(given, way["sentinel"])
     give_certificates(given, servers.folder, way["ca"], way["certificate"])
+    if way["sentinel_tls"] in {"yes", "no"}:
+        given.query["sentinel_tls"] = way["sentinel_tls"]
     if way["database"] == "query":
         given.query["db"] = "3"
     place = where(servers, way) + ("3" if way["database"] == "path" else "")
@@ -162,7 +166,11 @@ def where(servers: Fleet, way: Mapping[str, str]) -> str:
     if kind == "sentinel":
         named = way["sentinel"] if way["sentinel"] in {"open", "same"} else "own"
         ports = servers.sentinels[named]
-    port = ports.tls if base == "rediss" else ports.plain
+    # Ports of Sentinels, or of Redis.
+    asks_with_tls = way["sentinel_tls"] == "yes" or (
+        base == "rediss" and way["sentinel_tls"] != "no"
+    )
+    port = ports.tls if asks_with_tls else ports.plain
     hosts = way["host"].replace("none there", f"127.0.0.1:{free_port()}")
     service = ("strict" if strict else "tls") if base == "rediss" else "plain"
     return f"{hosts}:{port}/" + (f"{service}/" if kind == "sentinel" else "")
@@ -211,6 +219,12 @@ class Failing:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
+@pytest.fixture
+def patient_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine its few seconds may end before the reason has come."""
+    monkeypatch.setattr(dependencies, "_ANSWER_SECONDS", 60.0)
+
+
 CA = {"ca": Path("FOLDER/ca.pem")}
 FAILING = (
     Failing("no password", "redis://127.0.0.1:ONE", "NOAUTH", "redis_password"),
@@ -227,14 +241,23 @@ FAILING = (
     ),
     Failing("no CA file", "rediss://127.0.0.1:TLS", "CA file /no/ca.pem: No such file", "CA file",
             {"ca": Path("/no/ca.pem")}),
-    Failing("not a CA file", "rediss://127.0.0.1:TLS", "TLS files", "TLS files",
+    Failing("not a CA file", "rediss://127.0.0.1:TLS", "it holds no certificate", "CA file",
             {"ca": Path("FOLDER/client.key")}),
+    Failing("no CA folder", "rediss://127.0.0.1:TLS?ssl_ca_path=%2Fno", "no such folder",
+            "ssl_ca_path"),
+    Failing("certificate without its key", "rediss://127.0.0.1:TLS", "it holds no private key",
+            "redis_client_key", {"client_certificate": Path("FOLDER/client.pem")}),
+    Failing("another's key", "rediss://127.0.0.1:TLS", "key values mismatch", "TLS files",
+            {"client_certificate": Path("FOLDER/client.pem"),
+             "client_key": Path("FOLDER/localhost.key")}),
     Failing("no password file", "redis://127.0.0.1:ONE", "password file /no/pw: No such file",
             "password file", {"password_file": Path("/no/pw")}),
     Failing("no cluster", "redis+cluster://:SECRET@127.0.0.1:ONE", "is not a cluster",
             "redis_url"),
     Failing("a Sentinel", "redis://:SENTINEL_SECRET@127.0.0.1:SENTINEL", "unknown command",
             "redis+sentinel"),
+    Failing("no Sentinel", "redis+sentinel://:SECRET@127.0.0.1:ONE/plain", "is no Sentinel",
+            "redis_url"),
     Failing("Sentinel without its password", "redis+sentinel://127.0.0.1:SENTINEL/plain",
             "NOAUTH", "redis_sentinel_password"),
     Failing("Sentinel with another one", "redis+sentinel://:SECRET@127.0.0.1:SENTINEL/plain",
@@ -250,7 +273,9 @@ FAILING = (
 
 
 @pytest.mark.parametrize("case", FAILING, ids=lambda case: case.name)
-async def test_a_redis_that_fails_is_told_in_words_with_what_to_do(servers: Fleet, case: Failing):
+async def test_a_redis_that_fails_is_told_in_words_with_what_to_do(
+    servers: Fleet, case: Failing, patient_doctor: None
+):
     own = servers.sentinels["own"]
     values = {
         "SENTINEL_SECRET": SENTINEL_PASSWORDS[""], "SENTINEL_TLS": own.tls, "SENTINEL": own.plain,
@@ -281,6 +306,46 @@ async def test_a_redis_that_fails_is_told_in_words_with_what_to_do(servers: Flee
     assert finding.level is Level.FAIL
     for words in (case.said, case.advice):
         assert words in f"{finding.found} {finding.fix}"
+
+
+@pytest.mark.parametrize(
+    "form", ["{}", "{}\n", "{}\r\n", "\ufeff{}\r\n"], ids=["bare", "line", "Windows", "mark"]
+)
+async def test_a_password_file_is_read_however_it_was_written(
+    servers: Fleet, tmp_path: Path, form: str
+):
+    path = tmp_path / "password"
+    path.write_text(form.format(PASSWORDS[""]), newline="")
+    url = f"redis://127.0.0.1:{servers.one.plain}"
+    client = connect(url, 30.0, access=RedisAccess(password_file=path))
+    try:
+        assert await client.ping()
+    finally:
+        await close(client)
+
+
+async def test_line_breaks_at_the_end_of_a_setting_are_no_part_of_it(
+    servers: Fleet, patient_doctor: None
+):
+    """As `echo PASSWORD | base64` puts one into a Secret, or `|` into YAML."""
+    url = SecretStr(f"redis://127.0.0.1:{servers.one.plain}")
+    password = SecretStr(f"{PASSWORDS[USER]}\n")
+    found = await check_redis(
+        Settings(redis_url=url, redis_user=f"{USER}\r\n", redis_password=password)
+    )
+    assert found.level is not Level.FAIL, found
+
+
+async def test_a_pool_that_is_too_small_is_named(servers: Fleet):
+    client = connect(f"redis://127.0.0.1:{servers.one.plain}?max_connections=2", 30.0, access=ADMIN)
+    try:
+        answers = await asyncio.gather(
+            *(client.blpop("none", timeout=1) for _ in range(3)), return_exceptions=True
+        )
+        (refused,) = [answer for answer in answers if isinstance(answer, Exception)]
+        assert "raise max_connections" in in_words(refused, str)
+    finally:
+        await close(client)
 
 
 async def test_certificates_that_are_replaced_are_used_by_the_next_connection(

@@ -78,6 +78,9 @@ def test_a_secret_is_in_no_text(secret, form, scheme, host, path, encode):
         ("redis://:a?b@host/0", "redis://***"),
         ("redis://ann:secret", "redis://***"),
         ("ann:secret@host", "***"),
+        ("unix:///run/redis.sock", "unix:///run/redis.sock"),
+        ("unix://:x@/run/redis.sock?db=1", "unix://***@/run/redis.sock?***"),
+        ("unix://:x@y", "unix://***"),
     ],
 )
 def test_what_is_shown_of_a_url(url: str, shown: str):
@@ -88,6 +91,12 @@ def test_what_is_shown_of_a_url(url: str, shown: str):
 def test_a_space_is_hidden_however_it_was_quoted(quoted: str):
     url = f"redis://:{quoted}@cache/0"
     assert redact("two words, two%20words, two+words", url) == "***, ***, ***"
+
+
+@pytest.mark.parametrize("url", ["unix:///no/such.sock", "redis://h?socket_keepalive=no&db=1"])
+def test_words_that_are_no_secret_stay(url: str):
+    assert redact("1: cannot be reached", url) == "1: cannot be reached"
+    assert redact("cannot", "redis://h?password=no") == "can***t"
 
 
 @given(
