@@ -63,7 +63,13 @@ def _choice(
             f"should take {arm.step_seconds * 1e3:.1f} ms and give every sequence one token"
         )
     yield told + f", {arm.tokens_per_second:.0f} tokens/s in all{_against_plain(answer, arm)}."
-    if answer.runner_up_drafter:
+    best = _best_allowed(answer)
+    if best is not None and best.tokens_per_second > arm.tokens_per_second:
+        yield (
+            f"The highest estimate is that of {_arm_text(best.drafter, best.gamma)}, "
+            f"{best.tokens_per_second:.0f} tokens/s."
+        )
+    elif answer.runner_up_drafter:
         second = _arm_text(answer.runner_up_drafter, answer.runner_up_gamma)
         yield f"The second best choice, {second}, is {answer.margin:.1%} behind the best."
 
@@ -144,7 +150,21 @@ def _against_plain(answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmE
 def _why(answer: "service_pb2.ExplainResponse") -> str:
     """Says why the row of this batch size is what it is."""
     reason = reason_text(row_for(answer.plan, answer.batch_size))
+    if reason == "exploit" and not answer.profile_id and answer.prior:
+        # A row does not say that its costs are assumed, or that longer drafts are discounted.
+        arm, best = _chosen(answer), _best_allowed(answer)
+        if arm is None or best is None or best.tokens_per_second <= arm.tokens_per_second:
+            return _REASONS["profile-missing"]
+        return "without a profile it begins carefully, and drafts more once that is sure to pay"
     return _REASONS.get(reason, f"the reason is {reason}")
+
+
+def _best_allowed(
+    answer: "service_pb2.ExplainResponse",
+) -> "service_pb2.ArmExplanation | None":
+    """The arm with the most tokens per second by the estimates, of those that overrides allow."""
+    allowed = (arm for arm in answer.arms if not arm.forbidden)
+    return max(allowed, key=lambda arm: arm.tokens_per_second, default=None)
 
 
 _REASONS = {

@@ -68,9 +68,16 @@ def _unreachable(path: Path, owner: str, error: OSError) -> Finding:
     return fail("socket", f"{path}: {error.strerror or error}", "see whether the sidecar hangs")
 
 
-def check_state(directory: Path) -> list[Finding]:
-    """Can be written, and has room."""
+def check_state(directory: Path, *, has_redis: bool = False) -> list[Finding]:
+    """Can be written, and has room.
+
+    has_redis: overrides are in Redis.  Then a sidecar makes the directory only when it has one to
+    keep, so that it may be missing.
+    """
     if not directory.is_dir():
+        if has_redis and os.access(directory.parent, os.W_OK, effective_ids=True):
+            said = f"{directory} will be made for a copy of the first override in Redis"
+            return [ok("state directory", said), _disk(directory.parent)]
         return [
             fail(
                 "state directory",

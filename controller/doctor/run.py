@@ -58,7 +58,7 @@ async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
     # Beside the socket that was asked, which need not be the one that the settings name.
     beside = {"address": address} if request.address and address.startswith("unix:") else {}
     state = settings.model_copy(update=beside).state_path
-    for finding in local.check_state(state):
+    for finding in local.check_state(state, has_redis=settings.redis_url is not None):
         yield finding
     if settings.redis_url is not None:
         yield await dependencies.check_redis(settings)

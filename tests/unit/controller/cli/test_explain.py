@@ -154,6 +154,24 @@ def test_without_speculation_the_words_compare_with_the_best_draft_length():
     assert "e decodes without speculation: this is the best" in paragraph_text(answer)
 
 
+def test_a_careful_start_without_a_profile_is_not_called_the_best_choice():
+    answer = service_pb2.ExplainResponse(engine_id="e", batch_size=1, prior="generic")
+    answer.plan.rows.add(max_batch_size=64, drafter="mtp", reason=plan_pb2.REASON_EXPLOIT)
+    off = answer.arms.add(drafter="mtp", gamma=0, tokens_per_second=50, chosen=True)
+    answer.arms.add(drafter="mtp", gamma=3, tokens_per_second=92)
+    answer.arms.add(drafter="mtp", gamma=5, tokens_per_second=99, forbidden=True)
+    answer.runner_up_drafter, answer.runner_up_gamma, answer.margin = "mtp", 5, 0.016
+    answer.store.ok = True
+    told = paragraph_text(answer)
+    assert "best choice" not in told
+    assert "without a profile it begins carefully" in told
+    assert "The highest estimate is that of mtp with 3 draft tokens, 92 tokens/s." in told
+    off.tokens_per_second = 95
+    told = paragraph_text(answer)
+    assert "this is the best choice by assumed step times" in told
+    assert "The second best choice, mtp with 5 draft tokens, is 1.6% behind the best." in told
+
+
 def test_the_paragraph_names_overrides_bounds_and_troubles():
     answer = service_pb2.ExplainResponse(engine_id="e", batch_size=1)
     answer.plan.rows.add(max_batch_size=64, drafter="mtp", gamma=1)

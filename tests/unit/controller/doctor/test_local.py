@@ -105,6 +105,16 @@ def test_a_state_directory_that_is_missing_or_not_ours(public: Path):
     assert is_(finding, Level.FAIL, "cannot be written: Permission denied", "writable")
 
 
+def test_beside_redis_a_state_directory_may_be_missing_until_there_is_an_override(public: Path):
+    state, disk = local.check_state(public / "later", has_redis=True)
+    assert is_(state, Level.OK, "will be made")
+    assert disk.check == "disk"
+    public.chmod(0o555)
+    with as_nobody():
+        [finding] = local.check_state(public / "later", has_redis=True)
+    assert is_(finding, Level.FAIL, "there is no", "state_directory")
+
+
 @pytest.mark.parametrize(("limit", "level"), [("_FAIL", Level.FAIL), ("_WARN", Level.WARN)])
 def test_a_disk_that_is_nearly_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, level: Level
