@@ -296,7 +296,9 @@ class CostModel:
             total = float(phi @ spread) + cell_doubt + noise
         gain = spread / total
         self._weights += gain * error
-        covariance -= gain[:, None] * spread
+        # This product is symmetric to the last bit.  `_growth_of_doubt` would enlarge what is not,
+        # again and again, until variances turn negative.
+        covariance -= spread[:, None] * spread / total
         left = error * (1 - float(phi @ gain))
         rate = max(cell_doubt / (cell_doubt + noise), min(1.0, _CELL_RATE_MIN * steps))
         self._cell_steps[i, j] = evidence + steps
@@ -341,8 +343,10 @@ class CostModel:
         seconds = self._table.seconds(self._kv_per_sequence) * self._factors
         if self._order.is_ordered(seconds):
             return
-        moved = np.log(self._order.settled(seconds, self._cell_seen) / seconds)
-        self._cell += moved
+        wanted = self._cell + np.log(self._order.settled(seconds, self._cell_seen) / seconds)
+        # Beyond the bound, the next step nearby would throw a cell back: coefficients then diverge.
+        wanted = np.clip(wanted, -self._drift_max, self._drift_max)
+        moved, self._cell = wanted - self._cell, wanted
         self._cell_steps[np.abs(moved) > DISAGREEMENT_MAX] = 0.0
         if self._off.any():
             self._disagreed += np.abs(moved[self._off]).max(axis=0)
