@@ -89,6 +89,14 @@ def test_no_mistimed_step_at_the_start_switches_drafting_off(profile_error, batc
         assert found > 0.95 * undisturbed, f"step {step}"
 
 
+@pytest.mark.parametrize(("profile_error", "batch_size", "acceptance"), PLACES)
+def test_nor_does_one_that_is_too_fast(profile_error, batch_size, acceptance):
+    undisturbed = second_half(never, profile_error, batch_size, acceptance)
+    for step in range(1, 7):
+        found = second_half(once(step, 1 / 16), profile_error, batch_size, acceptance)
+        assert found > 0.95 * undisturbed, f"step {step}"
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("profile_error", [None, 1.0])
 @pytest.mark.parametrize("factor", [6.0, 20.0, 1 / 8])
@@ -155,7 +163,7 @@ def observe(model: CostModel, arm: int, factor: float, batch_size: int = 2) -> N
     model.learn()
 
 
-@pytest.mark.parametrize("factor", [1 / 50, 3.0, 20.0])
+@pytest.mark.parametrize("factor", [1 / 50, 1 / 8, 3.0, 20.0])
 @pytest.mark.parametrize("arm", [0, 3])
 def test_one_far_step_of_a_new_cell_moves_nothing(arm, factor):
     model = cost_model()
