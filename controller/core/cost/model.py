@@ -18,8 +18,8 @@ is by far the likeliest cause: w takes the change as pace, whatever the doubt ab
 more work never costs less (`cost_order`): where what was learnt breaks that order, the older
 knowledge gives way to the newer and is doubted.  After either, gamma = 0 is due for a check.
 
-A slow step far outside the usual scatter moves nothing before another one of its cell confirms it,
-and then as far as the two agree; a known cell takes six of them.
+A step that is far outside the usual scatter, or six times as fast as believed, moves nothing before
+another one of its cell confirms it, and then as far as the two agree; a known cell takes six.
 """
 
 import math
@@ -72,8 +72,8 @@ _SCATTER_RATE = 0.02
 _OUTLIER_SCALES = 6.0
 _OUTLIER_FLOOR = 0.4
 _OUTLIERS_THAT_ARE_NEWS = 6
-# A step that is faster than believed by more than this (log seconds) was not timed right.
-_FASTER_MAX = 3.0
+# A step six times as fast as believed (log seconds) is far; less counts at once: a better arm's.
+_FASTER_MAX = 1.8
 _SURPRISE_RATE = 0.2
 _SURPRISE_MAX = 100.0
 _SURPRISE_USUAL = 4.0
@@ -207,8 +207,8 @@ class CostModel:
     def _shown(self, cell: tuple[int, int], error: float) -> tuple[float, int]:
         """Returns the error that can be believed, and of how many steps; of none while it cannot.
 
-        error: of this step.  One slow step shows nothing: what two of a cell show, it does,
-        as far as they agree; a known cell takes more.  Nothing makes a step faster than it is.
+        error: of this step.  One far step shows nothing: what two of a cell show, it does,
+        as far as they agree; a known cell takes more, unless it proves faster after a long time.
         """
         held = self._held.pop(cell, None)
         limit = max(_OUTLIER_FLOOR, _OUTLIER_SCALES * self._scatter)
@@ -220,7 +220,8 @@ class CostModel:
         self._outliers_in_a_row += 1
         if self._outliers_in_a_row >= _OUTLIERS_THAT_ARE_NEWS:
             return error, 1
-        if error > 0 and self._evidence(cell) >= _STEPS_SURE:
+        is_recent = error > 0 or self._idle(cell) < STALE_STEPS
+        if is_recent and self._evidence(cell) >= _STEPS_SURE:
             self.rejected += 1
             return 0.0, 0
         if held is not None and (before := held - self._correction.item(cell)) * error > 0:
@@ -296,7 +297,8 @@ class CostModel:
             total = float(phi @ spread) + cell_doubt + noise
         gain = spread / total
         self._weights += gain * error
-        covariance -= gain[:, None] * spread
+        # Symmetric to the last bit: growth of doubt enlarges what is not, to negative variances.
+        covariance -= spread[:, None] * spread / total
         left = error * (1 - float(phi @ gain))
         rate = max(cell_doubt / (cell_doubt + noise), min(1.0, _CELL_RATE_MIN * steps))
         self._cell_steps[i, j] = evidence + steps
@@ -341,8 +343,10 @@ class CostModel:
         seconds = self._table.seconds(self._kv_per_sequence) * self._factors
         if self._order.is_ordered(seconds):
             return
-        moved = np.log(self._order.settled(seconds, self._cell_seen) / seconds)
-        self._cell += moved
+        before, moved = self._cell, np.log(self._order.settled(seconds, self._cell_seen) / seconds)
+        # Beyond the bound the next step nearby throws cells back, and coefficients diverge.
+        self._cell = np.clip(before + moved, -self._drift_max, self._drift_max)
+        moved = self._cell - before
         self._cell_steps[np.abs(moved) > DISAGREEMENT_MAX] = 0.0
         if self._off.any():
             self._disagreed += np.abs(moved[self._off]).max(axis=0)

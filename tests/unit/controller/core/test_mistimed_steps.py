@@ -3,11 +3,15 @@
 Steps cost what `gpu_like` says, times a factor that the sidecar does not know of.
 """
 
+import math
 import random
 from collections.abc import Callable
 from itertools import product
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from controller.core.cost.model import CostModel
 from controller.core.plan import Reason
@@ -85,6 +89,14 @@ def test_no_mistimed_step_at_the_start_switches_drafting_off(profile_error, batc
         assert found > 0.95 * undisturbed, f"step {step}"
 
 
+@pytest.mark.parametrize(("profile_error", "batch_size", "acceptance"), PLACES)
+def test_nor_does_one_that_is_too_fast(profile_error, batch_size, acceptance):
+    undisturbed = second_half(never, profile_error, batch_size, acceptance)
+    for step in range(1, 7):
+        found = second_half(once(step, 1 / 16), profile_error, batch_size, acceptance)
+        assert found > 0.95 * undisturbed, f"step {step}"
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("profile_error", [None, 1.0])
 @pytest.mark.parametrize("factor", [6.0, 20.0, 1 / 8])
@@ -138,9 +150,10 @@ def test_drafting_that_stays_slow_is_hardly_measured_again():
     assert len(drafted) <= 40
 
 
-def cost_model() -> CostModel:
+def cost_model(sizes: tuple[int, ...] = (1, 2, 4, 8), *, profiled: bool = True) -> CostModel:
     spec = engine_spec()
-    return CostModel(spec.arms, (1, 2, 4, 8), profile_of(spec, gpu_like), PlannerSettings())
+    profile = profile_of(spec, gpu_like) if profiled else None
+    return CostModel(spec.arms, sizes, profile, PlannerSettings())
 
 
 def observe(model: CostModel, arm: int, factor: float, batch_size: int = 2) -> None:
@@ -150,7 +163,7 @@ def observe(model: CostModel, arm: int, factor: float, batch_size: int = 2) -> N
     model.learn()
 
 
-@pytest.mark.parametrize("factor", [1 / 50, 3.0, 20.0])
+@pytest.mark.parametrize("factor", [1 / 50, 1 / 8, 3.0, 20.0])
 @pytest.mark.parametrize("arm", [0, 3])
 def test_one_far_step_of_a_new_cell_moves_nothing(arm, factor):
     model = cost_model()
@@ -188,3 +201,49 @@ def test_an_honest_change_is_learnt_as_soon_as_before(arm, steps, factor):
     for _ in range(steps):
         observe(model, arm, factor)
     assert model.predict(arm, 2, 1024) > 0.8 * factor * gpu_like(GAMMAS[arm], 2)
+
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def wander(model: CostModel, rng: random.Random, steps: int, share: float, factor: float) -> None:
+    """Steps of arms and batches at random, of which a share takes up to this factor more or less.
+
+    Raises AssertionError as soon as the model holds what is no cost or no doubt.
+    """
+    arm, batch_size = 0, 1
+    for _ in range(steps):
+        if rng.random() < 0.2:
+            arm = rng.randrange(len(GAMMAS))
+        if rng.random() < 0.2:
+            batch_size = rng.choice(SIZES)
+        wrong = math.exp(rng.uniform(-1, 1) * math.log(factor)) if rng.random() < share else 1.0
+        observe(model, arm, wrong * rng.lognormvariate(0, 0.05), batch_size)
+    assert np.isfinite(model.drift()).all()
+    assert (model.drift() > 0).all()
+    covariance = model.uncertainty().covariance
+    assert np.array_equal(covariance, covariance.T)
+    assert np.linalg.eigvalsh(covariance)[0] > 0
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_costs_stay_numbers_and_come_back_after_many_mistimed_steps(profiled, seed):
+    """Doubts once turned negative within a thousand such steps, and costs infinite soon after."""
+    model, rng = cost_model(SIZES, profiled=profiled), random.Random(seed)
+    wander(model, rng, 3000, 0.1, 8.0)
+    wander(model, rng, 600, 0.0, 1.0)
+    for arm, batch_size in product(range(len(GAMMAS)), SIZES):
+        known = gpu_like(GAMMAS[arm], batch_size)
+        assert known / 2 < model.predict(arm, batch_size, 512 * batch_size) < 2 * known
+
+
+@given(
+    profiled=st.booleans(),
+    seed=st.integers(0, 1 << 32),
+    share=st.sampled_from([0.03, 0.3, 1.0]),
+    factor=st.sampled_from([8.0, 1e5]),
+)
+@settings(max_examples=8, deadline=None)
+def test_no_step_times_make_a_cost_that_is_no_number(profiled, seed, share, factor):
+    wander(cost_model(SIZES, profiled=profiled), random.Random(seed), 1000, share, factor)
