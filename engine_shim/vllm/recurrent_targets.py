@@ -7,6 +7,10 @@ wrong from there on (vllm-project/vllm issues 39273, 40875 and 56531; read in `g
 not meet it.  Steering makes such rows: at a draft length of 0, and for requests that must not be
 drafted for; structured output and the longest sequence make them as well, so that no choice of
 SPECULATION_GAMMAS avoids it.
+
+Layers of Mamba-1 lose it in every version: neither model runner tells them how many drafts were
+accepted, so what was rejected stays in their state (read in `mamba1_attn.py`, `mamba_mixer.py` and
+the two files above, of 0.31 to 0.33).
 """
 
 from __future__ import annotations
@@ -22,15 +26,20 @@ from engine_shim.vllm import vllm_api
 _MENDED: Final = "0.32"
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?P<suffix>.*)")
 _ATTENTION: Final = frozenset({"attention", "full_attention"})
-# Base class of the caches of all recurrent layers.
+# Base class of the caches of all recurrent layers, and the kind of those of Mamba-1.
 _STATE: Final = "MambaSpec"
+_MAMBA_1: Final = "MAMBA1"
+# Types of models whose recurrent layers are of Mamba-1, by their `config.json`.
+_MAMBA_1_MODELS: Final = frozenset({"falcon_mamba", "jamba", "mamba"})
 
 
 def recurrent_check(model: Any) -> Check:
     """Checks a `ModelConfig` against the installed version of vLLM."""
     found = "recurrent" if is_recurrent(model) else "attention only"
     loses = found == "recurrent" and loses_state(vllm_api.vllm_version())
-    return checked("layers of the target", found, {_obstacle(): loses})
+    type_of_model = getattr(getattr(model, "hf_config", None), "model_type", "")
+    obstacles = {_obstacle_of_mamba_1(): type_of_model in _MAMBA_1_MODELS, _obstacle(): loses}
+    return checked("layers of the target", found, obstacles)
 
 
 def require_kept_state(kv_cache_config: Any) -> None:
@@ -39,7 +48,10 @@ def require_kept_state(kv_cache_config: Any) -> None:
     The model's configuration may not tell, and the caches do.
     """
     groups = getattr(kv_cache_config, "kv_cache_groups", ())
-    if loses_state(vllm_api.vllm_version()) and any(map(_has_state, groups)):
+    states = [spec for group in groups for spec in _states(group)]
+    if any(getattr(getattr(it, "mamba_type", None), "name", "") == _MAMBA_1 for it in states):
+        raise UnsupportedEngineError(_obstacle_of_mamba_1())
+    if states and loses_state(vllm_api.vllm_version()):
         raise UnsupportedEngineError(_obstacle())
 
 
@@ -66,19 +78,36 @@ def loses_state(version: str) -> bool:
     return (major, minor, patch, is_release) < (0, 32, 0, True)
 
 
-def _has_state(group: Any) -> bool:
+def _states(group: Any) -> list[Any]:
+    """Returns the caches of recurrent layers in a group of vLLM's."""
     spec = group.kv_cache_spec
     # Layers of one kind and several sizes share a group.
     parts = getattr(spec, "kv_cache_specs", None) or {"": spec}
-    return any(base.__name__ == _STATE for part in parts.values() for base in type(part).__mro__)
+    return [
+        part
+        for part in parts.values()
+        if any(base.__name__ == _STATE for base in type(part).__mro__)
+    ]
 
 
 def _obstacle() -> str:
-    version = vllm_api.vllm_version() or "of unknown version"
     return (
-        f"the target has recurrent layers, and vLLM {version} reads the wrong recurrent state in a "
-        "row without drafts that follows accepted ones, so that answers are silently wrong (vLLM "
-        f"issues 39273, 40875, 56531; fixed in {_MENDED}). Steering makes such rows, with and "
-        f"without 0 in SPECULATION_GAMMAS. Take vLLM {_MENDED} or newer, or unset "
+        f"the target has recurrent layers, and vLLM {_version()} reads the wrong recurrent state "
+        "in a row without drafts that follows accepted ones, so that answers are silently wrong "
+        f"(vLLM issues 39273, 40875, 56531; fixed in {_MENDED}). Steering makes such rows, with "
+        f"and without 0 in SPECULATION_GAMMAS. Take vLLM {_MENDED} or newer, or unset "
         "SPECULATION_SIDECAR"
     )
+
+
+def _obstacle_of_mamba_1() -> str:
+    return (
+        f"the target has layers of Mamba-1, and vLLM {_version()} does not tell them how many "
+        "drafts were accepted: rejected ones stay in their recurrent state, so that answers are "
+        "silently wrong, with steering and without it. No version is known that does. Serve this "
+        "target without --speculative-config, and unset SPECULATION_SIDECAR"
+    )
+
+
+def _version() -> str:
+    return vllm_api.vllm_version() or "of unknown version"

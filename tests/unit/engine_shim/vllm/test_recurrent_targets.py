@@ -44,9 +44,22 @@ def test_a_recurrent_target_is_refused_before_0_32(monkeypatch, version, gammas,
         assert words in str(raised.value)
 
 
+@pytest.mark.parametrize("model_type", ["jamba", "mamba", "falcon_mamba"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.33.0"])
+def test_a_target_of_mamba_1_is_refused_in_every_version(monkeypatch, version, model_type):
+    monkeypatch.setattr(vllm_api, "vllm_version", lambda: version)
+    target = model(is_hybrid=True, hf_config=SimpleNamespace(model_type=model_type))
+    with pytest.raises(UnsupportedEngineError, match="Mamba-1") as raised:
+        SteeredConfiguration(VllmSettings.load()).prepare(config(model_config=target))
+    assert "without --speculative-config" in str(raised.value)
+    # No version would help.
+    assert "or newer" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("version", "target"),
     [
+        ("0.32.0", model(is_hybrid=True, hf_config=SimpleNamespace(model_type="mamba2"))),
         ("0.32.0", RECURRENT[0]),
         ("0.33.0", RECURRENT[1]),
         ("0.31.0", model()),
@@ -88,6 +101,10 @@ class MambaSpec:
 class ShortConvSpec(MambaSpec): ...
 
 
+class Mamba1Spec(MambaSpec):
+    mamba_type = SimpleNamespace(name="MAMBA1")
+
+
 def caches(*specs: Any) -> SimpleNamespace:
     """A KVCacheConfig with a group for each."""
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
@@ -105,3 +122,10 @@ def test_caches_tell_what_a_configuration_does_not(monkeypatch, spec):
     require_kept_state(caches(ATTENTION))
     monkeypatch.setattr(vllm_api, "vllm_version", lambda: "0.32.0")
     require_kept_state(caches(ATTENTION, spec))
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.0"])
+def test_caches_tell_layers_of_mamba_1(monkeypatch, version):
+    monkeypatch.setattr(vllm_api, "vllm_version", lambda: version)
+    with pytest.raises(UnsupportedEngineError, match="Mamba-1"):
+        require_kept_state(caches(ATTENTION, Mamba1Spec()))
