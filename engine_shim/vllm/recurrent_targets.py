@@ -26,6 +26,11 @@ from engine_shim.vllm import vllm_api
 _MENDED: Final = "0.32"
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?P<suffix>.*)")
 _ATTENTION: Final = frozenset({"attention", "full_attention"})
+# Layers that keep a state, where a configuration lists the kinds of its layers, and these lists.
+_RECURRENT: Final = frozenset(
+    {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "recurrent"}
+)
+_LISTS: Final = ("layer_types", "layers_block_type")
 # Base class of the caches of all recurrent layers, and the kind of those of Mamba-1.
 _STATE: Final = "MambaSpec"
 _MAMBA_1: Final = "MAMBA1"
@@ -56,13 +61,30 @@ def require_kept_state(kv_cache_config: Any) -> None:
 
 
 def is_recurrent(model: Any) -> bool:
-    """Whether a `ModelConfig` is of a target with recurrent layers."""
+    """Whether a `ModelConfig` is of a target with recurrent layers.
+
+    vLLM's class of a model tells, and so does the model's own list of layers: Transformers runs a
+    model that vLLM has no class for (Bamba, RecurrentGemma).
+    """
     if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
         return True
+    layers = _layers(model)
+    if not _RECURRENT.isdisjoint(layers):
+        return True
     # A small Granite 4 has the class of its hybrid siblings, and attention layers alone.
-    layers = getattr(getattr(model, "hf_config", None), "layer_types", None) or ()
     has_attention_only = bool(layers) and _ATTENTION.issuperset(layers)
     return bool(getattr(model, "has_inner_state", False)) and not has_attention_only
+
+
+def _layers(model: Any) -> set[str]:
+    """Returns the kinds of layers that a configuration lists, those of its text model included."""
+    configs = (getattr(model, name, None) for name in ("hf_config", "hf_text_config"))
+    return {
+        str(kind)
+        for config in configs
+        for name in _LISTS
+        for kind in getattr(config, name, ()) or ()
+    }
 
 
 def loses_state(version: str) -> bool:

@@ -23,12 +23,17 @@ def model(**changes: Any) -> SimpleNamespace:
 
 
 GRANITE_MICRO = SimpleNamespace(layer_types=["attention"] * 4)
+OTHER_ATTENTION = ["sliding_attention", "chunked_attention", "indexed_attention", "moe"]
 JAMBA = SimpleNamespace(layer_types=["mamba", "attention"])
 RECURRENT = [
     model(is_hybrid=True, has_inner_state=True),
     model(is_attention_free=True, has_inner_state=True),
     model(has_inner_state=True),
     model(has_inner_state=True, hf_config=JAMBA),
+    # Run by Transformers, whose class in vLLM tells nothing.
+    model(hf_config=SimpleNamespace(layer_types=["linear_attention", "full_attention"])),
+    model(hf_config=SimpleNamespace(layers_block_type=["recurrent", "recurrent", "attention"])),
+    model(hf_text_config=SimpleNamespace(layer_types=["conv", "full_attention"])),
 ]
 
 
@@ -64,6 +69,8 @@ def test_a_target_of_mamba_1_is_refused_in_every_version(monkeypatch, version, m
         ("0.33.0", RECURRENT[1]),
         ("0.31.0", model()),
         ("0.31.0", model(has_inner_state=True, hf_config=GRANITE_MICRO)),
+        ("0.31.0", model(hf_text_config=SimpleNamespace(layer_types=OTHER_ATTENTION))),
+        ("0.31.0", model(hf_config=SimpleNamespace(layer_types=None))),
     ],
 )
 def test_another_one_is_not(monkeypatch, version, target):
