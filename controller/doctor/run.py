@@ -43,7 +43,7 @@ async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
         yield local.check_socket(socket_path(address))
         for finding in callers.check_callers(socket_path(address)):
             yield finding
-    findings, introduced = await _sidecar(address)
+    findings, introduced = await _sidecar(address, request.engine_url)
     for finding in findings:
         yield finding
     if request.engine_url:
@@ -66,7 +66,7 @@ async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
         yield await dependencies.check_health_port(settings.listener("health"))
 
 
-async def _sidecar(address: str) -> tuple[list[Finding], set[str] | None]:
+async def _sidecar(address: str, engine_url: str) -> tuple[list[Finding], set[str] | None]:
     """Asks the sidecar.  Returns what kinds of engines it knows, too; None without an answer."""
     try:
         credentials = Credentials.for_address(address)
@@ -87,4 +87,5 @@ async def _sidecar(address: str) -> tuple[list[Finding], set[str] | None]:
     if answers is None:
         return silence, None
     kinds = {engine.engine.fingerprint.engine for engine in answers.engines.engines}
-    return [*sidecar.check_sidecar(answers), *sidecar.check_engines(answers, address)], kinds
+    engines = sidecar.check_engines(answers, address, engine_url)
+    return [*sidecar.check_sidecar(answers), *engines], kinds

@@ -92,8 +92,11 @@ def check_sidecar(answers: Answers) -> Iterator[Finding]:
         yield _policy(answers.overrides)
 
 
-def check_engines(answers: Answers, address: str) -> Iterator[Finding]:
-    """Checks each engine: introduced, steered, reporting, by which version, priced by what."""
+def check_engines(answers: Answers, address: str, engine_url: str) -> Iterator[Finding]:
+    """Checks each engine: introduced, steered, reporting, by which version, priced by what.
+
+    engine_url: of the HTTP API of an engine; "": not known.
+    """
     if not answers.engines.engines:
         yield fail(
             "engine",
@@ -109,7 +112,7 @@ def check_engines(answers: Answers, address: str) -> Iterator[Finding]:
         yield from _lost(engine)
         yield from _warnings(engine)
         yield _shim(engine, answers.engines.sidecar.version)
-        yield _profile(engine)
+        yield _profile(engine, engine_url)
 
 
 def _fix(service: str) -> str:
@@ -230,12 +233,12 @@ def _shim(engine: service_pb2.EngineStatus, ours: str) -> Finding:
     return ok(name, f"version {theirs}")
 
 
-def _profile(engine: service_pb2.EngineStatus) -> Finding:
+def _profile(engine: service_pb2.EngineStatus, engine_url: str) -> Finding:
     name = f"profile of {engine.engine.engine_id}"
     if engine.profile_id:
         return ok(name, f"{engine.profile_id} matches")
     return warn(
         name,
         f"costs are a {engine.costs} prior: {engine.no_profile}",
-        "measure one: controller profile --engine-url http://127.0.0.1:PORT",
+        f"measure one: controller profile --engine-url {engine_url or 'http://127.0.0.1:PORT'}",
     )

@@ -4,6 +4,7 @@ redis_url reads the URL, redis_access has the settings, redis_connections opens 
 """
 
 import dataclasses
+import re
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ _TLS_FILES: Final = {
 _TLS_OPTION: Final = "ssl_"
 # Sentinels without users of their own take any password of this one.
 _DEFAULT_USER: Final = "default"
+# What Python says of an argument that nobody takes.
+_UNEXPECTED: Final = re.compile(r"unexpected keyword argument '([a-z_]+)'")
 
 
 class RedisUrlError(SpeculationError):
@@ -247,6 +250,8 @@ def _try_options(make_connection: Callable[[], object]) -> None:
     try:
         make_connection()
     except TypeError as error:
+        named = _UNEXPECTED.search(str(error))
         raise UnusableUrlError(
             "its query names an option that a connection of this kind lacks"
+            f"{f' ({named[1]})' if named else ''}"
         ) from error

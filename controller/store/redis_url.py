@@ -35,6 +35,10 @@ _OPTIONS: Final = frozenset(
     }
 )  # fmt: skip
 _TLS_OPTION: Final = "ssl_"
+# Options whose value may hold a delimiter that is not percent-encoded.
+_SECRETS: Final = frozenset({"password", "sentinel_password", "ssl_password"})
+# What may be a misspelt name, and may be quoted; none of redis-py's is longer than 40.
+_NAME: Final = re.compile(r"[a-z][a-z_]{,39}")
 _SENTINEL_OPTIONS: Final = frozenset({"sentinel_password", "sentinel_tls", "sentinel_username"})
 # redis-py takes any other word for true.
 _SWITCHES: Final = ("sentinel_tls", "socket_keepalive", "ssl_check_hostname")
@@ -46,6 +50,8 @@ _ABOVE_ZERO: Final = ("socket_connect_timeout", "socket_read_size", "socket_time
 _LEAST: Final = {"db": 0, "health_check_interval": 0, "max_connections": 2}
 # CLIENT SETNAME takes no others.
 _CLIENT_NAME = re.compile(r"[!-~]+")
+# An address that begins with colons, with or without a port.
+_BARE_IPV6 = re.compile(r"::[0-9A-Fa-f:.]*")
 _PARTS = re.compile(r"([^/?#]*)([^?#]*)(?:\?([^#]*))?")
 
 
@@ -69,7 +75,7 @@ class RedisUrl:
 
 
 class UnusableUrlError(ValueError):
-    """A URL, or settings beside it, that name no Redis; the message quotes nothing of them."""
+    """A URL, or settings beside it, that name no Redis; names of options are all it quotes."""
 
 
 def read_url(url: str) -> RedisUrl:
@@ -133,13 +139,15 @@ def _check_options(query: str, kind: str) -> None:
     found = parse_qsl(query, keep_blank_values=True)
     names = [name for name, _ in found]
     known = _OPTIONS | (_SENTINEL_OPTIONS if kind == "sentinel" else frozenset())
-    if any(name not in known and not name.startswith(_TLS_OPTION) for name in names):
-        # Which one is not said: a password with a delimiter in it may stand there.
-        raise UnusableUrlError(
-            "its query names an option that the Redis client does not know; known are "
-            f"{', '.join(sorted(known))} and, for TLS, those of redis-py that begin with "
-            f"{_TLS_OPTION}"
-        )
+    for name in names:
+        if name not in known and not name.startswith(_TLS_OPTION):
+            # A part of a password with a delimiter in it may stand there.
+            is_safe = "@" not in query and _SECRETS.isdisjoint(names) and _NAME.fullmatch(name)
+            raise UnusableUrlError(
+                "its query names an option that the Redis client does not know"
+                f"{f' ({name})' if is_safe else ''}; known are {', '.join(sorted(known))} and, for "
+                f"TLS, those of redis-py that begin with {_TLS_OPTION}"
+            )
     if len(set(names)) < len(names):
         raise UnusableUrlError("its query names an option twice")
     for name, value in found:
@@ -160,7 +168,7 @@ def _check_place(base: str, hosts: str, path: str) -> None:
             raise UnusableUrlError("a unix socket is named by its absolute path: unix:///PATH")
         return
     for host in hosts.split(","):
-        if not host or host.startswith(":"):
+        if not host or (host.startswith(":") and not _BARE_IPV6.fullmatch(host)):
             raise UnusableUrlError(
                 "no host is named, or a delimiter in the user or password is not percent-encoded"
             )

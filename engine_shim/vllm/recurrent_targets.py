@@ -7,6 +7,10 @@ wrong from there on (vllm-project/vllm issues 39273, 40875 and 56531; read in `g
 not meet it.  Steering makes such rows: at a draft length of 0, and for requests that must not be
 drafted for; structured output and the longest sequence make them as well, so that no choice of
 SPECULATION_GAMMAS avoids it.
+
+Layers of Mamba-1 lose it in every version: neither model runner tells them how many drafts were
+accepted, so what was rejected stays in their state (read in `mamba1_attn.py`, `mamba_mixer.py` and
+the two files above, of 0.31 to 0.33).
 """
 
 from __future__ import annotations
@@ -22,15 +26,25 @@ from engine_shim.vllm import vllm_api
 _MENDED: Final = "0.32"
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?P<suffix>.*)")
 _ATTENTION: Final = frozenset({"attention", "full_attention"})
-# Base class of the caches of all recurrent layers.
+# Layers that keep a state, where a configuration lists the kinds of its layers, and these lists.
+_RECURRENT: Final = frozenset(
+    {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "recurrent"}
+)
+_LISTS: Final = ("layer_types", "layers_block_type")
+# Base class of the caches of all recurrent layers, and the kind of those of Mamba-1.
 _STATE: Final = "MambaSpec"
+_MAMBA_1: Final = "MAMBA1"
+# Types of models whose recurrent layers are of Mamba-1, by their `config.json`.
+_MAMBA_1_MODELS: Final = frozenset({"falcon_mamba", "jamba", "mamba"})
 
 
 def recurrent_check(model: Any) -> Check:
     """Checks a `ModelConfig` against the installed version of vLLM."""
     found = "recurrent" if is_recurrent(model) else "attention only"
     loses = found == "recurrent" and loses_state(vllm_api.vllm_version())
-    return checked("layers of the target", found, {_obstacle(): loses})
+    type_of_model = getattr(getattr(model, "hf_config", None), "model_type", "")
+    obstacles = {_obstacle_of_mamba_1(): type_of_model in _MAMBA_1_MODELS, _obstacle(): loses}
+    return checked("layers of the target", found, obstacles)
 
 
 def require_kept_state(kv_cache_config: Any) -> None:
@@ -39,18 +53,38 @@ def require_kept_state(kv_cache_config: Any) -> None:
     The model's configuration may not tell, and the caches do.
     """
     groups = getattr(kv_cache_config, "kv_cache_groups", ())
-    if loses_state(vllm_api.vllm_version()) and any(map(_has_state, groups)):
+    states = [spec for group in groups for spec in _states(group)]
+    if any(getattr(getattr(it, "mamba_type", None), "name", "") == _MAMBA_1 for it in states):
+        raise UnsupportedEngineError(_obstacle_of_mamba_1())
+    if states and loses_state(vllm_api.vllm_version()):
         raise UnsupportedEngineError(_obstacle())
 
 
 def is_recurrent(model: Any) -> bool:
-    """Whether a `ModelConfig` is of a target with recurrent layers."""
+    """Whether a `ModelConfig` is of a target with recurrent layers.
+
+    vLLM's class of a model tells, and so does the model's own list of layers: Transformers runs a
+    model that vLLM has no class for (Bamba, RecurrentGemma).
+    """
     if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
         return True
+    layers = _layers(model)
+    if not _RECURRENT.isdisjoint(layers):
+        return True
     # A small Granite 4 has the class of its hybrid siblings, and attention layers alone.
-    layers = getattr(getattr(model, "hf_config", None), "layer_types", None) or ()
     has_attention_only = bool(layers) and _ATTENTION.issuperset(layers)
     return bool(getattr(model, "has_inner_state", False)) and not has_attention_only
+
+
+def _layers(model: Any) -> set[str]:
+    """Returns the kinds of layers that a configuration lists, those of its text model included."""
+    configs = (getattr(model, name, None) for name in ("hf_config", "hf_text_config"))
+    return {
+        str(kind)
+        for config in configs
+        for name in _LISTS
+        for kind in getattr(config, name, ()) or ()
+    }
 
 
 def loses_state(version: str) -> bool:
@@ -66,19 +100,36 @@ def loses_state(version: str) -> bool:
     return (major, minor, patch, is_release) < (0, 32, 0, True)
 
 
-def _has_state(group: Any) -> bool:
+def _states(group: Any) -> list[Any]:
+    """Returns the caches of recurrent layers in a group of vLLM's."""
     spec = group.kv_cache_spec
     # Layers of one kind and several sizes share a group.
     parts = getattr(spec, "kv_cache_specs", None) or {"": spec}
-    return any(base.__name__ == _STATE for part in parts.values() for base in type(part).__mro__)
+    return [
+        part
+        for part in parts.values()
+        if any(base.__name__ == _STATE for base in type(part).__mro__)
+    ]
 
 
 def _obstacle() -> str:
-    version = vllm_api.vllm_version() or "of unknown version"
     return (
-        f"the target has recurrent layers, and vLLM {version} reads the wrong recurrent state in a "
-        "row without drafts that follows accepted ones, so that answers are silently wrong (vLLM "
-        f"issues 39273, 40875, 56531; fixed in {_MENDED}). Steering makes such rows, with and "
-        f"without 0 in SPECULATION_GAMMAS. Take vLLM {_MENDED} or newer, or unset "
+        f"the target has recurrent layers, and vLLM {_version()} reads the wrong recurrent state "
+        "in a row without drafts that follows accepted ones, so that answers are silently wrong "
+        f"(vLLM issues 39273, 40875, 56531; fixed in {_MENDED}). Steering makes such rows, with "
+        f"and without 0 in SPECULATION_GAMMAS. Take vLLM {_MENDED} or newer, or unset "
         "SPECULATION_SIDECAR"
     )
+
+
+def _obstacle_of_mamba_1() -> str:
+    return (
+        f"the target has layers of Mamba-1, and vLLM {_version()} does not tell them how many "
+        "drafts were accepted: rejected ones stay in their recurrent state, so that answers are "
+        "silently wrong, with steering and without it. No version is known that does. Serve this "
+        "target without --speculative-config, and unset SPECULATION_SIDECAR"
+    )
+
+
+def _version() -> str:
+    return vllm_api.vllm_version() or "of unknown version"

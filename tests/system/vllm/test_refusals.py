@@ -24,6 +24,8 @@ REASONS = {
     "several at once": "the drafter drafts all tokens in one pass (parallel_drafting with 'draft_m",
     "hybrid, older": "the target has recurrent layers, and vLLM 0.31.0 reads the wrong recurrent",
     "attention-free, older": "the target has recurrent layers, and vLLM 0.31.0 reads the wrong rec",
+    "mamba-1": "the target has layers of Mamba-1",
+    "mamba-1, older": "the target has layers of Mamba-1, and vLLM 0.31.0 does not tell them",
 }
 OLDER = "0.31.0"
 SIZES = {
@@ -39,6 +41,10 @@ HYBRID: dict[str, object] = {
     "shared_expert_intermediate_size": 32, "norm_topk_prob": True,
 }  # fmt: skip
 ATTENTION_FREE: dict[str, object] = {
+    "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "state_size": 8,
+    "conv_kernel": 4, "num_heads": 4, "head_dim": 32, "n_groups": 1, "chunk_size": 256,
+}  # fmt: skip
+MAMBA_1: dict[str, object] = {
     "architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 8,
     "conv_kernel": 4, "time_step_rank": 4,
 }  # fmt: skip
@@ -60,7 +66,8 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Configurations of small targets with recurrent layers, by name."""
     folder = tmp_path_factory.mktemp("recurrent")
-    for name, config in (("hybrid", HYBRID), ("attention-free", ATTENTION_FREE)):
+    targets = {"hybrid": HYBRID, "attention-free": ATTENTION_FREE, "mamba-1": MAMBA_1}
+    for name, config in targets.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(SIZES | config))
     return folder

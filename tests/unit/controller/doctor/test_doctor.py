@@ -165,11 +165,13 @@ async def test_an_engine_whose_stream_is_closed_and_whose_profile_is_another_one
         running.sidecar.profiles.add(make_profile(target_model="another"))
         await running.introduce()
         found = await examined(tmp_path)
+        given = await examined(tmp_path, engine_url="http://[::1]:1")
     assert found["engine engine-0"].level is Level.FAIL
     assert "runs without a valid plan" in found["engine engine-0"].found
     assert found["profile of engine-0"].level is Level.WARN
     assert "target_model is 'another' in the profile" in found["profile of engine-0"].found
-    assert "controller profile" in found["profile of engine-0"].fix
+    assert found["profile of engine-0"].fix.endswith("--engine-url http://127.0.0.1:PORT")
+    assert given["profile of engine-0"].fix.endswith("--engine-url http://[::1]:1")
     assert found["sidecar"].level is Level.FAIL
 
 

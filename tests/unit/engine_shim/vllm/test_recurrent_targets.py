@@ -23,12 +23,17 @@ def model(**changes: Any) -> SimpleNamespace:
 
 
 GRANITE_MICRO = SimpleNamespace(layer_types=["attention"] * 4)
+OTHER_ATTENTION = ["sliding_attention", "chunked_attention", "indexed_attention", "moe"]
 JAMBA = SimpleNamespace(layer_types=["mamba", "attention"])
 RECURRENT = [
     model(is_hybrid=True, has_inner_state=True),
     model(is_attention_free=True, has_inner_state=True),
     model(has_inner_state=True),
     model(has_inner_state=True, hf_config=JAMBA),
+    # Run by Transformers, whose class in vLLM tells nothing.
+    model(hf_config=SimpleNamespace(layer_types=["linear_attention", "full_attention"])),
+    model(hf_config=SimpleNamespace(layers_block_type=["recurrent", "recurrent", "attention"])),
+    model(hf_text_config=SimpleNamespace(layer_types=["conv", "full_attention"])),
 ]
 
 
@@ -44,13 +49,28 @@ def test_a_recurrent_target_is_refused_before_0_32(monkeypatch, version, gammas,
         assert words in str(raised.value)
 
 
+@pytest.mark.parametrize("model_type", ["jamba", "mamba", "falcon_mamba"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.33.0"])
+def test_a_target_of_mamba_1_is_refused_in_every_version(monkeypatch, version, model_type):
+    monkeypatch.setattr(vllm_api, "vllm_version", lambda: version)
+    target = model(is_hybrid=True, hf_config=SimpleNamespace(model_type=model_type))
+    with pytest.raises(UnsupportedEngineError, match="Mamba-1") as raised:
+        SteeredConfiguration(VllmSettings.load()).prepare(config(model_config=target))
+    assert "without --speculative-config" in str(raised.value)
+    # No version would help.
+    assert "or newer" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("version", "target"),
     [
+        ("0.32.0", model(is_hybrid=True, hf_config=SimpleNamespace(model_type="mamba2"))),
         ("0.32.0", RECURRENT[0]),
         ("0.33.0", RECURRENT[1]),
         ("0.31.0", model()),
         ("0.31.0", model(has_inner_state=True, hf_config=GRANITE_MICRO)),
+        ("0.31.0", model(hf_text_config=SimpleNamespace(layer_types=OTHER_ATTENTION))),
+        ("0.31.0", model(hf_config=SimpleNamespace(layer_types=None))),
     ],
 )
 def test_another_one_is_not(monkeypatch, version, target):
@@ -88,6 +108,10 @@ class MambaSpec:
 class ShortConvSpec(MambaSpec): ...
 
 
+class Mamba1Spec(MambaSpec):
+    mamba_type = SimpleNamespace(name="MAMBA1")
+
+
 def caches(*specs: Any) -> SimpleNamespace:
     """A KVCacheConfig with a group for each."""
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
@@ -105,3 +129,10 @@ def test_caches_tell_what_a_configuration_does_not(monkeypatch, spec):
     require_kept_state(caches(ATTENTION))
     monkeypatch.setattr(vllm_api, "vllm_version", lambda: "0.32.0")
     require_kept_state(caches(ATTENTION, spec))
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.0"])
+def test_caches_tell_layers_of_mamba_1(monkeypatch, version):
+    monkeypatch.setattr(vllm_api, "vllm_version", lambda: version)
+    with pytest.raises(UnsupportedEngineError, match="Mamba-1"):
+        require_kept_state(caches(ATTENTION, Mamba1Spec()))
