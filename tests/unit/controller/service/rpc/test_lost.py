@@ -110,7 +110,7 @@ async def test_the_commands_print_it(tmp_path, capsys):
         overview = await soon(running.inspection.Overview(service_pb2.OverviewRequest()))
         _print(_SIDECAR, overview, Output.TABLE)
         assert "engine-0: drafter dflash lost since 2020-09-1" in capsys.readouterr().out
-        findings = check_engines(await ask(running.operators, ()), "unix:/somewhere")
+        findings = check_engines(await ask(running.operators, ()), "unix:/somewhere", "")
         (found,) = [finding for finding in findings if "lost since" in finding.found]
         assert found.found.endswith("MemoryError: no room")
         assert found.fix
