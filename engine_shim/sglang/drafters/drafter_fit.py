@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from engine_shim.sglang.api import model_classes, sglang_api
 from engine_shim.sglang.api.model_classes import DFLASH, DSPARK, EAGLE, EAGLE3, NONE
+from engine_shim.sglang.drafters.dflash_checkpoint import layer_count
 from engine_shim.steering.checks import Check
 from engine_shim.training.drafter_config import (
     DEFAULT_FEATURES,
@@ -92,7 +93,7 @@ def _steered_obstacles(pair: Pair) -> Iterator[str]:
         if wanted != found:
             yield f"the SD2 drafter was made for {part} {wanted}, the target has {found}"
     # SGLang reads the output of a layer on entering the next one.
-    last, read = _layers_of(target) - 2, pair.eagle3.captured_layers or ()
+    last, read = layer_count(target) - 2, pair.eagle3.captured_layers or ()
     if any(layer > last for layer in read):
         yield (
             f"the SD2 drafter reads layer {max(read)} of a target whose {last} is the last that "
@@ -246,7 +247,7 @@ def _block_obstacles(pair: Pair, model: type) -> Iterator[str]:
     try:
         config = parse_dflash_draft_config(draft_hf_config=draft.hf_config)
         config.resolve_target_layer_ids(
-            target_num_layers=_layers_of(target), draft_num_layers=config.require_num_layers()
+            target_num_layers=layer_count(target), draft_num_layers=config.require_num_layers()
         )
     except (ValueError, TypeError) as error:
         yield f"SGLang refuses its config.json: {error}"
@@ -266,12 +267,6 @@ def _block_obstacles(pair: Pair, model: type) -> Iterator[str]:
         )
     if issubclass(model, DFlash2DraftModel) and draft.vocab_size < target.vocab_size:
         yield f"{_other_vocabulary(pair)}, which its selector has no rows for"
-
-
-def _layers_of(target: ModelConfig) -> int:
-    """Returns the layers that a target runs one after the other, as SGLang counts them."""
-    config = target.hf_text_config
-    return int(config.num_hidden_layers) * int(getattr(config, "num_loops", 1))
 
 
 def _other_vocabulary(pair: Pair) -> str:
