@@ -24,6 +24,18 @@ from engine_shim.steering.errors import UnsupportedEngineError
         ({"model_type": "recurrent_drafter"}, "recurrent drafter"),
         ({"speculators_config": {}}, "Speculators"),
         ({"architectures": ["Eagle3LlamaForCausalLM"]}, "vLLM's EAGLE format"),
+        ({"model_type": "p-eagle"}, "P-EAGLE drafter"),
+        ({"architectures": ["PeagleLlamaForCausalLM"]}, "P-EAGLE drafter"),
+        ({"architectures": ["PARDForCausalLM"]}, "PARD drafter"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 0}, "P-EAGLE drafter"),
+        ({"parallel_drafting": None, "eagle_config": {"parallel_drafting": True}}, "P-EAGLE"),
+        ({"model_type": "mlp_speculator"}, "MLP speculator"),
+        ({"architectures": ["ReDrafterModel"]}, "recurrent drafter"),
+        ({"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"]}, "LSTM speculator"),
+        ({"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "n_predict": 3}, "LSTM"),
+        ({"architectures": ["LookaheadForCausalLM"]}, "lookahead drafter"),
+        ({"architectures": ["KangarooModel"]}, "Kangaroo adapter"),
+        ({"model_type": "long_spec"}, "LongSpec drafter"),
         # One name instead of a list of them.
         ({"architectures": "MedusaModel"}, "Medusa heads"),
     ],
@@ -44,6 +56,13 @@ def test_a_foreign_kind_is_named_with_what_to_use_instead(
         {"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": False},
         {"architectures": ["LlamaForCausalLMEagle"], "pard_token": None},
         {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"},
+        # Words inside other words.
+        {"architectures": ["LeopardForCausalLM"], "model_type": "leopard"},
+        {"architectures": ["SHEPARDForCausalLM"]},
+        {"architectures": ["DehydraForCausalLM", "PinkcloverForCausalLM"]},
+        # What is off, and numbers of what is not there.
+        {"parallel_drafting": 0, "eagle_config": {"parallel_drafting": False}},
+        {"medusa_num_heads": 0, "hydra_num_heads": 0, "n_predict": 0, "speculator_width": 0},
         {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
     ],
 )
