@@ -153,6 +153,7 @@ CONFIGS: dict[str, Any] = {
     },
     "unknown-class": _EAGLE3 | {"architectures": ["LlamaForCausalLMEagle4"]},
     "text-for-a-number": _EAGLE3 | {"hidden_size": "wide"},
+    "no-model-type": {},
     "a-list": [_EAGLE3],
     "a-number": 7,
 }

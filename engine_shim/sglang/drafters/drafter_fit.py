@@ -318,8 +318,8 @@ def _advice(pair: Pair, model: type) -> str:
 def drafter_checks(args: ServerArgs, settings: PluginSettings) -> tuple[Check, ...]:
     """Checks each drafter of an engine against its target.
 
-    args: whose speculation SGLang has settled.  A configuration that cannot be read ends no start
-    here: SGLang reads it too.
+    args: whose speculation SGLang has settled.  A configuration that SGLang reads and that cannot
+    be compared ends no start.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import resolving_view
@@ -352,7 +352,6 @@ def _checked(
             args, model_path=path, model_revision=revision, is_draft_model=True,
             context_length=target.context_len,
         )  # fmt: skip
-        return fit_check(topic, Pair(draft, target, algorithm))
     except Exception as error:  # noqa: BLE001 - a file of others, which may hold anything
         words = " ".join(str(error).split())
         if isinstance(error, ValueError) and "context_length" in words:
@@ -361,5 +360,14 @@ def _checked(
                 f"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, or lower --context-length ({words})"
             )
             return Check(topic, found, obstacle)
-        reason = f"its configuration cannot be read: {type(error).__name__}: {words}"
-        return Check(topic, found, reason, starts=True)
+        # SGLang reads it in the same way when it starts, and ends.
+        return Check(topic, found, _unreadable(error))
+    try:
+        return fit_check(topic, Pair(draft, target, algorithm))
+    except Exception as error:  # noqa: BLE001 - as above
+        return Check(topic, found, _unreadable(error), starts=True)
+
+
+def _unreadable(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return f"its configuration cannot be read: {type(error).__name__}: {words}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
@@ -71,10 +72,13 @@ _KINDS: Final = (
 def raw_config(model_path: str) -> Mapping[str, Any]:
     """Reads the config.json of a local folder; {} if file or folder is missing.
 
-    Raises UnsupportedEngineError for a file that is no JSON object.
+    Raises UnsupportedEngineError for a file that is no JSON object, or no file, such as a pipe,
+    which would be waited for.
     """
     path = Path(model_path, "config.json")
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UnsupportedEngineError(f"{path} cannot be read: it is no file")
         found = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return {}

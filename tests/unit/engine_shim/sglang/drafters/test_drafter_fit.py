@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.slow]
 
 PROBE = "tests.unit.engine_shim.sglang.drafters.fit_probe"
 PATIENCE_SECONDS = 240.0
-# Target, algorithm, drafter.
-Engine = tuple[str, str, str]
+# Target, algorithm, drafter, DFlash drafter beside that.
+Engine = tuple[str, ...]
 # Targets with a predictor of their own.
 PREDICTING = ("deepseek_v3", "glm4_moe")
 
@@ -74,6 +74,8 @@ REFUSED: list[tuple[Engine, str]] = [
     (("qwen3", "EAGLE3", "eagle3-short"), "shorter than the target's 40960 tokens"),
     (("qwen3", "EAGLE3", "unknown-class"), "SGLang has no class LlamaForCausalLMEagle4"),
     (("qwen3", "EAGLE3", "dflash"), "DFLASH drafts with DFlashDraftModel: set"),
+    (("qwen3", "EAGLE3", "eagle3", "no-model-type"), "cannot be read: ValueError: Unrecognized"),
+    (("qwen3", "EAGLE3", "eagle3", "empty"), "cannot be read: ValueError: Unrecognized"),
     (("shallow-target", "EAGLE", "shallow-sd2"), "EAGLE does not run an SD2 drafter"),
     (("llama", "EAGLE3", "eagle3-as-published"), "write LlamaForCausalLMEagle3"),
     (("qwen3", "EAGLE3", "peagle-inside"), "it is a P-EAGLE drafter: use"),
@@ -120,11 +122,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Engine, dict[str, An
     for name in ("target", "sd2", "sd2-llama"):
         (folder / f"shallow-{name}").symlink_to(SHALLOW / name)
     asked = []
-    for target, algorithm, drafter in _engines():
+    for target, algorithm, drafter, *beside in _engines():
         flags = ["--model-path", str(folder / target), "--speculative-algorithm", algorithm]
         if drafter:
             flags += ["--speculative-draft-model-path", str(folder / drafter)]
-        asked.append([*flags, "--device", "cpu"])
+        second = {}
+        if beside:
+            second["SPECULATION_DFLASH_MODEL_PATH"] = str(folder / beside[0])
+        asked.append([second, [*flags, "--device", "cpu"]])
     folder.joinpath("asked.json").write_text(json.dumps(asked))
     variables = {"SPECULATION_SIDECAR": "unix:/nowhere", "SPECULATION_GAMMAS": "0,1,3,7,15"}
     log = folder / "log"

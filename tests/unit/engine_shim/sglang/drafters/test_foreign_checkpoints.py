@@ -1,5 +1,7 @@
 """Checkpoints of drafters that SGLang cannot run are known by their config.json."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,15 @@ def test_a_file_that_is_no_json_object_is_an_error_that_names_it(
     with pytest.raises(
         UnsupportedEngineError, match=r"config\.json (cannot be read|holds no JSON)"
     ):
+        raw_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_an_error_that_names_it(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "config.json")
+    with pytest.raises(UnsupportedEngineError, match=r"config\.json cannot be read: it is no file"):
         raw_config(str(tmp_path))
 
 
