@@ -16,6 +16,7 @@ from engine_shim.steering.checks import Check
 from engine_shim.training.drafter_config import (
     DEFAULT_FEATURES,
     EAGLE_LAYERS,
+    NO_EAGLE_LAYERS,
     Eagle3Config,
     read_eagle3,
 )
@@ -94,6 +95,8 @@ def _steered_obstacles(pair: Pair) -> Iterator[str]:
             yield f"the SD2 drafter was made for {part} {wanted}, the target has {found}"
     # SGLang reads the output of a layer on entering the next one.
     last, read = layer_count(target) - 2, pair.eagle3.captured_layers or ()
+    if not read:
+        yield f"the SD2 drafter's {NO_EAGLE_LAYERS}"
     if any(layer > last for layer in read):
         yield (
             f"the SD2 drafter reads layer {max(read)} of a target whose {last} is the last that "

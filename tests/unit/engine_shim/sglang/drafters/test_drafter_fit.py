@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine_shim.training.drafter_config import EAGLE_LAYERS
 from lab.cpu_engine.engine_command import SHALLOW
 from tests.support.drafter_configurations import write_configurations
 from tests.support.engine import forked
@@ -77,6 +78,8 @@ REFUSED: list[tuple[Engine, str]] = [
     (("qwen3", "EAGLE3", "eagle3", "no-model-type"), "cannot be read: ValueError: Unrecognized"),
     (("qwen3", "EAGLE3", "eagle3", "empty"), "cannot be read: ValueError: Unrecognized"),
     (("shallow-target", "EAGLE", "shallow-sd2"), "EAGLE does not run an SD2 drafter"),
+    (("shallow-target", "EAGLE3", "sd2-unnamed"), f"has no {EAGLE_LAYERS} in its eagle_config"),
+    (("shallow-target", "EAGLE3", "sd2-none"), f"has no {EAGLE_LAYERS} in its eagle_config"),
     (("llama", "EAGLE3", "eagle3-as-published"), "write LlamaForCausalLMEagle3"),
     (("qwen3", "EAGLE3", "peagle-inside"), "it is a P-EAGLE drafter: use"),
     (("qwen3", "EAGLE3", "peagle"), "it is a P-EAGLE drafter: use"),
@@ -119,6 +122,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Engine, dict[str, An
     for name in PREDICTING:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(SIZES | ARCHITECTURES[name]))
+    config = json.loads(SHALLOW.joinpath("sd2", "config.json").read_text())
+    unnamed: dict[str, dict[str, list[int]]] = {"sd2-unnamed": {}, "sd2-none": {EAGLE_LAYERS: []}}
+    for name, own in unnamed.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config | {"eagle_config": own}))
     for name in ("target", "sd2", "sd2-llama"):
         (folder / f"shallow-{name}").symlink_to(SHALLOW / name)
     asked = []
