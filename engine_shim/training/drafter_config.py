@@ -15,6 +15,7 @@ from typing import Any, Final
 EAGLE3: Final = "LlamaForCausalLMEagle3"
 DFLASH: Final = "DFlashDraftModel"
 EAGLE_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
+NO_EAGLE_LAYERS: Final = f"config.json has no {EAGLE_LAYERS} in its eagle_config"
 # What SGLang takes where a DFlash config does not say.
 DEFAULT_BLOCK: Final = 16
 DEFAULT_MASK: Final = "<|MASK|>"

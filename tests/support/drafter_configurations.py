@@ -42,6 +42,13 @@ _MIMO = _QWEN3 | {
     "attention_bias": True,
     "num_nextn_predict_layers": 1,
 }
+# Runs its 32 layers twice.
+_LOOPED = _LLAMA | {
+    "architectures": ["NanbeigeForCausalLM"],
+    "model_type": "nanbeige",
+    "num_loops": 2,
+    "vocab_size": 151936,
+}
 _EAGLE3 = _QWEN3 | {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
@@ -83,6 +90,7 @@ CONFIGS: dict[str, Any] = {
     "llama": _LLAMA,
     "mixtral": _MIXTRAL,
     "mimo": _MIMO,
+    "looped": _LOOPED,
     "mimo-without-predictor": _MIMO | {"num_nextn_predict_layers": 0},
     "eagle3": _EAGLE3,
     "eagle3-layers": _EAGLE3 | _layers(1, 17, 32),
@@ -109,6 +117,9 @@ CONFIGS: dict[str, Any] = {
     | {"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2", "num_hidden_layers": 1},
     "dflash": _DFLASH,
     "dflash-nested": _without(_DFLASH, "block_size") | _reads(1, 9, 17, 25, 33, block_size=8),
+    "dflash-second-loop": _DFLASH | _reads(1, 20, 40),
+    "dflash-unnamed-layers": _DFLASH | {"dflash_config": {"mask_token_id": 151669}},
+    "dflash-third-loop": _DFLASH | _reads(1, 20, 64),
     "dflash-window": _DFLASH
     | {"layer_types": ["sliding_attention"] * 4 + ["full_attention"], "sliding_window": 2048},
     "dflash-domino": _DFLASH | _reads(1, 9, 17, 25, 33, **_DOMINO),
@@ -142,6 +153,7 @@ CONFIGS: dict[str, Any] = {
     },
     "unknown-class": _EAGLE3 | {"architectures": ["LlamaForCausalLMEagle4"]},
     "text-for-a-number": _EAGLE3 | {"hidden_size": "wide"},
+    "no-model-type": {},
     "a-list": [_EAGLE3],
     "a-number": 7,
 }

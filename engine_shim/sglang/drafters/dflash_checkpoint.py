@@ -38,9 +38,23 @@ def block_size(config: ModelConfig) -> int:
 def emitted_layers(config: ModelConfig, target: ModelConfig) -> tuple[int, ...]:
     """Returns the target's layers that a checkpoint reads.  Raises UnsupportedEngineError."""
     try:
-        return block_config(config).feature_layers(target.hf_text_config.num_hidden_layers)
+        return block_config(config).feature_layers(layer_count(target))
     except DrafterConfigError as error:
         raise UnsupportedEngineError(f"{config.model_path}: {error}") from error
+
+
+def layer_count(target: ModelConfig) -> int:
+    """Returns the layers that a target runs one after the other, as SGLang counts them."""
+    config = target.hf_text_config
+    return int(config.num_hidden_layers) * loops(config)
+
+
+def loops(config: Any) -> int:
+    """Returns how many times a target runs its layers in one pass.
+
+    config: the part of its configuration that describes the layers.
+    """
+    return int(getattr(config, "num_loops", 1))
 
 
 def lengths_of_block(gammas: Iterable[int], size: int) -> tuple[int, ...]:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from engine_shim.sglang.api import model_classes, sglang_api
 from engine_shim.sglang.api.model_classes import DFLASH, DSPARK, EAGLE, EAGLE3, NONE
+from engine_shim.sglang.drafters.dflash_checkpoint import layer_count
 from engine_shim.steering.checks import Check
 from engine_shim.training.drafter_config import (
     DEFAULT_FEATURES,
     EAGLE_LAYERS,
+    NO_EAGLE_LAYERS,
     Eagle3Config,
     read_eagle3,
 )
@@ -92,7 +94,9 @@ def _steered_obstacles(pair: Pair) -> Iterator[str]:
         if wanted != found:
             yield f"the SD2 drafter was made for {part} {wanted}, the target has {found}"
     # SGLang reads the output of a layer on entering the next one.
-    last, read = _layers_of(target) - 2, pair.eagle3.captured_layers or ()
+    last, read = layer_count(target) - 2, pair.eagle3.captured_layers or ()
+    if not read:
+        yield f"the SD2 drafter's {NO_EAGLE_LAYERS}"
     if any(layer > last for layer in read):
         yield (
             f"the SD2 drafter reads layer {max(read)} of a target whose {last} is the last that "
@@ -246,7 +250,7 @@ def _block_obstacles(pair: Pair, model: type) -> Iterator[str]:
     try:
         config = parse_dflash_draft_config(draft_hf_config=draft.hf_config)
         config.resolve_target_layer_ids(
-            target_num_layers=_layers_of(target), draft_num_layers=config.require_num_layers()
+            target_num_layers=layer_count(target), draft_num_layers=config.require_num_layers()
         )
     except (ValueError, TypeError) as error:
         yield f"SGLang refuses its config.json: {error}"
@@ -266,12 +270,6 @@ def _block_obstacles(pair: Pair, model: type) -> Iterator[str]:
         )
     if issubclass(model, DFlash2DraftModel) and draft.vocab_size < target.vocab_size:
         yield f"{_other_vocabulary(pair)}, which its selector has no rows for"
-
-
-def _layers_of(target: ModelConfig) -> int:
-    """Returns the layers that a target runs one after the other, as SGLang counts them."""
-    config = target.hf_text_config
-    return int(config.num_hidden_layers) * int(getattr(config, "num_loops", 1))
 
 
 def _other_vocabulary(pair: Pair) -> str:
@@ -323,8 +321,8 @@ def _advice(pair: Pair, model: type) -> str:
 def drafter_checks(args: ServerArgs, settings: PluginSettings) -> tuple[Check, ...]:
     """Checks each drafter of an engine against its target.
 
-    args: whose speculation SGLang has settled.  A configuration that cannot be read ends no start
-    here: SGLang reads it too.
+    args: whose speculation SGLang has settled.  A configuration that SGLang reads and that cannot
+    be compared ends no start.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import resolving_view
@@ -357,7 +355,6 @@ def _checked(
             args, model_path=path, model_revision=revision, is_draft_model=True,
             context_length=target.context_len,
         )  # fmt: skip
-        return fit_check(topic, Pair(draft, target, algorithm))
     except Exception as error:  # noqa: BLE001 - a file of others, which may hold anything
         words = " ".join(str(error).split())
         if isinstance(error, ValueError) and "context_length" in words:
@@ -366,5 +363,14 @@ def _checked(
                 f"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, or lower --context-length ({words})"
             )
             return Check(topic, found, obstacle)
-        reason = f"its configuration cannot be read: {type(error).__name__}: {words}"
-        return Check(topic, found, reason, starts=True)
+        # SGLang reads it in the same way when it starts, and ends.
+        return Check(topic, found, _unreadable(error))
+    try:
+        return fit_check(topic, Pair(draft, target, algorithm))
+    except Exception as error:  # noqa: BLE001 - as above
+        return Check(topic, found, _unreadable(error), starts=True)
+
+
+def _unreadable(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return f"its configuration cannot be read: {type(error).__name__}: {words}"

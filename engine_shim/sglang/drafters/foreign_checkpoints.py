@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import stat
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -13,44 +16,55 @@ _INSTEAD: Final = (
     "use an EAGLE, EAGLE3 or DFlash checkpoint that was trained for this target, or NEXTN with a "
     "target that has a predictor of its own"
 )
+# A part of a name: of CamelCase, or between other characters than letters and digits.
+_PART: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 
 
 class _Kind(NamedTuple):
     """One kind of drafter.
 
-    fields: any of them that is set in config.json, or in its `eagle_config`, names it.  words: any
-    of them does, in its architectures, model_type or spd_type, in lower case.  instead: what to
-    use.
+    fields: counts, switches and sections of config.json, or of its `eagle_config`, any of which
+    names the kind unless it is null or 0.  ids: tokens there, of which 0 is one.  words: any of
+    them does at which a part of its architectures, model_type or spd_type begins; they are written
+    in lower case and without what separates parts.  instead: what to use.
     """
 
     name: str
-    fields: tuple[str, ...]
-    words: tuple[str, ...]
+    fields: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
     instead: str = _INSTEAD
 
 
 # The first that fits counts.
 _KINDS: Final = (
-    _Kind("P-EAGLE drafter", ("parallel_drafting", "ptd_token_id"), ("peagle", "p_eagle")),
-    _Kind("PARD drafter", ("pard_token", "pard_token_id"), ("pard",)),
-    _Kind("set of Medusa heads", ("medusa_num_heads", "medusa_num_layers"), ("medusa",)),
-    _Kind("set of Hydra heads", ("hydra_num_heads", "hydra_num_layers"), ("hydra",)),
-    _Kind("recurrent drafter", (), ("redrafter", "recurrentdrafter", "recurrent_drafter")),
-    _Kind("set of Clover heads", (), ("clover",)),
-    _Kind("MLP speculator", ("n_predict", "speculator_width"), ("mlpspeculator", "mlp_speculator")),
+    _Kind("P-EAGLE drafter", ("parallel_drafting",), ("ptd_token_id",), ("peagle",)),
+    _Kind("PARD drafter", ids=("pard_token", "pard_token_id"), words=("pard",)),
+    _Kind("set of Medusa heads", ("medusa_num_heads", "medusa_num_layers"), words=("medusa",)),
+    _Kind("set of Hydra heads", ("hydra_num_heads", "hydra_num_layers"), words=("hydra",)),
+    _Kind("recurrent drafter", words=("redrafter", "recurrentdrafter")),
+    _Kind("set of Clover heads", words=("clover",)),
+    _Kind("LSTM speculator", words=("lstmspeculator",)),
+    _Kind("MLP speculator", ("n_predict", "speculator_width"), words=("mlpspeculator",)),
+    _Kind("lookahead drafter", words=("lookahead",)),
+    _Kind("Kangaroo adapter", words=("kangaroo",)),
+    _Kind("LongSpec drafter", words=("longspec",)),
     _Kind(
         "checkpoint in the format of vLLM's Speculators, which SGLang does not read",
         ("speculators_model_type", "speculators_config"),
-        ("eagle3speculator", "eaglespeculator"),
-        "use the same drafter in SGLang's format, whose config.json has a model_type and names "
-        "LlamaForCausalLMEagle3 or DFlashDraftModel",
+        words=("eagle3speculator", "eaglespeculator"),
+        instead="use the same drafter in SGLang's format, whose config.json has a model_type and "
+        "names LlamaForCausalLMEagle3 or DFlashDraftModel",
     ),
     _Kind(
         "checkpoint in vLLM's EAGLE format",
-        (),
-        ("eaglellama", "eagle3llama", "eagle3qwen", "eaglemistral", "eaglecohere", "eagleminicpm"),
-        "if its weights are named as SGLang's LlamaForCausalLMEagle3 (or LlamaForCausalLMEagle) "
-        "names them, write that name into the architectures of its config.json",
+        words=(
+            *("eaglellama", "eagle3llama", "eagle3qwen"),
+            *("eaglemistral", "eaglecohere", "eagleminicpm"),
+        ),
+        instead="if its weights are named as SGLang's LlamaForCausalLMEagle3 (or "
+        "LlamaForCausalLMEagle) names them, write that name into the architectures of its "
+        "config.json",
     ),
 )
 
@@ -58,10 +72,13 @@ _KINDS: Final = (
 def raw_config(model_path: str) -> Mapping[str, Any]:
     """Reads the config.json of a local folder; {} if file or folder is missing.
 
-    Raises UnsupportedEngineError for a file that is no JSON object.
+    Raises UnsupportedEngineError for a file that is no JSON object, or no file, such as a pipe,
+    which would be waited for.
     """
     path = Path(model_path, "config.json")
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UnsupportedEngineError(f"{path} cannot be read: it is no file")
         found = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return {}
@@ -74,15 +91,32 @@ def raw_config(model_path: str) -> Mapping[str, Any]:
 
 def foreign_kind(config: Mapping[str, Any]) -> str:
     """Names the kind of a config.json, and what to use instead; "" if SGLang may run it."""
-    named = config.get("architectures") or []
-    words = [config.get("model_type"), config.get("spd_type")]
-    words += named if isinstance(named, list) else [named]
-    said = " ".join(str(word).lower() for word in words)
+    found = config.get("architectures") or []
+    names = [config.get("model_type"), config.get("spd_type")]
+    names += found if isinstance(found, list) else [found]
     inside = config.get("eagle_config")
-    fields = {**(inside if isinstance(inside, Mapping) else {}), **config}
+    sections = [config, inside if isinstance(inside, Mapping) else {}]
     for kind in _KINDS:
-        if any(word in said for word in kind.words) or any(
-            fields.get(name) is not None and fields[name] is not False for name in kind.fields
+        if (
+            any(_has_word(str(name), kind.words) for name in names)
+            or any(_is_set(section.get(field)) for section in sections for field in kind.fields)
+            or any(_is_id(section.get(field)) for section in sections for field in kind.ids)
         ):
             return f"it is a {kind.name}: {kind.instead}"
     return ""
+
+
+def _has_word(name: str, words: tuple[str, ...]) -> bool:
+    """Whether a part of a name begins with any of the words, or parts in a row do."""
+    parts = [part.lower() for part in _PART.findall(name)]
+    begins = accumulate(map(len, parts), initial=0)
+    joined = "".join(parts)
+    return any(joined.startswith(words, begin) for begin in begins)
+
+
+def _is_set(value: object) -> bool:
+    return value is not None and value != 0
+
+
+def _is_id(value: object) -> bool:
+    return value is not None and value is not False

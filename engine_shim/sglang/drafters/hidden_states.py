@@ -73,7 +73,9 @@ class SharedCapture:
         wanted_block = target_capture.configure_block(original, model=model, **only_block)
         union = sorted({*wanted_own, *wanted_block})
         # The last layer's output is added to what the layers emit.
-        holder.layers_to_capture = [layer for layer in union if layer < len(holder.layers)]
+        holder.layers_to_capture = [
+            layer for layer in union if layer < target_capture.emittable(holder)
+        ]
         own = [union.index(layer) for layer in wanted_own]
         self._appends_last = not own
         device = next(model.parameters()).device

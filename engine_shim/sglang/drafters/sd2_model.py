@@ -9,7 +9,7 @@ verifier's width, which the steering vector has.  Equations: engine_shim.trainin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -22,6 +22,11 @@ from torch import nn
 from torch.nn import functional
 
 from engine_shim.steering.errors import UnsupportedEngineError
+from engine_shim.training.drafter_config import (
+    NO_EAGLE_LAYERS,
+    DrafterConfigError,
+    read_eagle3,
+)
 from engine_shim.training.sd2 import STEERED
 
 
@@ -60,7 +65,7 @@ class SteeredModel(nn.Module):
         super().__init__(config, quant_config, prefix)
         if get_parallel().tp_size > 1:
             raise UnsupportedEngineError("an SD2 drafter runs on one rank only")
-        layers = config.eagle_config["eagle_aux_hidden_state_layer_ids"]
+        layers = feature_layers(config.to_dict())
         self.target_width = carried_width(config)
         self.mix = nn.Linear(len(layers) * self.target_width, self.target_width, bias=False)
         for layer in self.model.layers:
@@ -112,6 +117,17 @@ def register() -> None:
     """Lets SGLang of this process find the classes by their checkpoints' architecture."""
     for model in _MODELS:
         ModelRegistry.models[model.__name__] = model
+
+
+def feature_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the verifier's layers that a drafter reads.  Raises UnsupportedEngineError."""
+    try:
+        layers = read_eagle3(config).captured_layers
+    except DrafterConfigError as error:
+        raise UnsupportedEngineError(f"an SD2 drafter: {error}") from error
+    if not layers:
+        raise UnsupportedEngineError(f"an SD2 drafter's {NO_EAGLE_LAYERS}")
+    return layers
 
 
 def carried_width(config: Any) -> int:

@@ -17,6 +17,7 @@ import torch
 from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
 from torch import nn
 
+from engine_shim.sglang.drafters.dflash_checkpoint import loops
 from engine_shim.steering.errors import UnsupportedEngineError
 
 # Models whose `forward` hands on what the layers return as it is, be it one tensor or two parts.
@@ -35,6 +36,11 @@ def holder_of(model: nn.Module) -> Any:
             "has nothing to read"
         )
     return holder
+
+
+def emittable(holder: Any) -> int:
+    """Returns how many layers a target runs: a looped one counts its layers once for each loop."""
+    return len(holder.layers) * loops(getattr(holder, "config", None))
 
 
 def around_configure(original: Callable[..., None], *, model: Any, **arguments: Any) -> None:
@@ -59,7 +65,7 @@ def configure_block(
     Raises UnsupportedEngineError for a target whose final norm is unknown.
     """
     holder = holder_of(model)
-    count = len(holder.layers)
+    count = emittable(holder)
     others = [layer for layer in dflash_target_layer_ids if layer != count - 1]
     holder.layers_to_capture = []
     original(model=model, dflash_target_layer_ids=others, **arguments)

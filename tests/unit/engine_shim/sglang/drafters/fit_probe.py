@@ -2,11 +2,12 @@
 
     python -m tests.unit.engine_shim.sglang.drafters.fit_probe ASKED FOUND
 
-ASKED: file with a JSON list of flags of SGLang.  FOUND: file for the JSON list of what was said: a
-document of the command, or an error that it prints.
+ASKED: file with a JSON list of pairs, variables and flags of SGLang.  FOUND: file for the JSON list
+of what was said: a document of the command, or an error that it prints.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -18,11 +19,14 @@ from engine_shim.steering.verdict import InputError
 def main() -> None:
     asked, found = map(Path, sys.argv[1:])
     results = []
-    for flags in json.loads(asked.read_text()):
+    for variables, flags in json.loads(asked.read_text()):
+        os.environ.update(variables)
         try:
             results.append(would_steer.verdict(flags).document())
         except (InputError, PluginError) as error:
             results.append({"error": str(error)})
+        for name in variables:
+            del os.environ[name]
     found.write_text(json.dumps(results))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine_shim.training.drafter_config import EAGLE_LAYERS
 from lab.cpu_engine.engine_command import SHALLOW
 from tests.support.drafter_configurations import write_configurations
 from tests.support.engine import forked
@@ -19,8 +20,8 @@ pytestmark = [pytest.mark.slow]
 
 PROBE = "tests.unit.engine_shim.sglang.drafters.fit_probe"
 PATIENCE_SECONDS = 240.0
-# Target, algorithm, drafter.
-Engine = tuple[str, str, str]
+# Target, algorithm, drafter, DFlash drafter beside that.
+Engine = tuple[str, ...]
 # Targets with a predictor of their own.
 PREDICTING = ("deepseek_v3", "glm4_moe")
 
@@ -39,6 +40,7 @@ ACCEPTED: list[Engine] = [
     ("mimo", "EAGLE", "mimo"),
     ("qwen3", "DFLASH", "dflash"),
     ("qwen3", "DFLASH", "dflash-nested"),
+    ("looped", "DFLASH", "dflash-second-loop"),
     ("qwen3", "DFLASH", "dflash-window"),
     ("qwen3", "DFLASH", "dflash-domino"),
     ("qwen3", "DFLASH", "dflash2"),
@@ -73,7 +75,11 @@ REFUSED: list[tuple[Engine, str]] = [
     (("qwen3", "EAGLE3", "eagle3-short"), "shorter than the target's 40960 tokens"),
     (("qwen3", "EAGLE3", "unknown-class"), "SGLang has no class LlamaForCausalLMEagle4"),
     (("qwen3", "EAGLE3", "dflash"), "DFLASH drafts with DFlashDraftModel: set"),
+    (("qwen3", "EAGLE3", "eagle3", "no-model-type"), "cannot be read: ValueError: Unrecognized"),
+    (("qwen3", "EAGLE3", "eagle3", "empty"), "cannot be read: ValueError: Unrecognized"),
     (("shallow-target", "EAGLE", "shallow-sd2"), "EAGLE does not run an SD2 drafter"),
+    (("shallow-target", "EAGLE3", "sd2-unnamed"), f"has no {EAGLE_LAYERS} in its eagle_config"),
+    (("shallow-target", "EAGLE3", "sd2-none"), f"has no {EAGLE_LAYERS} in its eagle_config"),
     (("llama", "EAGLE3", "eagle3-as-published"), "write LlamaForCausalLMEagle3"),
     (("qwen3", "EAGLE3", "peagle-inside"), "it is a P-EAGLE drafter: use"),
     (("qwen3", "EAGLE3", "peagle"), "it is a P-EAGLE drafter: use"),
@@ -86,6 +92,7 @@ REFUSED: list[tuple[Engine, str]] = [
     (("qwen3", "DFLASH", "dflash-unknown"), "SGLang has no class DFlash9DraftModel"),
     (("qwen3", "DFLASH", "dflash-other-width"), "of 2048 numbers, and the target's have 4096"),
     (("qwen3", "DFLASH", "dflash-absent-layers"), "target_layer_ids[4]=40"),
+    (("looped", "DFLASH", "dflash-third-loop"), "target_layer_ids[2]=64"),
     (("qwen3", "DFLASH", "dflash-absent-mask"), "its mask_token_id is 151936"),
     (("qwen3", "DFLASH", "dflash-lilicorr"), "a LiLiCorr head is untested"),
     (("qwen3", "DFLASH", "dflash2-small-vocabulary"), "which its selector has no rows for"),
@@ -115,14 +122,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Engine, dict[str, An
     for name in PREDICTING:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(SIZES | ARCHITECTURES[name]))
+    config = json.loads(SHALLOW.joinpath("sd2", "config.json").read_text())
+    unnamed: dict[str, dict[str, list[int]]] = {"sd2-unnamed": {}, "sd2-none": {EAGLE_LAYERS: []}}
+    for name, own in unnamed.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config | {"eagle_config": own}))
     for name in ("target", "sd2", "sd2-llama"):
         (folder / f"shallow-{name}").symlink_to(SHALLOW / name)
     asked = []
-    for target, algorithm, drafter in _engines():
+    for target, algorithm, drafter, *beside in _engines():
         flags = ["--model-path", str(folder / target), "--speculative-algorithm", algorithm]
         if drafter:
             flags += ["--speculative-draft-model-path", str(folder / drafter)]
-        asked.append([*flags, "--device", "cpu"])
+        second = {}
+        if beside:
+            second["SPECULATION_DFLASH_MODEL_PATH"] = str(folder / beside[0])
+        asked.append([second, [*flags, "--device", "cpu"]])
     folder.joinpath("asked.json").write_text(json.dumps(asked))
     variables = {"SPECULATION_SIDECAR": "unix:/nowhere", "SPECULATION_GAMMAS": "0,1,3,7,15"}
     log = folder / "log"

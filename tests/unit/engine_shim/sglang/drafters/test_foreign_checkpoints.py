@@ -1,5 +1,7 @@
 """Checkpoints of drafters that SGLang cannot run are known by their config.json."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,18 @@ from engine_shim.steering.errors import UnsupportedEngineError
         ({"model_type": "recurrent_drafter"}, "recurrent drafter"),
         ({"speculators_config": {}}, "Speculators"),
         ({"architectures": ["Eagle3LlamaForCausalLM"]}, "vLLM's EAGLE format"),
+        ({"model_type": "p-eagle"}, "P-EAGLE drafter"),
+        ({"architectures": ["PeagleLlamaForCausalLM"]}, "P-EAGLE drafter"),
+        ({"architectures": ["PARDForCausalLM"]}, "PARD drafter"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 0}, "P-EAGLE drafter"),
+        ({"parallel_drafting": None, "eagle_config": {"parallel_drafting": True}}, "P-EAGLE"),
+        ({"model_type": "mlp_speculator"}, "MLP speculator"),
+        ({"architectures": ["ReDrafterModel"]}, "recurrent drafter"),
+        ({"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"]}, "LSTM speculator"),
+        ({"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "n_predict": 3}, "LSTM"),
+        ({"architectures": ["LookaheadForCausalLM"]}, "lookahead drafter"),
+        ({"architectures": ["KangarooModel"]}, "Kangaroo adapter"),
+        ({"model_type": "long_spec"}, "LongSpec drafter"),
         # One name instead of a list of them.
         ({"architectures": "MedusaModel"}, "Medusa heads"),
     ],
@@ -44,6 +58,13 @@ def test_a_foreign_kind_is_named_with_what_to_use_instead(
         {"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": False},
         {"architectures": ["LlamaForCausalLMEagle"], "pard_token": None},
         {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"},
+        # Words inside other words.
+        {"architectures": ["LeopardForCausalLM"], "model_type": "leopard"},
+        {"architectures": ["SHEPARDForCausalLM"]},
+        {"architectures": ["DehydraForCausalLM", "PinkcloverForCausalLM"]},
+        # What is off, and numbers of what is not there.
+        {"parallel_drafting": 0, "eagle_config": {"parallel_drafting": False}},
+        {"medusa_num_heads": 0, "hydra_num_heads": 0, "n_predict": 0, "speculator_width": 0},
         {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
     ],
 )
@@ -61,6 +82,15 @@ def test_a_file_that_is_no_json_object_is_an_error_that_names_it(
     with pytest.raises(
         UnsupportedEngineError, match=r"config\.json (cannot be read|holds no JSON)"
     ):
+        raw_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_an_error_that_names_it(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "config.json")
+    with pytest.raises(UnsupportedEngineError, match=r"config\.json cannot be read: it is no file"):
         raw_config(str(tmp_path))
 
 

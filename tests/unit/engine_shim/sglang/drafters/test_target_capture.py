@@ -1,5 +1,6 @@
 """Targets that emit hidden states for DFlash although SGLang's model does not: which, and how."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.config = SimpleNamespace()
         self.embed_tokens = nn.Embedding(4, 2)
         self.layers = nn.ModuleList(nn.Identity() for _ in range(3))
         self.norm = FusedNorm()
@@ -145,6 +147,18 @@ def test_the_last_layers_output_is_what_the_final_norm_reads(
     assert inputs == [layer + 1 for layer in layers]
     aux = model(torch.ones(3, 2))[-1]
     assert [float(part[0, 0]) for part in aux] == values
+
+
+def test_the_last_layer_of_a_looped_target_is_that_of_its_last_loop() -> None:
+    model: Any = MiMoForCausalLM()
+    model.model.config.num_loops = 2
+    target_capture.enable(model)
+    inputs = target_capture.configure_block(configure, model=model, dflash_target_layer_ids=[2, 5])
+    # The third of six layers is emitted on entering the fourth, the sixth by the final norm.
+    assert inputs == [3, 6]
+    assert model.model.layers_to_capture == [3]
+    aux = model(torch.ones(3, 2))[-1]
+    assert [float(part[0, 0]) for part in aux] == [1000.0, 1000.0]
 
 
 def test_no_tokens_have_no_last_output() -> None:
