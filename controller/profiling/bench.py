@@ -28,8 +28,8 @@ _LISTEN_SECONDS = 0.1
 _QUIET_SECONDS = 0.05
 _QUIET_SECONDS_MAX = 1.0
 _REASONS_TOLD = 3
-# Steps of other draft lengths in a row, and seconds since one was asked for, after which the engine
-# does not follow: a switch takes a few, and some are still on their way from the plan before.
+# Steps of other draft lengths in a row under the plan that asks for one, and seconds since it was
+# asked for, after which the engine does not follow: a switch takes a few.
 _OTHER_WIDTH_STEPS = 40
 _OTHER_WIDTH_SECONDS = 2.0
 # Tells the steps of one load from late ones of the load before it.
@@ -75,6 +75,8 @@ class Bench:
         # Steps of each other draft length under the plan that asks for the wanted one.
         self._others: Counter[int] = Counter()
         self._wanted_at = 0.0
+        # What the stream's was when the wanted arm was asked for; the plan that asks has a later one.
+        self._epoch_before = 0
         # The wanted batch has been seen under this load; and the last report was of a smaller one.
         self._full = False
         self._fell_short = False
@@ -130,6 +132,7 @@ class Bench:
         self._filter.left_out.clear()
         self._others.clear()
         self._wanted_at = self._clock.now()
+        self._epoch_before = self._stream.forced_epoch
         self._counted_at = self._clock.now()
 
     async def _begin(self) -> None:
@@ -201,9 +204,16 @@ class Bench:
             )
 
     def _require_wanted(self, report: StepReport) -> None:
-        """Raises OtherWidthError once the engine has run other draft lengths for too long."""
+        """Raises OtherWidthError once the engine has run other draft lengths for too long.
+
+        An engine's agent gives way to everybody, so that a plan can be late by seconds: steps under
+        the plans before it say nothing.
+        """
         wanted, others = self._wanted, self._others
         if wanted is None or report.drafter != wanted.drafter or report.flags.unsteered:
+            return
+        asked = self._stream.forced_epoch
+        if asked == self._epoch_before or report.plan_epoch < asked:
             return
         width = self._filter.width_of(report)
         if width == wanted.gamma:

@@ -55,6 +55,8 @@ class MeasureStream:
         # Read beside, because a read that is cancelled takes the whole call with it.
         self._reader = asyncio.create_task(self._read())
         self.first_epoch: int | None = None
+        # From which on the last request is in force that the sidecar has answered; 0 before one.
+        self.forced_epoch = 0
         # Steps that came by and had run under plans from before the measurement.
         self.earlier_steps = 0
 
@@ -86,6 +88,7 @@ class MeasureStream:
         for response in responses:
             if self.first_epoch is None:
                 self.first_epoch = response.forced_epoch
+            self.forced_epoch = response.forced_epoch
             found += map(report_from_proto, response.reports)
         counting = [report for report in found if report.plan_epoch >= (self.first_epoch or 0)]
         self.earlier_steps += len(found) - len(counting)

@@ -66,7 +66,8 @@ class ClockworkEngine:
     machine's slowness as a function of how often the draft length has changed, and not of time,
     since a busy machine takes more steps for a visit.  batch_cap: sequences it really runs.
     obeys: False for a shim whose switch does not take; obeys_up_to: in larger batches it does not.
-    names_plans: False for one whose steps name no plan.  row_width: what its rows verify at most,
+    names_plans: False for one whose steps name no plan.  late_plan: number of the plan that it
+    takes `late_seconds` late, from 0 and without the first one; None for none.  row_width: what its rows verify at most,
     whatever the step's draft length.  table: seconds by gamma and batch size.  wake_seconds: what
     each token takes that its drafter missed at gamma = 0.
     """
@@ -83,6 +84,8 @@ class ClockworkEngine:
         self.obeys = True
         self.obeys_up_to = 1000
         self.names_plans = True
+        self.late_plan: int | None = None
+        self.late_seconds = 3.0
         self.row_width = GAMMAS[-1]
         self.table: Callable[[int, int], float] = step_seconds
         self.healthy = True
@@ -170,9 +173,11 @@ class ClockworkEngine:
 
     def _take_plans(self) -> None:
         try:
-            for response in self._call:
-                if response.HasField("plan"):
-                    self._plan = response.plan
+            plans = (response.plan for response in self._call if response.HasField("plan"))
+            for number, plan in enumerate(plans):
+                if number == self.late_plan:
+                    time.sleep(self.late_seconds)
+                self._plan = plan
         except grpc.RpcError:
             pass
 

@@ -268,6 +268,15 @@ async def test_an_engine_that_does_not_follow_the_draft_length_is_refused_by_bot
     assert not (tmp_path / "profile.json").exists()
 
 
+async def test_an_engine_whose_plan_is_late_by_seconds_follows_the_draft_length(tmp_path):
+    """As on a machine whose processors are all taken, where the agent comes last."""
+    engine = ClockworkEngine(socket_address(tmp_path))
+    engine.late_plan = 6
+    async with beside(tmp_path, engine):
+        outcome = await profile(tmp_path, engine)
+    assert {cell.gamma for cell in outcome.profile.cells} == {0, 1, 2, 3}
+
+
 async def test_an_engine_that_follows_in_small_batches_only_is_refused_as_well(tmp_path):
     engine = ClockworkEngine(socket_address(tmp_path))
     engine.obeys_up_to = 2
