@@ -103,7 +103,9 @@ _SAME_COUNTS = (
         ),
         (
             "equals `vllm:generation_tokens` without the first token of each answer; what follows "
-            "a stop string within a step is in both, because the API server looks for it"
+            "a stop string within a step is in both, because the API server looks for it; what "
+            "further steps gave before the scheduler heard of the stop, or of a hang-up, is in "
+            "ours alone"
         ),
     ),
 )

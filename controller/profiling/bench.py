@@ -75,7 +75,7 @@ class Bench:
         # Steps of each other draft length under the plan that asks for the wanted one.
         self._others: Counter[int] = Counter()
         self._wanted_at = 0.0
-        # What the stream's was when the wanted arm was asked for; the plan that asks has a later one.
+        # The stream's when the wanted arm was asked for: the plan that asks has a later one.
         self._epoch_before = 0
         # The wanted batch has been seen under this load; and the last report was of a smaller one.
         self._full = False

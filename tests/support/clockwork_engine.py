@@ -67,9 +67,9 @@ class ClockworkEngine:
     since a busy machine takes more steps for a visit.  batch_cap: sequences it really runs.
     obeys: False for a shim whose switch does not take; obeys_up_to: in larger batches it does not.
     names_plans: False for one whose steps name no plan.  late_plan: number of the plan that it
-    takes `late_seconds` late, from 0 and without the first one; None for none.  row_width: what its rows verify at most,
-    whatever the step's draft length.  table: seconds by gamma and batch size.  wake_seconds: what
-    each token takes that its drafter missed at gamma = 0.
+    takes `late_seconds` late, from 0 and without the first one; None for none.  row_width: what its
+    rows verify at most, whatever the step's draft length.  table: seconds by gamma and batch size.
+    wake_seconds: what each token takes that its drafter missed at gamma = 0.
     """
 
     def __init__(self, address: str, spec: engine_pb2.EngineSpec | None = None) -> None:

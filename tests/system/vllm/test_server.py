@@ -152,7 +152,11 @@ def test_a_client_can_do_without_drafts(
 
 
 def test_counts_are_vllms_own(stand: Stand, prompts: list[list[int]]) -> None:
-    """Every kind of end, at every draft length, beside each other."""
+    """Every kind of end, at every draft length, beside each other.
+
+    vLLM's scheduler counts drafts, and its API server tokens: where that ends a request, for a stop
+    string or a hang-up, the scheduler may have run another step of it.  So these come last.
+    """
     server, reported = stand.server, stand.counters()
     before = server.metrics()
     firsts = answered = 0
@@ -161,23 +165,12 @@ def test_counts_are_vllms_own(stand: Stand, prompts: list[list[int]]) -> None:
         grammar = {"json": SCHEMA}
         asks: list[Callable[[], list[list[int]]]] = [
             lambda: server.complete(prompts[:2], max_tokens=60, structured_outputs=grammar),
-            lambda: server.complete(prompts[2:4], max_tokens=40, stop=[",", "e", "1"]),
             lambda: server.generate(prompts[4:6], 3),
             lambda: server.generate(prompts[:1], 1),
             lambda: server.generate(prompts[:1], 12, {"speculation": False}),
         ]
-        with ThreadPoolExecutor(len(asks) + 1) as pool:
-            left = pool.submit(server.hang_up, prompts[6], 200)
-            answers = [tokens for ask in pool.map(lambda ask: ask(), asks) for tokens in ask]
-            left.result()
-        return answers
-
-    for gamma in (7, 1, 0, 3, 5):
-        with stand.pinned(gamma):
-            answers = play()
-            firsts += len(answers) + 1
-            answered += sum(map(len, answers))
-    eventually(lambda: server.metrics()["num_requests_running"] == 0, what="nothing runs")
+        with ThreadPoolExecutor(len(asks)) as pool:
+            return [tokens for ask in pool.map(lambda ask: ask(), asks) for tokens in ask]
 
     def counted() -> tuple[dict[str, int], dict[str, int]]:
         """Ours, and vLLM's, by our names."""
@@ -197,16 +190,34 @@ def test_counts_are_vllms_own(stand: Stand, prompts: list[list[int]]) -> None:
         ours, theirs = counted()
         return ours == theirs
 
-    with suppress(AssertionError):
-        eventually(agree, within=30.0, what="the last reports have arrived")
-    ours, theirs = counted()
+    def settled() -> tuple[dict[str, int], dict[str, int]]:
+        eventually(lambda: server.metrics()["num_requests_running"] == 0, what="nothing runs")
+        with suppress(AssertionError):
+            eventually(agree, within=30.0, what="the last reports have arrived")
+        return counted()
+
+    for gamma in (7, 1, 0, 3, 5):
+        with stand.pinned(gamma):
+            answers = play()
+            firsts += len(answers)
+            answered += sum(map(len, answers))
+    ours, theirs = settled()
     assert ours == theirs
     assert 0 < ours["accepted_tokens"] < ours["draft_tokens"]
-    # What was cut off at an end was verified, and not delivered; a hang-up was delivered to nobody.
+    # What was cut off at an end was verified, and not delivered.
     now = stand.counters()
     gained = now["generated_tokens"] - reported["generated_tokens"]
-    assert gained > ours["delivered_tokens"] > answered - firsts
-    assert now["dropped_reports"] == 0
+    assert gained > ours["delivered_tokens"] >= answered - firsts
+    for gamma in (7, 0, 3):
+        with stand.pinned(gamma), ThreadPoolExecutor(1) as pool:
+            left = pool.submit(server.hang_up, prompts[6], 200)
+            stopped = server.complete(prompts[2:4], max_tokens=40, stop=[",", "e", "1"])
+            left.result()
+            firsts += len(stopped) + 1
+    ours, theirs = settled()
+    assert ours.pop("delivered_tokens") >= theirs.pop("delivered_tokens")
+    assert ours == theirs
+    assert stand.counters()["dropped_reports"] == 0
 
 
 def test_its_steps_are_profiled(stand: Stand) -> None:

@@ -322,7 +322,7 @@ async def test_a_profile_whose_lengths_cost_the_same_is_marked_if_drafting_must_
     spec = introduction()
     spec.drafters[0].kind = engine_pb2.DrafterKind.Value(f"DRAFTER_KIND_{kind}")
     engine, notes = ClockworkEngine(socket_address(tmp_path), spec), Notes()
-    engine.table = lambda _, size: step_seconds(3, size)
+    engine.table, engine.noise = lambda _, size: step_seconds(3, size), 0.0
     async with beside(tmp_path, engine):
         await profile(tmp_path, engine, notes)
     marked = "takes no longer at gamma 3 than at gamma 0, at any batch size" in notes.text
