@@ -76,8 +76,8 @@ def check_state(directory: Path, *, has_redis: bool = False) -> list[Finding]:
     """
     if not directory.is_dir():
         if has_redis and os.access(directory.parent, os.W_OK, effective_ids=True):
-            said = f"{directory} will be made for a copy of the first override in Redis"
-            return [ok("state directory", said), _disk(directory.parent)]
+            message = f"{directory} will be made for a copy of the first override in Redis"
+            return [ok("state directory", message), _disk(directory.parent)]
         return [
             fail(
                 "state directory",

@@ -60,8 +60,8 @@ def connect(
     except UnusableUrlError as error:
         raise RedisUrlError(f"{redact(url, url) or 'redis_url'}: {error}") from None
     except ssl.SSLError as error:
-        said = redact(" ".join(word for word in error.args if isinstance(word, str)), url)
-        raise RedisUrlError(f"{redact(url, url)}: a TLS option cannot be used: {said}") from None
+        message = redact(" ".join(part for part in error.args if isinstance(part, str)), url)
+        raise RedisUrlError(f"{redact(url, url)}: a TLS option cannot be used: {message}") from None
     except (ValueError, TypeError, *REDIS_ERRORS) as error:
         raise RedisUrlError(f"{redact(url, url)}: {redact(str(error), url)}") from None
 
@@ -171,9 +171,9 @@ def _check_tls_options(options: Mapping[str, Any]) -> None:
         for name, value in options.items()
         if name.startswith(_TLS_OPTION) and name not in {*_TLS_FILES.values(), "ssl_ca_path"}
     }
-    made: list[TlsConnection] = []
-    _try_options(lambda: made.append(TlsConnection(**own)))
-    context: Any = made[0].ssl_context
+    connections: list[TlsConnection] = []
+    _try_options(lambda: connections.append(TlsConnection(**own)))
+    context: Any = connections[0].ssl_context
     context.get()
 
 

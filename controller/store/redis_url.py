@@ -136,8 +136,8 @@ def _parsed(url: str) -> dict[str, Any]:
 
 def _check_options(query: str, kind: str) -> None:
     """Raises UnusableUrlError for one that is not known, stands there twice, or is no choice."""
-    found = parse_qsl(query, keep_blank_values=True)
-    names = [name for name, _ in found]
+    options = parse_qsl(query, keep_blank_values=True)
+    names = [name for name, _ in options]
     known = _OPTIONS | (_SENTINEL_OPTIONS if kind == "sentinel" else frozenset())
     for name in names:
         if name not in known and not name.startswith(_TLS_OPTION):
@@ -150,7 +150,7 @@ def _check_options(query: str, kind: str) -> None:
             )
     if len(set(names)) < len(names):
         raise UnusableUrlError("its query names an option twice")
-    for name, value in found:
+    for name, value in options:
         if not value:
             raise UnusableUrlError(f"{name} in its query has no value: give it one, or remove it")
         if name in _SWITCHES and value.lower() not in _ON | _OFF:
