@@ -17,7 +17,7 @@ from controller.core.planning.doubt import expected_improvement, relative_varian
 from controller.core.planning.exploration import Explorer, Situation
 from controller.core.planning.planner import evaluate
 from controller.core.settings import PlannerSettings
-from controller.core.step_report import StepReport
+from controller.core.step_report import RowGroup, StepReport
 from tests.support.virtual_engine import engine_spec, gpu_like, make, profile_of
 
 GAMMAS = (0, 1, 2, 3, 5, 7)
@@ -190,6 +190,25 @@ def test_a_probe_whose_batch_never_comes_back_is_given_up():
     assert ours.running is not None
     ours.observe(report(2), 0.01, 0.0, 60.0)
     assert ours.running is None
+
+
+def test_a_probe_is_not_charged_for_rows_that_had_ended():
+    at = situation(0.85, 30, current=1)
+    ours = explorer(credit=10.0)
+    ours.consider(at, 0.0)
+    assert ours.running is not None
+    probe = ours.running[1]
+    gamma = probe.arm.gamma
+    accepted = (0, 2, *[0] * (gamma - 1))
+    live = RowGroup(probe.arm.drafter, gamma, accepted)
+    ended = RowGroup(probe.arm.drafter, 0, (2,), ended=True)
+    step = StepReport(
+        1, 4, 400, probe.arm.drafter, gamma, (2, *accepted[1:]), 0.05,
+        probe_id=probe.probe_id, groups=(live, ended),
+    )  # fmt: skip
+    ours.observe(step, 0.05, 0.0, 0.1)
+    # Two rows gained two tokens each.
+    assert ours.lost_seconds == pytest.approx(0.05 - 2 / at.values.value[1, 0])
 
 
 def test_arms_that_share_their_estimates_share_their_errors():
