@@ -54,16 +54,16 @@ test-nightly: setup ## The tests that take too long for CI (half an hour)
 	@$(PYTHON_IN) -m pytest -m nightly $(ARGS)
 
 bench: setup ## What it costs, against its bars (40 minutes; ARGS="--only link fold")
-	@$(PYTHON_IN) -m tests.system.bench $(ARGS)
+	@$(PYTHON_IN) -m tools.bench $(ARGS)
 
 faults: setup ## Kills, stops, cuts off and fills up what can be, and shows what came of it (half an hour)
-	@$(PYTHON_IN) -m tests.system.faults $(ARGS)
+	@$(PYTHON_IN) -m tools.faults $(ARGS)
 
 soak: setup ## Half an hour of load: nothing may grow, nothing may differ from what is on record
-	@$(PYTHON_IN) -m tests.system.soak $(ARGS)
+	@$(PYTHON_IN) -m tools.soak $(ARGS)
 
 fuzz: setup ## Bad input for everything that reads, for as long as you like (ARGS="--minutes 240")
-	@$(PYTHON_IN) -m tests.system.fuzz $(ARGS)
+	@$(PYTHON_IN) -m tools.fuzz $(ARGS)
 
 golden: setup ## Compares the standard suite's decisions and numbers with the golden ones (six minutes)
 	@$(PYTHON_IN) -m tests.support.golden $(ARGS)

@@ -15,8 +15,7 @@ class ShimLayout(BuildHookInterface):  # type: ignore[misc]
         """
         if version == "standard":
             parts = (
-                "__init__.py", "py.typed", "link", "sglang", "steering", "training", "vllm",
-                "would_steer",
+                "__init__.py", "py.typed", "common", "link", "preflight", "sglang", "vllm",
             )  # fmt: skip
             build_data["force_include"] |= {part: f"engine_shim/{part}" for part in parts} | {
                 "../LICENSE": "engine_shim/LICENSE",

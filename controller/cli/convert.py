@@ -54,7 +54,7 @@ def _refuse(fault: str, error: Exception) -> NoReturn:
 
 
 def _require_free(target: Path, *, force: bool) -> None:
-    from controller.simulation.errors import InvalidInputError
+    from simulator.errors import InvalidInputError
 
     if target.exists() and not force:
         raise InvalidInputError(target, 0, "is there already; --force replaces it")
@@ -62,7 +62,7 @@ def _require_free(target: Path, *, force: bool) -> None:
 
 def _converted(source: Path, target: Path, like: Path | None, drafter: str) -> tuple[str, int]:
     """(text, number of cells)."""
-    from controller.simulation.errors import InvalidInputError
+    from simulator.errors import InvalidInputError
 
     kinds = (source.suffix.lower(), target.suffix.lower())
     if kinds == (".json", ".csv") and like is None:
@@ -80,7 +80,7 @@ def _converted(source: Path, target: Path, like: Path | None, drafter: str) -> t
 
 def _to_csv(source: Path, drafter: str) -> tuple[str, int]:
     """(text, number of cells)."""
-    from controller.simulation.step_costs import profile_table, read_profile, write_step_costs
+    from simulator.step_costs import profile_table, read_profile, write_step_costs
 
     profile = read_profile(source)
     name = drafter or _only([d.name for d in profile.drafters], source)
@@ -95,8 +95,8 @@ def _to_json(source: Path, like: Path, drafter: str) -> tuple[str, int]:
     import sys
 
     from controller.core.errors import InvalidProfileError
-    from controller.simulation.errors import InvalidInputError
-    from controller.simulation.step_costs import read_profile, read_step_costs
+    from simulator.errors import InvalidInputError
+    from simulator.step_costs import read_profile, read_step_costs
 
     model = read_profile(like)
     name = drafter or _only([d.name for d in model.drafters], like)
@@ -119,7 +119,7 @@ def _to_json(source: Path, like: Path, drafter: str) -> tuple[str, int]:
 
 def _only(names: list[str], source: Path) -> str:
     """The drafter that is meant when none is named.  Raises InvalidInputError for several."""
-    from controller.simulation.errors import InvalidInputError
+    from simulator.errors import InvalidInputError
 
     if len(names) == 1:
         return names[0]

@@ -19,8 +19,8 @@ from controller.util.exit_codes import Exit
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from controller.simulation.results import SimulationReport
-    from controller.simulation.scenario import Scenario
+    from simulator.results import SimulationReport
+    from simulator.scenario import Scenario
 
 
 def simulate(
@@ -122,9 +122,9 @@ def simulate(
     Exit codes: 0 done, 2 bad input (one line on standard error).
     """
     from controller.core.errors import SpeculationError
-    from controller.simulation.engine import EngineOptions, Prefill
-    from controller.simulation.errors import InvalidInputError
-    from controller.simulation.files import SimulationRequest
+    from simulator.engine import EngineOptions, Prefill
+    from simulator.errors import InvalidInputError
+    from simulator.files import SimulationRequest
 
     wanted = _wanted(policy, more)
     try:
@@ -162,7 +162,7 @@ def _wanted(policy: list[str] | None, more: list[str] | None) -> list[str] | Non
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    from controller.simulation.errors import InvalidInputError
+    from simulator.errors import InvalidInputError
 
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() for part in parts):
@@ -171,7 +171,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _dump(name: str) -> None:
-    from controller.simulation.suite import scenario_text
+    from simulator.suite import scenario_text
 
     print_lines(scenario_text(name).removesuffix("\n"))
 
@@ -181,10 +181,10 @@ def _scenarios(
 ) -> "list[Scenario]":
     from dataclasses import replace
 
-    from controller.simulation import files
-    from controller.simulation.errors import InvalidInputError
-    from controller.simulation.scenarios.read import load_scenario
-    from controller.simulation.suite import standard
+    from simulator import files
+    from simulator.errors import InvalidInputError
+    from simulator.scenarios.read import load_scenario
+    from simulator.suite import standard
 
     assert isinstance(given, files.SimulationRequest)
     if not (paths or suite or given.acceptance):
@@ -213,7 +213,7 @@ def _scenarios(
 
 def _require_writable(*paths: Path | None) -> None:
     """Minutes of work must not end in a directory that does not exist."""
-    from controller.simulation.errors import InvalidInputError
+    from simulator.errors import InvalidInputError
 
     for path in paths:
         if path is not None and not path.absolute().parent.is_dir():
@@ -221,7 +221,7 @@ def _require_writable(*paths: Path | None) -> None:
 
 
 def _require_bounds(scenarios: "Sequence[Scenario]") -> None:
-    from controller.simulation.errors import InvalidInputError
+    from simulator.errors import InvalidInputError
 
     if all(scenario.sustained_tpot_p99_seconds is None for scenario in scenarios):
         raise InvalidInputError(
@@ -245,10 +245,10 @@ def _run(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     import controller
-    from controller.simulation.comparison.run import run_all
-    from controller.simulation.comparison.summary import summarise
-    from controller.simulation.comparison.sustained import sustained as sustained_loads
-    from controller.simulation.results import SimulationReport
+    from simulator.comparison.run import run_all
+    from simulator.comparison.summary import summarise
+    from simulator.comparison.sustained import sustained as sustained_loads
+    from simulator.results import SimulationReport
 
     began = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -282,9 +282,9 @@ def _run(
 def _show(
     report: "SimulationReport", json_file: Path | None, html: Path | None, output: Output
 ) -> None:
-    from controller.simulation.errors import InvalidInputError
-    from controller.simulation.report import render_html, render_text, to_json, to_values
     from controller.util.atomic_file import write_whole
+    from simulator.errors import InvalidInputError
+    from simulator.report import render_html, render_text, to_json, to_values
 
     written = []
     for path, text in ((json_file, to_json), (html, render_html)):
@@ -311,7 +311,7 @@ def _show(
 def _cold_start(
     sizes: tuple[int, ...], seeds: range, processes: int | None, output: Output
 ) -> None:
-    from controller.simulation.cold_start import (
+    from simulator.cold_start import (
         cold_start_table,
         cold_start_text,
         cold_starts,

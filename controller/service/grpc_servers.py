@@ -23,7 +23,7 @@ from controller.service.net.errors import AddressTakenError, StartRefusedError
 from controller.service.net.guard import Guard
 from controller.service.net.operator_socket import OperatorSocket
 from controller.service.sessions.session import EngineSession
-from controller.service.status.readiness import SERVICES
+from controller.service.views.readiness import SERVICES
 from controller.settings.settings import Settings
 from controller.util.watched_file import LOOK_SECONDS
 

@@ -16,7 +16,7 @@ from controller.core.errors import SpeculationError
 from controller.service.rpc.overrides import PolicyServicer
 from controller.service.sessions.profile_registry import ProfileRegistry, mismatch
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.status.readiness import Readiness
+from controller.service.views.readiness import Readiness
 from controller.settings.settings import RELOADED, Settings, keys
 
 _log = structlog.get_logger(__name__)

@@ -48,10 +48,10 @@ from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import CoreFactory, SessionRegistry
 from controller.service.sessions.session import EngineSession, SessionObserver
 from controller.service.sessions.training_state import TrainingStateFiles
-from controller.service.status.fleet_view import FleetView
-from controller.service.status.page_server import PageServer
-from controller.service.status.readiness import Readiness
-from controller.service.status.status_cache import StatusCache
+from controller.service.views.fleet_view import FleetView
+from controller.service.views.page_server import PageServer
+from controller.service.views.readiness import Readiness
+from controller.service.views.status_cache import StatusCache
 from controller.settings.redis_settings import redis_access
 from controller.settings.settings import Settings
 from controller.store.file_store import FileStore

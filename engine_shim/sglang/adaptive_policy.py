@@ -7,10 +7,10 @@ SGLang asks for the decision once inside it.
 
 from __future__ import annotations
 
+from engine_shim.common.source_log import log_source
 from engine_shim.link.plan_follower import StepChoice, safe_choice
 from engine_shim.sglang.api import hook_check, sglang_api
 from engine_shim.sglang.api.settings import load_settings
-from engine_shim.steering.source_log import log_source
 
 
 class SteeredPolicy:

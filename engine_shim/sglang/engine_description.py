@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import engine_shim
+from engine_shim.common.errors import UnsupportedEngineError
+from engine_shim.common.naming import default_engine_id, processor_name, revision_of
 from engine_shim.sglang.api import sglang_api, versions
 from engine_shim.sglang.drafters.dflash_checkpoint import lengths_of_block
 from engine_shim.sglang.drafters.row_counts import Role
 from engine_shim.sglang.model_shape import set_shapes
-from engine_shim.steering.errors import UnsupportedEngineError
-from engine_shim.steering.naming import default_engine_id, processor_name, revision_of
-from engine_shim.training.sd2 import STEERED
+from engine_shim.sglang.training.sd2 import STEERED
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:

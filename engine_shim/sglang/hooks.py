@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from engine_shim.common.status import link_status
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import Orders
 from engine_shim.sglang import lost_parts
@@ -40,10 +41,10 @@ from engine_shim.sglang.step_reports import (
     kv_tokens_at_launch,
     kv_tokens_before,
 )
-from engine_shim.steering.status import link_status
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
+    from engine_shim.common.losses import Losses
     from engine_shim.link.engine_link import EngineLink
     from engine_shim.link.orders import Order
     from engine_shim.link.plan_follower import StepChoice
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from engine_shim.sglang.graph_states import GraphStates
     from engine_shim.sglang.learning.learning_steps import LearningSteps
     from engine_shim.sglang.request_wishes import RequestWishes
-    from engine_shim.steering.losses import Losses
 
 # Places in the introduction: the engine's own drafter's, and a second one's.
 OWN, SECOND = 0, 1

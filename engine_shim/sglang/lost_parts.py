@@ -8,9 +8,9 @@ from engine_shim.sglang.engine_description import DFLASH_NAME
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
+    from engine_shim.common.losses import Losses
     from engine_shim.sglang.drafters.dflash import DFlashDrafter
     from engine_shim.sglang.drafters.row_drafting import RowDrafting
-    from engine_shim.steering.losses import Losses
 
 
 def lose_block(losses: Losses, block: DFlashDrafter, rows: RowDrafting | None) -> None:

@@ -12,7 +12,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from engine_shim.steering.errors import PluginError
+from engine_shim.common.errors import PluginError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from engine_shim.steering.errors import PluginError
+from engine_shim.common.errors import PluginError
 
 # The key of `custom_params`.
 CLASS: Final = "speculation_class"

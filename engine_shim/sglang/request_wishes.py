@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from engine_shim.common.row_groups import SPECULATION
 from engine_shim.sglang.api.transfer import to_device
 from engine_shim.sglang.request_classes import RequestClasses, params_of
-from engine_shim.steering.row_groups import SPECULATION
 
 # Where a request's wishes are kept on SGLang's request.
 _UNDRAFTED: Final = "speculation_undrafted"

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from engine_shim.common.checks import Check, checked, require
 from engine_shim.sglang.api import attention_dp, hook_check, sglang_api
 from engine_shim.sglang.api.attention import attention_shape
 from engine_shim.sglang.attention_memory import MIB
@@ -19,7 +20,6 @@ from engine_shim.sglang.drafters.foreign_checkpoints import foreign_kind, raw_co
 from engine_shim.sglang.drafters.lookup import device_bytes
 from engine_shim.sglang.graph_memory import Prediction, reserve
 from engine_shim.sglang.learning.likeliest import WORKING_BYTES
-from engine_shim.steering.checks import Check, checked, require
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

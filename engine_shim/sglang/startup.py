@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 import engine_shim
+from engine_shim.common.at_exit import at_exit
+from engine_shim.common.checks import require
+from engine_shim.common.errors import HookError, PluginError
+from engine_shim.common.losses import Losses
 from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.errors import LinkStartError
 from engine_shim.link.orders import Orders
@@ -41,10 +45,6 @@ from engine_shim.sglang.request_wishes import RequestWishes
 from engine_shim.sglang.runtime_switch import RuntimeSwitch
 from engine_shim.sglang.server_args import SteeredConfiguration
 from engine_shim.sglang.step_reports import StepTap
-from engine_shim.steering.at_exit import at_exit
-from engine_shim.steering.checks import require
-from engine_shim.steering.errors import HookError, PluginError
-from engine_shim.steering.losses import Losses
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ class EngineStartup:
             return None, None
         from engine_shim.sglang.learning.online_start import updates_for
         from engine_shim.sglang.learning.online_updates import OnlineUpdates
-        from engine_shim.training.configs import UnsupportedDrafterError
+        from engine_shim.sglang.training.configs import UnsupportedDrafterError
 
         device, peers = scheduler.tp_worker.model_runner.device, ranks.peers()
         try:
@@ -291,8 +291,8 @@ class EngineStartup:
         from engine_shim.sglang.learning.deployment import Deployment
         from engine_shim.sglang.learning.signal_collector import collector_for
         from engine_shim.sglang.learning.student import live_drafter
-        from engine_shim.training.configs import UnsupportedDrafterError
-        from engine_shim.training.versions import VersionError
+        from engine_shim.sglang.training.configs import UnsupportedDrafterError
+        from engine_shim.sglang.training.versions import VersionError
 
         runner, folder = scheduler.tp_worker.model_runner, self._settings.signals_folder
         try:

@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from engine_shim.common.arms_run import ArmsRun
+from engine_shim.common.row_groups import Evidence, classes_of, groups_with
 from engine_shim.link.packets import (
     AFTER_GAP,
     DRAFTER_RESET,
@@ -32,8 +34,6 @@ from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.sglang.drafters.row_counts import NOT_CUT, NOTHING_APART, RowCounts
 from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses, Passes
 from engine_shim.sglang.learning.verified_step import NO_UPDATE
-from engine_shim.steering.arms_run import ArmsRun
-from engine_shim.steering.row_groups import Evidence, classes_of, groups_with
 
 if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink

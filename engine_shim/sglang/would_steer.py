@@ -14,11 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from engine_shim.sglang.api import versions
-from engine_shim.sglang.plugin import SIDECAR_VARIABLE
-from engine_shim.steering.checks import Check, checked
-from engine_shim.steering.errors import PluginError
-from engine_shim.steering.verdict import (
+from engine_shim.common.checks import Check, checked
+from engine_shim.common.errors import PluginError
+from engine_shim.common.verdict import (
     SIDECAR,
     Drafter,
     InputError,
@@ -26,6 +24,8 @@ from engine_shim.steering.verdict import (
     Verdict,
     variables_of,
 )
+from engine_shim.sglang.api import versions
+from engine_shim.sglang.plugin import SIDECAR_VARIABLE
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

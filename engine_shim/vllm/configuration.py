@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Final
 
-from engine_shim.steering.checks import Check, checked, require
-from engine_shim.steering.errors import UnsupportedEngineError
+from engine_shim.common.checks import Check, checked, require
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.vllm import vllm_api
 from engine_shim.vllm.recurrent_targets import recurrent_check
 from engine_shim.vllm.settings import VllmSettings

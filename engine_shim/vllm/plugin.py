@@ -18,7 +18,7 @@ def register() -> None:
     """
     if not os.environ.get(SIDECAR_VARIABLE):
         return
-    from engine_shim.steering.refusal import register_or_exit
+    from engine_shim.common.refusal import register_or_exit
 
     register_or_exit(_register)
 

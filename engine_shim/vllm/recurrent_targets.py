@@ -18,8 +18,8 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from engine_shim.steering.checks import Check, checked
-from engine_shim.steering.errors import UnsupportedEngineError
+from engine_shim.common.checks import Check, checked
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.vllm import vllm_api
 
 # The first version that keeps the state of rows without drafts.

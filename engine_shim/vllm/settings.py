@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_shim.steering.settings import ShimSettings
+from engine_shim.common.settings import ShimSettings
 
 
 class VllmSettings(ShimSettings):

@@ -23,6 +23,8 @@ from collections.abc import Collection, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from engine_shim.common.arms_run import ArmsRun
+from engine_shim.common.row_groups import Evidence
 from engine_shim.link.packets import (
     AFTER_GAP,
     MIXED_CHOICE,
@@ -33,8 +35,6 @@ from engine_shim.link.packets import (
     ReportPacket,
 )
 from engine_shim.link.plan_follower import Source, StepChoice
-from engine_shim.steering.arms_run import ArmsRun
-from engine_shim.steering.row_groups import Evidence
 
 if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from engine_shim.steering.checks import Check, checked
-from engine_shim.steering.errors import PluginError
-from engine_shim.steering.verdict import (
+from engine_shim.common.checks import Check, checked
+from engine_shim.common.errors import PluginError
+from engine_shim.common.verdict import (
     Drafter,
     InputError,
     Memory,

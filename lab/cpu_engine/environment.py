@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lab.harness.crash_dumps import without_crash_dumps
 
-STANDIN_FOLDER = Path(__file__).resolve().parent / "standin"
+STANDIN_FOLDER = Path(__file__).resolve().parents[1] / "standin"
 STANDIN_PLUGIN = "sglang_cpu_standin"
 # How long the steps of an engine last (see pace/).
 PACE_VARIABLE = "LAB_PACE"
@@ -70,8 +70,9 @@ def cpu_engine_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
 def emulated_cuda_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns a copy of ``base``, or of the current environment, with an emulated GPU.
 
-    In it SGLang takes the paths that it takes on CUDA (see standin/emulated_cuda), and nvidia-smi
-    lists the emulated device.  Whatever starts SGLang may be used, as for ``cpu_engine_env``.
+    In it SGLang takes the paths that it takes on CUDA (see lab/standin/emulated_cuda), and
+    nvidia-smi lists the emulated device.  Whatever starts SGLang may be used, as for
+    ``cpu_engine_env``.
     """
     env = {name: value for name, value in cpu_engine_env(base).items() if name not in _CPU_ONLY}
     env.update(_EMULATED_CUDA)

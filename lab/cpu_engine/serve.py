@@ -33,7 +33,7 @@ _DEFAULTS: dict[str, tuple[str, ...]] = {
 }
 _NO_GRAPHS: dict[str, tuple[str, ...]] = {"--disable-cuda-graph": ()}
 _NO_OVERLAP = "--disable-overlap-schedule"
-# With CPU_ENGINE_GRAPHS=1, see standin/cpu_graphs.  Larger batches run without a graph.
+# With CPU_ENGINE_GRAPHS=1, see lab/standin/cpu_graphs.  Larger batches run without a graph.
 _GRAPHS: dict[str, tuple[str, ...]] = {
     "--cuda-graph-backend-prefill": ("disabled",),
     "--cuda-graph-bs-decode": ("1", "2", "4", "8"),
@@ -70,8 +70,8 @@ def paced(arguments: Sequence[str]) -> list[str]:
     if not found.pace and (found.dilation is not None or found.pace_log):
         raise SystemExit("lab.cpu_engine.serve: --dilation and --pace-log need --pace")
     if found.pace:
-        from controller.simulation.errors import InvalidInputError
         from lab.cpu_engine.pace.pacer import Pace
+        from simulator.errors import InvalidInputError
 
         try:
             dilation = 1.0 if found.dilation is None else found.dilation

@@ -1,7 +1,7 @@
 """Runs SGLang's own HTTP server on an emulated GPU.
 
 ``python -m lab.cpu_engine.serve_emulated_cuda [any SGLang option]`` is ``python -m
-sglang.launch_server`` in the environment of an emulated CUDA device (see standin/emulated_cuda).
+sglang.launch_server`` in the environment of an emulated CUDA device (lab/standin/emulated_cuda).
 It adds no option, so that a command for a GPU can be tried as it is.
 """
 

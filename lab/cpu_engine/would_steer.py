@@ -12,7 +12,7 @@ def main() -> int:
     """Returns the exit code of the command."""
     enter_cpu_environment()
     # It imports SGLang, which needs the stand-ins.
-    from engine_shim.would_steer.__main__ import run
+    from engine_shim.preflight.__main__ import run
 
     return run(sys.argv[1:])
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from controller.simulation.errors import InvalidInputError
 from lab.cpu_engine.pace.pacer import Pace
 from lab.cpu_engine.pace.step_costs import OWN
 from lab.demo import exact, picture, report, result
@@ -27,6 +26,7 @@ from lab.paced.oracle import Oracle, compute
 from lab.paced.plays import StreamPlay
 from lab.paced.run import DILATIONS, PacedHarness, profile_sizes
 from lab.paced.traffic import own_curves
+from simulator.errors import InvalidInputError
 
 GAMMAS = (0, 1, 2, 3, 4, 5, 7)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine_shim.training.checkpoint import load_target, save_predictor
 from lab.cpu_engine.engine_command import MIMO, SHALLOW, chain_flags
 from lab.cpu_engine.models import recipe
 from lab.cpu_engine.models._draft import train_predictor
@@ -22,6 +21,7 @@ from lab.harness.errors import HarnessError
 from lab.harness.spread import Spread
 from lab.learning.engines_at_work import Lab, LabSetting, running
 from lab.learning.headline import Headline, Paper, Verdict
+from trainer.checkpoint import load_target, save_predictor
 
 _DOMAIN = "csv"
 _GAMMA = 3

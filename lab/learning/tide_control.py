@@ -9,22 +9,22 @@ from typing import Final
 
 import numpy as np
 
-from controller.simulation import published
-from controller.simulation.comparison.contestants import OFF
-from controller.simulation.controller_policy import FINGERPRINT, ControllerPolicy
-from controller.simulation.curves import Curves, geometric
-from controller.simulation.engine import EngineOptions, RunResult, simulate
-from controller.simulation.peers.static import Static
-from controller.simulation.policy import Policy
-from controller.simulation.published_tide import TIDE_MODELS
-from controller.simulation.surface import CostSurface, profile_sizes
-from controller.simulation.workload import ClosedLoop, PhaseStart, WorkloadPhase
 from lab.harness.spread import Spread
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Curve, Headline, Paper, Verdict
 from lab.learning.tide import by_domain
 from lab.learning.tide_signals import GAMMA, DomainServed, collected
 from lab.papers.tide import cost_ratio, reproduce_tide
+from simulator import published
+from simulator.comparison.contestants import OFF
+from simulator.controller_policy import FINGERPRINT, ControllerPolicy
+from simulator.curves import Curves, geometric
+from simulator.engine import EngineOptions, RunResult, simulate
+from simulator.peers.static import Static
+from simulator.policy import Policy
+from simulator.published_tide import TIDE_MODELS
+from simulator.surface import CostSurface, profile_sizes
+from simulator.workload import ClosedLoop, PhaseStart, WorkloadPhase
 
 _BATCHES: Final = (1, 4, 16, 64)
 # Fitted to measurements, with a drafter whose price grows with the batch and the context, and not

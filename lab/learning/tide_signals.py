@@ -7,15 +7,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-from engine_shim.training.adapt import split
-from engine_shim.training.signals import Signal, load, signal_paths
-from engine_shim.training.students import DraftStudent
-from engine_shim.training.versions import FOLDER, Versions
+from engine_shim.sglang.training.signals import Signal, load, signal_paths
+from engine_shim.sglang.training.students import DraftStudent
+from engine_shim.sglang.training.versions import FOLDER, Versions
 from lab.cpu_engine.engine_command import MODELS
 from lab.cpu_engine.models.prompts import DOMAINS
 from lab.harness.errors import HarnessError
 from lab.harness.sidecar import decoded_rows
 from lab.learning.engines_at_work import Lab, LabSetting, running
+from trainer.adapt import split
 
 # The draft length of all of the paper's experiments.
 GAMMA: Final = 3

@@ -6,7 +6,7 @@ The rules of the verdicts are in the docstrings; they were written before any nu
 from collections.abc import Mapping
 from typing import Any, Final
 
-from engine_shim.training.online import OnlineSettings
+from engine_shim.sglang.training.online import OnlineSettings
 from lab.harness.spread import Spread
 from lab.learning.counted import (
     SHORT_TRAINED,

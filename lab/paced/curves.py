@@ -18,14 +18,14 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from controller.simulation.acceptance_trace import read_requests
-from controller.simulation.errors import InvalidInputError
 from lab.cpu_engine.engine_command import MODELS, eagle3_flags, engine_command
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.harness.engines import Engine, Workplace, launch_engine
 from lab.harness.errors import EngineFailedError, HarnessError
 from lab.harness.load_generator import engine_session
 from lab.harness.processes import end_on_sigterm
+from simulator.acceptance_trace import read_requests
+from simulator.errors import InvalidInputError
 
 DRAFTS = 8
 _DOMAINS = ("code", "csv")

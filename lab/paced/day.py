@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.simulation.workload import ClosedLoop, RequestPool, WorkloadPhase
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId
+from simulator.workload import ClosedLoop, RequestPool, WorkloadPhase
 
 _FIRST_ID, _VOCABULARY = 16, 120
 _SIGMA = 0.4

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from controller.core.engine_spec import Arm
-from controller.simulation.comparison.contestants import static_names
-from controller.simulation.comparison.hindsight import SegmentSchedule, best_by_segment
-from controller.simulation.engine import EngineOptions, Prefill, RunResult, simulate
-from controller.simulation.peers.static import Static
 from lab.cpu_engine.pace.step_costs import StepCosts
 from lab.paced.day import Stream, as_workload
 from lab.paced.engines import PREFILL_CHUNK_TOKENS
+from simulator.comparison.contestants import static_names
+from simulator.comparison.hindsight import SegmentSchedule, best_by_segment
+from simulator.engine import EngineOptions, Prefill, RunResult, simulate
+from simulator.peers.static import Static
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ sdb_sharegpt is that of hard; and "on csv" is that of unseen.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from controller.simulation import published
-from controller.simulation.curves import conditional
-from controller.simulation.errors import InvalidInputError
+from simulator import published
+from simulator.curves import conditional
+from simulator.errors import InvalidInputError
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from controller.core.cost.devices import Device, device
 from controller.core.cost.roofline import Overlap, step_seconds
-from controller.simulation import published_qwen
-from controller.simulation.errors import InvalidInputError
+from simulator import published_qwen
+from simulator.errors import InvalidInputError
 
 Floats = NDArray[np.float64]
 

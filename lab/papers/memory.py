@@ -1,4 +1,4 @@
-"""Fits `controller.simulation.chain.Memory` to recorded acceptance.
+"""Fits `simulator.chain.Memory` to recorded acceptance.
 
 Per drafter: did the draft for the next token succeed, position by position?  The latent correlation
 of two outcomes at a distance, which thresholds on two jointly normal variables explain (tetrachoric
@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.engine_spec import MAX_GAMMA
-from controller.simulation.acceptance_trace import AcceptanceTrace, RecordedRequest, read_requests
-from controller.simulation.chain import Chain, Memory
-from controller.simulation.curves import Curves, conditional
+from simulator.acceptance_trace import AcceptanceTrace, RecordedRequest, read_requests
+from simulator.chain import Chain, Memory
+from simulator.curves import Curves, conditional
 
 _DISTANCES = 50
 _TOKENS = np.geomspace(0.5, 50, 200)

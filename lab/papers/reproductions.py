@@ -8,10 +8,10 @@ from rich.text import Text
 
 from controller.core.cost.roofline import Overlap
 from controller.core.training.stride_planner import STRIDES
-from controller.simulation import published_qwen
 from lab.papers.drafters import Envelope, crossover
 from lab.papers.tide import ALPHAS, GAMMA, STATED_SPEEDUPS, TideReport
 from lab.papers.tts import StrideReport
+from simulator import published_qwen
 
 _TIDE_NOTE = """\
 The model of the second table is taken to be gpt-oss-120b: no other in Table 5 is fast enough.

@@ -18,8 +18,8 @@ import numpy as np
 from rich.table import Table
 
 from controller.core.acceptance.mixtures import LEAST_MATCH, LONGEST_MATCH
-from controller.simulation.acceptance_trace import AcceptanceTrace, RecordedRequest
-from controller.simulation.errors import InvalidInputError
+from simulator.acceptance_trace import AcceptanceTrace, RecordedRequest
+from simulator.errors import InvalidInputError
 
 GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10)
 _WEIGHT = 0.1

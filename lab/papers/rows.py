@@ -20,17 +20,17 @@ import numpy as np
 from rich.table import Table
 
 from controller.core.engine_spec import Arm
-from controller.simulation.acceptance_trace import AcceptanceTrace, RecordedRequest
-from controller.simulation.comparison.contestants import controller, statics
-from controller.simulation.comparison.truth import Truth
-from controller.simulation.engine import EngineOptions, RunResult, simulate
-from controller.simulation.scenario import Scenario
-from controller.simulation.scenarios.cost import SWITCH_SECONDS, CostSection
-from controller.simulation.scenarios.place import Place
-from controller.simulation.scenarios.profile import ProfileSection
-from controller.simulation.sources import ClosedSource, PhaseSpec
-from controller.simulation.surface import CostSurface
 from controller.util.process_pool import make_process_pool
+from simulator.acceptance_trace import AcceptanceTrace, RecordedRequest
+from simulator.comparison.contestants import controller, statics
+from simulator.comparison.truth import Truth
+from simulator.engine import EngineOptions, RunResult, simulate
+from simulator.scenario import Scenario
+from simulator.scenarios.cost import SWITCH_SECONDS, CostSection
+from simulator.scenarios.place import Place
+from simulator.scenarios.profile import ProfileSection
+from simulator.sources import ClosedSource, PhaseSpec
+from simulator.surface import CostSurface
 
 PIECE = 512
 MIXTURE = "eagle+ngram"

@@ -30,8 +30,8 @@ from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepFlags, StepReport
 from controller.core.training.stride_planner import STRIDES
-from controller.simulation.controller_policy import FINGERPRINT, VirtualTime
 from lab.papers.tts_tables import TABLE_3, TABLE_7, TABLE_8
+from simulator.controller_policy import FINGERPRINT, VirtualTime
 
 # Draft tokens of the paper's DFlash.
 BLOCK = 15

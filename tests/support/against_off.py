@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.simulation.comparison.contestants import controller
-from controller.simulation.comparison.truth import Truth
-from controller.simulation.engine import EngineOptions, simulate
-from controller.simulation.policy import ArmChoice, Policy, Situation, StepRecord
-from controller.simulation.scenario import Scenario
-from controller.simulation.surface import CostSurface
-from controller.simulation.workload import ClosedLoop, RequestPool, Workload
+from simulator.comparison.contestants import controller
+from simulator.comparison.truth import Truth
+from simulator.engine import EngineOptions, simulate
+from simulator.policy import ArmChoice, Policy, Situation, StepRecord
+from simulator.scenario import Scenario
+from simulator.surface import CostSurface
+from simulator.workload import ClosedLoop, RequestPool, Workload
 
 WINDOW = 500
 # What is wanted: below BAR in no window, but for a small share of scenarios, which stay above

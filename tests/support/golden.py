@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from controller.simulation.comparison.run import SeedRun, run_all
-from controller.simulation.comparison.summary import summarise
-from controller.simulation.report.json_text import to_values
-from controller.simulation.results import ScenarioReport, SimulationReport
-from controller.simulation.suite import standard
+from simulator.comparison.run import SeedRun, run_all
+from simulator.comparison.summary import summarise
+from simulator.report.json_text import to_values
+from simulator.results import ScenarioReport, SimulationReport
+from simulator.suite import standard
 
 GOLDEN = Path(__file__).with_name("golden.json")
 RELATIVE: Final = 1e-9

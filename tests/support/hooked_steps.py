@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from engine_shim.common.losses import Losses
 from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import PlanPacket, ReportPacket, RowEntry
@@ -16,7 +17,6 @@ from engine_shim.sglang.eager_passes import EagerPasses
 from engine_shim.sglang.graph_states import GraphStates
 from engine_shim.sglang.hooks import EngineHooks
 from engine_shim.sglang.step_reports import StepTap
-from engine_shim.steering.losses import Losses
 
 _DECODE: Final = SimpleNamespace(is_decode=lambda: True)
 

@@ -1,4 +1,4 @@
-"""The emulation of late copies (lab/cpu_engine/standin/cpu_graphs/late.py), in a test's process.
+"""The emulation of late copies (lab/standin/cpu_graphs/late.py), in a test's process.
 
 The folder of the stand-in is importable only meanwhile: it also holds stubs, which the other tests
 of the session shall not see.

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from engine_shim.training.blocks import DecoderShape
-from engine_shim.training.configs import DECODER_KEYS
-from engine_shim.training.eagle3 import Eagle3Student
+from engine_shim.sglang.training.blocks import DecoderShape
+from engine_shim.sglang.training.configs import DECODER_KEYS
+from engine_shim.sglang.training.eagle3 import Eagle3Student
 
 
 def config_of(shape: DecoderShape, **changes: Any) -> dict[str, Any]:

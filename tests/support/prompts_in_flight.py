@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from engine_shim.training.checkpoint import load_dflash, load_target
-from engine_shim.training.dflash import DFlashStudent
-from engine_shim.training.qwen3 import Qwen3Target
+from engine_shim.sglang.training.dflash import DFlashStudent
+from engine_shim.sglang.training.qwen3 import Qwen3Target
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from speculation.v1.engine_pb2 import StepReport
 from tests.support.engine import DFLASH, TARGET, EngineProcess, Generated
 from tests.support.scripted_sidecar import Arm, Script, ScriptedSidecar
+from trainer.checkpoint import load_dflash, load_target
 
 PROMPTS = [
     prompt

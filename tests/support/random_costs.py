@@ -8,10 +8,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from controller.simulation import published
-from controller.simulation.scenarios.cost import CostSection
-from controller.simulation.scenarios.place import Place
-from controller.simulation.step_costs import COLUMNS
+from simulator import published
+from simulator.scenarios.cost import CostSection
+from simulator.scenarios.place import Place
+from simulator.step_costs import COLUMNS
 
 _SIZES = (64, 8, 32, 128)
 # Draft lengths by kind of drafter.

@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from controller.simulation.scenario import Scenario
-from controller.simulation.scenarios.place import Place
-from controller.simulation.scenarios.read import parse_scenario
+from simulator.scenario import Scenario
+from simulator.scenarios.place import Place
+from simulator.scenarios.read import parse_scenario
 from tests.support.random_costs import Cost, costs, graded
 
 Draw = st.DrawFn

@@ -5,7 +5,7 @@ from typing import Final
 from controller.core.checks.warning import WarningKind
 from controller.core.plan import Reason, RegimeMode
 from controller.service.metrics.family import Family, MetricKind
-from controller.service.status.engine_snapshot import EngineSnapshot
+from controller.service.views.engine_snapshot import EngineSnapshot
 
 _COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
 # Shown from the start, at zero, so that the first one is an increase.

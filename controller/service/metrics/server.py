@@ -27,8 +27,8 @@ from controller.service.net.http_server import (
 )
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.status.engine_snapshot import EngineSnapshot
-from controller.service.status.fleet_view import FleetView
+from controller.service.views.engine_snapshot import EngineSnapshot
+from controller.service.views.fleet_view import FleetView
 from controller.util.loopback import is_loopback_host
 from controller.util.supervisor import Supervisor
 

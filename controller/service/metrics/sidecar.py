@@ -10,7 +10,7 @@ from controller.core.planning.overrides import ScopeKind
 from controller.service.metrics.family import Family, MetricKind
 from controller.service.sessions.active_overrides import ActiveOverride
 from controller.service.sessions.session import EngineSession
-from controller.service.status.fleet_view import FleetCounts
+from controller.service.views.fleet_view import FleetCounts
 from controller.settings.policy_file import Policy
 from controller.store.interface import Health
 from controller.util import logs

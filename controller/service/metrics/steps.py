@@ -3,7 +3,7 @@
 from typing import Final
 
 from controller.service.metrics.family import Distribution, Family, MetricKind
-from controller.service.status.engine_snapshot import EngineSnapshot
+from controller.service.views.engine_snapshot import EngineSnapshot
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 # Shown from the start, at zero, so that the first one is an increase.

@@ -17,12 +17,12 @@ from controller.service.rpc.store_messages import health_to_proto
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
-from controller.service.status.fleet_filter import FleetSearch
-from controller.service.status.fleet_json import engine_values
-from controller.service.status.fleet_view import FleetView
-from controller.service.status.paging import ROWS_MAX, page_of
-from controller.service.status.readiness import Readiness, ServiceHealth
-from controller.service.status.status_cache import StatusCache
+from controller.service.views.fleet_filter import FleetSearch
+from controller.service.views.fleet_json import engine_values
+from controller.service.views.fleet_view import FleetView
+from controller.service.views.paging import ROWS_MAX, page_of
+from controller.service.views.readiness import Readiness, ServiceHealth
+from controller.service.views.status_cache import StatusCache
 from controller.wire.engines import engine_to_proto
 from controller.wire.explanations import explanation_to_proto
 from controller.wire.plans import plan_to_proto

@@ -32,7 +32,7 @@ from controller.service.sessions.active_overrides import ActiveOverride
 from controller.service.sessions.override_conflicts import OverrideOutcome
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.session import EngineSession
-from controller.service.status.paging import page_of
+from controller.service.views.paging import page_of
 from controller.settings.policy_file import POLICY_PREFIX, Policy
 from controller.store.interface import Actor, StoreUnavailableError
 from controller.wire import overrides as messages

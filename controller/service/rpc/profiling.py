@@ -25,7 +25,7 @@ from controller.service.sessions.profile_registry import (
 )
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
-from controller.service.status.paging import page_of
+from controller.service.views.paging import page_of
 from controller.util import cancellation
 from controller.wire.engines import fingerprint_to_proto
 from controller.wire.plans import arm_from_proto

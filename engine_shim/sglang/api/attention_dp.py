@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from engine_shim.common.checks import Check, checked
 from engine_shim.sglang.api import versions
-from engine_shim.steering.checks import Check, checked
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

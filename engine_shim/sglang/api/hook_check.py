@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from engine_shim.steering.errors import HookError
+from engine_shim.common.errors import HookError
 
 _registered: Final[dict[str, tuple[HookType, Callable[..., Any]]]] = {}
 

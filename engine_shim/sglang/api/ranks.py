@@ -14,9 +14,9 @@ import torch.distributed
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.link.orders import Order
 from engine_shim.link.ranks import RankUpdate
-from engine_shim.steering.errors import UnsupportedEngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

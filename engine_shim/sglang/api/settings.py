@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from engine_shim.steering.settings import ShimSettings
+from engine_shim.common.settings import ShimSettings
 
 if TYPE_CHECKING:
-    from engine_shim.training.online import OnlineSettings
+    from engine_shim.sglang.training.online import OnlineSettings
 
 
 class PluginSettings(ShimSettings):
@@ -148,7 +148,7 @@ class PluginSettings(ShimSettings):
     @property
     def online(self) -> OnlineSettings:
         """Returns the trainer's settings.  Raises ValueError."""
-        from engine_shim.training.online import OnlineSettings
+        from engine_shim.sglang.training.online import OnlineSettings
 
         return OnlineSettings(
             learning_rate=self.online_learning_rate,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine_shim.training.configs import UnsupportedDrafterError
+from engine_shim.sglang.training.configs import UnsupportedDrafterError
 
 
 class Piece(NamedTuple):

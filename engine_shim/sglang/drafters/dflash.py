@@ -17,13 +17,13 @@ from sglang.srt.speculative import dflash_worker_v2
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from engine_shim.common.errors import HookError, UnsupportedEngineError
 from engine_shim.link.losses import reason_of
 from engine_shim.sglang.api import fused_keys, sglang_api
 from engine_shim.sglang.api.transfer import to_device
 from engine_shim.sglang.drafters import dflash_checkpoint
 from engine_shim.sglang.drafters.attempts import Attempts
 from engine_shim.sglang.drafters.chains import verification_of
-from engine_shim.steering.errors import HookError, UnsupportedEngineError
 
 
 class _DraftedError(Exception):

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_shim.steering.errors import UnsupportedEngineError
-from engine_shim.training.drafter_config import DFlashConfig, DrafterConfigError, read_dflash
+from engine_shim.common.errors import UnsupportedEngineError
+from engine_shim.sglang.training.drafter_config import DFlashConfig, DrafterConfigError, read_dflash
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -18,12 +18,12 @@ from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_utils import default_tree_mask_mode
 
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.api import hook_check, sglang_api
 from engine_shim.sglang.drafters import target_capture
 from engine_shim.sglang.drafters.dflash import DFlashDrafter
 from engine_shim.sglang.drafters.dflash_checkpoint import draft_config, other_width
 from engine_shim.sglang.drafters.hidden_states import emit_for_block
-from engine_shim.steering.errors import UnsupportedEngineError
 
 
 class DFlashOnlyWorker(EagleDraftWorkerBase):

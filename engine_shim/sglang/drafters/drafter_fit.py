@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from engine_shim.common.checks import Check
 from engine_shim.sglang.api import model_classes, sglang_api
 from engine_shim.sglang.api.model_classes import DFLASH, DSPARK, EAGLE, EAGLE3, NONE
 from engine_shim.sglang.drafters.dflash_checkpoint import layer_count
-from engine_shim.steering.checks import Check
-from engine_shim.training.drafter_config import (
+from engine_shim.sglang.training.drafter_config import (
     DEFAULT_FEATURES,
     EAGLE_LAYERS,
     NO_EAGLE_LAYERS,
     Eagle3Config,
     read_eagle3,
 )
-from engine_shim.training.sd2 import STEERED
+from engine_shim.sglang.training.sd2 import STEERED
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from engine_shim.steering.errors import UnsupportedEngineError
+from engine_shim.common.errors import UnsupportedEngineError
 
 _INSTEAD: Final = (
     "use an EAGLE, EAGLE3 or DFlash checkpoint that was trained for this target, or NEXTN with a "

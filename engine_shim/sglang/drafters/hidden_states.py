@@ -14,9 +14,9 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
 
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.drafters import dflash_checkpoint, target_capture
 from engine_shim.sglang.drafters.dflash_checkpoint import draft_config
-from engine_shim.steering.errors import UnsupportedEngineError
 
 
 class SharedCapture:

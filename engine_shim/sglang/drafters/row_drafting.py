@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.attention_memory import MIB
 from engine_shim.sglang.drafters.attempts import Attempts
@@ -26,7 +27,6 @@ from engine_shim.sglang.drafters.row_counts import (
     count_rows,
     count_watched,
 )
-from engine_shim.steering.errors import UnsupportedEngineError
 
 if TYPE_CHECKING:
     from engine_shim.link.packets import RuleEntry

@@ -17,8 +17,8 @@ import torch
 from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
 from torch import nn
 
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.drafters.dflash_checkpoint import loops
-from engine_shim.steering.errors import UnsupportedEngineError
 
 # Models whose `forward` hands on what the layers return as it is, be it one tensor or two parts.
 _HANDS_ON = frozenset({"MiMoForCausalLM"})

@@ -24,8 +24,8 @@ from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import OrderKind, Orders
 from engine_shim.sglang.learning.learnt_versions import LearntVersions
 from engine_shim.sglang.learning.weights import DrafterWeights
-from engine_shim.training.versions import FOLDER as VERSIONS_FOLDER
-from engine_shim.training.versions import VersionError, Versions
+from engine_shim.sglang.training.versions import FOLDER as VERSIONS_FOLDER
+from engine_shim.sglang.training.versions import VersionError, Versions
 
 if TYPE_CHECKING:
     import torch

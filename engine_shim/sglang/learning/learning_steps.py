@@ -28,12 +28,12 @@ from speculation.v1 import engine_pb2
 if TYPE_CHECKING:
     import torch
 
+    from engine_shim.common.losses import Losses
     from engine_shim.link.ranks import Ranks
     from engine_shim.sglang.learning.deployment import Deployment
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
     from engine_shim.sglang.learning.online_weights import OnlineWeights
     from engine_shim.sglang.learning.signal_collector import SignalCollector
-    from engine_shim.steering.losses import Losses
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from engine_shim.sglang.api.transfer import launched
-from engine_shim.training.versions import Made, Versions
+from engine_shim.sglang.training.versions import Made, Versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.learning.online_updates import OnlineUpdates
 from engine_shim.sglang.learning.online_weights import OnlineWeights
 from engine_shim.sglang.learning.student import live_drafter
-from engine_shim.steering.errors import UnsupportedEngineError
 
 if TYPE_CHECKING:
     from engine_shim.link.orders import Orders

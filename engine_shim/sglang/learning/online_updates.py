@@ -5,8 +5,9 @@
                     last good weights back when acceptance fell
     before_step     between two steps: copies what the trainer has made into the serving drafter
 
-The trainer is a process of its own (engine_shim.training.trainer); nothing here waits for it, nor
-for a GPU: what goes there or comes from there is on a side stream until its event has occurred.
+The trainer is a process of its own (engine_shim.sglang.training.trainer); nothing here waits for
+it, nor for a GPU: what goes there or comes from there is on a side stream until its event has
+occurred.
 Where ranks share the drafter, all this is rank 0's, and online_weights.py is every rank's: each
 change of the weights is an order that all ranks carry out in the same step (link/orders.py).  The
 target is never touched, its embedding, which the drafter shares, included: whatever the drafter
@@ -30,8 +31,8 @@ from engine_shim.sglang.learning.rollback_guard import GuardVerdict, RollbackGua
 from engine_shim.sglang.learning.trainer_process import TrainerProcess, rings_for
 from engine_shim.sglang.learning.verified_step import UpdateStatus
 from engine_shim.sglang.learning.windows import Windows
-from engine_shim.training.dflash import DFlashShape
-from engine_shim.training.exchange import Message, MessageKind
+from engine_shim.sglang.training.dflash import DFlashShape
+from engine_shim.sglang.training.exchange import Message, MessageKind
 
 if TYPE_CHECKING:
     import torch

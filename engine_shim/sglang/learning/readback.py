@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine_shim.sglang.api import transfer
 from engine_shim.sglang.learning.likeliest import likeliest
-from engine_shim.training.rings import RingRows, RingShape
+from engine_shim.sglang.training.rings import RingRows, RingShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.api.transfer import launched
 from engine_shim.sglang.learning.canvases import (
@@ -33,8 +34,7 @@ from engine_shim.sglang.learning.canvases import (
     prompt_canvas_of,
 )
 from engine_shim.sglang.learning.signal_runs import SignalRuns
-from engine_shim.steering.errors import UnsupportedEngineError
-from engine_shim.training.signals import SignalStore, SignalWriter
+from engine_shim.sglang.training.signals import SignalStore, SignalWriter
 
 if TYPE_CHECKING:
     from engine_shim.sglang.api.settings import PluginSettings

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine_shim.sglang.learning.canvases import PROMPT, PromptCanvas
-from engine_shim.training.signals import Signal
+from engine_shim.sglang.training.signals import Signal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

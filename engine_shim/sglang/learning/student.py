@@ -10,19 +10,19 @@ import torch
 
 from engine_shim.sglang.api.ranks import ALONE, Peers
 from engine_shim.sglang.learning.rank_shares import Gathering, RankShares
-from engine_shim.training.blocks import Borrowed
-from engine_shim.training.configs import (
+from engine_shim.sglang.training.blocks import Borrowed
+from engine_shim.sglang.training.configs import (
     UnsupportedDrafterError,
     dflash_shape,
     draft_tokens,
     eagle3_shape,
     mtp_shape,
 )
-from engine_shim.training.drafter_config import DFLASH, EAGLE3, read_eagle3
-from engine_shim.training.students import student_of
+from engine_shim.sglang.training.drafter_config import DFLASH, EAGLE3, read_eagle3
+from engine_shim.sglang.training.students import student_of
 
 if TYPE_CHECKING:
-    from engine_shim.training.students import DraftShape
+    from engine_shim.sglang.training.students import DraftShape
 
 MTP: Final = "MiMoMTP"
 LEARN: Final = (EAGLE3, DFLASH, MTP)

@@ -9,11 +9,11 @@ from dataclasses import replace
 from threading import Thread
 from typing import TYPE_CHECKING, Final
 
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.api.transfer import lock_pages
-from engine_shim.steering.errors import UnsupportedEngineError
-from engine_shim.training import trainer
-from engine_shim.training.exchange import Channel, Layout, Message, SharedTensors
-from engine_shim.training.rings import RingShape
+from engine_shim.sglang.training import trainer
+from engine_shim.sglang.training.exchange import Channel, Layout, Message, SharedTensors
+from engine_shim.sglang.training.rings import RingShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from engine_shim.sglang.api.settings import PluginSettings
     from engine_shim.sglang.learning.student import LiveDrafter
-    from engine_shim.training.online import OnlineSettings
+    from engine_shim.sglang.training.online import OnlineSettings
 
 # Requests of a batch that a round is learnt from, at most.
 MOST_REQUESTS: Final = 16

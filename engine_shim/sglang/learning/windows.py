@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from engine_shim.training.rings import SPANS, RingRows, RingShape
+from engine_shim.sglang.training.rings import SPANS, RingRows, RingShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

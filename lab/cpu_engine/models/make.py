@@ -21,16 +21,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from engine_shim.training.blocks import DecoderShape
-from engine_shim.training.checkpoint import (
-    load_target,
-    save_dflash,
-    save_draft,
-    save_predictor,
-    save_target,
-)
-from engine_shim.training.eagle3 import Eagle3Student
-from engine_shim.training.sd2_checkpoint import save_sd2
+from engine_shim.sglang.training.blocks import DecoderShape
+from engine_shim.sglang.training.eagle3 import Eagle3Student
 from lab.cpu_engine.models import corpus
 from lab.cpu_engine.models._draft import (
     agreement_by_domain,
@@ -45,6 +37,14 @@ from lab.cpu_engine.models._target import cross_entropy, train_target
 from lab.cpu_engine.models.edits import KINDS, EncodedEdit, code_edits, save_edits
 from lab.cpu_engine.models.prompts import passage_file
 from lab.cpu_engine.models.recipe import EDITS, MIMO, SHALLOW, EditRecipe, Recipe
+from trainer.checkpoint import (
+    load_target,
+    save_dflash,
+    save_draft,
+    save_predictor,
+    save_target,
+)
+from trainer.sd2_checkpoint import save_sd2
 
 TARGET = "target"
 HELD_OUT = "held_out"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.simulation.curves import Curves
+from simulator.curves import Curves
 
 # What every accepted position then holds: a token that all vocabularies have.
 _TOKEN = 100

@@ -18,7 +18,6 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from controller.core.engine_spec import Arm
-from controller.simulation.errors import InvalidInputError
 from lab.cpu_engine.environment import PACE_VARIABLE
 from lab.cpu_engine.pace import dummy_layers
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId, accept
@@ -35,6 +34,7 @@ from lab.cpu_engine.pace.step_log import LoggedRequest, LoggedStep, StepLog
 from lab.cpu_engine.pace.support import unsupported_reason
 from lab.cpu_engine.pace.update_costs import UpdateCosts
 from lab.cpu_engine.pace.update_watch import UpdateWatch
+from simulator.errors import InvalidInputError
 
 VARIABLE = PACE_VARIABLE
 # A pass that was let go this much of its pace after it was due is late too; the next one makes up

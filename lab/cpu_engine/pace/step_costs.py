@@ -26,10 +26,10 @@ import numpy as np
 
 from controller.core.engine_spec import MAX_BATCH_SIZE, MAX_GAMMA, Arm
 from controller.core.model_shapes import DrafterKind
-from controller.simulation import published
-from controller.simulation.errors import InvalidInputError
-from controller.simulation.step_costs import read_profile, read_step_costs
-from controller.simulation.surface import CostSurface, profile_surface, table_surface
+from simulator import published
+from simulator.errors import InvalidInputError
+from simulator.step_costs import read_profile, read_step_costs
+from simulator.surface import CostSurface, profile_surface, table_surface
 
 # The drafters' names in the engine: SGLang's own one, and the second one beside it.
 OWN, SECOND = "eagle3", "dflash"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     # The engine may run without the plugin.
     from torch import Tensor
 
-    from engine_shim.training.exchange import Message
+    from engine_shim.sglang.training.exchange import Message
 
 # The longest that a pass waits for the trainer: it is slow, or it hangs.
 _ANSWER_SECONDS = 120.0
@@ -76,7 +76,7 @@ class UpdateWatch:
         if self._costs is None:
             return
         from engine_shim.sglang.learning.windows import Windows
-        from engine_shim.training.exchange import Channel, Message
+        from engine_shim.sglang.training.exchange import Channel, Message
 
         send, receive, write = Channel.send, Channel.receive, Windows.write
 
@@ -98,14 +98,14 @@ class UpdateWatch:
 
     def writing(self, tensors: "Mapping[str, Tensor]", requests: int) -> None:
         """Takes note of how long the windows of a round are that is about to be handed over."""
-        from engine_shim.training.rings import SPANS
+        from engine_shim.sglang.training.rings import SPANS
 
         _, starts, ends = tensors[SPANS][:requests].unbind(-1)
         self._positions = int((ends - starts).max()) if requests else 0
 
     def sending(self, message: "Message") -> None:
         """Takes note of what the plugin asks of the trainer."""
-        from engine_shim.training.exchange import MessageKind
+        from engine_shim.sglang.training.exchange import MessageKind
 
         self._owes = True
         if message.kind is MessageKind.LEARN and self._costs is not None:
@@ -117,7 +117,7 @@ class UpdateWatch:
         look: asks for it without waiting.  An update's seconds are those imposed, on the machine's
         clock as all that is reported.  Raises EOFError for a trainer that has ended, or hangs.
         """
-        from engine_shim.training.exchange import MessageKind
+        from engine_shim.sglang.training.exchange import MessageKind
 
         if not self._owes:
             return look()

@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from controller.core.engine_spec import Arm
-from controller.simulation.errors import InvalidInputError
 from lab.cpu_engine.pace.step_costs import OWN, StepCosts, load_step_costs
 from lab.demo import report, result
 from lab.demo.gpu import engines, page
@@ -39,6 +38,7 @@ from lab.paced.plays import StreamPlay
 from lab.paced.run import profile_sizes
 from lab.paced.stream_harness import StreamHarness
 from lab.paced.traffic import own_curves
+from simulator.errors import InvalidInputError
 
 # Measured costs are averages: a play's clients, prompts and switches come on top.
 _MARGIN = 1.15

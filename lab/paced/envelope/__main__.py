@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from controller.simulation.errors import InvalidInputError
 from lab.harness.errors import HarnessError
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
@@ -14,6 +13,7 @@ from lab.paced.envelope.arms import CONCURRENCIES
 from lab.paced.envelope.outcome import Point, from_json
 from lab.paced.envelope.run import EnvelopeOptions, run
 from lab.papers.drafters import read_grid
+from simulator.errors import InvalidInputError
 
 EXIT_FAILED = 1
 

@@ -6,10 +6,10 @@ from math import ceil
 import numpy as np
 
 from controller.core.engine_spec import Arm
-from controller.simulation import published_qwen
 from lab.cpu_engine.pace.acceptance import RequestId
 from lab.cpu_engine.pace.step_costs import OWN, SECOND, StepCosts
 from lab.paced.day import Phase, PhasePlan, Request, Stream
+from simulator import published_qwen
 
 TABLE = "b200-qwen3.6-35b-a3b"
 # Every best draft length that was published for up to 128 sequences is among them.

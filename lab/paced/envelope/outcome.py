@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from controller.core.engine_spec import Arm
-from controller.simulation import published_qwen
 from lab.cpu_engine.pace.step_costs import OWN
 from lab.cpu_engine.pace.step_log import LoggedStep
 from lab.harness.errors import HarnessError
 from lab.paced.envelope.arms import PLAIN, arm_named, name_of
 from lab.paced.plays import LATE_SHARE_MAX
+from simulator import published_qwen
 
 OFF, MTP, DFLASH, STEERED = "off", "mtp", "dflash", "steered"
 STATIC = (OFF, MTP, DFLASH)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from controller.core.engine_spec import Arm
-from controller.simulation import published_qwen
 from lab.cpu_engine.pace.step_costs import OWN, SECOND
 from lab.paced.envelope.arms import PLAIN, best_arm, name_of
 from lab.paced.envelope.outcome import DFLASH, MTP, OFF, STEERED, Point
 from lab.paced.envelope.report import label
 from lab.papers.drafters import Floats
+from simulator import published_qwen
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,9 +21,9 @@ from controller.recording.frames import MAGIC
 from controller.util.exit_codes import Exit
 from engine_shim.link.credentials import EngineCredentials
 from engine_shim.link.errors import LinkSettingsError
-from engine_shim.training.versions import Made, VersionError, Versions
-from engine_shim.would_steer import __main__ as would_steer
-from engine_shim.would_steer.running_engine import flags_of
+from engine_shim.preflight import __main__ as would_steer
+from engine_shim.preflight.running_engine import flags_of
+from engine_shim.sglang.training.versions import Made, VersionError, Versions
 from tests.support.addresses import ELSEWHERE
 from tests.support.answering import answering
 from tests.support.hostile_sidecar import hostile_sidecar

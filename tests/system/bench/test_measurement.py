@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.service_harness import ENVIRONMENT
-from tests.system.bench.__main__ import BENCHES, Bench
-from tests.system.bench.measurement import Measurement, percentiles, show
-from tests.system.bench.pairs import ratios
+from tools.bench.__main__ import BENCHES, Bench
+from tools.bench.measurement import Measurement, percentiles, show
+from tools.bench.pairs import ratios
 
 ROOT = Path(__file__).parents[3]
 
@@ -70,7 +70,7 @@ def test_what_missed_its_bar_is_shown(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.slow
 def test_all_of_them_are_run_and_written_down(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.system.bench", "--quick", "--only", "start", "fold"]
+    command = [sys.executable, "-m", "tools.bench", "--quick", "--only", "start", "fold"]
     environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
@@ -80,7 +80,7 @@ def test_all_of_them_are_run_and_written_down(tmp_path: Path) -> None:
     assert len({one["name"] for one in found}) == len(found) > 8
     for one in found:
         assert one["spread"][0] <= one["value"] <= one["spread"][1]
-        assert one["command"].startswith("python -m tests.system.bench.")
+        assert one["command"].startswith("python -m tools.bench.")
         assert "--json" not in one["command"]
     (memory,) = [one for one in found if "64 engines" in one["name"]]
     assert memory["unit"] == "MB"
@@ -89,7 +89,7 @@ def test_all_of_them_are_run_and_written_down(tmp_path: Path) -> None:
 
 
 def test_one_that_fails_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.system.bench", "--quick", "--only", "fold"]
+    command = [sys.executable, "-m", "tools.bench", "--quick", "--only", "fold"]
     # A unix socket cannot have so long a path.
     environment = ENVIRONMENT | {
         "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}",
@@ -100,7 +100,7 @@ def test_one_that_fails_is_named(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert "failed: python -m tests.system.bench.fold_bench" in done.stderr
+    assert "failed: python -m tools.bench.fold_bench" in done.stderr
 
 
 @pytest.mark.parametrize("bench", BENCHES, ids=lambda bench: f"{bench.name} {bench.arguments}")
@@ -108,7 +108,7 @@ def test_what_all_of_them_are_called_with_is_taken(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An option that a benchmark does not have ends it with 2."""
-    module = importlib.import_module(f"tests.system.bench.{bench.name}_bench")
+    module = importlib.import_module(f"tools.bench.{bench.name}_bench")
     parsers: list[argparse.ArgumentParser] = []
     monkeypatch.setattr(module, "run", lambda parser, *_: parsers.append(parser))
     monkeypatch.setattr(sys, "argv", [bench.name])

@@ -38,7 +38,7 @@ SMALL = {
 def trainer(folder: Path, sidecar: str, signals: Path) -> Iterator[subprocess.Popen[bytes]]:
     with (folder / "trainer.log").open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "engine_shim.training", "attend"],
+            [sys.executable, "-m", "trainer", "attend"],
             env=environment(
                 folder,
                 {"SPECULATION_SIDECAR": sidecar, "SPECULATION_SIGNALS_FOLDER": str(signals)},

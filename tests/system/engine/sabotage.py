@@ -154,7 +154,7 @@ def show_served_weights() -> None:
     from engine_shim.sglang.api import ranks
     from engine_shim.sglang.learning.online_weights import OnlineWeights
     from engine_shim.sglang.learning.weights import DrafterWeights
-    from engine_shim.training.versions import Versions
+    from engine_shim.sglang.training.versions import Versions
 
     folder = Path(os.environ["SERVED_WEIGHTS"])
     serve, keep, load, land = (
@@ -197,8 +197,8 @@ def _watch_trainer(folder: Path, show: Callable[[str, Any], None]) -> None:
     import torch
 
     from engine_shim.sglang.learning.trainer_process import TrainerProcess
-    from engine_shim.training import trainer
-    from engine_shim.training.exchange import Message, MessageKind
+    from engine_shim.sglang.training import trainer
+    from engine_shim.sglang.training.exchange import Message, MessageKind
 
     send, share_borrowed = TrainerProcess.send, TrainerProcess.share_borrowed
 

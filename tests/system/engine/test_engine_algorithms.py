@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.training.signals import Signal, SignalStore
-from engine_shim.training.students import DraftStudent
-from engine_shim.training.versions import FOLDER, Versions
+from engine_shim.sglang.training.signals import Signal, SignalStore
+from engine_shim.sglang.training.students import DraftStudent
+from engine_shim.sglang.training.versions import FOLDER, Versions
 from tests.support.engine import MODES, Generated, serving
 from tests.support.eventually import eventually
 from tests.support.mixture_rules import rules_of

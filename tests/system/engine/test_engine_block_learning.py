@@ -14,10 +14,8 @@ import psutil
 import pytest
 import torch
 
-from engine_shim.training.checkpoint import load_dflash, load_target
-from engine_shim.training.signals import Signal, SignalStore
-from engine_shim.training.specforge import export_signals, import_draft
-from engine_shim.training.versions import FOLDER, Versions
+from engine_shim.sglang.training.signals import Signal, SignalStore
+from engine_shim.sglang.training.versions import FOLDER, Versions
 from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.learning_engine import (
@@ -34,6 +32,8 @@ from tests.support.rank_weights import check_served, made, shown
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.support.specforge_runs import PASSES, Run, trained
 from tests.support.waits import WAITS
+from trainer.checkpoint import load_dflash, load_target
+from trainer.specforge import export_signals, import_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -291,7 +291,7 @@ def test_beside_eagle3_a_killed_trainer_takes_nothing_with_it(
     beside: Beside, plain_waves: list[list[list[int]]]
 ) -> None:
     family = psutil.Process(beside.engine.process.pid).children(recursive=True)
-    (trainer,) = [p for p in family if "engine_shim.training.trainer" in p.cmdline()]
+    (trainer,) = [p for p in family if "engine_shim.sglang.training.trainer" in p.cmdline()]
     # What nobody has judged goes with the trainer: these drafts judge what was learnt last.
     for number in (1, 2):
         beside.wave(number, 1, plain_waves)

@@ -14,12 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine_shim.training.adapt import acceptance, served_acceptance
-from engine_shim.training.checkpoint import load_draft, load_target, save_draft
-from engine_shim.training.eagle3 import Eagle3Student
-from engine_shim.training.signals import Signal, SignalStore
-from engine_shim.training.specforge import export_signals, import_draft
-from engine_shim.training.versions import FOLDER, Versions
+from engine_shim.sglang.training.eagle3 import Eagle3Student
+from engine_shim.sglang.training.signals import Signal, SignalStore
+from engine_shim.sglang.training.versions import FOLDER, Versions
 from tests.support.engine import CODE_ONLY, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.learning_engine import between_steps, status, wave
@@ -27,6 +24,9 @@ from tests.support.prompts_in_flight import PLAYS_MAX, WAVES
 from tests.support.scripted_sidecar import ScriptedSidecar
 from tests.support.specforge_runs import PASSES, Run, trained
 from tests.support.training_rounds import with_draft_vocabulary
+from trainer.adapt import acceptance, served_acceptance
+from trainer.checkpoint import load_draft, load_target, save_draft
+from trainer.specforge import export_signals, import_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine_shim.training.signals import SignalStore
+from engine_shim.sglang.training.signals import SignalStore
 from lab.cpu_engine.models.prompts import held_out_prompts
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP, StepReport
 from tests.support.engine import (

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.system.faults.engine_faults import QUICK, engine_faults, staged
-from tests.system.faults.fault import Fault, injected
+from tools.faults.engine_faults import QUICK, engine_faults, staged
+from tools.faults.fault import Fault, injected
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

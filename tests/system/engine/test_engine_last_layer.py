@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from engine_shim.training.checkpoint import load_dflash, load_target
 from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, TARGET, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import (
@@ -16,6 +15,7 @@ from tests.support.prompts_in_flight import (
     play,
 )
 from tests.support.scripted_sidecar import Arm, scripted_sidecar
+from trainer.checkpoint import load_dflash, load_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

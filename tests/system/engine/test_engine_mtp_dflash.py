@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.training.checkpoint import load_dflash, load_predictor, load_target, save_predictor
 from lab.cpu_engine.engine_command import MIMO
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP
 from tests.support.engine import EAGER_NIGHTLY, MODES, MTP, EngineProcess, serving
@@ -32,6 +31,7 @@ from tests.support.prompts_in_flight import (
 )
 from tests.support.rank_weights import check_served, made, shown
 from tests.support.scripted_sidecar import Arm, Script, ScriptedSidecar, scripted_sidecar
+from trainer.checkpoint import load_dflash, load_predictor, load_target, save_predictor
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

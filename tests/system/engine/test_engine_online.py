@@ -9,8 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engine_shim.training.checkpoint import load_draft, load_target
-from engine_shim.training.versions import FOLDER, Versions
+from engine_shim.sglang.training.versions import FOLDER, Versions
 from lab.cpu_engine.engine_command import SHALLOW
 from tests.support.engine import (
     CODE_ONLY,
@@ -25,6 +24,7 @@ from tests.support.eventually import eventually
 from tests.support.long_contexts import EVERYTHING, agreement, recorder
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
+from trainer.checkpoint import load_draft, load_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -202,7 +202,7 @@ def test_a_trainer_that_is_killed_takes_nothing_with_it(
     sidecar.stride = 1
     sidecar.run(lambda _: (3, False))
     family = psutil.Process(engine.process.pid).children(recursive=True)
-    (trainer,) = [p for p in family if "engine_shim.training.trainer" in p.cmdline()]
+    (trainer,) = [p for p in family if "engine_shim.sglang.training.trainer" in p.cmdline()]
     wave(engine, WAVES[0])
     os.kill(trainer.pid, signal.SIGKILL)
     for number in (3, 4):

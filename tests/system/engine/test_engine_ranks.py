@@ -16,9 +16,8 @@ import psutil
 import pytest
 import torch
 
-from engine_shim.training.checkpoint import load_draft, load_target
-from engine_shim.training.signals import Signal, SignalStore
-from engine_shim.training.versions import FOLDER, Made, Versions
+from engine_shim.sglang.training.signals import Signal, SignalStore
+from engine_shim.sglang.training.versions import FOLDER, Made, Versions
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.cpu_engine.serve import with_cpu_defaults
 from tests.support.engine import (
@@ -45,6 +44,7 @@ from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES
 from tests.support.rank_weights import check_served, is_same, joined, made, shown
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
+from trainer.checkpoint import load_draft, load_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -422,7 +422,7 @@ def test_when_the_trainer_has_gone_all_ranks_serve_the_last_good_weights(
 
     eventually(has_learnt, what="it learns")
     family = psutil.Process(engine.process.pid).children(recursive=True)
-    (trainer,) = [p for p in family if "engine_shim.training.trainer" in p.cmdline()]
+    (trainer,) = [p for p in family if "engine_shim.sglang.training.trainer" in p.cmdline()]
     os.kill(trainer.pid, signal.SIGKILL)
     between_steps(engine, "online", "state", "the trainer has ended with status -9")
     wave(engine, 1, plain_waves)

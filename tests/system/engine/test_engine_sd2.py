@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_shim.training.checkpoint import load_target
-from engine_shim.training.sd2 import greedy_chain
-from engine_shim.training.sd2_checkpoint import load_sd2
+from engine_shim.sglang.training.sd2 import greedy_chain
 from lab.cpu_engine.engine_command import SHALLOW
 from speculation.v1.engine_pb2 import DRAFTER_KIND_STANDALONE
 from tests.support.engine import MODES, TARGET, EngineProcess, launched, serving
@@ -22,6 +20,8 @@ from tests.support.prompts_in_flight import (
     play_any_order,
 )
 from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
+from trainer.checkpoint import load_target
+from trainer.sd2_checkpoint import load_sd2
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from engine_shim.training.specforge import export_signals
-from engine_shim.training.versions import FOLDER, VersionError, Versions
+from engine_shim.sglang.training.versions import FOLDER, VersionError, Versions
 from speculation.v1 import engine_pb2
 from tests.support.engine import DRAFT, EAGLE3, TARGET, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import ScriptedSidecar
+from trainer.specforge import export_signals
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -38,7 +38,7 @@ def test_it_says_beforehand_whether_an_engine_would_be_steered(
             "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         }
         log = tmp_path / "output"
-        process = forked("engine_shim.would_steer", words, tmp_path, variables, log)
+        process = forked("engine_shim.preflight", words, tmp_path, variables, log)
         return process.wait(120), log.read_text()
 
     code, output = ran()

@@ -32,7 +32,7 @@ from tests.system.engine.test_engine_refusals import last_words
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
-COMMAND = "engine_shim.would_steer"
+COMMAND = "engine_shim.preflight"
 PATIENCE_SECONDS = 240.0
 MODEL = ("--model-path", str(TARGET), "--context-length", "2048")
 GAMMAS = (0, 1, 3, 7)

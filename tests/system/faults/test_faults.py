@@ -1,9 +1,9 @@
-"""The quick ones of `python -m tests.system.faults`."""
+"""The quick ones of `python -m tools.faults`."""
 
 import pytest
 
-from tests.system.faults.catalogue import linked_faults
-from tests.system.faults.fault import Fault, injected
+from tools.faults.catalogue import linked_faults
+from tools.faults.fault import Fault, injected
 
 _KILLS = 6
 _DAMAGES = 40

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 import controller
 import engine_shim
 from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
-from controller.service.status.readiness import STORE
+from controller.service.views.readiness import STORE
 from controller.util.supervisor import Supervisor
 from lab.harness.ports import free_port
 from tests.support import override_calls

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.fuzz.campaign import CORPUS, Watch, fuzz, quiet, replay
-from tests.system.fuzz.table import TARGETS
+from tools.fuzz.campaign import CORPUS, Watch, fuzz, quiet, replay
+from tools.fuzz.table import TARGETS
 
 EXAMPLES = 1000
 # Of one target, where a machine is busy.

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from tests.system.soak.crowd import soak
+from tools.soak.crowd import soak
 
 MINUTES = float(os.environ.get("CROWD_MINUTES", "0.6"))
 MEMORY_MINUTES = 5.0

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.system.soak.growth import TOLERANCES, growths, theil_sen
-from tests.system.soak.sampling import Sample
+from tools.soak.growth import TOLERANCES, growths, theil_sen
+from tools.soak.sampling import Sample
 
 
 def life(seconds: float = 1800.0, every: float = 4.5, name: str = "sidecar") -> list[Sample]:

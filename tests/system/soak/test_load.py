@@ -1,7 +1,7 @@
 import asyncio
 
 from tests.support.closing_server import ClosingServer
-from tests.system.soak.load import Load, pool
+from tools.soak.load import Load, pool
 
 
 async def test_no_request_of_the_load_is_sent_on_a_connection_that_the_server_may_be_closing():

@@ -7,10 +7,10 @@ import pytest
 
 from controller.core.step_report import StepReport
 from speculation.v1 import plan_pb2
-from tests.system.soak import reconcile
-from tests.system.soak.engine_log import Ended, Row, Step
-from tests.system.soak.load import Served
-from tests.system.soak.on_record import OnRecord, Told
+from tools.soak import reconcile
+from tools.soak.engine_log import Ended, Row, Step
+from tools.soak.load import Served
+from tools.soak.on_record import OnRecord, Told
 
 SESSION = 7
 # Two requests; the second ends a step before the first.

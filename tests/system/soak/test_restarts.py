@@ -12,9 +12,9 @@ from lab.harness.sidecar import SidecarHandle
 from tests.support.eventually import eventually
 from tests.support.linked_engine import LinkedEngine, linked_engine
 from tests.support.sidecar_process import SidecarProcess, sidecar_process
-from tests.system.soak import reconcile
-from tests.system.soak.engine_log import Row, Step
-from tests.system.soak.on_record import read_record
+from tools.soak import reconcile
+from tools.soak.engine_log import Row, Step
+from tools.soak.on_record import read_record
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lab.harness.terminal import Terminal
-from tests.system.soak import report
-from tests.system.soak.run import Options, soak
+from tools.soak import report
+from tools.soak.run import Options, soak
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "0.7"))
 

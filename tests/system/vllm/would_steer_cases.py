@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from engine_shim.preflight.__main__ import run
 from engine_shim.vllm import vllm_api
-from engine_shim.would_steer.__main__ import run
 
 
 def ran(name: str, words: list[str]) -> tuple[int, str]:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from controller.service.status.readiness import SERVICES, STORE
+from controller.service.views.readiness import SERVICES, STORE
 from controller.settings.settings import GROUPS, RELOADED, Settings
 from controller.settings.sources import variable
 

@@ -15,8 +15,8 @@ from controller.cli import app
 from controller.core.settings import PlannerSettings
 from controller.settings.settings import CLIENT_VARIABLES, Settings, variables
 from controller.wire.override_text import PRECEDENCE
+from engine_shim.preflight.__main__ import parser as would_steer_parser
 from engine_shim.sglang.api.settings import PluginSettings
-from engine_shim.would_steer.__main__ import parser as would_steer_parser
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [

@@ -7,12 +7,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 # Their contents are described one level up.
-INSIDE = {"simulation/peers", "simulation/report", "api/versions", "cpu_engine/standin"}
+INSIDE = {"simulator/peers", "simulator/report", "api/versions"}
 
 
 def packages() -> list[Path]:
     found = {ROOT / "tests", ROOT / "controller" / "page"}
-    for top in ("controller", "engine_shim", "lab"):
+    for top in ("controller", "simulator", "engine_shim", "trainer", "lab"):
         found |= {path.parent for path in (ROOT / top).rglob("__init__.py")}
     return sorted(path for path in found if not any(inside in str(path) for inside in INSIDE))
 

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 ENGINE_SIDE = {"engine_shim", "sglang", "torch", "transformers", "vllm"}
-PACKAGES = ("controller", "engine_shim", "lab")
+PACKAGES = ("controller", "simulator", "engine_shim", "trainer", "lab")
 LINT = Path(sys.executable).with_name("lint-imports")
 
 
@@ -48,12 +48,12 @@ def test_the_layers_hold(tree: Path):
         ("controller/recording/frames.py", "import controller.service.server", "sidecar"),
         ("controller/profiling/fit.py", "import controller.service.server", "sidecar"),
         ("controller/service/net/limits.py", "import controller.service.rpc.streams", "service"),
-        ("controller/simulation/engine.py", "import controller.simulation.peers.static", "simulat"),
+        ("simulator/engine.py", "import simulator.peers.static", "simulat"),
         ("controller/core/cost/grid.py", "import controller.core.planning.planner", "core"),
         ("controller/cli/doctor.py", "import lab.papers.tide", "lab"),
         ("engine_shim/link/errors.py", "import controller.core.errors", "shim"),
-        ("engine_shim/steering/losses.py", "import engine_shim.sglang.hooks", "shim"),
-        ("engine_shim/steering/naming.py", "import torch", "share"),
+        ("engine_shim/common/losses.py", "import engine_shim.sglang.hooks", "shim"),
+        ("engine_shim/common/naming.py", "import torch", "share"),
         ("engine_shim/sglang/api/transfer.py", "import engine_shim.sglang.hooks", "plugin"),
         ("engine_shim/sglang/drafters/dual.py", "import engine_shim.sglang.learning", "plugin"),
         ("lab/harness/ports.py", "import lab.demo.run", "lab"),

@@ -15,7 +15,6 @@ from packaging.utils import canonicalize_name
 
 import controller
 from tests.support.fake_sidecar import FakeSidecar, plan
-from tests.system.faults import engine_program
 from tests.unit.packaging.environments import (
     ROOT,
     closure,
@@ -25,6 +24,7 @@ from tests.unit.packaging.environments import (
     pip,
     run,
 )
+from tools.faults import engine_program
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHIM = tomllib.loads((ROOT / "engine_shim" / "pyproject.toml").read_text())["project"]

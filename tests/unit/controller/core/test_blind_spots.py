@@ -14,11 +14,11 @@ import pytest
 
 from controller.core.cost.profile import Profile, ProfileCell
 from controller.core.step_report import StepFlags
-from controller.simulation import published
-from controller.simulation.cold_start import KINDS
-from controller.simulation.controller_policy import FINGERPRINT, ControllerPolicy
-from controller.simulation.policy import StepRecord
-from controller.simulation.surface import CostSurface, profile_sizes
+from simulator import published
+from simulator.cold_start import KINDS
+from simulator.controller_policy import FINGERPRINT, ControllerPolicy
+from simulator.policy import StepRecord
+from simulator.surface import CostSurface, profile_sizes
 
 EAGLE = published.surface("h100-llama3.1-8b").only("eagle")
 LAG = 1

@@ -6,7 +6,7 @@ Every run deals the same scenarios.  Others, more of them, and the counterexampl
         make test ARGS=tests/unit/controller/core/test_never_far_below_off.py
 
 What must hold here is what holds today; the bar is higher.  `python -m
-tests.system.bench.safety_bench` measures it over a hundred thousand scenarios, each with a number
+tools.bench.safety_bench` measures it over a hundred thousand scenarios, each with a number
 of its own, and lists those below the bar, of which there should be one in a thousand.
 """
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from controller.service.status.fleet_summary import EngineSummary, encode_summary
+from controller.service.views.fleet_summary import EngineSummary, encode_summary
 from lab.harness.ports import free_port
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.redis_server import RedisServer

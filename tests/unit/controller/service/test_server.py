@@ -18,7 +18,7 @@ from controller.service.net.limits import Bucket
 from controller.service.net.unix_socket import SocketTakenError
 from controller.service.server import Sidecar
 from controller.service.sessions.profile_registry import ProfileFileError
-from controller.service.status.readiness import SERVICES
+from controller.service.views.readiness import SERVICES
 from controller.settings.settings import Settings
 from lab.harness.ports import free_port
 from speculation.v1 import service_pb2, service_pb2_grpc

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine_shim.common.errors import UnsupportedEngineError
+from engine_shim.common.naming import default_engine_id
 from engine_shim.sglang.api import sglang_api, versions
 from engine_shim.sglang.api.settings import PluginSettings
 from engine_shim.sglang.engine_description import introduce, learner_of
-from engine_shim.steering.errors import UnsupportedEngineError
-from engine_shim.steering.naming import default_engine_id
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine_shim.common.losses import Losses
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.sglang.drafters.idle_kv import IdleCounters
 from engine_shim.sglang.eager_passes import EagerPasses
@@ -21,7 +22,6 @@ from engine_shim.sglang.learning.verified_step import (
     UpdateStatus,
     Verification,
 )
-from engine_shim.steering.losses import Losses
 from speculation.v1.engine_pb2 import Capability, LostCapability
 
 

@@ -12,6 +12,7 @@ from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from controller.core.step_report import MAX_LABEL_CHARACTERS
+from engine_shim.common.errors import PluginError
 from engine_shim.sglang.api.settings import load_settings
 from engine_shim.sglang.request_classes import (
     LABELS_MOST,
@@ -20,7 +21,6 @@ from engine_shim.sglang.request_classes import (
     RequestClasses,
     read_key,
 )
-from engine_shim.steering.errors import PluginError
 
 KEY = b"0123456789abcdef"
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from engine_shim.common.checks import require
+from engine_shim.common.errors import PluginError, UnsupportedEngineError
 from engine_shim.sglang.api.settings import PluginSettings, load_settings
 from engine_shim.sglang.server_args import SteeredConfiguration, wish_checks
-from engine_shim.steering.checks import require
-from engine_shim.steering.errors import PluginError, UnsupportedEngineError
 
 
 @pytest.fixture(autouse=True)

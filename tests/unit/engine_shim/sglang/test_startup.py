@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.api import ranks
 from engine_shim.sglang.api.settings import PluginSettings
 from engine_shim.sglang.startup import AGREED_SETTINGS, facts_to_agree_on
-from engine_shim.steering.errors import UnsupportedEngineError
 
 # Another value of every setting that all ranks must have alike.
 OTHERS: dict[str, Any] = {

@@ -2,9 +2,9 @@
 
 import pytest
 
+from engine_shim.common.verdict import InputError
 from engine_shim.sglang import would_steer
 from engine_shim.sglang.api import hook_check, versions
-from engine_shim.steering.verdict import InputError
 
 
 @pytest.mark.parametrize(

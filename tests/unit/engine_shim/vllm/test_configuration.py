@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine_shim.steering.errors import HookError, PluginError, UnsupportedEngineError
+from engine_shim.common.errors import HookError, PluginError, UnsupportedEngineError
 from engine_shim.vllm.configuration import (
     SteeredConfiguration,
     impossible_gammas,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine_shim.steering.errors import UnsupportedEngineError
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.vllm import vllm_api
 from engine_shim.vllm.configuration import SteeredConfiguration, checks
 from engine_shim.vllm.recurrent_targets import is_recurrent, loses_state, require_kept_state

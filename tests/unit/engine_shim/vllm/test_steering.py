@@ -7,6 +7,7 @@ import pytest
 
 from controller.core.step_report import StepReport
 from controller.wire.reports import report_from_proto
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import (
     AFTER_GAP,
@@ -20,7 +21,6 @@ from engine_shim.link.packets import (
 )
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.wire import Translator
-from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.vllm import steered_scheduler, step_reports, vllm_api
 from engine_shim.vllm.settings import VllmSettings
 from engine_shim.vllm.steered_scheduler import Steering, may_not_be_drafted_for

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine_shim.training.language_model import LLAMA
-from engine_shim.training.sd2 import Sd2Draft, Sd2Shape, greedy_chain
+from engine_shim.sglang.training.language_model import LLAMA
+from engine_shim.sglang.training.sd2 import Sd2Draft, Sd2Shape, greedy_chain
 from lab.learning.blocks import CachedModel, accepted, answered
 from tests.support.training_rounds import LAYERS, SHAPE, make_target
 

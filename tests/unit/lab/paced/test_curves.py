@@ -7,10 +7,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from controller.simulation.curves import conditional
-from controller.simulation.errors import InvalidInputError
 from lab.paced.curves import curves, curves_of_file, replayed, survival
 from lab.paced.traffic import CLASSES, own_curves, published_curves
+from simulator.curves import conditional
+from simulator.errors import InvalidInputError
 
 
 def run(*arguments):

@@ -7,9 +7,9 @@ import pytest
 
 from controller.core.cost.devices import device
 from controller.core.cost.roofline import Overlap
-from controller.simulation import published, published_qwen
-from controller.simulation.errors import InvalidInputError
 from lab.papers.drafters import crossover, goodput, reproduce_drafters
+from simulator import published, published_qwen
+from simulator.errors import InvalidInputError
 
 THEIRS, KERNELS, OVERHEADS = reproduce_drafters()
 

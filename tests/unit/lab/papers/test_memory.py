@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from controller.simulation.acceptance_trace import RecordedRequest
-from controller.simulation.chain import Chain, Memory
 from lab.papers.__main__ import app
 from lab.papers.memory import correlation, fit
+from simulator.acceptance_trace import RecordedRequest
+from simulator.chain import Chain, Memory
 
 LENGTHS = np.full(600, 300, dtype=np.int64)
 

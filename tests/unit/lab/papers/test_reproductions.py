@@ -5,11 +5,11 @@ import json
 
 from rich.console import Console
 
-from controller.simulation import published_qwen
-from controller.simulation.published_tide import TIDE_MODELS
 from lab.papers.drafters import reproduce_drafters
 from lab.papers.reproductions import tables
 from lab.papers.tide import reproduce_tide
+from simulator import published_qwen
+from simulator.published_tide import TIDE_MODELS
 
 
 def text_of(report):

@@ -5,10 +5,10 @@ import json
 import numpy as np
 from typer.testing import CliRunner
 
-from controller.simulation.acceptance_trace import AcceptanceTrace
-from controller.simulation.copying import Copying
 from lab.papers.__main__ import app
 from lab.papers.rows import in_pieces
+from simulator.acceptance_trace import AcceptanceTrace
+from simulator.copying import Copying
 
 
 def write(path, requests=24, output=120):

@@ -8,8 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.engine_spec import Arm
-from controller.simulation import published
-from controller.simulation.published_tide import TIDE_MODELS
 from lab.papers.tide import (
     ALPHAS,
     GAMMA,
@@ -19,6 +17,8 @@ from lab.papers.tide import (
     reproduce_tide,
     speedup_point,
 )
+from simulator import published
+from simulator.published_tide import TIDE_MODELS
 
 REPORT = reproduce_tide()
 

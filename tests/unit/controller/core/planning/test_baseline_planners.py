@@ -17,8 +17,8 @@ from controller.core.planning.planner import Planner, Values
 from controller.core.settings import POLICIES, PlannerSettings
 from controller.core.step_report import NO_FLAGS, StepReport
 from controller.settings.settings import Settings
-from controller.simulation.peers.sglang_adaptive import SGLangAdaptive
-from controller.simulation.policy import StepRecord
+from simulator.peers.sglang_adaptive import SGLangAdaptive
+from simulator.policy import StepRecord
 from tests.support.virtual_engine import make
 
 GAMMAS = (0, 1, 3, 5, 7)

@@ -13,7 +13,7 @@ from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepFlags, StepReport
-from controller.simulation.controller_policy import VirtualTime
+from simulator.controller_policy import VirtualTime
 
 GAMMAS = (0, 3)
 SPEC = EngineSpec(

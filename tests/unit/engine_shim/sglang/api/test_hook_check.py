@@ -10,8 +10,8 @@ import pytest
 # SGLang's own registry: the test fails when it changes its ways.
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from engine_shim.common.errors import HookError
 from engine_shim.sglang.api import hook_check
-from engine_shim.steering.errors import HookError
 
 MODULE = "hooked_for_a_test"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from engine_shim.common.errors import PluginError
 from engine_shim.sglang.api.settings import load_settings
-from engine_shim.steering.errors import PluginError
 
 
 @pytest.mark.parametrize(

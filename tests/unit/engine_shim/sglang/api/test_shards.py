@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine_shim.sglang.api.shards import Piece, Shard, shard_of
-from engine_shim.training.configs import UnsupportedDrafterError
+from engine_shim.sglang.training.configs import UnsupportedDrafterError
 
 WIDTH = 6
 

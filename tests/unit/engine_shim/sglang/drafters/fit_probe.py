@@ -11,9 +11,9 @@ import os
 import sys
 from pathlib import Path
 
+from engine_shim.common.errors import PluginError
+from engine_shim.common.verdict import InputError
 from engine_shim.sglang import would_steer
-from engine_shim.steering.errors import PluginError
-from engine_shim.steering.verdict import InputError
 
 
 def main() -> None:

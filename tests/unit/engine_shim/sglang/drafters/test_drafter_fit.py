@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine_shim.training.drafter_config import EAGLE_LAYERS
+from engine_shim.sglang.training.drafter_config import EAGLE_LAYERS
 from lab.cpu_engine.engine_command import SHALLOW
 from tests.support.drafter_configurations import write_configurations
 from tests.support.engine import forked

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.drafters.foreign_checkpoints import foreign_kind, raw_config
-from engine_shim.steering.errors import UnsupportedEngineError
 
 
 @pytest.mark.parametrize(

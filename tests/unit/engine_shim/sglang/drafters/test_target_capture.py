@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.drafters import target_capture
-from engine_shim.steering.errors import UnsupportedEngineError
 
 
 class FusedNorm(nn.Module):

@@ -10,7 +10,7 @@ from engine_shim.sglang.learning import deployment, learnt_versions
 from engine_shim.sglang.learning.deployment import Deployment, DeploymentCounters
 from engine_shim.sglang.learning.student import LiveDrafter
 from engine_shim.sglang.learning.weights import DrafterWeights
-from engine_shim.training.versions import FOLDER, Made, VersionError, Versions
+from engine_shim.sglang.training.versions import FOLDER, Made, VersionError, Versions
 from tests.support.eventually import eventually
 from tests.support.training_rounds import make_student, make_target
 

@@ -18,8 +18,8 @@ from engine_shim.sglang.learning.online_updates import OnlineUpdates
 from engine_shim.sglang.learning.online_weights import OnlineWeights
 from engine_shim.sglang.learning.student import LiveDrafter
 from engine_shim.sglang.learning.weights import DrafterWeights
-from engine_shim.training import trainer
-from engine_shim.training.exchange import Channel, SharedTensors
+from engine_shim.sglang.training import trainer
+from engine_shim.sglang.training.exchange import Channel, SharedTensors
 from tests.support.rank_pair import HEAD, RankPair
 from tests.unit.engine_shim.sglang.learning.test_online_updates import GAMMA, Driver
 

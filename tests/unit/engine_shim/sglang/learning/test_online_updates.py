@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.link.orders import Orders
 from engine_shim.sglang.api.ranks import ALONE
 from engine_shim.sglang.api.settings import load_settings
@@ -18,9 +19,8 @@ from engine_shim.sglang.learning.online_updates import OnlineCounters, OnlineUpd
 from engine_shim.sglang.learning.student import LiveDrafter, live_drafter
 from engine_shim.sglang.learning.trainer_process import rings_for
 from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
-from engine_shim.steering.errors import UnsupportedEngineError
-from engine_shim.training.blocks import Borrowed
-from engine_shim.training.configs import UnsupportedDrafterError
+from engine_shim.sglang.training.blocks import Borrowed
+from engine_shim.sglang.training.configs import UnsupportedDrafterError
 from tests.support.eventually import eventually
 from tests.support.live_drafters import LlamaForCausalLMEagle3, worker_of
 from tests.support.training_rounds import (

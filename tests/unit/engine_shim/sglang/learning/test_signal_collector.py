@@ -16,7 +16,7 @@ from engine_shim.sglang.learning.canvases import PROMPT, Canvas
 from engine_shim.sglang.learning.signal_collector import ROUNDS, FinalStates, SignalCollector
 from engine_shim.sglang.learning.signal_runs import SignalRuns
 from engine_shim.sglang.learning.verified_step import PromptPass, Verification
-from engine_shim.training.signals import Signal, SignalStore
+from engine_shim.sglang.training.signals import Signal, SignalStore
 from tests.support.eventually import eventually
 from tests.support.peak_memory import peak_bytes
 

@@ -8,7 +8,7 @@ import torch
 
 from engine_shim.sglang.learning.canvases import PROMPT, Canvas, PromptCanvas
 from engine_shim.sglang.learning.signal_runs import LEAST, SEGMENT, SignalRuns
-from engine_shim.training.signals import Signal
+from engine_shim.sglang.training.signals import Signal
 
 GAMMA, TOP, WIDTH, VOCABULARY = 3, 4, 6, 12
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine_shim.training.blocks import DecoderShape
-from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
-from engine_shim.training.qwen3 import Qwen3Target
+from engine_shim.sglang.training.blocks import DecoderShape
+from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
+from engine_shim.sglang.training.qwen3 import Qwen3Target
 from lab.cpu_engine.models.distill import Lesson, agreement, discounted, step_divergences, teach
 from lab.cpu_engine.models.schedule import LearningRate, StepBudget, train
 

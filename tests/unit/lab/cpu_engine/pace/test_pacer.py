@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from controller.simulation.errors import InvalidInputError
 from lab.cpu_engine.pace.pacer import Pace, Pacer
 from lab.cpu_engine.pace.update_costs import UpdateCosts
+from simulator.errors import InvalidInputError
 
 PACE = Pace("h100-llama3.1-8b", 4.0, gammas=(0, 1, 3), curves={"code": {"eagle3": [0.5, 0.25]}})
 

@@ -4,8 +4,6 @@ import pytest
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine_spec import Arm, Fingerprint
-from controller.simulation import published
-from controller.simulation.errors import InvalidInputError
 from lab.cpu_engine.pace.step_costs import (
     LOOKUP,
     SWITCH_SECONDS,
@@ -13,6 +11,8 @@ from lab.cpu_engine.pace.step_costs import (
     load_step_costs,
     padded_size,
 )
+from simulator import published
+from simulator.errors import InvalidInputError
 
 H100 = "h100-llama3.1-8b"
 # arXiv 2601.11580: a pass, a token in it, a context token; the draft's; the step's overhead.

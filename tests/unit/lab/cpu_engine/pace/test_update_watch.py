@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine_shim.training import rings
-from engine_shim.training.exchange import Channel, Message, MessageKind
+from engine_shim.sglang.training import rings
+from engine_shim.sglang.training.exchange import Channel, Message, MessageKind
 from lab.cpu_engine.pace.model_clock import ModelClock
 from lab.cpu_engine.pace.update_costs import UpdateCosts
 from lab.cpu_engine.pace.update_watch import UpdateWatch

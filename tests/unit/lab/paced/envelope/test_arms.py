@@ -3,7 +3,6 @@
 import pytest
 
 from controller.core.engine_spec import Arm
-from controller.simulation import published_qwen
 from lab.cpu_engine.pace.step_costs import load_step_costs
 from lab.paced.envelope.arms import (
     CONCURRENCIES,
@@ -17,6 +16,7 @@ from lab.paced.envelope.arms import (
     table_rates,
 )
 from lab.paced.traffic import published_curves
+from simulator import published_qwen
 
 COSTS = load_step_costs(TABLE, GAMMAS, 128)
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from controller.simulation import published_qwen
 from lab.harness.terminal import Terminal
 from lab.paced.envelope import picture, report
+from simulator import published_qwen
 from tests.unit.lab.paced.envelope.recorded import point
 
 GRID = {

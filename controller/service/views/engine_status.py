@@ -1,0 +1,219 @@
+"""Describes the engines as plain values: the page and `controller top` have no other source."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, sqrt
+from typing import Any
+
+from controller.core.engine.explanation import Explanation, PositionEstimate
+from controller.service.sessions.active_overrides import ActiveOverride
+from controller.service.sessions.session import EngineSession
+from controller.service.views.engine_snapshot import EngineSnapshot
+from controller.wire.capabilities import lost_text, lost_to_proto
+from controller.wire.override_text import rule_text, scope_text
+from controller.wire.overrides import override_to_proto
+
+# Half the width of a 95 % interval, in standard deviations.
+_Z = 1.96
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLine:
+    """One engine in one line.
+
+    batch_size: of the last report, 0 before the first.  drafter, gamma: planned for it.
+    accept_length: tokens that a sequence gained in a step over the last second, bonus included;
+    None where nothing was reported then.  tokens_per_second: likewise, as measured, while it
+    decoded.  generated_per_second: tokens over the last second, whatever part of it was decoding;
+    None in the first second.  gain: estimated tokens per second over gamma = 0, None where the
+    engine has no such arm.  link: "steered", "alone" (its last step had no valid lease), "away" (no
+    stream is open) or "waiting" (no step was reported yet).  costs: "profile", "roofline" or
+    "generic".  lost: what the engine can no longer do, each in one line.  unavailable: why the
+    engine cannot be shown, "" where it can.  warnings: what its reports show to be wrong with it,
+    each in one line.
+    """
+
+    engine_id: str
+    target_model: str
+    batch_size: int
+    drafter: str
+    gamma: int
+    accept_length: float | None
+    expected_accept_length: float
+    tokens_per_second: float | None
+    gain: float | None
+    regime: str
+    reason: str
+    reason_detail: str
+    plan_age_seconds: float
+    seconds_since_report: float
+    link: str
+    costs: str
+    overrides: tuple[str, ...]
+    lost: tuple[str, ...] = ()
+    unavailable: str = ""
+    generated_per_second: float | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def no_line(session: EngineSession, why: str) -> EngineLine:
+    """Stands in for a line that cannot be made; why: for people."""
+    return EngineLine(
+        session.engine_id, "", 0, "", 0, None, 0.0, None, None, "", "unavailable", why, 0.0, 0.0,
+        "", "", (), (), why,
+    )  # fmt: skip
+
+
+def line_of(view: EngineSnapshot) -> EngineLine:
+    """The view says what was estimated, the session what is so now."""
+    session, history = view.session, view.session.history
+    last, plan = session.last_report, session.plan
+    arm = plan.row_for(last.batch_size if last else 1).arm
+    return EngineLine(
+        engine_id=session.engine_id,
+        target_model=session.spec.fingerprint.target_model,
+        batch_size=last.batch_size if last else 0,
+        drafter=arm.drafter,
+        gamma=arm.gamma,
+        accept_length=history.accept_length,
+        expected_accept_length=1 + view.chosen.expected_accepted,
+        tokens_per_second=history.tokens_per_second,
+        gain=view.gains.get("off"),
+        regime=str(plan.regime),
+        reason=plan.reason.value,
+        reason_detail=plan.reason_detail,
+        plan_age_seconds=session.plan_age_seconds,
+        seconds_since_report=session.seconds_since_last_report,
+        link=_link(view),
+        costs=view.explanation.prior or "profile",
+        overrides=plan.overrides,
+        lost=tuple(lost_text(lost_to_proto(loss)) for loss in session.spec.lost),
+        generated_per_second=history.generated_per_second,
+        warnings=tuple(warning.found for warning in view.explanation.warnings),
+    )
+
+
+def _link(view: EngineSnapshot) -> str:
+    session = view.session
+    if not session.listeners:
+        return "away"
+    if session.last_report is None:
+        return "waiting"
+    return "alone" if session.counters.alone else "steered"
+
+
+def engine_detail(view: EngineSnapshot) -> dict[str, Any]:
+    """Everything of one engine but its line and its history, ready for JSON."""
+    explanation = view.explanation
+    return {
+        "engine_id": view.session.engine_id,
+        "drafters": [drafter.name for drafter in view.session.spec.drafters],
+        "costs": _costs(explanation),
+        "survival": survival_curves(explanation.positions),
+        "trail": [change.plain() for change in reversed(view.session.plan_log)],
+        "evidence": {
+            "switches": explanation.switches,
+            "shifts": explanation.shifts,
+            "probes": explanation.probes,
+            "probe_steps": explanation.probe_steps,
+            "switch_seconds": explanation.switch_seconds,
+            "traffic_states": explanation.traffic_states,
+            "probe_share": explanation.probe_share,
+            "margin": explanation.margin,
+            "policy": explanation.policy,
+            "profile_id": explanation.profile_id,
+            "cost_outliers": explanation.cost_outliers,
+            "kv_tokens_per_sequence": explanation.kv_tokens_per_sequence,
+            "warm_start": explanation.warm_start,
+            "bound": _bound(explanation),
+        },
+    }
+
+
+def _bound(explanation: Explanation) -> dict[str, Any] | None:
+    """The bound on the time per output token; None without one.  override_id: "" = the setting."""
+    state = explanation.bound
+    if state is None:
+        return None
+    return {
+        "seconds": state.bound.seconds,
+        "override_id": state.bound.override_id,
+        "expected_seconds": state.expected_seconds,
+        "kept": state.is_kept,
+        "binds": state.binds,
+        "kept_up_to": state.kept_up_to,
+    }
+
+
+def _costs(explanation: Explanation) -> dict[str, Any]:
+    """The cost table; frontier: [rows] index of the best legal arm.  row: of the last batch."""
+    table, arms = explanation.table, explanation.arms
+    prior = explanation.prior
+    rows = range(len(table.batch_sizes))
+    fitting = (j for j in rows if explanation.batch_size <= table.batch_sizes[j])
+    return {
+        "arms": [[value.arm.drafter, value.arm.gamma] for value in arms],
+        "batch_sizes": table.batch_sizes,
+        "seconds": table.seconds,
+        "tokens_per_second": table.tokens_per_second,
+        "source": [
+            [prior or ("extrapolated" if outside else "measured") for outside in line]
+            for line in table.extrapolated
+        ],
+        "legal": table.feasible,
+        "frontier": [
+            max(
+                range(len(arms)),
+                key=lambda i: (table.feasible[i][j], table.tokens_per_second[i][j]),
+            )
+            for j in rows
+        ],
+        "row": next(fitting, len(table.batch_sizes) - 1),
+        "batch_size": explanation.batch_size,
+        "arm": next(i for i, value in enumerate(arms) if value.chosen),
+    }
+
+
+def survival_curves(positions: Sequence[PositionEstimate]) -> list[dict[str, Any]]:
+    """s_k = a_1 ... a_k of each drafter over all traffic, with about 95 % confidence.
+
+    The variance of ln s_k is the sum of (deviation / a)^2 up to k (delta method, independent
+    positions).
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for estimate in positions:
+        if estimate.label:
+            continue
+        curve = found.setdefault(
+            estimate.drafter,
+            {"drafter": estimate.drafter, "survival": [], "low": [], "high": [], "exposures": []},
+        )
+        before = curve["survival"][-1] if curve["survival"] else 1.0
+        mean = max(estimate.conditional_acceptance, 1e-6)
+        variance = curve.get("variance", 0.0) + (estimate.deviation / mean) ** 2
+        width = exp(_Z * sqrt(variance))
+        curve["variance"] = variance
+        curve["survival"].append(before * mean)
+        curve["low"].append(before * mean / width)
+        curve["high"].append(min(1.0, before * mean * width))
+        curve["exposures"].append(estimate.exposures)
+    for curve in found.values():
+        del curve["variance"]
+    return list(found.values())
+
+
+def override_line(held: ActiveOverride) -> dict[str, Any]:
+    """Describes an override in force.  ends_at: Unix seconds, None without an end."""
+    override = held.override
+    message = override_to_proto(override)
+    left = held.remaining_seconds
+    return {
+        "override_id": override.override_id,
+        "scope": scope_text(message),
+        "rule": rule_text(message),
+        "author": f"{override.author} {held.origin}".rstrip(),
+        "reason": override.reason,
+        "created_at": held.created_at,
+        "ends_at": None if left is None else time.time() + left,
+    }

@@ -1,0 +1,142 @@
+"""Filters the fleet's engines, for lists of them.
+
+A filter has words, separated by spaces; an engine that matches all of them is listed.  FIELD=VALUE
+matches a field exactly; any other word is looked for in the ids of engine and overrides, and in the
+names of sidecar, model and drafter, without regard to case.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from controller.service.net.errors import InvalidQuestionError
+from controller.service.net.limits import READS_WAITING, Turns
+from controller.service.views.fleet_view import (
+    Fleet,
+    FleetEngine,
+    FleetTally,
+    FleetTotals,
+    FleetView,
+)
+
+# Characters and words of a filter: looking at 20,000 engines takes some milliseconds for each word.
+FILTER_MAX: Final = 256
+FILTER_WORDS_MAX: Final = 16
+# Selections of one view that are kept for others who ask the same.
+_KEPT_MAX = 16
+# Engines between two places where the work may be interrupted, a few microseconds each.
+_CHUNK = 16
+
+_FIELDS: Mapping[str, Callable[[FleetEngine], Sequence[str]]] = {
+    "sidecar": lambda engine: [engine.sidecar],
+    "engine": lambda engine: [engine.summary.engine_id],
+    "model": lambda engine: [engine.summary.target_model],
+    "drafter": lambda engine: [engine.summary.drafter],
+    "gamma": lambda engine: [str(engine.summary.gamma)],
+    "link": lambda engine: [engine.link],
+    "reason": lambda engine: [engine.summary.reason],
+    "override": lambda engine: engine.summary.overrides,
+}
+_SEARCHED = ("engine", "sidecar", "model", "drafter", "override")
+
+
+_Matches = Callable[[FleetEngine], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Holds the engines of a view that match a filter, by key, and their sums.
+
+    keys: of the engines, in the same order.
+    """
+
+    fleet: Fleet
+    engines: Sequence[FleetEngine]
+    keys: Sequence[str]
+    totals: FleetTotals
+
+    def after(self, key: str, most: int) -> Sequence[FleetEngine]:
+        """Returns the engines that follow a key, `most` of them at most."""
+        start = bisect_right(self.keys, key)
+        return self.engines[start : start + most]
+
+
+class FleetSearch:
+    """Selects engines for those who ask on one server; the same question is answered once.
+
+    turns: those in which other lists are made on this server.
+    """
+
+    def __init__(self, fleet_view: FleetView, turns: Turns) -> None:
+        self._fleet_view = fleet_view
+        self._turns = turns
+        self._selecting = Turns(READS_WAITING)
+        # By filter, of the newest view.
+        self._kept: dict[str, Selection] = {}
+
+    async def select(self, text: str) -> Selection:
+        """The engines that match.  Raises InvalidQuestionError, TooManyCallsError."""
+        matches = _matcher(text)
+        fleet = await self._fleet_view.look()
+        if (known := self._known(fleet, text)) is not None:
+            return known
+        async with self._selecting.turn():
+            # Somebody may have asked the same meanwhile.
+            if (known := self._known(fleet, text)) is not None:
+                return known
+            found = await self._turns.take_pieces(_selecting(fleet, matches))
+            if len(self._kept) >= _KEPT_MAX or any(
+                kept.fleet is not fleet for kept in self._kept.values()
+            ):
+                self._kept.clear()
+            self._kept[text] = found
+        return found
+
+    def _known(self, fleet: Fleet, text: str) -> Selection | None:
+        known = self._kept.get(text)
+        return known if known is not None and known.fleet is fleet else None
+
+
+def _selecting(fleet: Fleet, matches: _Matches) -> Generator[None, None, Selection]:
+    engines, keys, tally = list[FleetEngine](), list[str](), FleetTally()
+    for number, engine in enumerate(fleet.engines, 1):
+        if matches(engine):
+            engines.append(engine)
+            keys.append(engine.key)
+            tally.add(engine)
+        if number % _CHUNK == 0:
+            yield
+    return Selection(fleet, engines, keys, tally.totals())
+
+
+def _matcher(text: str) -> _Matches:
+    """Reads a filter.  Raises InvalidQuestionError."""
+    if len(text) > FILTER_MAX:
+        raise _refusal(f"has {len(text)} characters, and {FILTER_MAX} are allowed")
+    words = text.split()
+    if len(words) > FILTER_WORDS_MAX:
+        raise _refusal(f"has {len(words)} words, and {FILTER_WORDS_MAX} are allowed")
+    exact, searched = list[tuple[str, str]](), list[str]()
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            searched.append(word.casefold())
+        elif name in _FIELDS:
+            exact.append((name, value))
+        else:
+            raise _refusal(f"names the field {name[:40]!r}: there are {', '.join(_FIELDS)}")
+
+    def matches(engine: FleetEngine) -> bool:
+        if not all(value in _FIELDS[name](engine) for name, value in exact):
+            return False
+        # No word holds a space or a line's end.
+        names = "\n".join(found for field in _SEARCHED for found in _FIELDS[field](engine))
+        folded = names.casefold() if searched else ""
+        return all(word in folded for word in searched)
+
+    return matches
+
+
+def _refusal(why: str) -> InvalidQuestionError:
+    return InvalidQuestionError(f"the filter {why}", field_path="filter")

@@ -1,0 +1,225 @@
+"""The web page: files that lie in `controller/page`, and what they show, as JSON.
+
+    GET /, /page.css, /page.js, /icon.svg ... the page, and the chart library under /vendor
+    GET /api/v1/state                         sidecar, overrides, every engine in one line
+    GET /api/v1/engine?id=ENGINE&since=TIME   one engine in full, its history after TIME
+    GET /api/v1/fleet?filter=WORDS&limit=N&after=NEXT   a page of the fleet's engines, and totals
+
+Nothing can be changed here.  Requests have threads of their own (`http_server`); only what they ask
+the viewer runs on the event loop.  On the loopback address a request must name it as
+its host: a page of somebody else, whose name has been made to point here, does not.
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import Coroutine
+from dataclasses import asdict
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from importlib import resources
+from pathlib import PurePosixPath
+from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+import structlog
+
+from controller.service.net.errors import (
+    AddressTakenError,
+    InvalidQuestionError,
+    UnknownEngineError,
+)
+from controller.service.net.http_server import (
+    SILENCE_SECONDS,
+    HttpServer,
+    names_loopback,
+)
+from controller.service.net.limits import READS_WAITING, Turns
+from controller.service.views.engine_status import EngineLine
+from controller.service.views.fleet_filter import FleetSearch
+from controller.service.views.fleet_json import LIMIT, fleet_document
+from controller.service.views.fleet_view import FleetView
+from controller.service.views.status_cache import StatusCache
+from controller.settings.listeners import Listener
+from controller.util.loopback import is_loopback_host
+
+_JSON = "application/json; charset=utf-8"
+_TEXT = "text/plain; charset=utf-8"
+_KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    "": _TEXT,
+}
+_VENDORED = tuple(
+    f"vendor/uplot/{name}" for name in ("uPlot.iife.min.js", "uPlot.min.css", "LICENSE")
+)
+# All that is served of the folder.
+_FILES = (
+    "index.html", "page.css", "icon.svg", "alternatives.js", "chart.js", "costs.js", "dom.js",
+    "engines.js", "fleet.js", "now.js", "page.js", "survival.js", "theme.js", "time.js", "words.js",
+    *_VENDORED,
+)  # fmt: skip
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+# The event loop has to answer within this time.
+_ANSWER_SECONDS = 5.0
+
+Answer = TypeVar("Answer")
+
+_log = structlog.get_logger(__name__)
+
+
+class PageServer:
+    """Serves until it is closed.  Raises AddressTakenError."""
+
+    def __init__(
+        self,
+        status_cache: StatusCache,
+        fleet_view: FleetView,
+        loop: asyncio.AbstractEventLoop,
+        listener: Listener,
+    ) -> None:
+        folder = resources.files("controller") / "page"
+        self.status_cache = status_cache
+        self.fleet_search = FleetSearch(fleet_view, Turns(READS_WAITING))
+        self.files = {
+            f"/{name}": ((folder / name).read_bytes(), _KINDS[PurePosixPath(name).suffix])
+            for name in _FILES
+        }
+        self.files["/"] = self.files["/index.html"]
+        self.loopback = is_loopback_host(listener.host)
+        self._loop = loop
+        try:
+            self._server = HttpServer(listener.host, listener.port, _handler_of(self), "page")
+        except OSError as error:
+            raise AddressTakenError(
+                f"the page cannot be served on {listener.address}: {error.strerror}; name another "
+                "port with --page-port, or 0 for none"
+            ) from error
+        if not self.loopback:
+            _log.warning(
+                "page_open", address=listener.address, detail="anyone who reaches it may read"
+            )
+
+    def ask(self, question: Coroutine[Any, Any, Answer]) -> Answer:
+        """The viewer's answer, for a request's thread.  Raises TimeoutError."""
+        asked = asyncio.run_coroutine_threadsafe(question, self._loop)
+        try:
+            return asked.result(_ANSWER_SECONDS)
+        except TimeoutError:
+            asked.cancel()
+            raise
+
+    async def keep(self) -> None:
+        """Watches the server's thread; see HttpServer."""
+        await self._server.keep()
+
+    def close(self) -> None:
+        """Stops the server.  It must not be called on the event loop."""
+        self._server.close()
+
+
+def _handler_of(page: PageServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(_PageHandler):
+        of = page
+
+    return Handler
+
+
+class _PageHandler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    of: PageServer
+    timeout = SILENCE_SECONDS
+    server_version, sys_version = "controller", ""
+
+    def do_GET(self) -> None:
+        """Answers a GET request."""
+        if self.of.loopback and not names_loopback(self.headers.get("Host", "")):
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"this host is not served here\n", _TEXT)
+            return
+        try:
+            url = urlsplit(self.path)
+            if (file := self.of.files.get(url.path)) is not None:
+                self._answer(HTTPStatus.OK, *file)
+                return
+            found = self._look(url.path, parse_qs(url.query))
+        except _NoSuchPathError:
+            self._answer(HTTPStatus.NOT_FOUND, b"there is nothing here\n", _TEXT)
+        except (UnknownEngineError, InvalidQuestionError, ValueError) as error:
+            unknown = isinstance(error, UnknownEngineError)
+            status = HTTPStatus.NOT_FOUND if unknown else HTTPStatus.BAD_REQUEST
+            self._answer(status, f"{error}\n".encode(), _TEXT)
+        except TimeoutError:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the sidecar is too busy\n", _TEXT)
+        else:
+            text = json.dumps(_finite(found), separators=(",", ":"), allow_nan=False)
+            self._answer(HTTPStatus.OK, text.encode(), _JSON)
+
+    do_HEAD = do_GET  # noqa: N815  # the base class names it
+
+    def _look(self, path: str, query: dict[str, list[str]]) -> dict[str, Any]:
+        if path == "/api/v1/state":
+            return self.of.ask(self.of.status_cache.state())
+        if path == "/api/v1/engine":
+            since = float(query.get("since", ["0"])[0])
+            if not math.isfinite(since):
+                raise ValueError("since: Unix seconds are needed")
+            return self.of.ask(self.of.status_cache.engine(query.get("id", [""])[0], since))
+        if path == "/api/v1/fleet":
+            words, after = query.get("filter", [""])[0], query.get("after", [""])[0]
+            limit = int(query.get("limit", [str(LIMIT)])[0])
+            return fleet_document(self.of.ask(self.of.fleet_search.select(words)), limit, after)
+        raise _NoSuchPathError
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+        known = status is HTTPStatus.OK and self.headers.get("If-None-Match") == tag
+        if known:
+            status, body = HTTPStatus.NOT_MODIFIED, b""
+        self.send_response(status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET, HEAD")
+        self.send_header("ETag", tag)
+        if not known:
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Sends an error like every other answer, instead of the base class's page."""
+        unknown = code == HTTPStatus.NOT_IMPLEMENTED
+        status = HTTPStatus.METHOD_NOT_ALLOWED if unknown else HTTPStatus(code)
+        self._answer(status, f"{status.phrase}\n".encode(), _TEXT)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class names it
+        """Logs nothing, since there is a request a second for each person who looks."""
+
+
+class _NoSuchPathError(Exception):
+    """Nothing is served there."""
+
+
+def _finite(value: Any) -> Any:
+    """The same for JSON, which has no infinities: null."""
+    if isinstance(value, EngineLine):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

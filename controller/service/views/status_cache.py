@@ -1,0 +1,153 @@
+"""Looks at the engines for everybody who looks: once a second at most, whoever asks.
+
+    every second    a point of every engine's history, off its counters
+    when asked      estimates, one `explain` of the core for an engine; kept for a second, or
+                    longer where many engines would make that more than `_SHARE_MAX` of the time
+
+Everything runs on the event loop and yields between engines: steering goes on.
+"""
+
+import asyncio
+import math
+import time
+from typing import Any
+
+import structlog
+
+import controller
+from controller.core.clock import Clock
+from controller.service.sessions.history import FIELDS
+from controller.service.sessions.override_registry import OverrideRegistry
+from controller.service.sessions.registry import SessionRegistry
+from controller.service.sessions.session import EngineSession
+from controller.service.views.alternatives import SECONDS, alternatives
+from controller.service.views.engine_snapshot import EngineSnapshot
+from controller.service.views.engine_status import (
+    EngineLine,
+    engine_detail,
+    line_of,
+    no_line,
+    override_line,
+)
+from controller.service.views.paging import why_not
+from controller.service.views.readiness import Readiness
+from controller.wire.override_text import PRECEDENCE
+
+_log = structlog.get_logger(__name__)
+
+_SECONDS = 1.0
+# The most of the event loop's time that looking takes.
+_SHARE_MAX = 0.05
+# Engines between two yields of the background's work, each of a few microseconds.
+_CHUNK = 32
+
+
+class StatusCache:
+    """One per sidecar."""
+
+    def __init__(
+        self,
+        registry: SessionRegistry,
+        override_registry: OverrideRegistry,
+        readiness: Readiness,
+        clock: Clock,
+    ) -> None:
+        self._registry = registry
+        self._override_registry = override_registry
+        self._readiness = readiness
+        self._clock = clock
+        # Views that are still fresh, each with the time until which it is; `keep` drops the rest,
+        # so that no session is kept in memory for having been looked at.
+        self._views: dict[EngineSession, tuple[float, EngineSnapshot]] = {}
+        self._lines: tuple[EngineLine, ...] = ()
+        self._lines_until = -math.inf
+        # What making the newest lines took of the event loop.
+        self.lines_seconds = 0.0
+        self._looking = asyncio.Lock()
+
+    async def lines(self) -> tuple[EngineLine, ...]:
+        """Every engine, by its id."""
+        async with self._looking:
+            if self._clock.now() < self._lines_until:
+                return self._lines
+            lines, busy = [], 0.0
+            for session in sorted(self._registry, key=lambda session: session.engine_id):
+                began = time.monotonic()
+                lines.append(self._line(session))
+                busy += time.monotonic() - began
+                await asyncio.sleep(0)
+            self._lines, self.lines_seconds = tuple(lines), busy
+            self._lines_until = self._clock.now() + max(_SECONDS, busy / _SHARE_MAX)
+            return self._lines
+
+    async def state(self) -> dict[str, Any]:
+        """The sidecar, its overrides and every engine's line, for JSON."""
+        lines = await self.lines()
+        store = self._override_registry.health
+        return {
+            "version": controller.__version__,
+            "engines": lines,
+            "overrides": list(map(override_line, self._override_registry.held())),
+            "precedence": PRECEDENCE,
+            "store": {"ok": store.ok, "detail": store.detail},
+            "troubles": [
+                f"{it.service or 'the sidecar'} is NOT_SERVING: {it.detail}"
+                for it in self._readiness.services()
+                if not it.serving
+            ],
+        }
+
+    async def engine(self, engine_id: str, since: float) -> dict[str, Any]:
+        """One engine in full, with the points of its history after `since`, for JSON.
+
+        Raises UnknownEngineError.
+        """
+        session = self._registry.by_engine(engine_id)
+        view, history = self._view(session), session.history
+        return engine_detail(view) | {
+            "fields": FIELDS,
+            "points": history.since(since),
+            "alternatives": alternatives(
+                view.explanation.table,
+                [value.arm for value in view.explanation.arms],
+                history.drafters,
+                history.since(time.time() - SECONDS),
+            ),
+        }
+
+    def _line(self, session: EngineSession) -> EngineLine:
+        try:
+            return line_of(self._view(session))
+        except Exception as error:  # noqa: BLE001  # whatever is wrong with one, others are shown
+            _log.exception("engine_not_shown", engine=session.engine_id)
+            return no_line(session, why_not(error))
+
+    def _view(self, session: EngineSession) -> EngineSnapshot:
+        now = self._clock.now()
+        until, view = self._views.get(session, (-math.inf, None))
+        if view is None or now >= until:
+            view = EngineSnapshot.of(session)
+            self._views[session] = (now + _SECONDS, view)
+        return view
+
+    async def keep(self) -> None:
+        """Keeps the engines' histories, until cancelled."""
+        while True:
+            now = time.time()
+            for number, session in enumerate(self._registry, 1):
+                try:
+                    session.remember(now)
+                except Exception:  # noqa: BLE001  # as above
+                    _log.exception("history_not_kept", engine=session.engine_id)
+                if number % _CHUNK == 0:
+                    await asyncio.sleep(0)
+            self._drop_views()
+            await asyncio.sleep(_SECONDS)
+
+    def _drop_views(self) -> None:
+        now = self._clock.now()
+        self._views = {
+            session: (until, view)
+            for session, (until, view) in self._views.items()
+            if now < until and not session.is_over
+        }

@@ -1,0 +1,66 @@
+"""Settings that every shim has besides those of the link."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Self
+
+from pydantic import Field
+
+from engine_shim.common.checks import Check, require
+from engine_shim.common.errors import PluginError
+from engine_shim.link.errors import LinkSettingsError
+from engine_shim.link.settings import LinkSettings
+
+_log = logging.getLogger(__name__)
+
+
+class ShimSettings(LinkSettings):
+    """One field for each SPECULATION_* variable; a shim adds its own."""
+
+    allow_unknown_version: bool = Field(
+        default=False,
+        description="Start on a version of the engine that this plugin was not tested with. Its "
+        "self-check still runs.",
+    )
+
+    @classmethod
+    def load_or_refuse(cls) -> Self:
+        """Settings from the environment.  Raises PluginError."""
+        try:
+            return cls.load()
+        except LinkSettingsError as error:
+            raise PluginError(str(error)) from error
+
+    def version_check(
+        self, engine: str, found: str, tested: Sequence[str], alike: Sequence[str] = ()
+    ) -> Check:
+        """Checks whether the plugin knows a version of its engine.
+
+        engine: its name for people.  found: "" if it is not known.  alike: versions that the tests
+        do not run, but whose source was read: they have all that is used.
+        """
+        known = found in tested or found in alike or self.allow_unknown_version
+        return Check(
+            f"version of {engine}",
+            found or "unknown",
+            ""
+            if known
+            else f"{engine} {found or 'of unknown version'} is installed, the plugin is tested "
+            f"with {' and '.join(tested)}; SPECULATION_ALLOW_UNKNOWN_VERSION=1 tries anyway",
+        )
+
+    def require_version(
+        self, engine: str, found: str, tested: Sequence[str], alike: Sequence[str] = ()
+    ) -> None:
+        """Raises UnsupportedEngineError for a version that the plugin does not know.
+
+        The arguments are those of `version_check`; versions that are alike start with a warning.
+        """
+        require([self.version_check(engine, found, tested, alike)])
+        if found in alike:
+            _log.warning(
+                "%s %s has what the plugin uses, and the plugin's tests do not run it: they run %s",
+                engine, found, " and ".join(tested),
+            )  # fmt: skip

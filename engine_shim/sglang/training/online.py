@@ -1,0 +1,212 @@
+"""Trains a drafter by test-time speculation: an optimiser step on what a round has verified.
+
+Paper: Test-Time Speculation, arXiv:2605.09329, Algorithm 1 and section 4.1.  The target is the
+teacher, the draft the student, and the drafted canvas the sample:
+
+    L(q) = sum_k w_k KL(p_k || q_k) + proximal * sum_k w_k KL(q_t,k || q_k)
+
+with p_k the target's distribution of the canvas's token k, q_t the draft as it was when the round
+began, w_k = discount ** (k - 1), by default that of the drafter's own recipe.  Beside the canvas a
+round here holds the last few positions of each request, whose target distributions an earlier round
+left: as many more anchors to draft from.
+
+The second term has no gradient at q = q_t: it counts from the second of `steps` on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine_shim.sglang.training.students import DraftStudent
+
+
+@dataclass(frozen=True)
+class OnlineSettings:
+    """The settings of online learning.  Raises ValueError for values that cannot work.
+
+    learning_rate: of AdamW. proximal: the paper's lambda.  discount: of a draft position beyond the
+    first, None for the drafter's own (`position_discount`). steps: optimiser steps a round, K.
+    anchors: positions a request is drafted from, 1 for the canvas alone.  window: positions kept of
+    a request.  top: the target's likeliest tokens that are kept of each position; the others count
+    together.
+    """
+
+    learning_rate: float = 1e-3
+    proximal: float = 0.0
+    discount: float | None = None
+    steps: int = 1
+    anchors: int = 16
+    window: int = 256
+    top: int = 64
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.learning_rate < 1:
+            raise ValueError(f"learning rate {self.learning_rate} must lie in (0, 1)")
+        if not 0 <= self.proximal < float("inf"):
+            raise ValueError(f"proximal weight {self.proximal} must be 0 or more")
+        if self.discount is not None and not 0 < self.discount <= 1:
+            raise ValueError(f"discount {self.discount} must lie in (0, 1]")
+        if not 1 <= self.anchors < self.window:
+            raise ValueError(
+                f"anchors {self.anchors} must be 1 or more, and fewer than window {self.window}"
+            )
+        if min(self.steps, self.top) < 1 or not self.clip > 0:
+            raise ValueError(
+                f"steps {self.steps} and top {self.top} must be 1 or more, clip {self.clip} above 0"
+            )
+
+
+class Round(NamedTuple):
+    """The tokens that a step has verified, right-aligned: B requests, T positions, gamma drafted.
+
+    tokens: int64 [B, T].  features: [B, T, feature layers * hidden], of the target.
+    top_tokens, top_logs: [B, T, top], the target's likeliest successors and their log-probability.
+    taught: bool [B, T], where those are known.  valid: bool [B, T], where there is a position.
+    positions: int64 [B, T].
+    """
+
+    tokens: Tensor
+    features: Tensor
+    top_tokens: Tensor
+    top_logs: Tensor
+    taught: Tensor
+    valid: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterUpdate:
+    """One round learnt from.  loss: before it, in nats; seconds: of the whole."""
+
+    loss: float
+    seconds: float
+
+
+class NotFiniteError(ArithmeticError):
+    """Loss, gradient or weights were not finite; the student is as it was before."""
+
+
+class OnlineStudent:
+    """A student and its optimiser."""
+
+    def __init__(self, student: DraftStudent, settings: OnlineSettings) -> None:
+        self.student = student
+        self._settings = settings
+        own = student.position_discount
+        self._discount = own if settings.discount is None else settings.discount
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets the optimiser's averages: the weights were replaced."""
+        self._optimizer = torch.optim.AdamW(
+            self.student.parameters(),
+            lr=self._settings.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=True,
+        )
+
+    def learn(self, found: Round, gamma: int) -> DrafterUpdate:
+        """Makes a round's optimiser steps.  Raises NotFiniteError, and has changed nothing then."""
+        began = perf_counter()
+        parameters = list(self.student.parameters())
+        before = [parameter.detach().clone() for parameter in parameters]
+        reference: list[Tensor] | None = None
+        first = float("nan")
+        for step in range(self._settings.steps):
+            logs = self._logs(found, gamma)
+            if self._settings.proximal and reference is None:
+                reference = [row.detach() for row in logs]
+            loss = self._loss(found, logs, reference)
+            self._optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.clip)
+            if not bool(torch.isfinite(loss)) or not bool(torch.isfinite(norm)):
+                self._undo(parameters, before)
+                raise NotFiniteError(f"loss {loss.item()}, gradient norm {float(norm)}")
+            if not step:
+                first = float(loss.detach())
+            self._optimizer.step()
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
+            self._undo(parameters, before)
+            raise NotFiniteError("an optimiser step made weights that are NaN or infinite")
+        return DrafterUpdate(first, perf_counter() - began)
+
+    def _undo(self, parameters: list[torch.nn.Parameter], before: list[Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, old in zip(parameters, before, strict=True):
+                parameter.copy_(old)
+        self.restart()
+
+    def _logs(self, found: Round, gamma: int) -> list[Tensor]:
+        """Computes log-probabilities of each draft position, [B, anchors, draft vocabulary]."""
+        rows = self._rows(found, gamma)
+        unrolled = self.student.unroll(
+            found.features[:, :rows],
+            found.tokens,
+            gamma,
+            first_anchor=max(0, rows - self._settings.anchors),
+            positions=found.positions[:, :rows],
+            valid=found.valid[:, :rows],
+        )
+        return [functional.log_softmax(logits, dim=-1) for logits in unrolled]
+
+    def _rows(self, found: Round, gamma: int) -> int:
+        """Counts the positions before the canvas's first token, which a chain can start from."""
+        return found.tokens.shape[1] - gamma - 1
+
+    def _loss(self, found: Round, logs: list[Tensor], reference: list[Tensor] | None) -> Tensor:
+        rows = self._rows(found, len(logs))
+        first = max(0, rows - self._settings.anchors)
+        columns = self.student.columns(found.top_tokens)
+        total = weight = torch.zeros(())
+        for step, student in enumerate(logs):
+            at = slice(first + 1 + step, rows + 1 + step)
+            counts = found.taught[:, at] & found.valid[:, first:rows]
+            rows_loss = divergence(columns[:, at], found.top_logs[:, at], student)
+            if reference is not None:
+                near = functional.kl_div(
+                    student, reference[step], log_target=True, reduction="none"
+                ).sum(-1)
+                rows_loss = rows_loss + self._settings.proximal * near
+            factor = self._discount**step
+            total = total + factor * torch.where(counts, rows_loss, 0.0).sum()
+            weight = weight + factor * counts.sum()
+        return total / weight.clamp_min(1.0)
+
+
+def divergence(columns: Tensor, top_logs: Tensor, student: Tensor) -> Tensor:
+    """Computes KL(target || student) [B, A] in nats, over the listed tokens and one bucket.
+
+    columns: int64 [B, A, top], the columns of the target's likeliest tokens in ``student``, -1 for
+    a token that the drafter cannot draft.  top_logs: [B, A, top], their log-probabilities.
+    student: log-probabilities [B, A, draft vocabulary].
+
+    The bucket holds everything else: of the target all tokens that are not listed or cannot be
+    drafted, of the student all columns that are not listed.  So the loss is finite whatever the
+    draft vocabulary misses, and it is the divergence of the whole distributions where nothing is
+    missing.  The trainers of EAGLE-3 (arXiv:2503.01840, `traineagle3/cnets.py` of its repository)
+    and SpecForge (arXiv:2603.18567, `_compute_target_p`) have the target's logits of all tokens:
+    they renormalise the target over the draft vocabulary, and leave out positions whose likeliest
+    token is not in it.  The bucket keeps those positions, where it teaches the drafter that none of
+    its listed tokens is likely.
+    """
+    listed = columns >= 0
+    mine = student.gather(-1, columns.clamp_min(0))
+    theirs = torch.where(listed, top_logs.exp(), 0.0)
+    # What has no probability has no part in the divergence, whatever its logarithm.
+    terms = torch.where(theirs > 0, theirs * (top_logs - mine), 0.0)
+    rest = _rest(theirs.sum(-1))
+    return terms.sum(-1) + rest.exp() * (rest - _rest(torch.where(listed, mine.exp(), 0.0).sum(-1)))
+
+
+def _rest(listed: Tensor) -> Tensor:
+    """Computes the log-probability of the bucket from the probability of what is listed."""
+    return torch.log1p(-listed.clamp_max(1 - 1e-6))

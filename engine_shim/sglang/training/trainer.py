@@ -1,0 +1,131 @@
+"""Trains an engine's drafter in a process of its own.
+
+A thread of the engine would do the same work, and delay the engine's steps by as much: they share
+one interpreter.  The engine starts this module, hands over memory and a socket (see exchange.py)
+and what to build as JSON; the process ends with the engine's end of the socket.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_shim.sglang.training.blocks import Borrowed
+from engine_shim.sglang.training.exchange import (
+    Channel,
+    Layout,
+    Message,
+    MessageKind,
+    SharedTensors,
+)
+from engine_shim.sglang.training.online import NotFiniteError, OnlineSettings, OnlineStudent, Round
+from engine_shim.sglang.training.rings import read_round
+from engine_shim.sglang.training.students import DraftShape, decoded, encoded, student_of
+
+# Below the engine's priority, which shares the processor.
+_NICE = 5
+WEIGHT = "weight:"
+BORROWED = "borrowed:"
+
+
+def order(
+    shape: DraftShape,
+    settings: OnlineSettings,
+    layouts: dict[str, Layout],
+    *,
+    threads: int,
+    device: str,
+) -> str:
+    """Encodes the arguments of `main` as JSON.  device: of torch, to compute on."""
+    return json.dumps(
+        {
+            "shape": encoded(shape),
+            "settings": asdict(settings),
+            "layouts": layouts,
+            "threads": threads,
+            "device": device,
+        }
+    )
+
+
+class Trainer:
+    """Learns from rounds in shared memory, and writes the weights there."""
+
+    def __init__(self, asked: dict[str, Any], memory: SharedTensors) -> None:
+        self._tensors = memory.tensors
+        self._borrowed = _starting_with(BORROWED, self._tensors)
+        self._device = torch.device(asked["device"])
+        student = student_of(decoded(asked["shape"]), Borrowed(**self._borrowed))
+        self._online = OnlineStudent(student.to(self._device), OnlineSettings(**asked["settings"]))
+        self._weights = _starting_with(WEIGHT, self._tensors)
+        self.take_weights()
+
+    def take_weights(self) -> None:
+        """Continues from the weights in shared memory, the target's included."""
+        for name, part in self._borrowed.items():
+            getattr(self._online.student, name).copy_(part)
+        self._online.student.load_state_dict(self._weights)
+        self._online.restart()
+
+    def answer(self, message: Message) -> Message:
+        """Does what the engine asks for."""
+        if message.kind is MessageKind.TAKE_WEIGHTS:
+            self.take_weights()
+            return Message(MessageKind.READY)
+        read = read_round(self._tensors, message.requests)
+        found = Round(*(part.to(self._device) for part in read))
+        # Behind the first position that a draft can begin from there may be fewer.
+        depth = min(message.gamma, found.tokens.shape[1] - 2)
+        try:
+            update = self._online.learn(found, depth)
+        except NotFiniteError as error:
+            return Message(MessageKind.REFUSED, text=str(error))
+        state = self._online.student.state_dict()
+        for name, tensor in self._weights.items():
+            tensor.copy_(state[name])
+        return Message(MessageKind.LEARNT, loss=update.loss, seconds=update.seconds)
+
+
+def _starting_with(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def main(memory_fd: int, socket_fd: int, text: str) -> None:
+    """Serves the engine until it has gone."""
+    os.nice(_NICE)
+    asked = json.loads(text)
+    torch.set_num_threads(asked["threads"])
+    layouts = {
+        name: Layout(tuple(shape), dtype) for name, (shape, dtype) in asked["layouts"].items()
+    }
+    channel = Channel(socket.socket(fileno=socket_fd))
+    try:
+        trainer = Trainer(asked, SharedTensors(layouts, memory_fd))
+        channel.send(Message(MessageKind.READY))
+        while (message := _next(channel)) is not None and channel.send(trainer.answer(message)):
+            pass
+    finally:
+        channel.close()
+
+
+def _next(channel: Channel) -> Message | None:
+    """Waits for the engine's next message; None once it has gone."""
+    try:
+        return channel.receive(wait=True)
+    except EOFError:
+        return None
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

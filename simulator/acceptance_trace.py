@@ -1,0 +1,274 @@
+"""Recorded acceptance, replayed sequentially: position by position of what was really generated."""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.engine_spec import MAX_GAMMA
+from simulator.errors import InvalidInputError
+from simulator.match_lengths import match_lengths
+from simulator.reading import csv_rows, shown, text_lines
+from simulator.workload import RequestPool
+
+# Rounds tell nothing of requests: so many of one category, in a row, are made into one.
+_ROUNDS_A_REQUEST = 256
+_CONTEXT_OF_ROUNDS = 384
+
+
+# A line holds a request.  About 20 bytes a token: this is room for 800,000 of them.
+_JSON_LINE_BYTES_MAX = 16 << 20
+_PREFIX = "acc_"
+_LENGTHS = "acc_len"
+_PROMPT = "prompt_token_ids"
+_OUTPUT = "generated_token_ids"
+_TOKENS_MAX = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One recorded request.
+
+    kind: of its traffic: the file or the category that it comes from.
+    accepted: drafter -> [positions or more] of uint8, drafts accepted if drafting started there.
+    context_tokens: of its prompt.
+    matches: [positions or more] of uint8, tokens of a lookup's match; None if nobody knows.
+    """
+
+    kind: str
+    context_tokens: int
+    accepted: Mapping[str, NDArray[np.uint8]]
+    matches: NDArray[np.uint8] | None = None
+
+    @property
+    def positions(self) -> int:
+        """Output tokens that were recorded of every drafter."""
+        return min(len(values) for values in self.accepted.values())
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceTrace:
+    """Provides recorded acceptance: recorded requests, each replayed from its first position on.
+
+    The order of the requests is drawn; every one is served once before any is served again.
+    labelled: their kinds are the classes that the engine reports, as if clients named them; else
+    it reports no class, as a shim does.  Raises InvalidInputError for no request.
+    """
+
+    name: str
+    recorded: tuple[RecordedRequest, ...]
+    labelled: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.recorded:
+            raise InvalidInputError(self.name, 0, "there is no request in the bank")
+
+    @classmethod
+    def load(cls, paths: Sequence[str | Path], *, labelled: bool = False) -> "AcceptanceTrace":
+        """SpecDecode-Bench JSONL files, mixed as they are; see `read_requests`.
+
+        The stem of its file is the kind of a request.
+
+        Raises InvalidInputError for what the reader refuses, for no file, and for files that do not
+        record the same drafters.
+        """
+        if not paths:
+            raise InvalidInputError("bank", 0, "no file is named")
+        files = [Path(path) for path in paths]
+        recorded: list[RecordedRequest] = []
+        for file in files:
+            mine = read_requests(file, file.stem)
+            if recorded and recorded[0].accepted.keys() != mine[0].accepted.keys():
+                raise InvalidInputError(
+                    file, 0,
+                    f"drafters {sorted(mine[0].accepted)} are recorded, "
+                    f"{sorted(recorded[0].accepted)} in {files[0]}",
+                )  # fmt: skip
+            recorded += mine
+        return cls(_name(files), tuple(recorded), labelled)
+
+    @classmethod
+    def load_rounds(
+        cls, paths: Mapping[str, str | Path], *, labelled: bool = False
+    ) -> "AcceptanceTrace":
+        """Drafter -> CSV of rounds; see `read_rounds`.
+
+        Rounds of a category, in the order of the file, are cut into requests of 256 positions (the
+        last one takes what is left over).  A step at any position meets the round of that position,
+        so that rounds which fall within an accepted draft are passed over.  Several drafters are
+        paired category by category, as far as the shorter record goes.  The category is the kind of
+        a request.
+
+        Raises InvalidInputError for what the reader refuses, for no file, and for a category that
+        one of the files lacks.
+        """
+        if not paths:
+            raise InvalidInputError("bank", 0, "no file is named")
+        files = {drafter: Path(path) for drafter, path in paths.items()}
+        rounds = {drafter: read_rounds(file) for drafter, file in files.items()}
+        categories = dict.fromkeys(itertools.chain.from_iterable(rounds.values()))
+        recorded: list[RecordedRequest] = []
+        for category in categories:
+            for drafter, mine in rounds.items():
+                if category not in mine:
+                    raise InvalidInputError(files[drafter], 0, f"there is no round of {category!r}")
+            together = {drafter: mine[category] for drafter, mine in rounds.items()}
+            recorded += _cut(category, together)
+        return cls(_name(files.values()), tuple(recorded), labelled)
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Drafters that were recorded."""
+        return tuple(self.recorded[0].accepted)
+
+    def pool(
+        self,
+        rng: np.random.Generator,
+        requests: int,
+        output_tokens: NDArray[np.int64] | None = None,
+        context_tokens: NDArray[np.int64] | None = None,
+    ) -> RequestPool:
+        """Draws a pool, as `AcceptanceSource.pool` does.  Own lengths are the recorded ones."""
+        orders = (rng.permutation(len(self.recorded)).tolist() for _ in itertools.count())
+        order = itertools.islice(itertools.chain.from_iterable(orders), requests)
+        chosen = [self.recorded[i] for i in order]
+        if output_tokens is None:
+            output_tokens = np.array([r.positions for r in chosen], dtype=np.int64)
+        if context_tokens is None:
+            context_tokens = np.array([r.context_tokens for r in chosen], dtype=np.int64)
+        names = tuple(dict.fromkeys(r.kind for r in self.recorded))
+        kinds = np.array([names.index(r.kind) for r in chosen], dtype=np.int64)
+        served = list(zip(chosen, output_tokens.tolist(), strict=True))
+        return RequestPool(
+            context_tokens,
+            output_tokens,
+            np.cumsum(output_tokens) - output_tokens,
+            kinds if self.labelled else np.zeros_like(kinds),
+            {
+                # np.resize starts again at the beginning where the record ends.
+                drafter: np.concatenate(
+                    [np.resize(r.accepted[drafter][: r.positions], n) for r, n in served]
+                )
+                for drafter in self.drafters
+            },
+            names if self.labelled else ("",),
+            kinds,
+            _matches(served),
+        )
+
+
+def _matches(served: Sequence[tuple[RecordedRequest, int]]) -> NDArray[np.uint8] | None:
+    """[positions] match lengths of requests that are served for so many tokens; None: unknown."""
+    parts = [
+        np.resize(request.matches[: request.positions], tokens)
+        for request, tokens in served
+        if request.matches is not None
+    ]
+    return np.concatenate(parts) if len(parts) == len(served) > 0 else None
+
+
+def _cut(kind: str, rounds: Mapping[str, NDArray[np.uint8]]) -> Iterator[RecordedRequest]:
+    whole = RecordedRequest(kind, _CONTEXT_OF_ROUNDS, rounds)
+    pieces = max(1, whole.positions // _ROUNDS_A_REQUEST)
+    for piece in range(pieces):
+        start = piece * _ROUNDS_A_REQUEST
+        end = whole.positions if piece == pieces - 1 else start + _ROUNDS_A_REQUEST
+        yield replace(whole, accepted={d: values[start:end] for d, values in rounds.items()})
+
+
+def _name(files: Iterable[Path]) -> str:
+    return "+".join(dict.fromkeys(file.stem for file in files))
+
+
+def read_requests(path: Path, kind: str) -> list[RecordedRequest]:
+    """SpecDecode-Bench JSONL (arXiv 2601.11580): one request a line, all of this kind.
+
+    Every key `acc_NAME` is a drafter; its `acc_len` lists, for every output position, the tokens
+    that a step there gains: the accepted drafts and the bonus token, so that 1 is nothing accepted.
+    Where the lists of a request differ in length, the positions that all drafters have count.
+    `prompt_token_ids` is the context.  With `generated_token_ids`, the output from the first
+    position on, it tells what a prompt lookup finds again.
+
+    Raises InvalidInputError with the line: not JSON, a key that is missing, a list that is empty,
+    something that is no token, an output shorter than the positions, a length that is no whole
+    number or leaves 1..MAX_GAMMA + 1, drafters other than the first line's; and for a file without
+    a request.
+    """
+    found: list[RecordedRequest] = []
+    for line, text in text_lines(path, _JSON_LINE_BYTES_MAX):
+        if text.strip():
+            recorded = _request(path, line, text, kind)
+            if found and recorded.accepted.keys() != found[0].accepted.keys():
+                drafters, first = sorted(recorded.accepted), sorted(found[0].accepted)
+                fault = f"drafters {drafters} are recorded, {first} in the first line"
+                raise InvalidInputError(path, line, fault)
+            found.append(recorded)
+    if not found:
+        raise InvalidInputError(path, 0, "there is no request in the file")
+    return found
+
+
+def _request(path: Path, line: int, text: str, kind: str) -> RecordedRequest:
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(path, line, f"not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidInputError(path, line, f"an object is needed, not {type(body).__name__}")
+    prompt = body.get(_PROMPT)
+    if not isinstance(prompt, list):
+        raise InvalidInputError(path, line, f"a list {_PROMPT!r} is needed, not {shown(prompt)}")
+    names = [key for key in body if key.startswith(_PREFIX) and key != _PREFIX]
+    if not names:
+        raise InvalidInputError(path, line, f"no key {_PREFIX}NAME names a drafter")
+    accepted = {
+        name.removeprefix(_PREFIX): _accepted(path, line, name, body[name]) for name in names
+    }
+    request = RecordedRequest(kind, len(prompt), accepted)
+    if (output := body.get(_OUTPUT)) is None:
+        return request
+    if not isinstance(output, list) or len(output) < request.positions:
+        fault = f"{_OUTPUT!r} is no list of {request.positions} tokens or more"
+        raise InvalidInputError(path, line, fault)
+    tokens = [*prompt, *output]
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < _TOKENS_MAX:
+            raise InvalidInputError(path, line, f"{shown(token)} is no token")
+    return replace(request, matches=match_lengths(np.array(tokens, dtype=np.int64), len(prompt)))
+
+
+def _accepted(path: Path, line: int, name: str, value: object) -> NDArray[np.uint8]:
+    lengths = value.get(_LENGTHS) if isinstance(value, dict) else None
+    where = f"{name}.{_LENGTHS}"
+    if not isinstance(lengths, list):
+        raise InvalidInputError(path, line, f"a list {where} is needed, not {shown(lengths)}")
+    if not lengths:
+        raise InvalidInputError(path, line, f"{where} is empty")
+    for position, length in enumerate(lengths):
+        if type(length) is not int:
+            fault = f"{where}[{position}] is {shown(length)}, no whole number"
+            raise InvalidInputError(path, line, fault)
+        if not 1 <= length <= MAX_GAMMA + 1:
+            fault = f"{where}[{position}] is {shown(length)}, which leaves 1..{MAX_GAMMA + 1}"
+            raise InvalidInputError(path, line, fault)
+    return (np.array(lengths, dtype=np.int64) - 1).astype(np.uint8)
+
+
+def read_rounds(path: Path) -> dict[str, NDArray[np.uint8]]:
+    """Category -> [rounds] of uint8, accepted drafts: a CSV with header `commits,category,...`.
+
+    As inference-lab writes and reads it, `commits` counts the drafts that were accepted when the
+    full depth was drafted, the bonus token excluded: a draft cut to gamma accepts
+    min(commits, gamma).  The further columns (a0, a1, ...: confidences) are left out.
+
+    Raises InvalidInputError with the line: no such columns, a field count that does not fit,
+    commits that is no whole number or leaves 0..MAX_GAMMA; and for a file without a round.
+    """
+    rounds: dict[str, list[int]] = {}
+    for row in csv_rows(path, ("commits", "category"), others=True):
+        rounds.setdefault(row.fields["category"], []).append(row.whole("commits", 0, MAX_GAMMA))
+    return {category: np.array(values, dtype=np.uint8) for category, values in rounds.items()}

@@ -1,0 +1,397 @@
+"""The running batch: which requests are in it, where each stands, who comes next."""
+
+import bisect
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import mul
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.engine_spec import MAX_GAMMA
+from controller.core.plan import MixtureRule
+from simulator.errors import InvalidInputError
+from simulator.latency import RequestTimes
+from simulator.policy import IdleCounts, RowEvidence
+from simulator.rows import RowChoice
+from simulator.surface import CostSurface
+from simulator.workload import (
+    ClosedLoop,
+    PhaseStart,
+    RequestPool,
+    Workload,
+    WorkloadPhase,
+    distinct_pools,
+)
+
+_ACCEPTED = range(MAX_GAMMA + 1)
+
+
+class _PoolRows:
+    """Holds what a batch reads of a pool; `base`: offsets in the joint acceptance arrays."""
+
+    def __init__(
+        self, pool: RequestPool, start: int, first_kind: int, label_names: list[str]
+    ) -> None:
+        labels = np.array([label_names.index(name) for name in pool.label_names])[pool.labels]
+        self.base: NDArray[np.int64] = pool.offsets + start
+        self.label: NDArray[np.int64] = labels
+        self.kind: NDArray[np.int64] = pool.kind_of + first_kind
+        # Plain lists: requests are admitted one by one.
+        self.context: list[int] = pool.context_tokens.tolist()
+        self.output: list[int] = pool.output_tokens.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class _SetAside:
+    """Sequences that wait for the return of their phase, and the next request of its pool.
+
+    rows: [8, sequences], as in `Batch`.  prefilling: requests whose prompts were not read yet.
+    """
+
+    rows: NDArray[np.int64]
+    kv_tokens: int
+    prefilling: tuple[list[int], ...]
+    next_request: int
+
+
+class Batch:
+    """Sequences of a workload under continuous batching.  One object per run.
+
+    All per-sequence state is in numpy arrays of which the first `size` entries are in use.
+    idle_positions: draft positions at which idle drafters are evaluated, 0 if nobody asks for that;
+    `idle` holds the last step's result.  `evidence` is what the last step with rules has shown.
+    """
+
+    def __init__(self, workload: Workload, surface: CostSurface, idle_positions: int = 0) -> None:
+        self._idle_positions = idle_positions
+        self.idle: list[IdleCounts] = []
+        self.evidence: RowEvidence | None = None
+        self._drafters = [d.name for d in surface.drafters if d.mixture is None]
+        if isinstance(workload, ClosedLoop):
+            self._closed: ClosedLoop | None = workload
+            pools = [phase.pool for phase in workload.phases]
+            capacity = max(phase.concurrency for phase in workload.phases)
+            self._arrivals: list[float] = []
+            self._window = 0.0
+        else:
+            self._closed = None
+            pools = [workload.pool]
+            capacity = workload.max_concurrency
+            self._arrivals = workload.arrival_seconds.tolist()
+            self._window = workload.window_seconds
+        if capacity > surface.max_batch_size:
+            raise InvalidInputError(
+                surface.name, 0,
+                f"a batch of {capacity} is asked for, costs reach {surface.max_batch_size}",
+            )  # fmt: skip
+        self._join(pools, distinct_pools(workload))
+        self._mixed = self._row_choice(surface, distinct_pools(workload))
+        # cursor, end and base: where a sequence stands, ends and began in the acceptance arrays.
+        self._rows = np.zeros((8, capacity), dtype=np.int64)
+        (self._cursor, self._end, self._base, self._context, self._label, self._kind,
+         self._request, self._number) = self._rows  # fmt: skip
+        self.size = 0
+        self.kv_tokens = 0
+        self.phase = 0
+        self.phase_changed = True
+        self._capacity = capacity
+        self._next_request = 0
+        self._phase_tokens = 0.0
+        # Tokens that the shortest sequence lacks, or fewer: until then, none can finish.
+        self._lacking = 0
+        # Of each request: context tokens left to read, its number, its index in its phase's pool,
+        # the phase.
+        self._prefilling: deque[list[int]] = deque()
+        # By pool and concurrency of the phase that they belong to.
+        self._set_aside: dict[tuple[int, int], _SetAside] = {}
+        self.times = RequestTimes()
+        self._started = 0
+        self._speaking: list[int] = []
+        self._gone: list[int] = []
+        self.done = False
+
+    def _join(self, pools: list[RequestPool], distinct: tuple[RequestPool, ...]) -> None:
+        """One array per drafter over all pools, so that a sequence needs one offset only."""
+        names = sorted({label for pool in distinct for label in pool.label_names})
+        self.label_names = tuple(names)
+        flats: list[list[NDArray[np.uint8]]] = [[] for _ in self._drafters]
+        rows: dict[int, _PoolRows] = {}
+        start = first_kind = 0
+        for pool in distinct:
+            length = 0
+            for d, name in enumerate(self._drafters):
+                source = pool.accepted.get(name)
+                if source is None:
+                    raise InvalidInputError(
+                        "acceptance", 0,
+                        f"there is no acceptance for drafter {name!r}, "
+                        f"only for {sorted(pool.accepted)}",
+                    )  # fmt: skip
+                flats[d].append(source)
+                length = len(source)
+            rows[id(pool)] = _PoolRows(pool, start, first_kind, names)
+            start += length
+            first_kind += pool.kind_count
+        self._kinds = first_kind
+        self._pools = [rows[id(pool)] for pool in pools]
+        self._flat = [np.concatenate(parts) for parts in flats]
+
+    def _row_choice(
+        self, surface: CostSurface, distinct: tuple[RequestPool, ...]
+    ) -> RowChoice | None:
+        mixtures = [d.mixture for d in surface.drafters if d.mixture is not None]
+        if not mixtures:
+            return None
+        matches = np.concatenate([pool.known_matches for pool in distinct])
+        choice = RowChoice(surface.drafters, tuple(self._flat), matches)
+        # Without rules a mixture is its main drafter.
+        self._flat += [self._flat[self._drafters.index(mixture.main)] for mixture in mixtures]
+        return choice
+
+    @property
+    def waiting_prefill(self) -> bool:
+        """Is true while an admitted request's prompt is not read yet."""
+        return bool(self._prefilling)
+
+    def next_arrival(self) -> float | None:
+        """Returns the virtual seconds of the next request to come; None after the last one."""
+        return next(iter(self._arrivals[self._next_request : self._next_request + 1]), None)
+
+    def segment(self, now: float) -> int:
+        """Returns the oracle's segment that a step starting now belongs to."""
+        return self.phase if self._closed is not None else int(now / self._window)
+
+    def running(self) -> NDArray[np.int64]:
+        """Counts the running sequences by true kind, [kinds] as `distinct_pools` numbers them."""
+        return np.bincount(self._kind[: self.size], minlength=self._kinds)
+
+    def admit(self, now: float) -> None:
+        """Takes in what has come, up to the limit."""
+        closed = self._closed
+        if closed is not None:
+            phase = closed.phases[self.phase]
+            limit = phase.concurrency
+            come = limit if phase.tokens is not None else phase.pool.requests - self._next_request
+        else:
+            limit = self._capacity
+            come = bisect.bisect_right(self._arrivals, now) - self._next_request
+        free = min(limit - self.size - len(self._prefilling), come)
+        if free <= 0:
+            return
+        pool = self._pools[self.phase]
+        for _ in range(free):
+            arrival = now if closed is not None else self._arrivals[self._next_request]
+            # A closed loop serves its pool again and again; an open one never passes its end.
+            i = self._next_request % len(pool.output)
+            self._next_request += 1
+            number = self.times.add(arrival, pool.output[i])
+            self._prefilling.append([pool.context[i], number, i, self.phase])
+
+    def start_all(self) -> None:
+        """Prompts cost nothing: every admitted request decodes from the next step on."""
+        while self._prefilling:
+            self._start(self._prefilling.popleft())
+
+    def prefill(self, chunk_tokens: int, seconds_per_token: float) -> float:
+        """Reads up to `chunk_tokens` of the waiting prompts; returns the seconds that it took."""
+        left = chunk_tokens
+        while left > 0 and self._prefilling:
+            request = self._prefilling[0]
+            taken = min(left, request[0])
+            request[0] -= taken
+            left -= taken
+            if request[0] == 0:
+                self._start(self._prefilling.popleft())
+        return (chunk_tokens - left) * seconds_per_token
+
+    def _start(self, request: list[int]) -> None:
+        _, number, i, phase = request
+        pool = self._pools[phase]
+        base, context = pool.base[i], pool.context[i]
+        self._rows[:, self.size] = (
+            base, base + pool.output[i], base, context, pool.label[i], pool.kind[i], i, number,
+        )  # fmt: skip
+        self.size += 1
+        self.kv_tokens += context
+        self._lacking = 0
+        self._started += 1
+
+    def step(
+        self,
+        drafter: int,
+        gamma: int,
+        thinning: NDArray[np.float64] | None,
+        rules: Sequence[MixtureRule] = (),
+    ) -> tuple[list[int], list[tuple[str, list[int]]], float]:
+        """Runs one decode step: (accepted_counts, counts by class, tokens gained)."""
+        n = self.size
+        cursor = self._cursor[:n]
+        start = cursor.copy() if self._idle_positions else None
+        accepted: NDArray[np.integer[Any]] | None
+        self.evidence = None
+        if gamma > 0:
+            if rules and self._mixed is not None:
+                accepted, self.evidence = self._mixed.step(
+                    drafter, gamma, cursor, self._number[:n], rules, thinning
+                )
+            else:
+                accepted = self._flat[drafter].take(cursor)
+                np.minimum(accepted, gamma, out=accepted)
+                if thinning is not None:
+                    accepted = (accepted * thinning).astype(np.uint8)
+            counts: list[int] = np.bincount(accepted, minlength=gamma + 1).tolist()
+            cursor += accepted
+            tokens = n + sum(map(mul, counts, _ACCEPTED))
+        else:
+            accepted = None
+            counts = [n]
+            tokens = n
+        cursor += 1
+        if start is not None:
+            self.idle = self._evaluate(drafter if gamma > 0 else None, start, cursor - start)
+        classes = self._classes(accepted, gamma, n) if len(self.label_names) > 1 else []
+        self.kv_tokens += tokens
+        if self._started:
+            self._speaking = self._number[n - self._started : n].tolist()
+            self._started = 0
+        self._lacking -= gamma + 1
+        if self._lacking <= 0:
+            tokens -= self._leave(n)
+        return counts, classes, float(tokens)
+
+    def stamp(self, now: float) -> None:
+        """Notes the end of the step: of the first one of some requests, of the last one of some."""
+        if self._speaking:
+            for number in self._speaking:
+                self.times.first_token[number] = now
+            self._speaking = []
+        if self._gone:
+            for number in self._gone:
+                self.times.finish[number] = now
+            self._gone = []
+
+    def _evaluate(
+        self, running: int | None, start: NDArray[np.int64], verified: NDArray[np.int64]
+    ) -> list[IdleCounts]:
+        """Scores the other drafters.  start, verified: [sequences], first position and tokens."""
+        depth = self._idle_positions
+        found = []
+        for d, name in enumerate(self._drafters):
+            if d != running:
+                # What follows the last verified token shows nothing about any drafter.
+                accepted = np.minimum(self._flat[d][start], verified)
+                reached = np.minimum(accepted + 1, verified)
+                found.append(IdleCounts(name, *(_at_least(x, depth) for x in (reached, accepted))))
+        return found
+
+    def _classes(
+        self, accepted: NDArray[np.integer[Any]] | None, gamma: int, n: int
+    ) -> list[tuple[str, list[int]]]:
+        """Counts by label; sequences without one belong to no class."""
+        width = gamma + 1
+        joint = self._label[:n] * width + (0 if accepted is None else accepted)
+        counts = np.bincount(joint, minlength=width * len(self.label_names))
+        return [
+            (name, row)
+            for name, row in zip(self.label_names, counts.reshape(-1, width).tolist(), strict=True)
+            if name and any(row)
+        ]
+
+    def _leave(self, n: int) -> int:
+        """Takes out what is finished; returns the tokens past their ends."""
+        left = self._end[:n] - self._cursor[:n]
+        lacking = int(left.min())
+        past = 0
+        if lacking <= 0:
+            keep = left > 0
+            gone = self._rows[:, :n][:, ~keep]
+            cursor, end, base, context = gone[:4]
+            past = int((cursor - end).sum())
+            self.kv_tokens -= int((context + cursor - base).sum())
+            self._gone = gone[-1].tolist()
+            staying = n - gone.shape[1]
+            self._rows[:, :staying] = self._rows[:, :n][:, keep]
+            self.size = staying
+            lacking = int(left[keep].min()) if staying else 0
+        self._lacking = lacking
+        return past
+
+    def take(self, tokens: float) -> float:
+        """Books tokens to the phase; returns the share of them (0..1) that were still wanted."""
+        if self._closed is None:
+            finished = self._next_request >= len(self._arrivals)
+            self.done = finished and self.size == 0 and not self._prefilling
+            return 1.0
+        phase = self._closed.phases[self.phase]
+        if phase.tokens is None:
+            self._take_requests(self._closed)
+            return 1.0
+        # What the last phase left behind finishes first; this one's tokens count from then on.
+        if tokens == 0 or self.size > phase.concurrency:
+            return 1.0
+        wanted = phase.tokens - self._phase_tokens
+        self._phase_tokens += tokens
+        if tokens < wanted:
+            return 1.0
+        if self.phase + 1 == len(self._closed.phases):
+            self.done = True
+            return wanted / tokens
+        self.phase += 1
+        self._begin(self._closed.phases[self.phase], ended=phase)
+        self.phase_changed = True
+        self._phase_tokens = 0.0
+        return 1.0
+
+    def _begin(self, phase: WorkloadPhase, *, ended: WorkloadPhase) -> None:
+        """Does to the running requests what the phase's `PhaseStart` says."""
+        if phase.begins is PhaseStart.CHANGED:
+            self._change_over()
+        elif phase.begins is PhaseStart.REPLACED:
+            self._set_aside[id(ended.pool), ended.concurrency] = _SetAside(
+                self._rows[:, : self.size].copy(),
+                self.kv_tokens,
+                tuple(self._prefilling),
+                self._next_request,
+            )
+            nothing = _SetAside(self._rows[:, :0], 0, (), 0)
+            back = self._set_aside.pop((id(phase.pool), phase.concurrency), nothing)
+            self.size = back.rows.shape[1]
+            self._rows[:, : self.size] = back.rows
+            self.kv_tokens = back.kv_tokens
+            self._prefilling = deque(back.prefilling)
+            self._next_request = back.next_request
+            self._lacking = 0
+        else:
+            self._next_request = 0
+
+    def _change_over(self) -> None:
+        """Every request in flight continues at the same position of the same request here."""
+        pool = self._pools[self.phase]
+        request = self._request[: self.size]
+        shift = pool.base[request] - self._base[: self.size]
+        self._rows[:3, : self.size] += shift
+        self._label[: self.size] = pool.label[request]
+        self._kind[: self.size] = pool.kind[request]
+        for waiting in self._prefilling:
+            waiting[3] = self.phase
+
+    def _take_requests(self, closed: ClosedLoop) -> None:
+        """Goes on to the next phase once every request of this one has begun."""
+        if self._next_request < closed.phases[self.phase].pool.requests:
+            return
+        if self.phase + 1 < len(closed.phases):
+            self.phase += 1
+            self._next_request = 0
+            self.phase_changed = True
+        else:
+            self.done = self.size == 0 and not self._prefilling
+
+
+def _at_least(values: NDArray[np.int64], depth: int) -> list[int]:
+    """[depth] counts of the values that are at least 1, 2, ..."""
+    counts = np.bincount(np.minimum(values, depth), minlength=depth + 1)
+    found: list[int] = np.cumsum(counts[:0:-1])[::-1].tolist()
+    return found

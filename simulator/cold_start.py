@@ -1,0 +1,209 @@
+"""The first steps of an engine that nobody has profiled, on a device that no table knows.
+
+    rate = sum(B (1 + E[accepted | arm])) / sum(C(arm, B))      over the steps that ran
+
+Expected tokens over true costs say what the choices were worth, without the luck of the draws.  The
+controller sees what it would see of an engine: drawn acceptance and noisy step times.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.step_report import StepFlags
+from controller.util.process_pool import make_process_pool
+from controller.util.text_table import TextColumn, TextTable, numbers
+from simulator import published
+from simulator.controller_policy import ControllerPolicy
+from simulator.curves import Curves
+from simulator.policy import StepRecord
+from simulator.surface import CostSurface
+
+# Conditional acceptance of four kinds of traffic, position by position; the last value goes on.
+KINDS: Mapping[str, tuple[float, ...]] = {
+    "json": (0.92, 0.93, 0.93, 0.92),
+    "code": (0.72, 0.68, 0.66, 0.66),
+    "prose": (0.52, 0.45, 0.42, 0.40),
+    "garbled": (0.10, 0.10, 0.10, 0.10),
+}
+
+# Steps in which the controller may lose no more than 2 % to plain decoding.
+CAUTIOUS_STEPS = 200
+# Its choices are judged against the best arm in so many steps from here on.
+SETTLED_FROM, SETTLED_STEPS = 400, 100
+# Speculation that gains less than this may be missed.
+WORTHWHILE_GAIN = 1.1
+# Bars: of plain decoding, and of the best arm where speculation is worthwhile.
+OFF_BAR, SETTLED_BAR = 0.98, 0.95
+# No drafter of the published surfaces drafts more in a step.
+_DEPTH = 16
+_NOISE = 0.03
+_LAG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ColdStart:
+    """One engine at one batch size.  conditional: a_1, a_2, ...; the last value goes on."""
+
+    surface: CostSurface
+    traffic: str
+    conditional: tuple[float, ...]
+    batch_size: int
+
+    @property
+    def name(self) -> str:
+        """Names the case in tables and tests."""
+        return f"{self.surface.name}/{self.traffic}/B={self.batch_size}"
+
+
+@dataclass(frozen=True, slots=True)
+class ColdRun:
+    """Holds the result of one seed.
+
+    off: rate over that of gamma = 0, in the first CAUTIOUS_STEPS steps.  settled: rate over that of
+    the best arm, in the SETTLED_STEPS steps from SETTLED_FROM on.  gain: the best arm's rate over
+    that of gamma = 0.  gammas: what ran, step by step.
+    """
+
+    cell: ColdStart
+    seed: int
+    off: float
+    settled: float
+    gain: float
+    gammas: tuple[int, ...]
+
+
+def cold_starts(batch_sizes: Sequence[int] = (1, 2, 8, 32, 64, 128)) -> list[ColdStart]:
+    """Lists every published surface with one drafter, four kinds of traffic and these sizes."""
+    found = []
+    for name in published.names():
+        surface = published.surface(name)
+        surface = surface.only(surface.drafters[0].name)
+        found += [
+            ColdStart(surface, traffic, curve, size)
+            for traffic, curve in KINDS.items()
+            for size in batch_sizes
+            if size <= surface.max_batch_size
+        ]
+    return found
+
+
+def run_cold(cell: ColdStart, seed: int, steps: int = SETTLED_FROM + SETTLED_STEPS) -> ColdRun:
+    """Steers `steps` steps of a constant batch at the surface's own context."""
+    surface, size = cell.surface, cell.batch_size
+    policy = ControllerPolicy(surface, None, surface.max_batch_size)
+    rng = np.random.default_rng([seed, size])
+    curve = [*cell.conditional, *[cell.conditional[-1]] * _DEPTH][:_DEPTH]
+    chains = Curves("", {"": curve})
+    kv_tokens = round(size * surface.kv_reference)
+    now, missed, last = 0.0, 0.0, -1
+    arms, seconds, late = [], [], []
+    for step in range(1, steps + 1):
+        choice = policy.choose(size, now)
+        gamma = surface.arms[choice.arm].gamma
+        accepted = np.minimum(chains.draw("", rng, size), gamma)
+        counts = np.bincount(accepted, minlength=gamma + 1).tolist()
+        true_seconds = float(surface.seconds[choice.arm, size])
+        if gamma:
+            true_seconds += surface.catch_up_seconds(min(missed, kv_tokens))
+        missed = missed + size if gamma == 0 and choice.asleep else 0.0
+        step_seconds = true_seconds * float(rng.lognormal(0.0, _NOISE))
+        now += step_seconds
+        arms.append(choice.arm)
+        seconds.append(true_seconds)
+        late.append(
+            StepRecord(
+                step, size, kv_tokens, choice.arm, counts, step_seconds,
+                StepFlags(switched=last not in (-1, choice.arm)), choice.probe_id,
+            )
+        )  # fmt: skip
+        last = choice.arm
+        if len(late) > _LAG:
+            policy.observe(late.pop(0), now)
+    return _judge(cell, seed, np.array(arms), np.array(seconds), np.cumsum(np.cumprod(curve)))
+
+
+def _judge(
+    cell: ColdStart,
+    seed: int,
+    arms: NDArray[np.int64],
+    seconds: NDArray[np.float64],
+    expected: NDArray[np.float64],
+) -> ColdRun:
+    gammas = np.array([arm.gamma for arm in cell.surface.arms])
+    tokens = cell.batch_size * (1 + np.concatenate(([0.0], expected))[gammas])
+    rates = tokens / cell.surface.seconds[:, cell.batch_size]
+    off, best = float(rates[gammas == 0].max()), float(rates.max())
+
+    def rate(first: int, end: int) -> float:
+        return float(tokens[arms[first:end]].sum() / seconds[first:end].sum())
+
+    return ColdRun(
+        cell,
+        seed,
+        rate(0, CAUTIOUS_STEPS) / off,
+        rate(SETTLED_FROM, SETTLED_FROM + SETTLED_STEPS) / best,
+        best / off,
+        tuple(gammas[arms].tolist()),
+    )
+
+
+def run_cold_starts(
+    cells: Sequence[ColdStart], seeds: Sequence[int], processes: int | None = None
+) -> list[ColdRun]:
+    """Runs every cell on every seed, in this order, side by side on all processors."""
+    tasks = [(cell, seed) for cell in cells for seed in seeds]
+    with make_process_pool(processes) as pool:
+        waiting = [pool.submit(run_cold, cell, seed) for cell, seed in tasks]
+        try:
+            return [future.result() for future in waiting]
+        except BaseException:
+            # Ctrl-C, or a cell that failed: what has not begun is not run any more.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def cold_start_table(runs: Sequence[ColdRun]) -> TextTable:
+    """Makes one row for each cell, the worst of its seeds; missed bars are marked by "!"."""
+    columns = [
+        TextColumn("engine / traffic / batch size"),
+        *numbers(
+            [
+                "best arm over off",
+                f"over off, first {CAUTIOUS_STEPS} steps",
+                f"of the best arm, from step {SETTLED_FROM}",
+            ],
+            {"best arm over off": 1},
+        ),
+    ]
+    rows = []
+    for name in dict.fromkeys(run.cell.name for run in runs):
+        seeds = [run for run in runs if run.cell.name == name]
+        off, settled = min(run.off for run in seeds), min(run.settled for run in seeds)
+        worthwhile = seeds[0].gain >= WORTHWHILE_GAIN
+        rows.append((
+            name,
+            f"{seeds[0].gain:.2f}",
+            _marked(off, off < OFF_BAR),
+            _marked(settled, worthwhile and settled < SETTLED_BAR),
+        ))  # fmt: skip
+    return TextTable("The first steps without a profile", columns, rows)
+
+
+def cold_start_text(runs: Sequence[ColdRun]) -> str:
+    """Tells how many runs miss each bar, and the worst of them."""
+    behind = sum(run.off < OFF_BAR for run in runs)
+    judged = [run for run in runs if run.gain >= WORTHWHILE_GAIN]
+    late = sum(run.settled < SETTLED_BAR for run in judged)
+    return (
+        f"Below {OFF_BAR} of off: {behind} of {len(runs)} runs, the worst "
+        f"{min(run.off for run in runs):.3f}. Below {SETTLED_BAR} of the best arm where it "
+        f"gains {WORTHWHILE_GAIN - 1:.0%} or more: {late} of {len(judged)} runs, the worst "
+        f"{min((run.settled for run in judged), default=1.0):.3f}."
+    )
+
+
+def _marked(value: float, missed: bool) -> str:
+    return f"{value:.3f} !" if missed else f"{value:.3f}"

@@ -1,0 +1,187 @@
+"""Policies that know the truth; the best of them in a run, and of the static arms, is the oracle.
+
+None of them is the optimum by construction: what a step is best at is not all that counts where a
+switch has a price.  So several are run, and the oracle is the one with the best score.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.plan import MixtureRule
+from simulator.engine import EngineOptions, RunResult
+from simulator.policy import ArmChoice, Policy, Situation, StepRecord
+from simulator.results import PolicyOrigin
+from simulator.surface import CostSurface
+from simulator.workload import OpenLoop, Workload
+
+# Shares of a switch's price that has to be lost by staying before a patient policy switches.
+_PATIENCE = (0.3, 1.0)
+
+
+class SegmentSchedule:
+    """One arm per segment of the workload; the engine says which segment has begun."""
+
+    origin = PolicyOrigin.HINDSIGHT
+
+    def __init__(self, arm_by_segment: Sequence[int], rules: Sequence[MixtureRule] = ()) -> None:
+        self._arms = [ArmChoice(arm, rules=rules) for arm in arm_by_segment]
+        self._current = self._arms[0]
+
+    def enter(self, situation: Situation) -> None:
+        """Takes the segment's arm; the last arm serves beyond the known segments."""
+        self._current = self._arms[min(situation.segment, len(self._arms) - 1)]
+
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
+        """The segment's arm."""
+        del batch_size, now
+        return self._current
+
+    def observe(self, record: StepRecord, now: float) -> None:
+        """Nothing is learnt: everything is known."""
+
+
+class BestArm:
+    """The arm of the highest true value at every step's batch, context and running requests.
+
+        value = (1 + E[accepted | arm]) / C(arm, n, kv)
+
+    expected: [kinds, arms] of E[accepted | arm], see `Truth`.  Where kinds run together, 1 + E is
+    their geometric mean: a token of a slow request frees its place later, so it is worth more than
+    one of a fast request, in proportion to the time that it takes.  The arithmetic mean would serve
+    the fast requests and keep the slow ones in the batch.
+
+    rules: of mixtures.  drafter: the only one that may draft; None: any.  asleep: no drafter is
+    kept in step at gamma = 0, for which the others pay `warm_factor`.
+
+    patience: 0 switches whenever another arm is better in this step.  Above, it switches once an
+    arm would have saved, since the last switch, this share of the seconds that changing over to it
+    takes now (the rule of ski rental).
+    """
+
+    origin = PolicyOrigin.HINDSIGHT
+
+    def __init__(
+        self,
+        surface: CostSurface,
+        options: EngineOptions,
+        expected: NDArray[np.float64],
+        rules: Sequence[MixtureRule] = (),
+        *,
+        drafter: str | None = None,
+        asleep: bool = True,
+        patience: float = 0.0,
+    ) -> None:
+        arms = surface.arms
+        self._surface = surface
+        self._alone: NDArray[np.float64] = 1.0 + expected[0]
+        self._logs = np.log(1.0 + expected)
+        self._patience = patience
+        self._plain = np.array([arm.gamma == 0 for arm in arms])
+        self._warm = np.where(self._plain & (not asleep), options.warm_factor, 1.0)
+        barred = [arm.gamma > 0 and drafter not in {None, arm.drafter} for arm in arms]
+        self._allowed = np.where(barred, 0.0, 1.0)
+        names = [spec.name for spec in surface.drafters]
+        self._drafter_of = np.array([names.index(arm.drafter) for arm in arms])
+        self._switch_seconds = options.switch_seconds
+        self._choices = [ArmChoice(i, asleep=asleep, rules=rules) for i in range(len(arms))]
+        self._lost = np.zeros(len(arms))
+        self._last = -1
+        self._situation: Situation | None = None
+
+    def enter(self, situation: Situation) -> None:
+        """Knows what the next step runs on."""
+        self._situation = situation
+
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
+        """The best arm, or the one that runs if changing over does not pay yet."""
+        del now
+        there = self._situation
+        assert there is not None, "the engine shows a clairvoyant policy the situation first"
+        seconds = self._surface.step_seconds(batch_size, there.kv_tokens) * self._warm
+        value = self._gained(there.running) * self._allowed / seconds
+        best = int(value.argmax())
+        if self._patience and self._last >= 0:
+            best = self._patient(value, seconds, there.catch_up_seconds)
+        if best != self._last:
+            self._lost[:] = 0.0
+            self._last = best
+        return self._choices[best]
+
+    def _gained(self, running: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[arms] tokens of a sequence in this step, the mean over what runs."""
+        if len(running) == 1:
+            return self._alone
+        mean: NDArray[np.float64] = np.exp(running @ self._logs / running.sum())
+        return mean
+
+    def _patient(
+        self, value: NDArray[np.float64], seconds: NDArray[np.float64], catch_up: Sequence[float]
+    ) -> int:
+        """Books what every arm would have saved of this step, and sees whether one has paid."""
+        saved = seconds[self._last] * (1.0 - value[self._last] / np.maximum(value, 1e-300))
+        np.maximum(self._lost + saved, 0.0, out=self._lost)
+        price = np.where(self._plain, 0.0, np.array(catch_up)[self._drafter_of])
+        gain = self._lost - self._patience * (self._switch_seconds + price)
+        gain[self._last] = 0.0
+        return int(gain.argmax())
+
+    def observe(self, record: StepRecord, now: float) -> None:
+        """Nothing is learnt: everything is known."""
+
+
+def best_by_segment(
+    static_runs: Sequence[RunResult], classes: Sequence[int] | None = None
+) -> list[int]:
+    """Returns per segment the arm with the most tokens per second in its own static run.
+
+    classes: [segments], equal for segments that are the same and have one arm; None: all differ.
+    """
+    segments = max(len(run.segment_tokens) for run in static_runs)
+    of = list(range(segments)) if classes is None else list(classes)[:segments]
+    tokens = np.zeros((len(static_runs), max(of) + 1))
+    seconds = np.zeros_like(tokens)
+    for i, run in enumerate(static_runs):
+        known = of[: len(run.segment_tokens)]
+        np.add.at(tokens[i], known, run.segment_tokens)
+        np.add.at(seconds[i], known, run.segment_seconds)
+    rates = np.divide(tokens, seconds, out=np.zeros_like(tokens), where=seconds > 0)
+    best = rates.argmax(axis=0)
+    return [int(best[one]) for one in of]
+
+
+def segment_classes(workload: Workload) -> list[int] | None:
+    """Numbers what phases of a closed loop are: equal if they share pool and concurrency."""
+    if isinstance(workload, OpenLoop):
+        return None
+    numbers: dict[tuple[int, int], int] = {}
+    return [
+        numbers.setdefault((id(phase.pool), phase.concurrency), len(numbers))
+        for phase in workload.phases
+    ]
+
+
+def clairvoyants(
+    surface: CostSurface,
+    options: EngineOptions,
+    expected: NDArray[np.float64],
+    rules: Sequence[MixtureRule] = (),
+) -> dict[str, Callable[[], Policy]]:
+    """Names the policies that know every step; those alone that differ on this engine.
+
+    expected, rules: see `BestArm`.
+    """
+    drafters = [spec.name for spec in surface.drafters]
+    catching_up = surface.catch_up_seconds(1.0) > 0
+    priced = options.switch_seconds > 0 or catching_up
+    best = partial(BestArm, surface, options, expected, rules)
+    found: dict[str, Callable[[], Policy]] = {"best arm": best}
+    if priced and len(drafters) > 1:
+        found |= {f"only {drafter}": partial(best, drafter=drafter) for drafter in drafters}
+    if catching_up or options.stale_steps > 0:
+        found["awake"] = partial(best, asleep=False)
+    if priced:
+        found |= {f"patience {share:g}": partial(best, patience=share) for share in _PATIENCE}
+    return found

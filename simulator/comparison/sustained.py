@@ -1,0 +1,125 @@
+"""Finds the highest load that each policy serves within a latency bound.
+
+The arrivals of an open loop are played faster or slower until the 99th percentile over requests of
+the latency per token (from arrival to the last token, over the output tokens) is just within the
+bound.  A load that an engine cannot keep up with lets requests wait ever longer, so it never is.
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from simulator.comparison.contestants import (
+    BY_REQUEST,
+    ORACLE,
+    OURS,
+    Factory,
+    by_request_candidates,
+    controller,
+    peers,
+    policy_names,
+    statics,
+)
+from simulator.comparison.hindsight import clairvoyants
+from simulator.comparison.truth import Truth
+from simulator.engine import RunResult, simulate
+from simulator.errors import InvalidInputError
+from simulator.peers.sglang_adaptive import PeerUnavailableError
+from simulator.policy import Policy
+from simulator.results import SustainedLoad
+from simulator.scenario import Scenario
+from simulator.workload import OpenLoop
+
+# Speeds of the arrivals that are tried lie between 1/_FARTHEST and _FARTHEST.
+_FARTHEST = 1024.0
+# The load is found to within this factor.
+_PRECISION = 1.01
+
+
+def sustained(
+    scenario: Scenario, policies: Collection[str] | None, seed: int
+) -> dict[str, SustainedLoad]:
+    """Returns the load that each of the policies sustains, in the order of `policy_names`.
+
+    policies: names, or None for all; a peer that cannot run is left out.  The oracle sustains what
+    any policy that knows the truth, or any static arm, does.  The peers' table is the best one of
+    the arrivals as they are.  The load is 0 for a bound that is missed however slowly requests
+    come, and that of the fastest arrivals tried if the bound always holds.
+
+    Raises InvalidInputError for a scenario without a bound, for a closed loop, and for arrivals
+    that all come at once.
+    """
+    bound, workload = scenario.sustained_tpot_p99_seconds, scenario.workload(seed)
+    if bound is None or not isinstance(workload, OpenLoop):
+        fault = "a sustained load needs arrivals and a bound on the latency per token"
+        raise InvalidInputError(scenario.name, 0, fault)
+    span = float(workload.arrival_seconds[-1])
+    if span <= 0:
+        raise InvalidInputError(scenario.name, 0, "all requests arrive at once: there is no rate")
+
+    def run(policy: Policy, speed: float) -> RunResult:
+        return simulate(_faster(workload, speed), scenario.surface, policy, scenario.options, seed)
+
+    def keeps(factories: Sequence[Factory], speed: float) -> bool:
+        return any(_p99(run(factory(), speed)) <= bound for factory in factories)
+
+    truth = Truth(workload, scenario.surface)
+    fixed = statics(scenario.surface, truth.rules)
+    entrants: dict[str, Sequence[Factory]] = {name: [fixed[name]] for name in fixed}
+    knowing = clairvoyants(
+        scenario.surface, scenario.options, truth.expected_by_pool(), truth.rules
+    )
+    entrants[ORACLE] = [*knowing.values(), *fixed.values()]
+    following = by_request_candidates(scenario, truth)
+    entrants[BY_REQUEST] = [*following.values(), *entrants[ORACLE]]
+    entrants[OURS] = [lambda: controller(scenario)]
+    wanted = set(policy_names(scenario) if policies is None else policies)
+    if wanted - entrants.keys():
+        static_runs = {name: run(factory(), 1.0) for name, factory in fixed.items()}
+        entrants |= {name: [peer] for name, peer in peers(scenario, static_runs).items()}
+    requests, tokens = workload.pool.requests, int(workload.pool.output_tokens.sum())
+    found = {}
+    for name in [name for name in policy_names(scenario) if name in wanted]:
+        try:
+            speed = _highest(partial(keeps, entrants[name]))
+        except PeerUnavailableError:
+            continue
+        found[name] = SustainedLoad(name, speed * requests / span, speed * tokens / span)
+    return found
+
+
+def _faster(workload: OpenLoop, speed: float) -> OpenLoop:
+    return replace(
+        workload,
+        arrival_seconds=workload.arrival_seconds / speed,
+        window_seconds=workload.window_seconds / speed,
+    )
+
+
+def _p99(result: RunResult) -> float:
+    return float(np.percentile(result.latencies.per_token, 99))
+
+
+def _highest(keeps: Callable[[float], bool]) -> float:
+    """Returns the highest speed that keeps the bound; 0 if none does."""
+    low = high = 1.0
+    if keeps(1.0):
+        while keeps(high := 2 * low):
+            low = high
+            if low >= _FARTHEST:
+                return low
+    else:
+        while not keeps(low := high / 2):
+            high = low
+            if high <= 1 / _FARTHEST:
+                return 0.0
+    while high / low > _PRECISION:
+        middle = math.sqrt(low * high)
+        if keeps(middle):
+            low = middle
+        else:
+            high = middle
+    return low

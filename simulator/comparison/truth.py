@@ -1,0 +1,97 @@
+"""Finds the true value of every draft length by replaying requests one step after the other.
+
+An average over the positions of a recorded request would be wrong: a step starts where the last one
+ended, so a position within an accepted draft is passed over, and which ones are depends on gamma.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.plan import MixtureRule
+from simulator.comparison.row_rules import hindsight_rules, mixture_steps
+from simulator.surface import CostSurface
+from simulator.workload import RequestPool, Workload, distinct_pools
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Holds what replaying a pool at every arm took, by true kind of request.
+
+    tokens: [kinds] output tokens.  steps: [kinds, arms].  Drafts that are accepted beyond the end
+    of an output yield no token, so they do not count.
+    """
+
+    tokens: NDArray[np.float64]
+    steps: NDArray[np.float64]
+
+    @property
+    def expected_by_kind(self) -> NDArray[np.float64]:
+        """Returns [kinds, arms] of E[accepted | arm], drafts a step; 0 for a kind not served."""
+        served = np.maximum(self.steps, 1.0)
+        found: NDArray[np.float64] = np.maximum(self.tokens[:, None] / served - 1.0, 0.0)
+        return found
+
+    @property
+    def expected(self) -> NDArray[np.float64]:
+        """Returns [arms] of E[accepted | arm] over all requests, drafts a step."""
+        found: NDArray[np.float64] = self.tokens.sum() / self.steps.sum(axis=0) - 1.0
+        return found
+
+
+def replay(pool: RequestPool, surface: CostSurface, rules: Sequence[MixtureRule] = ()) -> Replay:
+    """Replays every request of the pool from its first position to its last, at every arm.
+
+    rules: of mixtures.
+    """
+    kinds, count = pool.kind_of, pool.kind_count
+    tokens = np.bincount(kinds, weights=pool.output_tokens, minlength=count)
+    steps = np.concatenate(
+        [
+            pool.steps(d.name, d.gammas)
+            if d.mixture is None
+            else mixture_steps(pool, surface.drafters, i, rules)
+            for i, d in enumerate(surface.drafters)
+        ]
+    )
+    by_kind = [np.bincount(kinds, weights=arm, minlength=count) for arm in steps]
+    return Replay(tokens.astype(np.float64), np.stack(by_kind, axis=1).astype(np.float64))
+
+
+class Truth:
+    """Knows the replay of every pool of a workload; each is replayed once, when it is asked for.
+
+    rules: of mixtures, in hindsight.
+    """
+
+    def __init__(self, workload: Workload, surface: CostSurface) -> None:
+        self.surface = surface
+        self._pools = distinct_pools(workload)
+        self.rules = hindsight_rules(self._pools, surface.drafters)
+        self._replays: dict[int, Replay] = {}
+
+    def of(self, pool: RequestPool) -> Replay:
+        """Returns the replay of one of the workload's pools."""
+        if id(pool) not in self._replays:
+            self._replays[id(pool)] = replay(pool, self.surface, self.rules)
+        return self._replays[id(pool)]
+
+    @property
+    def mixed(self) -> bool:
+        """Is true if requests of several kinds come from one pool."""
+        return any(pool.kind_count > 1 for pool in self._pools)
+
+    def expected_by_pool(self) -> NDArray[np.float64]:
+        """Returns [kinds, arms] of E[accepted | arm]; the kinds of a pool have its mean, all alike.
+
+        Kinds are numbered as by `distinct_pools`.
+        """
+        return np.concatenate(
+            [np.tile(self.of(pool).expected, (pool.kind_count, 1)) for pool in self._pools]
+        )
+
+    def expected_by_kind(self) -> NDArray[np.float64]:
+        """Returns [kinds, arms] of E[accepted | arm], every kind its own."""
+        return np.concatenate([self.of(pool).expected_by_kind for pool in self._pools])

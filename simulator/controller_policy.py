@@ -1,0 +1,105 @@
+"""The production core as a policy: the same objects, calls and plans as behind the gRPC service."""
+
+from bisect import bisect_left
+
+from controller.core.cost.profile import Profile
+from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Capabilities, EngineSpec, Fingerprint
+from controller.core.plan import Plan
+from controller.core.settings import PlannerSettings
+from controller.core.step_report import ClassCounts, StepReport
+from simulator.policy import ArmChoice, RowEvidence, StepRecord
+from simulator.results import PolicyOrigin
+from simulator.surface import CostSurface
+
+FINGERPRINT = Fingerprint("simulated", engine="simulation")
+_NO_ROWS = RowEvidence((), ())
+
+
+class VirtualTime:
+    """The clock that the core is given: it shows the engine's virtual time."""
+
+    seconds = 0.0
+
+    def now(self) -> float:
+        """Returns the virtual time in seconds."""
+        return self.seconds
+
+
+class ControllerPolicy:
+    """Steers the simulated engine by `EngineController`, as the shim does by the plan it holds.
+
+    profile: what was measured (None: the prior serves).  max_batch_size: the engine's limit.
+    """
+
+    origin = PolicyOrigin.OURS
+
+    def __init__(
+        self,
+        surface: CostSurface,
+        profile: Profile | None,
+        max_batch_size: int,
+        settings: PlannerSettings | None = None,
+        overlap_steps: int = 0,
+    ) -> None:
+        spec = EngineSpec(
+            "simulated",
+            FINGERPRINT,
+            surface.drafters,
+            max_batch_size,
+            Capabilities(
+                can_sleep=True,
+                can_switch_drafter=len(surface.drafters) > 1,
+                overlap_steps=overlap_steps,
+            ),
+        )
+        self._time = VirtualTime()
+        self.controller = EngineController(spec, settings or PlannerSettings(), profile, self._time)
+        self._arms = surface.arms
+        self._index = {arm: i for i, arm in enumerate(surface.arms)}
+        self._probe_id = 0
+        self._probe_left = 0
+        self._use(self.controller.current_plan())
+
+    def _use(self, plan: Plan) -> None:
+        self._rows = plan.rows
+        self._rules = plan.rules
+        self._limits = [row.max_batch_size for row in plan.rows]
+
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
+        """Looks the arm up in the current plan; a probe runs once, for its number of steps."""
+        del now
+        row = self._rows[min(bisect_left(self._limits, batch_size), len(self._rows) - 1)]
+        arm, probe_id = row.arm, 0
+        probe = row.probe
+        if probe is not None:
+            if probe.probe_id != self._probe_id:
+                self._probe_id, self._probe_left = probe.probe_id, probe.steps
+            if self._probe_left > 0:
+                self._probe_left -= 1
+                arm, probe_id = probe.arm, probe.probe_id
+        return ArmChoice(self._index[arm], probe_id, row.drafter_asleep, self._rules)
+
+    def observe(self, record: StepRecord, now: float) -> None:
+        """One report in, and the plan, if it is a new one, out."""
+        arm, rows = self._arms[record.arm], record.rows or _NO_ROWS
+        self._time.seconds = now
+        self.controller.observe(
+            StepReport(
+                record.step,
+                record.batch_size,
+                record.kv_tokens,
+                arm.drafter,
+                arm.gamma,
+                tuple(record.counts),
+                record.step_seconds,
+                record.flags,
+                probe_id=record.probe_id,
+                classes=tuple(ClassCounts(name, tuple(row)) for name, row in record.classes),
+                groups=rows.groups,
+                proposals=rows.proposals,
+            )
+        )
+        plan = self.controller.next_plan()
+        if plan is not None:
+            self._use(plan)

@@ -1,0 +1,195 @@
+"""Acceptance drawn from curves: P(position k accepted | k-1 were), independently step by step.
+
+And the short way to name acceptance on a command line, be it a curve or a recorded bank:
+
+    geometric:0.7    positions:0.8,0.7,0.6    survival:0.779,0.583    FILE    mtp=... ; dflash=...
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.engine_spec import MAX_GAMMA
+from simulator.acceptance_trace import AcceptanceTrace
+from simulator.errors import InvalidInputError
+from simulator.reading import finite, shown
+from simulator.sources import lengths
+from simulator.workload import AcceptanceSource, RequestPool
+
+_DRAFTER = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*=(.*)", re.DOTALL)
+_KIND = re.compile(r"\s*(geometric|positions|survival)\s*:(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Draws acceptance from curves.  curves: drafter -> conditional acceptance a_1, a_2, ...
+
+    At every output position of a request a chain of drafts is drawn that ends at its first
+    rejection; positions deeper than the curve reject.  Requests that are given no lengths have
+    lognormal ones (sigma 0.5, at least 8 tokens) of the given means.
+
+    Raises InvalidInputError: no drafter, no position, more of them than a draft can have, a value
+    outside of 0..1, a mean below 1.
+    """
+
+    name: str
+    curves: Mapping[str, Sequence[float]]
+    output_tokens_mean: float = 256.0
+    context_tokens_mean: float = 384.0
+
+    def __post_init__(self) -> None:
+        if not self.curves:
+            raise InvalidInputError(self.name, 0, "no drafter is named")
+        for drafter, curve in self.curves.items():
+            require_curve(f"{self.name}, {drafter or 'a drafter without name'}", curve)
+        for mean in (self.output_tokens_mean, self.context_tokens_mean):
+            require_mean_tokens(self.name, mean)
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Drafters that have a curve."""
+        return tuple(self.curves)
+
+    def pool(
+        self,
+        rng: np.random.Generator,
+        requests: int,
+        output_tokens: NDArray[np.int64] | None = None,
+        context_tokens: NDArray[np.int64] | None = None,
+    ) -> RequestPool:
+        """Draws a pool, as `AcceptanceSource.pool` does.  Drafters draw independently."""
+        if output_tokens is None:
+            output_tokens = lengths(rng, requests, self.output_tokens_mean)
+        if context_tokens is None:
+            context_tokens = lengths(rng, requests, self.context_tokens_mean)
+        ends = np.cumsum(output_tokens)
+        positions = int(ends[-1]) if requests else 0
+        return RequestPool(
+            context_tokens,
+            output_tokens,
+            ends - output_tokens,
+            np.zeros(requests, dtype=np.int64),
+            {drafter: self.draw(drafter, rng, positions) for drafter in self.curves},
+        )
+
+    def draw(self, drafter: str, rng: np.random.Generator, positions: int) -> NDArray[np.uint8]:
+        """[positions] accepted drafts: as many as there are k with u < s_k."""
+        rising = np.cumprod(np.array(self.curves[drafter], dtype=np.float64))[::-1]
+        below = np.searchsorted(rising, rng.random(positions), side="right")
+        return (len(rising) - below).astype(np.uint8)
+
+
+def geometric(alpha: float) -> list[float]:
+    """a_k = alpha at every position that a draft can have."""
+    return [alpha] * MAX_GAMMA
+
+
+def conditional(survival: Sequence[float]) -> list[float]:
+    """a_k = s_k / s_(k-1), s_0 = 1; 0 behind a position that is never reached.
+
+    Raises InvalidInputError for a survival curve that rises or leaves 0..1.
+    """
+    require_curve("survival", survival)
+    curve = []
+    before = 1.0
+    for k, s in enumerate(survival, 1):
+        if s > before:
+            raise InvalidInputError(
+                "survival", 0, f"position {k}: {s} is more than {before}, and survival cannot rise"
+            )
+        curve.append(s / before if before > 0 else 0.0)
+        before = s
+    return curve
+
+
+def require_mean_tokens(where: str, mean: float) -> None:
+    """Refuses a mean that leaves 1..1e9 tokens, with InvalidInputError."""
+    if not 1 <= mean <= 1e9:
+        raise InvalidInputError(where, 0, f"{mean} is no mean number of tokens")
+
+
+def require_curve(where: str, values: Sequence[float]) -> None:
+    """Refuses a curve without a position, with too many, or with a value outside of 0..1."""
+    if not 1 <= len(values) <= MAX_GAMMA:
+        raise InvalidInputError(
+            where, 0, f"{len(values)} positions are given, 1 to {MAX_GAMMA} are needed"
+        )
+    for k, value in enumerate(values, 1):
+        if not 0 <= value <= 1:
+            raise InvalidInputError(where, 0, f"position {k}: {shown(value)} leaves 0..1")
+
+
+def parse_acceptance(text: str, drafters: Sequence[str] = ("mtp",)) -> AcceptanceSource:
+    """A curve for every drafter, or a recorded bank; parts are separated by semicolons.
+
+    `geometric:A` (a_k = A), `positions:A1,A2,...` (conditional acceptance) and
+    `survival:S1,S2,...` are curves: of the drafter named before an equals sign, or of all
+    `drafters`.  Anything else is a file: SpecDecode-Bench JSONL, several of which are mixed, or
+    CSVs of rounds (`.csv`), one a drafter.
+
+    Raises InvalidInputError: an empty text, a value that is not a number in 0..1, a drafter that
+    has two curves, curves and files in one text, a file that `AcceptanceTrace` refuses.
+    """
+    parts = [part for part in text.split(";") if part.strip()]
+    if not parts:
+        raise InvalidInputError("acceptance", 0, "nothing is named: try geometric:0.7, or a file")
+    named = [_named(part) for part in parts]
+    kinds = [_KIND.fullmatch(body) for _, body in named]
+    if not any(kinds):
+        return _acceptance_trace(named, drafters)
+    curves: dict[str, list[float]] = {}
+    for (drafter, body), kind in zip(named, kinds, strict=True):
+        if kind is None:
+            fault = f"{shown(body)} is no curve, and files do not go with curves"
+            raise InvalidInputError("acceptance", 0, fault)
+        curve = _curve(body.strip(), kind[1], kind[2])
+        for name in (drafter,) if drafter else drafters:
+            if name in curves:
+                raise InvalidInputError("acceptance", 0, f"drafter {name!r} has two curves")
+            curves[name] = curve
+    return Curves(" ".join(text.split()), curves)
+
+
+def _named(part: str) -> tuple[str, str]:
+    """(drafter or "", the rest)."""
+    found = _DRAFTER.fullmatch(part)
+    return (found[1], found[2]) if found else ("", part)
+
+
+def _curve(where: str, kind: str, values: str) -> list[float]:
+    numbers = []
+    for value in values.split(","):
+        number = finite(value.strip())
+        if number is None or not 0 <= number <= 1:
+            fault = f"{shown(value)} is no probability, 0 to 1 is needed"
+            raise InvalidInputError(shown(where), 0, fault)
+        numbers.append(number)
+    if kind == "geometric" and len(numbers) > 1:
+        raise InvalidInputError(shown(where), 0, "one number is needed")
+    if kind == "geometric":
+        return geometric(numbers[0])
+    return conditional(numbers) if kind == "survival" else numbers
+
+
+def _acceptance_trace(named: Sequence[tuple[str, str]], drafters: Sequence[str]) -> AcceptanceTrace:
+    files = [(drafter, Path(body.strip())) for drafter, body in named]
+    rounds = [file.suffix.lower() == ".csv" for _, file in files]
+    if all(rounds):
+        if len(files) == 1 and not files[0][0] and len(drafters) == 1:
+            return AcceptanceTrace.load_rounds({drafters[0]: files[0][1]})
+        by_drafter = {drafter: file for drafter, file in files if drafter}
+        if len(by_drafter) < len(files):
+            fault = "whose rounds are these?  Name each file once, DRAFTER=FILE"
+            raise InvalidInputError(files[0][1], 0, fault)
+        return AcceptanceTrace.load_rounds(by_drafter)
+    for (drafter, file), is_rounds in zip(files, rounds, strict=True):
+        if is_rounds:
+            raise InvalidInputError(file, 0, "rounds (.csv) and requests cannot be mixed")
+        if drafter:
+            fault = f"names its drafters itself; leave {drafter}= out"
+            raise InvalidInputError(file, 0, fault)
+    return AcceptanceTrace.load([file for _, file in files])

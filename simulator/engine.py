@@ -1,0 +1,385 @@
+"""A decode engine in virtual time: continuous batching, KV growth, lag, and the costs of a surface.
+
+    admit -> (prefill) -> choose -> draft, verify, accept -> leave -> ... -> observe, `lag` late
+
+Nothing in here knows what a good choice is.  The same workload and seed give every policy the same
+requests, the same acceptance at the same position, and the same noise on the same step.
+"""
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.engine_spec import kept_together
+from controller.core.step_report import StepFlags
+from simulator.batch import Batch
+from simulator.errors import InvalidInputError
+from simulator.latency import Latencies
+from simulator.policy import (
+    ArmChoice,
+    Clairvoyant,
+    FullInformation,
+    Policy,
+    Situation,
+    StepRecord,
+)
+from simulator.surface import MINIMAL_SHARE, CostSurface
+from simulator.workload import OpenLoop, Workload
+
+_NOISE_BLOCK = 4096
+_PACE_STEPS = 50.0
+# By (after a gap, switched).
+_FLAGS = {
+    (gap, switched): StepFlags(after_gap=gap, switched=switched)
+    for gap in (False, True)
+    for switched in (False, True)
+}
+
+
+class Prefill(Enum):
+    """Names where prompts are read: not here (disaggregated), or between decode steps in chunks."""
+
+    NONE = "none"
+    CHUNKED = "chunked"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Describes how the engine behaves.  Raises InvalidInputError for impossible values.
+
+    lag: steps between a step's end and the policy's knowing of it, beyond the next step's start.
+    noise: standard deviation of the log of a step's seconds.  outlier_share of the steps take
+    outlier_factor as long.  pace: standard deviation of the log of the machine's pace, which stays
+    for some fifty steps (first-order autoregressive).  switch_seconds: paid by a step whose arm
+    differs from the last one's.
+    warm_factor: a step at gamma = 0 costs this much when a drafter is kept in step.  stale_steps:
+    for so many steps after a sleep longer than `stale_after`, drafts are accepted only with
+    stale_acceptance of their usual probability (a drafter whose KV cache has holes).
+    """
+
+    lag: int = 1
+    noise: float = 0.03
+    outlier_share: float = 0.0
+    outlier_factor: float = 10.0
+    pace: float = 0.0
+    switch_seconds: float = 0.0
+    warm_factor: float = 1.05
+    prefill: Prefill = Prefill.NONE
+    prefill_chunk_tokens: int = 2048
+    stale_after: int = 8
+    stale_steps: int = 0
+    stale_acceptance: float = 0.3
+    max_steps: int = 5_000_000
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("lag", 0 <= self.lag <= 64),
+            ("noise", 0 <= self.noise < 2),
+            ("pace", 0 <= self.pace < 2),
+            ("outlier_share", 0 <= self.outlier_share < 1),
+            ("outlier_factor", 1 <= self.outlier_factor < math.inf),
+            ("switch_seconds", 0 <= self.switch_seconds < math.inf),
+            ("warm_factor", 1 <= self.warm_factor < math.inf),
+            ("prefill_chunk_tokens", self.prefill_chunk_tokens >= 1),
+            ("stale_acceptance", 0 <= self.stale_acceptance <= 1),
+        )
+        for name, good in checks:
+            if not good:
+                raise InvalidInputError(name, 0, f"{getattr(self, name)} is out of range")
+
+
+@dataclass(slots=True)
+class Trace:
+    """Records what ran, step by step (Python lists, one entry a step)."""
+
+    arms: list[int] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+    kv_tokens: list[int] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    # (step, phase index) of every phase's first step.
+    phase_starts: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RunResult:
+    """Holds the results of one run.
+
+    seconds: with requests in flight. segment_*: by the oracle's segments.  probe_steps: those with
+    a probe's id.
+
+    octaves: batch sizes 2^(o-1)+1 .. 2^o -> [tokens, seconds].  sequence_seconds: sum over steps of
+    batch size * seconds.  latencies: of the requests that finished.
+    """
+
+    open_loop: bool
+    tokens: float = 0.0
+    seconds: float = 0.0
+    steps: int = 0
+    switches: int = 0
+    probe_steps: int = 0
+    segment_tokens: list[float] = field(default_factory=list)
+    segment_seconds: list[float] = field(default_factory=list)
+    octaves: dict[int, list[float]] = field(default_factory=dict)
+    sequence_seconds: float = 0.0
+    decision_seconds: float = 0.0
+    trace: Trace = field(default_factory=Trace)
+    latencies: Latencies = field(default_factory=Latencies)
+
+    @property
+    def rate(self) -> float:
+        """Returns tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def score(self) -> float:
+        """Returns what policies are compared by; more is better.
+
+        Closed loop: tokens per second.  Open loop, where every policy serves the same load: the
+        inverse of the mean latency per token, from arrival to the last token.
+        """
+        if not self.open_loop:
+            return self.rate
+        return 1.0 / float(self.latencies.per_token.mean())
+
+
+def simulate(
+    workload: Workload, surface: CostSurface, policy: Policy, options: EngineOptions, seed: int
+) -> RunResult:
+    """Runs the workload to its end.  Raises InvalidInputError if it never ends."""
+    return _EngineRun(workload, surface, policy, options, seed).run()
+
+
+class _EngineRun:
+    def __init__(
+        self,
+        workload: Workload,
+        surface: CostSurface,
+        policy: Policy,
+        options: EngineOptions,
+        seed: int,
+    ) -> None:
+        self._surface = surface
+        self._policy = policy
+        self._options = options
+        # A stream each: what a policy does must not move the noise that it meets.
+        streams = np.random.default_rng(seed).spawn(3)
+        self._noise_rng, self._thinning_rng, self._pace_rng = streams
+        self._idle_positions = policy.idle_positions if isinstance(policy, FullInformation) else 0
+        self._batch = Batch(workload, surface, self._idle_positions)
+        self._drafters = [d.name for d in surface.drafters]
+        self._plain_drafters = sum(d.mixture is None for d in surface.drafters)
+        self._drafter_of = [self._drafters.index(arm.drafter) for arm in surface.arms]
+        self._gammas = [arm.gamma for arm in surface.arms]
+        # Plain lists: a numpy scalar read costs more than the sum it goes into.
+        self._seconds: list[list[float]] = surface.seconds.tolist()
+        self._kv_seconds: list[float] = surface.kv_seconds.tolist()
+        self._last_column = surface.max_batch_size
+        self._backlog = [0.0] * len(self._drafters)
+        together = kept_together(surface.drafters)
+        # By drafter, those that miss nothing of what it drafts.
+        self._together = [
+            [d for d, other in enumerate(self._drafters) if other in together[name]]
+            for name in self._drafters
+        ]
+        self._asleep_steps = 0
+        self._stale_left = 0
+        self._noise: list[float] = []
+        self._pace = 0.0
+        self._decision_seconds = 0.0
+        self._clairvoyant = policy if isinstance(policy, Clairvoyant) else None
+        self._late: deque[StepRecord] = deque()
+        self._now, self._last_arm, self._gap = 0.0, -1, False
+        self.result = RunResult(isinstance(workload, OpenLoop))
+
+    def run(self) -> RunResult:
+        """The whole workload."""
+        batch, options = self._batch, self._options
+        while True:
+            batch.admit(self._now)
+            if batch.phase_changed:
+                self.result.trace.phase_starts.append((self.result.steps, batch.phase))
+                batch.phase_changed = False
+            if batch.waiting_prefill:
+                self._read_prompts()
+            if batch.size > 0:
+                self._step()
+                if batch.done:
+                    break
+                if self.result.steps >= options.max_steps:
+                    raise InvalidInputError(
+                        "workload", 0,
+                        f"it has not ended after {options.max_steps} steps: it is too large",
+                    )  # fmt: skip
+            elif not batch.waiting_prefill:
+                arrival = batch.next_arrival()
+                if arrival is None:
+                    break
+                self._now, self._gap = max(self._now, arrival), True
+        self.result.decision_seconds = self._decision_seconds
+        self.result.latencies = batch.times.finished()
+        return self.result
+
+    def _read_prompts(self) -> None:
+        batch, options = self._batch, self._options
+        if options.prefill is Prefill.NONE:
+            batch.start_all()
+            return
+        spent = batch.prefill(options.prefill_chunk_tokens, self._surface.prefill_seconds_per_token)
+        spent += self._surface.prefill_pass_seconds
+        self._now = self._account(self._now, spent, 0.0)
+        self._gap = True
+
+    def _choose(self, step: int) -> ArmChoice:
+        """Tells the policy what is late enough to be known, and asks it."""
+        policy, late, now = self._policy, self._late, self._now
+        if self._clairvoyant is not None:
+            self._clairvoyant.enter(self._situation())
+        began = time.perf_counter()
+        known = step - self._options.lag
+        while late and late[0].step < known:
+            policy.observe(late.popleft(), now)
+        choice = policy.choose(self._batch.size, now)
+        self._decision_seconds += time.perf_counter() - began
+        return choice
+
+    def _situation(self) -> Situation:
+        batch, surface = self._batch, self._surface
+        kv = batch.kv_tokens
+        return Situation(
+            batch.segment(self._now),
+            kv,
+            batch.running(),
+            [surface.catch_up_seconds(min(missed, kv)) for missed in self._backlog],
+            self._options.stale_acceptance if self._is_stale() else 1.0,
+        )
+
+    def _step(self) -> None:
+        """One decode step, from the choice to its record."""
+        batch, result = self._batch, self.result
+        step, n, kv = result.steps, batch.size, batch.kv_tokens
+        choice = self._choose(step)
+        arm = choice.arm
+        asleep = choice.asleep and not self._idle_positions
+        switched = arm != self._last_arm and self._last_arm >= 0
+        seconds = self._step_seconds(arm, n, kv, switched, asleep)
+        counts, classes, tokens = batch.step(
+            self._drafter_of[arm], self._gammas[arm], self._thinning(), choice.rules
+        )
+        if self._idle_positions:
+            # The other drafters read the step's tokens, and so miss none.
+            seconds += (self._plain_drafters - 1) * self._surface.catch_up_seconds(tokens)
+        else:
+            self._keep_up(arm, asleep, tokens)
+        self._now = now = self._account(self._now, seconds, tokens)
+        batch.stamp(now)
+        trace = result.trace
+        trace.arms.append(arm)
+        trace.batch_sizes.append(n)
+        trace.kv_tokens.append(kv)
+        trace.ends.append(now)
+        trace.tokens.append(int(tokens))
+        result.steps += 1
+        result.switches += switched
+        result.probe_steps += choice.probe_id != 0
+        result.sequence_seconds += n * seconds
+        octave = result.octaves.setdefault((n - 1).bit_length(), [0.0, 0.0])
+        octave[0] += tokens
+        octave[1] += seconds
+        flags = _FLAGS[self._gap, switched]
+        self._late.append(
+            StepRecord(
+                step, n, kv, arm, counts, seconds, flags, choice.probe_id, classes, batch.idle,
+                batch.evidence,
+            )
+        )  # fmt: skip
+        self._last_arm, self._gap = arm, False
+
+    def _step_seconds(self, arm: int, n: int, kv: int, switched: bool, asleep: bool) -> float:
+        """Wall seconds of the step that is about to run, noise and penalties included."""
+        surface, options = self._surface, self._options
+        plain = self._seconds[arm][min(n, self._last_column)]
+        base = plain + self._kv_seconds[arm] * (kv - n * surface.kv_reference)
+        base = max(base, MINIMAL_SHARE * plain)
+        gamma = self._gammas[arm]
+        if gamma == 0 and not asleep:
+            base *= options.warm_factor
+        seconds = base * (self._noise.pop() if self._noise else self._next_noise())
+        if gamma > 0:
+            drafter = self._drafter_of[arm]
+            if self._backlog[drafter]:
+                seconds += surface.catch_up_seconds(min(self._backlog[drafter], kv))
+                for d in self._together[drafter]:
+                    self._backlog[d] = 0.0
+        if switched:
+            seconds += options.switch_seconds
+        return seconds
+
+    def _keep_up(self, arm: int, asleep: bool, tokens: float) -> None:
+        """Adds what every drafter missed in this step; marks the one that ran if it is stale."""
+        sleeping = asleep and self._gammas[arm] == 0
+        running = self._drafter_of[arm]
+        for d in range(len(self._backlog)):
+            if sleeping or d not in self._together[running]:
+                self._backlog[d] += tokens
+        if sleeping:
+            self._asleep_steps += 1
+            return
+        if self._asleep_steps > self._options.stale_after:
+            self._stale_left = self._options.stale_steps
+        self._asleep_steps = 0
+        self._stale_left = max(0, self._stale_left - 1)
+
+    def _is_stale(self) -> bool:
+        """Whether a drafter that drafts in this step has slept too long to draft as usual."""
+        waking = self._asleep_steps > self._options.stale_after and self._options.stale_steps > 0
+        return waking or self._stale_left > 0
+
+    def _thinning(self) -> NDArray[np.float64] | None:
+        if not self._is_stale():
+            return None
+        return (
+            self._thinning_rng.random(self._batch.size) < self._options.stale_acceptance
+        ).astype(float)
+
+    def _next_noise(self) -> float:
+        """The first factor of a new block; the others are kept."""
+        # Mean 1: noise alone makes no policy slower or faster.
+        sigma = self._options.noise
+        block = np.exp(sigma * self._noise_rng.standard_normal(_NOISE_BLOCK) - sigma * sigma / 2)
+        wild = self._noise_rng.random(_NOISE_BLOCK) < self._options.outlier_share
+        block[wild] *= self._options.outlier_factor
+        if self._options.pace:
+            block *= self._paces()
+        self._noise = block[::-1].tolist()
+        return self._noise.pop()
+
+    def _paces(self) -> NDArray[np.float64]:
+        """The next block's factors of the machine's pace, mean 1."""
+        sigma, keep = self._options.pace, 1 - 1 / _PACE_STEPS
+        shocks = sigma * math.sqrt(1 - keep * keep) * self._pace_rng.standard_normal(_NOISE_BLOCK)
+        logs = np.empty(_NOISE_BLOCK)
+        for i, shock in enumerate(shocks.tolist()):
+            self._pace = logs[i] = keep * self._pace + shock
+        factors: NDArray[np.float64] = np.exp(logs - sigma * sigma / 2)
+        return factors
+
+    def _account(self, now: float, seconds: float, tokens: float) -> float:
+        """Books a stretch of time; a closed loop's last step counts up to its last token only."""
+        result = self.result
+        segment = self._batch.segment(now)
+        share = self._batch.take(tokens)
+        while len(result.segment_tokens) <= segment:
+            result.segment_tokens.append(0.0)
+            result.segment_seconds.append(0.0)
+        wanted, spent = tokens * share, seconds * share
+        result.segment_tokens[segment] += wanted
+        result.segment_seconds[segment] += spent
+        result.tokens += wanted
+        result.seconds += spent
+        return now + seconds

@@ -1,0 +1,192 @@
+"""Scenarios from files and names that a user gives: acceptance, costs, arrivals."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from controller.core.step_report import MAX_STEP_SECONDS
+from simulator import published
+from simulator.arrivals import read_arrivals
+from simulator.curves import parse_acceptance
+from simulator.engine import EngineOptions
+from simulator.errors import InvalidInputError
+from simulator.scenario import Scenario
+from simulator.scenarios.place import Place
+from simulator.scenarios.profile import ProfileSection
+from simulator.sources import ClosedSource, OpenSource, PhaseSpec
+from simulator.step_costs import read_profile
+from simulator.surface import KINDS, CostSurface, csv_surface, profile_surface
+from simulator.workload import AcceptanceSource
+
+_DEFAULT_DRAFTER = "mtp"
+# Oracle segments of an arrival file.
+_WINDOWS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationRequest:
+    """Holds what a user asks for.
+
+    acceptance: see `parse_acceptance`.  cost: PATH.csv, DRAFTER=PATH.csv (several), PATH.json (our
+    profile) or the name of a published surface.  drafter: what a nameless cost table drafts with.
+    concurrency: sizes of the closed loop (none: a spread up to the largest batch).  profile_error:
+    factor on the drafting cells of the controller's profile; None: it has no profile.
+    profile_noise: standard deviation of the logarithm of each of its cells.
+    catch_up_seconds_per_token, catch_up_pass_seconds: what a drafter pays for what it missed; None:
+    what the costs say, or what is derived from a table.
+    """
+
+    acceptance: str
+    cost: tuple[str, ...]
+    arrivals: Path | None = None
+    drafter: str = ""
+    concurrency: tuple[int, ...] = ()
+    tokens_per_sequence: int = 5000
+    max_batch_size: int | None = None
+    limit: int | None = None
+    speed: float = 1.0
+    profile_error: float | None = 1.0
+    profile_noise: float = 0.01
+    catch_up_seconds_per_token: float | None = None
+    catch_up_pass_seconds: float | None = None
+    seconds_per_kv_token: float = 0.0
+    seeds: int = 3
+    options: EngineOptions = field(default_factory=EngineOptions)
+
+
+def scenarios(given: SimulationRequest) -> list[Scenario]:
+    """Makes the scenarios of one run on given files.  Raises InvalidInputError."""
+    if given.tokens_per_sequence < 1 or given.seeds < 1:
+        raise InvalidInputError("--tokens, --seeds", 0, "at least 1 is needed")
+    surface, acceptance = _inputs(given)
+    surface = _with_prices(surface, given)
+    error = given.profile_error
+    if error is not None and not 0.1 <= error <= 10:
+        raise InvalidInputError("--profile-error", 0, f"a factor of {error} leaves 0.1..10")
+    if not 0 <= given.profile_noise < 2:
+        raise InvalidInputError("--profile-noise", 0, f"{given.profile_noise} leaves 0..2")
+    told = {None: "no profile", 1.0: f"costs measured to {given.profile_noise:.1%}"}.get(
+        error, f"drafting costs off by a factor of {error}"
+    )
+    limit = surface.max_batch_size
+    profile = None
+    if error is not None:
+        section = ProfileSection(drafting=error, noise=given.profile_noise)
+        profile = section.measured(surface, Place("--profile-error"))
+
+    def scenario(
+        name: str, description: str, workload: ClosedSource | OpenSource, *, shifting: bool
+    ) -> Scenario:
+        whole = f"{description}; {given.acceptance} on {', '.join(given.cost)}; {told}"
+        return Scenario(
+            name, "given", whole, surface, workload, profile, limit, shifting, given.seeds,
+            given.options,
+        )  # fmt: skip
+
+    if given.arrivals is not None:
+        arrivals = read_arrivals(given.arrivals, given.limit, given.speed)
+        seconds = arrivals.arrival_seconds
+        last = float(seconds[-1])
+        source = OpenSource(
+            acceptance, seconds, arrivals.context_tokens, arrivals.output_tokens, limit,
+            max(1.0, last / _WINDOWS),
+        )  # fmt: skip
+        text = f"{len(seconds)} requests over {last:.0f} s (speed {given.speed:g})"
+        return [scenario(f"arrivals/{given.arrivals.stem}", text, source, shifting=True)]
+
+    sizes = given.concurrency or tuple(b for b in (1, 4, 16, 64, 256, 1024) if b <= limit)
+    for b in sizes:
+        if not 1 <= b <= limit:
+            raise InvalidInputError("--concurrency", 0, f"{b} leaves 1..{limit}")
+    # One sequence alone is luck for long: give it more time.
+    tokens = {b: b * given.tokens_per_sequence * (3 if b < 4 else 1) for b in sizes}
+    phase = {b: PhaseSpec(f"x{b}", acceptance, b, tokens[b]) for b in sizes}
+    found = [
+        scenario(f"closed/B={b}", f"{b} sequences at a time", ClosedSource((phase[b],), None, None),
+                 shifting=False)
+        for b in sizes
+    ]  # fmt: skip
+    if len(sizes) > 1:
+        turns = (*sizes, *sizes[-2::-1])
+        moving = ClosedSource(tuple(phase[b] for b in turns), None, None)
+        text = f"concurrency {' '.join(map(str, turns))}"
+        found.append(scenario("closed/moving", text, moving, shifting=True))
+    return found
+
+
+def _with_prices(surface: CostSurface, given: SimulationRequest) -> CostSurface:
+    token, once = given.catch_up_seconds_per_token, given.catch_up_pass_seconds
+    for value in (token, once):
+        if value is not None and not 0 <= value <= MAX_STEP_SECONDS:
+            fault = f"{value} is out of range: seconds, 0 to {MAX_STEP_SECONDS:g}"
+            raise InvalidInputError("--catch-up-seconds, --catch-up-pass-seconds", 0, fault)
+    return replace(
+        surface,
+        catch_up_seconds_per_token=surface.catch_up_seconds_per_token if token is None else token,
+        catch_up_pass_seconds=surface.catch_up_pass_seconds if once is None else once,
+    )
+
+
+def _inputs(given: SimulationRequest) -> tuple[CostSurface, AcceptanceSource]:
+    """Reads costs and acceptance that name the same drafters."""
+    if not given.cost:
+        raise InvalidInputError(
+            "--cost", 0, f"a table or one of {', '.join(published.names())} is needed"
+        )
+    first = given.cost[0]
+    size = given.max_batch_size
+    if len(given.cost) == 1 and first in published.names():
+        surface = published.surface(first, max_batch_size=size, extrapolate=size is not None)
+    elif len(given.cost) == 1 and first.lower().endswith(".json"):
+        surface = profile_surface(Path(first).name, read_profile(first), KINDS, size)
+    else:
+        return _tables(given)
+    acceptance = parse_acceptance(given.acceptance, [d.name for d in surface.drafters])
+    return _agree(surface, acceptance, given.drafter), acceptance
+
+
+def _tables(given: SimulationRequest) -> tuple[CostSurface, AcceptanceSource]:
+    pairs = [_named(text) for text in given.cost]
+    for _, path in pairs:
+        if not Path(path).exists():
+            raise InvalidInputError(
+                "--cost", 0,
+                f"{path!r} is neither a file nor a published cost table; the published tables are "
+                f"{', '.join(published.names())}",
+            )  # fmt: skip
+    names = [name for name, _ in pairs if name]
+    acceptance = parse_acceptance(given.acceptance, names or [given.drafter or _DEFAULT_DRAFTER])
+    if not names and len(pairs) == 1:
+        name = given.drafter or acceptance.drafters[0]
+        pairs = [(name, pairs[0][1])]
+    elif len(names) < len(pairs):
+        raise InvalidInputError(
+            pairs[0][1], 0, "several tables need their drafters: --cost DRAFTER=PATH"
+        )
+    surface = csv_surface(
+        dict(pairs), KINDS, given.max_batch_size, seconds_per_kv_token=given.seconds_per_kv_token
+    )
+    return _agree(surface, acceptance, given.drafter), acceptance
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, sign, path = text.partition("=")
+    return (name, path) if sign and "/" not in name else ("", text)
+
+
+def _agree(surface: CostSurface, acceptance: AcceptanceSource, wanted: str) -> CostSurface:
+    """Keeps the drafters whose acceptance is known; a lone one takes its name."""
+    if wanted and wanted not in acceptance.drafters:
+        raise InvalidInputError(
+            "--drafter", 0, f"{wanted!r} has no acceptance; there are {list(acceptance.drafters)}"
+        )
+    known = (wanted,) if wanted else acceptance.drafters
+    common = [d.name for d in surface.drafters if d.name in known]
+    if common:
+        return surface.only(*common)
+    if len(surface.drafters) == 1:
+        return replace(surface, drafters=(replace(surface.drafters[0], name=known[0]),))
+    raise InvalidInputError(
+        surface.name, 0,
+        f"costs are of {[d.name for d in surface.drafters]}, acceptance of {list(known)}: "
+        "name one with --drafter",
+    )  # fmt: skip

@@ -1,0 +1,113 @@
+"""An upper-confidence-bound bandit over arms, as in BanditSpec.
+
+Restated from BanditSpec (Hou et al., ICML 2025, arXiv 2505.15141): every draft length is an arm of
+a stochastic bandit, tried in turn for two rounds and then chosen by
+
+    score_i = mean reward_i / best mean reward + exploration * sqrt(ln t / n_i)
+
+with n_i the steps of arm i and t their sum.  The paper's reward is the tokens a step gains, which
+grows with every longer draft and can never choose gamma = 0; its released code rewards tokens over
+wall seconds.  Both are here, the second is the default.  Rewards are divided by the best mean, as
+the bound wants them in [0, 1].
+
+Ours, and generous: one bandit per octave of the batch size (the paper's batch is constant); every
+drafter's arms take part; `exploration` far below UCB1's sqrt(2), which at these small gaps would
+still be exploring after a million steps; `discount` < 1 weighs a sample by discount^age (age in the
+octave's steps), so that shifting traffic is followed.  It is given no costs and no profile.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from controller.core.engine_spec import Arm
+from simulator.peers.common import accepted_tokens, octave
+from simulator.policy import ArmChoice, StepRecord
+from simulator.results import PolicyOrigin
+
+EXPLORATION = 0.1
+ROUNDS = 2
+# Weights grow instead of old ones being faded; past this they are scaled back.
+_WEIGHT_MAX = 1e100
+
+
+class Reward(Enum):
+    """Computes what a step is worth."""
+
+    TOKENS_PER_SECOND = "tokens-per-second"
+    TOKENS_PER_STEP = "tokens-per-step"  # per sequence
+
+
+@dataclass(slots=True)
+class _Bandit:
+    """Keeps one octave.  weights, rewards: [arms], sums over steps.  weight: of the newest step."""
+
+    weights: list[float]
+    rewards: list[float]
+    weight: float = 1.0
+    total: float = 0.0
+    asked: int = 0
+
+
+class UcbBandit:
+    """UCB over all arms, one bandit per octave of the batch size.  discount: in (0, 1]."""
+
+    origin = PolicyOrigin.RESTATED
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        *,
+        reward: Reward = Reward.TOKENS_PER_SECOND,
+        exploration: float = EXPLORATION,
+        discount: float = 1.0,
+    ) -> None:
+        number = len(arms)
+        self._choices = [ArmChoice(i) for i in range(number)]
+        self._per_second = reward is Reward.TOKENS_PER_SECOND
+        self._exploration = exploration
+        self._growth = 1.0 / discount
+        self._by_octave = defaultdict[int, _Bandit](lambda: _Bandit([0.0] * number, [0.0] * number))
+
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
+        """Returns the arm with the highest bound, once each has been tried."""
+        del now
+        bandit = self._by_octave[octave(batch_size)]
+        arms = len(self._choices)
+        if bandit.asked < ROUNDS * arms:
+            bandit.asked += 1
+            return self._choices[(bandit.asked - 1) % arms]
+        if 0.0 in bandit.weights:
+            # Its trial has not been reported yet, or is forgotten.
+            return self._choices[bandit.weights.index(0.0)]
+        means = [r / w for r, w in zip(bandit.rewards, bandit.weights, strict=True)]
+        samples = bandit.total / bandit.weight
+        bonus = self._exploration * math.sqrt(math.log(max(samples, 1.0)) * bandit.weight)
+        bonus *= max(means)
+        scores = [m + bonus / math.sqrt(w) for m, w in zip(means, bandit.weights, strict=True)]
+        return self._choices[scores.index(max(scores))]
+
+    def observe(self, record: StepRecord, now: float) -> None:
+        """Rewards the arm that ran."""
+        del now
+        bandit = self._by_octave[octave(record.batch_size)]
+        tokens = record.batch_size + accepted_tokens(record.counts)
+        divisor = record.step_seconds if self._per_second else record.batch_size
+        bandit.weight *= self._growth
+        weight = bandit.weight
+        bandit.weights[record.arm] += weight
+        bandit.rewards[record.arm] += weight * tokens / divisor
+        bandit.total += weight
+        if weight > _WEIGHT_MAX:
+            _scale_back(bandit)
+
+
+def _scale_back(bandit: _Bandit) -> None:
+    factor = 1.0 / bandit.weight
+    # One that falls to zero counts as never tried, which by then it is.
+    bandit.weights = [w * factor for w in bandit.weights]
+    bandit.rewards = [r * factor for r in bandit.rewards]
+    bandit.total *= factor
+    bandit.weight = 1.0

@@ -1,0 +1,129 @@
+"""Hill climbing on goodput: try a neighbouring draft length, keep going while tokens/second rise.
+
+Restated from the idea of spec-goodput-control (KookiesNKareem, 2026), whose measurements showed
+that acceptance says little about speed while measured tokens/second do: per batch bucket, measure a
+window of steps, compare one window of another draft length, and decide by a margin.  Its constants:
+windows of 24 steps, margin 3 %, averaging weight 0.35, start at gamma = 1.  (`goodput_probe` is its
+prototype's rule to the letter, which tries every draft length once and then never again; this is
+the climber that its text describes, which goes on adapting.)
+
+    measure the base -> one window at the neighbour in the present direction
+        better by the margin: it is the base, go on in the same direction at once
+        otherwise: back to the base, other direction next; after two refusals in a row hold the
+        base for `hold_windows` windows before the next try
+
+A probe is one sample, which is the known weakness: at small batches a window's tokens/second
+scatter by more than the margin.  A batch bucket that was never seen starts where the last one
+stands (ours, generous).  It knows no costs, no acceptance, and the first drafter only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from controller.core.engine_spec import Arm
+from simulator.peers.common import (
+    accepted_tokens,
+    by_gamma,
+    first_drafter,
+    nearest,
+    octave,
+)
+from simulator.policy import ArmChoice, StepRecord
+from simulator.results import PolicyOrigin
+
+WINDOW_STEPS = 24
+MARGIN = 0.03
+EWMA_WEIGHT = 0.35
+INITIAL_GAMMA = 1
+HOLD_WINDOWS = 8
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Remembers one octave of the batch size.  Positions index the ascending gammas.
+
+    rate: tokens/second of the base, 0 = not measured.  held: windows at the base since the last
+    probe.  refused: probes in a row that were not better.
+    """
+
+    base: int
+    running: int
+    direction: int = 1
+    rate: float = 0.0
+    held: int = 0
+    refused: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+
+
+class HillClimber:
+    """Climbs over the first drafter's draft lengths, one memory per octave of the batch size."""
+
+    origin = PolicyOrigin.RESTATED
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        *,
+        window_steps: int = WINDOW_STEPS,
+        hold_windows: int = HOLD_WINDOWS,
+    ) -> None:
+        index = by_gamma(arms, first_drafter(arms))
+        self._arms = list(index.values())
+        self._choices = [ArmChoice(arm) for arm in self._arms]
+        self._start = list(index).index(nearest(list(index), INITIAL_GAMMA))
+        self._window_steps = window_steps
+        self._hold_windows = hold_windows
+        self._buckets: dict[int, _Bucket] = {}
+
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
+        """Returns the base of this octave, or the neighbour that is on trial."""
+        del now
+        start = _Bucket(self._start, self._start)
+        bucket = self._buckets.setdefault(octave(batch_size), start)
+        self._start = bucket.base
+        return self._choices[bucket.running]
+
+    def observe(self, record: StepRecord, now: float) -> None:
+        """Adds a step of the arm that is being measured; a full window decides."""
+        del now
+        bucket = self._buckets.get(octave(record.batch_size))
+        # Steps that were under way when the arm changed belong to no window.
+        if bucket is None or record.arm != self._arms[bucket.running]:
+            return
+        bucket.tokens += record.batch_size + accepted_tokens(record.counts)
+        bucket.seconds += record.step_seconds
+        bucket.steps += 1
+        if bucket.steps >= self._window_steps:
+            rate = bucket.tokens / bucket.seconds
+            bucket.tokens, bucket.seconds, bucket.steps = 0, 0.0, 0
+            if bucket.running == bucket.base:
+                self._end_of_base(bucket, rate)
+            else:
+                self._end_of_probe(bucket, rate)
+
+    def _end_of_base(self, bucket: _Bucket, rate: float) -> None:
+        weight = EWMA_WEIGHT if bucket.rate else 1.0
+        bucket.rate += weight * (rate - bucket.rate)
+        bucket.held += 1
+        if bucket.held >= (self._hold_windows if bucket.refused >= 2 else 1):
+            self._probe(bucket)
+
+    def _end_of_probe(self, bucket: _Bucket, rate: float) -> None:
+        if rate > bucket.rate * (1 + MARGIN):
+            bucket.base, bucket.rate, bucket.refused = bucket.running, rate, 0
+            self._probe(bucket)
+            return
+        bucket.running = bucket.base
+        bucket.direction = -bucket.direction
+        bucket.refused += 1
+
+    def _probe(self, bucket: _Bucket) -> None:
+        bucket.held = 0
+        last = len(self._arms) - 1
+        if not 0 <= bucket.base + bucket.direction <= last:
+            # Past the end there is nothing: that direction counts as refused.
+            bucket.direction = -bucket.direction
+            bucket.refused += 1
+        bucket.running = min(max(bucket.base + bucket.direction, 0), last)

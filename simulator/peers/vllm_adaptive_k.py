@@ -1,0 +1,132 @@
+"""Adaptive K in vLLM's scheduler: acceptance by position, a cost model, and their best quotient.
+
+Restated from the description and the documentation of vLLM pull request 47111 (open, 2026; an
+earlier form is 44336); its code was not seen.  Every step drafts the K with the highest goodput:
+
+    E(K) = 1 + sum over i <= K of a_1 ... a_i        goodput = E(K) / C(K),  C(0) = 1
+
+a_j is the conditional acceptance of position j: of the sequences that reached it, the share that
+accepted it, counted over windows of 10 steps and averaged with weight 0.3 a window.  A position
+that was never reached has 0.85.  After a change, K stays for 2 steps.  One estimate serves all
+batch sizes.  It cannot switch drafters.
+
+The proposal's C(K) is 1 + 0.1144 K + 0.002 B: one profiled ratio of draft to target time, and a
+penalty on the batch.  Without a profile that is what runs here.  Ours, and generous: with a
+profile, C(K) is the measured step over the plain one at this batch size.  Also ours: in the last 10
+of every 500 steps it drafts the next longer length, because what it does not draft, 0 above all, it
+could not leave again; 44336 explored in a tenth of all steps.  Left out: changes of K by 1 are
+refused by 44336, which would keep it at 1 where 0 is best; the batch schedule that may cap K, which
+could only shorten it; drafting at K = 0, where the drafter sleeps here and runs in vLLM.
+"""
+
+from collections.abc import Sequence
+
+from controller.core.cost.profile import Profile
+from controller.core.engine_spec import Arm
+from simulator.peers.common import RelativeCosts, by_gamma, first_drafter, off_arm
+from simulator.policy import ArmChoice, StepRecord
+from simulator.results import PolicyOrigin
+
+WINDOW_STEPS = 10
+EMA_WEIGHT = 0.3
+UNSEEN_ACCEPTANCE = 0.85
+DRAFT_COST = 0.1144
+BATCH_PENALTY = 0.002
+COOLDOWN_STEPS = 2
+RECHECK_STEPS = 500
+
+
+class AdaptiveK:
+    """The K with the most expected tokens a second, for one drafter (default: the first one).
+
+    profile: costs of its arms and of plain decoding; None: the proposal's own cost model.
+    recheck_steps: so often a window drafts one length more than the best one.
+    Raises InvalidInputError if the profile lacks one of the arms.
+    """
+
+    origin = PolicyOrigin.RESTATED
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        profile: Profile | None = None,
+        *,
+        drafter: str | None = None,
+        recheck_steps: int = RECHECK_STEPS,
+    ) -> None:
+        drafter = drafter or first_drafter(arms)
+        index = by_gamma(arms, drafter)
+        if (off := off_arm(arms, drafter)) is not None:
+            index = {0: off, **{gamma: arm for gamma, arm in index.items() if gamma > 0}}
+        self._gammas = list(index)
+        self._choices = [ArmChoice(arm) for arm in index.values()]
+        chosen = [arms[arm] for arm in index.values()]
+        self._costs = None if profile is None else RelativeCosts(profile, chosen, chosen[0])
+        self._recheck_steps = recheck_steps
+        depth = self._gammas[-1]
+        # By position, 1 first.
+        self.acceptance: list[float | None] = [None] * depth
+        self._reached = [0] * depth
+        self._accepted = [0] * depth
+        self._window = 0
+        self._current = -1
+        self._cooldown = 0
+        self._asked = 0
+
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
+        """Returns the best K for this batch, or the present one shortly after a change."""
+        del now
+        self._asked += 1
+        if self._cooldown > 0:
+            self._cooldown -= 1
+        elif (best := self._best(batch_size)) != self._current:
+            self._cooldown = COOLDOWN_STEPS if self._current >= 0 else 0
+            self._current = best
+        recheck = -self._asked % self._recheck_steps < WINDOW_STEPS
+        longest = len(self._choices) - 1
+        return self._choices[min(self._current + recheck, longest)]
+
+    def _best(self, batch_size: int) -> int:
+        """The index of the K with the highest goodput, the shorter one of two."""
+        costs = self._prices(batch_size)
+        best, best_goodput = 0, 0.0
+        expected, survival, position = 1.0, 1.0, 0
+        for i, gamma in enumerate(self._gammas):
+            for rate in self.acceptance[position:gamma]:
+                survival *= UNSEEN_ACCEPTANCE if rate is None else rate
+                expected += survival
+            position = gamma
+            if (goodput := expected / costs[i]) > best_goodput:
+                best, best_goodput = i, goodput
+        return best
+
+    def _prices(self, batch_size: int) -> Sequence[float]:
+        if self._costs is not None:
+            return self._costs.at(batch_size)
+        penalty = BATCH_PENALTY * batch_size
+        return [1 + gamma * DRAFT_COST + penalty if gamma else 1.0 for gamma in self._gammas]
+
+    def observe(self, record: StepRecord, now: float) -> None:
+        """Counts a step that drafted; a full window moves the averages."""
+        del now
+        if len(record.counts) < 2:
+            return
+        reached = record.batch_size
+        for k, stopped in enumerate(record.counts[:-1]):
+            self._reached[k] += reached
+            reached -= stopped
+            self._accepted[k] += reached
+        self._window += 1
+        if self._window == WINDOW_STEPS:
+            self._end_of_window()
+
+    def _end_of_window(self) -> None:
+        for k, reached in enumerate(self._reached):
+            if reached:
+                rate = self._accepted[k] / reached
+                before = self.acceptance[k]
+                weight = EMA_WEIGHT if before is not None else 1.0
+                self.acceptance[k] = (before or 0.0) + weight * (rate - (before or 0.0))
+        self._reached = [0] * len(self._reached)
+        self._accepted = [0] * len(self._accepted)
+        self._window = 0

@@ -1,0 +1,154 @@
+"""Text files of numbers, line by line: bounded, decoded, and every fault named with its place."""
+
+import csv
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from simulator.errors import InvalidInputError
+
+_CSV_LINE_BYTES_MAX = 1 << 20
+_SHOWN_MAX = 40
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+# More digits than any count here has; int() of far more would take its time.
+_DIGITS_MAX = 18
+
+
+def text_lines(path: Path, line_bytes_max: int) -> Iterator[tuple[int, str]]:
+    """(line number from 1, line without its end) of UTF-8 text, a leading byte order mark left out.
+
+    Raises InvalidInputError: unreadable file, not UTF-8, a line longer than line_bytes_max.
+    """
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(line_bytes_max + 1):
+                number += 1
+                if len(line) > line_bytes_max:
+                    fault = f"the line is longer than {line_bytes_max} bytes"
+                    raise InvalidInputError(path, number, fault)
+                yield number, _decoded(path, number, line)
+    except OSError as error:
+        raise InvalidInputError(path, 0, f"cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        # A name with a NUL in it.
+        raise InvalidInputError(repr(str(path)), 0, f"is no file name: {error}") from error
+
+
+def _decoded(path: Path, number: int, line: bytes) -> str:
+    try:
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(path, number, f"not UTF-8 text: {error.reason}") from error
+    return text.rstrip("\r\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One record of a CSV file: its fields by lower-case column name, blanks around them gone."""
+
+    source: Path
+    line: int
+    fields: dict[str, str]
+
+    def fault(self, text: str) -> InvalidInputError:
+        """The error to raise about this row."""
+        return InvalidInputError(self.source, self.line, text)
+
+    def text(self, column: str) -> str:
+        """Raises InvalidInputError for a blank field."""
+        value = self.fields[column]
+        if not value:
+            raise self.fault(f"{column} is blank")
+        return value
+
+    def whole(self, column: str, least: int, most: int) -> int:
+        """A whole number from `least` to `most`, or InvalidInputError."""
+        text = self.text(column)
+        if not _WHOLE.fullmatch(text):
+            raise self.fault(f"{column} {shown(text)} is no whole number")
+        if len(text) > _DIGITS_MAX or not least <= int(text) <= most:
+            raise self.fault(f"{column} {shown(text)} leaves {least}..{most}")
+        return int(text)
+
+    def number(self, column: str) -> float:
+        """A finite number, or InvalidInputError."""
+        text = self.text(column)
+        value = finite(text)
+        if value is None:
+            raise self.fault(f"{column} {shown(text)} is no finite number")
+        return value
+
+
+def csv_rows(path: Path, columns: Sequence[str], *, others: bool) -> Iterator[Row]:
+    """Records below a header that names `columns` (lower case here, any case there), in any order.
+
+    others: further columns are allowed, and left out.  Blank lines are skipped.
+
+    Raises InvalidInputError: what `text_lines` does, a header without a column or with a strange
+    one, a record of another number of fields, no record at all.
+    """
+    header: list[str] | None = None
+    empty = True
+    reader = csv.reader(_lines(path), strict=True)
+    try:
+        for record in reader:
+            values = [value.strip() for value in record]
+            if values in ([], [""]):
+                continue
+            if header is None:
+                header = _header(path, reader.line_num, values, columns, others=others)
+                continue
+            if len(values) != len(header):
+                raise InvalidInputError(
+                    path, reader.line_num,
+                    f"{len(values)} fields, the header names {len(header)}",
+                )  # fmt: skip
+            fields = dict(zip(header, values, strict=True))
+            empty = False
+            yield Row(path, reader.line_num, {column: fields[column] for column in columns})
+    except csv.Error as error:
+        raise InvalidInputError(path, reader.line_num, f"not CSV: {error}") from error
+    if header is None:
+        raise InvalidInputError(path, 0, "the file is empty")
+    if empty:
+        raise InvalidInputError(path, 0, "there is no row below the header")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    for _, line in text_lines(path, _CSV_LINE_BYTES_MAX):
+        yield line + "\n"
+
+
+def _header(
+    path: Path, line: int, names: Sequence[str], columns: Sequence[str], *, others: bool
+) -> list[str]:
+    header = [name.lower() for name in names]
+    wanted = ",".join(columns)
+    for column in columns:
+        if header.count(column) != 1:
+            fault = "is missing" if column not in header else "appears twice"
+            raise InvalidInputError(path, line, f"column {column} {fault} in the header: {wanted}")
+    strange = next((name for name in header if name not in columns), None)
+    if strange is not None and not others:
+        raise InvalidInputError(
+            path, line, f"the header names {shown(strange)} beside what is known: {wanted}"
+        )
+    return header
+
+
+def finite(text: str) -> float | None:
+    """The number, or None for what is no finite decimal number."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and "_" not in text and text.isascii() else None
+
+
+def shown(text: object) -> str:
+    """A bad value in an error: quoted, on one line, and never long."""
+    quoted = repr(text)
+    return quoted if len(quoted) <= _SHOWN_MAX else f"{quoted[: _SHOWN_MAX - 3]}..."

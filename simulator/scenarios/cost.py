@@ -1,0 +1,269 @@
+"""Defines the section `cost`: what a step truly costs on the simulated engine."""
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from controller.core.engine_spec import MAX_ARMS, MAX_DRAFTERS, DrafterSpec
+from controller.core.errors import InvalidEngineError
+from controller.core.model_shapes import DrafterKind
+from controller.core.step_report import MAX_STEP_SECONDS
+from simulator import published
+from simulator.errors import InvalidInputError
+from simulator.mixtures import MixtureCost, with_mixtures
+from simulator.scenarios.fields import (
+    DrafterName,
+    Factor,
+    FileName,
+    Gamma,
+    MeanLength,
+    Seconds,
+    Section,
+    Share,
+)
+from simulator.scenarios.place import Place
+from simulator.step_costs import read_profile
+from simulator.surface import KINDS, CostSurface, csv_surface, profile_surface
+
+# Costs of a formula reach this batch unless the engine's limit is given.
+_FORMULA_BATCH = 64
+# What a change of arm costs on an engine unless the file states it.
+SWITCH_SECONDS = 2e-4
+
+
+class StepFormula(Section):
+    """Seconds of the target's pass and of everything else that happens once in a step.
+
+    base_seconds + seconds_per_sequence B + seconds_per_token B (gamma + 1)
+    + seconds_per_kv_token kv
+    """
+
+    base_seconds: Annotated[Seconds, Field(gt=0)]
+    seconds_per_sequence: Seconds = 0.0
+    seconds_per_token: Seconds = 0.0
+    seconds_per_kv_token: Seconds = 0.0
+
+
+class DraftFormula(Section):
+    """Seconds that drafting adds to a step at gamma > 0.
+
+        once_seconds + seconds_per_pass gamma + seconds_per_token B gamma
+        + seconds_per_kv_token kv + share_of_step (the rest of the step)
+
+    kind: "mtp" (also EAGLE), "dflash", "standalone" or "ngram".  gammas: draft lengths; 0 is added.
+    """
+
+    kind: DrafterKind = DrafterKind.MTP
+    gammas: Annotated[tuple[Gamma, ...], Field(min_length=1)]
+    once_seconds: Seconds = 0.0
+    seconds_per_pass: Seconds = 0.0
+    seconds_per_token: Seconds = 0.0
+    seconds_per_kv_token: Seconds = 0.0
+    share_of_step: Share = 0.0
+
+
+class CostFormula(Section):
+    """A step of the target, and what each drafter adds to it."""
+
+    step: StepFormula
+    drafters: Annotated[dict[DrafterName, DraftFormula], Field(min_length=1)]
+
+
+class MixtureSection(Section):
+    """Describes a mixture: in each row of its steps one of two drafters, main and free, is used.
+
+    free: a lookup.  once_seconds, share_of_step: what looking up adds to a step of the main one.
+    """
+
+    main: DrafterName
+    free: DrafterName
+    once_seconds: Seconds = 0.0
+    share_of_step: Share = 0.0
+
+    def cost(self) -> MixtureCost:
+        """Returns what the surface is given."""
+        return MixtureCost(self.main, self.free, self.once_seconds, self.share_of_step)
+
+
+class CostSection(Section):
+    """Costs of a step: exactly one of `published`, `table`, `profile` and `formula`.
+
+    published: name of a published table; drafters: those of it that the engine has (all);
+    gammas: their draft lengths (as published); extrapolate: batches may exceed what was measured.
+    table: drafter -> step-cost CSV; kinds: drafter -> kind, where its name does not give it away.
+    profile: a profile of this project.  Files are relative to the scenario file.
+    seconds_per_kv_token, kv_reference: price of a token of context, and the tokens a sequence at
+    which the costs hold; they replace those of the source, and a formula has its own.
+    catch_up_seconds_per_token, catch_up_pass_seconds: what a drafter pays for every token that it
+    missed, and once for all of them; they replace those of the source.
+    mixtures: name -> mixture of two of the drafters, with the draft lengths of the main one.
+    switch_seconds: paid by a step whose arm is not that of the last one.
+    scale: multiplies all costs, switching and catching up included.
+    """
+
+    published: str | None = None
+    table: Annotated[dict[DrafterName, FileName], Field(min_length=1)] | None = None
+    profile: FileName | None = None
+    formula: CostFormula | None = None
+    drafters: Annotated[tuple[DrafterName, ...], Field(min_length=1)] | None = None
+    gammas: Annotated[tuple[Gamma, ...], Field(min_length=1)] | None = None
+    extrapolate: bool = False
+    kinds: dict[DrafterName, DrafterKind] = Field(default_factory=dict)
+    mixtures: dict[DrafterName, MixtureSection] = Field(default_factory=dict)
+    seconds_per_kv_token: Seconds | None = None
+    kv_reference: MeanLength | None = None
+    catch_up_seconds_per_token: Seconds | None = None
+    catch_up_pass_seconds: Seconds | None = None
+    switch_seconds: Seconds = SWITCH_SECONDS
+    scale: Factor = 1.0
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        sources = {
+            "published": self.published,
+            "table": self.table,
+            "profile": self.profile,
+            "formula": self.formula,
+        }
+        given = [name for name, value in sources.items() if value is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "nothing"
+            raise ValueError(f"one of {', '.join(sources)} is needed; there is {found}")
+        misplaced = [
+            name
+            for name, sources_with_it, is_given in (
+                ("gammas", ("published",), self.gammas is not None),
+                ("extrapolate", ("published",), self.extrapolate),
+                ("kinds", ("table", "profile"), bool(self.kinds)),
+                ("drafters", ("published", "profile"), self.drafters is not None),
+                ("seconds_per_kv_token", ("published", "table", "profile"),
+                 self.seconds_per_kv_token is not None),
+                ("kv_reference", ("published", "table", "profile"), self.kv_reference is not None),
+            )
+            if is_given and given[0] not in sources_with_it
+        ]  # fmt: skip
+        if misplaced:
+            raise ValueError(f"{misplaced[0]} has no meaning beside {given[0]}")
+        return self
+
+    def surface(self, max_batch_size: int | None, folder: Path, place: Place) -> CostSurface:
+        """Makes the true costs.  max_batch_size: the engine's limit; None: what is known.
+
+        folder: where relative files are.  Raises InvalidInputError, which names the field.
+        """
+        surface = self._source(max_batch_size, folder, place)
+        if self.drafters is not None:
+            known = [d.name for d in surface.drafters]
+            for i, name in enumerate(self.drafters):
+                if name not in known:
+                    fault = f"{name!r} is not one of {known}"
+                    raise place.fault(("cost", "drafters", i), fault)
+            surface = surface.only(*self.drafters)
+        if self.mixtures:
+            with place.at("cost", "mixtures"):
+                mixtures = {name: section.cost() for name, section in self.mixtures.items()}
+                surface = with_mixtures(surface, mixtures)
+        return self._priced(surface)
+
+    def _source(self, max_batch_size: int | None, folder: Path, place: Place) -> CostSurface:
+        if self.published is not None:
+            with place.at("cost", "published"):
+                return _published(self.published, self.gammas, max_batch_size, self.extrapolate)
+        kinds = {**KINDS, **self.kinds}
+        if self.table is not None:
+            with place.at("cost", "table"):
+                files = {drafter: folder / name for drafter, name in self.table.items()}
+                return csv_surface(files, kinds, max_batch_size)
+        if self.profile is not None:
+            with place.at("cost", "profile"):
+                profile = read_profile(folder / self.profile)
+                return profile_surface(self.profile, profile, kinds, max_batch_size)
+        assert self.formula is not None
+        with place.at("cost", "formula"):
+            return formula_surface("formula", self.formula, max_batch_size or _FORMULA_BATCH)
+
+    def _priced(self, surface: CostSurface) -> CostSurface:
+        def given(own: float | None, known: float) -> float:
+            return self.scale * (known if own is None else own)
+
+        kv_seconds = surface.kv_seconds
+        if self.seconds_per_kv_token is not None:
+            kv_seconds = np.full(len(surface.arms), self.seconds_per_kv_token)
+        return replace(
+            surface,
+            seconds=self.scale * surface.seconds,
+            kv_seconds=self.scale * kv_seconds,
+            kv_reference=surface.kv_reference if self.kv_reference is None else self.kv_reference,
+            prefill_seconds_per_token=self.scale * surface.prefill_seconds_per_token,
+            prefill_pass_seconds=self.scale * surface.prefill_pass_seconds,
+            catch_up_seconds_per_token=given(
+                self.catch_up_seconds_per_token, surface.catch_up_seconds_per_token
+            ),
+            catch_up_pass_seconds=given(self.catch_up_pass_seconds, surface.catch_up_pass_seconds),
+        )
+
+
+# The suite has a hundred scenarios on six tables.
+@lru_cache(maxsize=64)
+def _published(
+    name: str, gammas: tuple[int, ...] | None, max_batch_size: int | None, extrapolate: bool
+) -> CostSurface:
+    return published.surface(name, gammas, max_batch_size, extrapolate=extrapolate)
+
+
+def formula_surface(name: str, formula: CostFormula, max_batch_size: int) -> CostSurface:
+    """Makes the surface of a formula, for batches of 1 to `max_batch_size`.
+
+    A token of a prompt costs what a token of a step does.  Catching up costs a pass of the drafter
+    and a token of its draft for every token missed; of several drafters, the most expensive counts.
+
+    Raises InvalidInputError: too many drafters, a batch or a step that is
+    too large.
+    """
+    arms = sum(len({0, *draft.gammas}) for draft in formula.drafters.values())
+    if arms > MAX_ARMS or len(formula.drafters) > MAX_DRAFTERS:
+        fault = f"at most {MAX_DRAFTERS} drafters with {MAX_ARMS} draft lengths can be simulated"
+        raise InvalidInputError(name, 0, fault)
+    step, reference = formula.step, published.KV_REFERENCE
+    batch = np.maximum(np.arange(max_batch_size + 1, dtype=np.float64), 1.0)
+    rows: list[NDArray[np.float64]] = []
+    kv_seconds: list[float] = []
+    specs = []
+    for drafter, draft in formula.drafters.items():
+        gammas = tuple(sorted({0, *draft.gammas}))
+        try:
+            specs.append(DrafterSpec(drafter, draft.kind, gammas))
+        except InvalidEngineError as error:
+            raise InvalidInputError(name, 0, str(error)) from error
+        for gamma in gammas:
+            share = draft.share_of_step if gamma else 0.0
+            kv = (1 + share) * step.seconds_per_kv_token
+            seconds = (1 + share) * (
+                step.base_seconds
+                + step.seconds_per_sequence * batch
+                + step.seconds_per_token * batch * (gamma + 1)
+            )
+            if gamma:
+                seconds += draft.once_seconds + draft.seconds_per_pass * gamma
+                seconds += draft.seconds_per_token * batch * gamma
+                kv += draft.seconds_per_kv_token
+            rows.append(seconds + kv * batch * reference)
+            kv_seconds.append(kv)
+    seconds = np.vstack(rows)
+    if seconds.max() > MAX_STEP_SECONDS:
+        raise InvalidInputError(name, 0, f"a step takes more than {MAX_STEP_SECONDS:g} s")
+    return CostSurface(
+        name,
+        tuple(specs),
+        seconds,
+        np.array(kv_seconds),
+        reference,
+        prefill_seconds_per_token=step.seconds_per_token,
+        catch_up_seconds_per_token=max(d.seconds_per_token for d in formula.drafters.values()),
+        catch_up_pass_seconds=max(d.seconds_per_pass for d in formula.drafters.values()),
+    )

@@ -1,0 +1,218 @@
+"""Defines the section `traffic`: named kinds of requests, and which drafts they accept."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from controller.core.engine_spec import MAX_GAMMA
+from simulator.acceptance_trace import AcceptanceTrace
+from simulator.chain import Chain, Memory
+from simulator.copying import Copying
+from simulator.curves import Curves, conditional, geometric
+from simulator.scenarios.fields import (
+    DrafterName,
+    FileName,
+    KindName,
+    MeanLength,
+    Number,
+    Section,
+    Share,
+)
+from simulator.scenarios.place import Place
+from simulator.sources import MeanTokens, Mixture
+from simulator.workload import AcceptanceSource
+
+_Curve = Annotated[tuple[Share, ...], Field(min_length=1, max_length=MAX_GAMMA)]
+_Weight = Annotated[Number, Field(gt=0, le=1e6)]
+# Of curves; traces have their own lengths.
+_OUTPUT_MEAN, _CONTEXT_MEAN = 256.0, 384.0
+
+
+class DrafterMemorySection(Section):
+    """Describes what neighbouring tokens and requests have in common; see `chain.Memory`."""
+
+    level_spread: Number = Memory().level_spread
+    drift_spread: Number = Memory().drift_spread
+    drift_requests: Number = Memory().drift_requests
+    passage_spread: Number = Memory().passage_spread
+    passage_tokens: Number = Memory().passage_tokens
+
+    def memory(self) -> Memory:
+        """Returns the memory.  Raises InvalidInputError for values out of range."""
+        return Memory(
+            self.level_spread,
+            self.drift_spread,
+            self.drift_requests,
+            self.passage_spread,
+            self.passage_tokens,
+        )
+
+
+class MemorySection(DrafterMemorySection):
+    """Describes the memory of all drafters.
+
+    by_drafter: drafter -> what differs for it.  correlation: between drafters, of all that is
+    drawn for a token and a request.
+    """
+
+    by_drafter: dict[DrafterName, DrafterMemorySection] = Field(default_factory=dict)
+    correlation: Number = 0.25
+
+    def of(self, drafter: str) -> Memory:
+        """Returns the memory of a drafter.  Raises InvalidInputError for values out of range."""
+        own = self.by_drafter.get(drafter)
+        changes = {} if own is None else own.model_dump(exclude_unset=True)
+        return self.model_copy(update=changes).memory()
+
+
+class TraceSection(Section):
+    """Names files of recorded acceptance: exactly one of `requests` and `rounds`.
+
+    requests: SpecDecode-Bench files.  rounds: drafter -> CSV of rounds.  Both are relative to the
+    scenario file.  labelled: requests carry the stem of their file, or the category of their
+    rounds, as class label.
+    """
+
+    requests: Annotated[tuple[FileName, ...], Field(min_length=1)] | None = None
+    rounds: Annotated[dict[DrafterName, FileName], Field(min_length=1)] | None = None
+    labelled: bool = False
+
+    @model_validator(mode="after")
+    def _one_format(self) -> Self:
+        if (self.requests is None) == (self.rounds is None):
+            raise ValueError("either requests or rounds is needed")
+        return self
+
+    def source(self, folder: Path) -> AcceptanceTrace:
+        """Reads the files."""
+        if self.requests is not None:
+            files = [folder / name for name in self.requests]
+            return AcceptanceTrace.load(files, labelled=self.labelled)
+        rounds = {drafter: folder / name for drafter, name in (self.rounds or {}).items()}
+        return AcceptanceTrace.load_rounds(rounds, labelled=self.labelled)
+
+
+class CopyingSection(Section):
+    """Describes requests that copy from their prompt; see `copying.Copying`."""
+
+    model: DrafterName = Copying("").model
+    lookup: DrafterName = Copying("").lookup
+    copied: Number = Copying("").copied
+    copied_spread: Number = Copying("").copied_spread
+    copied_tokens: Number = Copying("").copied_tokens
+    faithful: Number = Copying("").faithful
+    easy: Number = Copying("").easy
+    easy_copied: Number = Copying("").easy_copied
+    easy_spread: Number = Copying("").easy_spread
+    chance: Number = Copying("").chance
+    chance_accepted: Number = Copying("").chance_accepted
+
+
+class KindSection(Section):
+    """A kind of requests: exactly one of a curve (in three notations), copying, a trace and a mix.
+
+    geometric: drafter -> acceptance at every position.  positions: drafter -> conditional
+    acceptance a_1, a_2, ...; deeper positions have the last value.  survival: drafter -> P(the
+    first k drafts are accepted), k = 1, 2, ...; deeper positions are never accepted.
+    memory: draws the curve with memory; without it every step is independent of the others.
+    copying: requests that copy from their prompt, for a model and a lookup.
+    trace: recorded requests.  mix: other kinds -> weight, drawn for each request; labelled: the
+    requests carry the name of their kind as class label.
+    output_tokens_mean, context_tokens_mean: lengths, lognormal around these means (sigma 0.5), at
+    least 8; by default 256 and 384 for a curve, the recorded ones for a trace, and those of each
+    kind for a mix.
+    """
+
+    geometric: Annotated[dict[DrafterName, Share], Field(min_length=1)] | None = None
+    positions: Annotated[dict[DrafterName, _Curve], Field(min_length=1)] | None = None
+    survival: Annotated[dict[DrafterName, _Curve], Field(min_length=1)] | None = None
+    memory: MemorySection | None = None
+    copying: CopyingSection | None = None
+    trace: TraceSection | None = None
+    mix: Annotated[dict[KindName, _Weight], Field(min_length=1)] | None = None
+    labelled: bool = False
+    output_tokens_mean: MeanLength | None = None
+    context_tokens_mean: MeanLength | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        sources = ("geometric", "positions", "survival", "copying", "trace", "mix")
+        given = [name for name in sources if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "nothing"
+            raise ValueError(f"one of {', '.join(sources)} is needed; there is {found}")
+        if self.memory is not None and given[0] in {"copying", "trace", "mix"}:
+            raise ValueError(f"memory has no meaning beside {given[0]}")
+        if self.labelled and given[0] != "mix":
+            raise ValueError(f"labelled has no meaning beside {given[0]}")
+        return self
+
+    @property
+    def mean_tokens(self) -> MeanTokens:
+        """Mean lengths of its requests."""
+        output, context = self.output_tokens_mean, self.context_tokens_mean
+        if self.trace is None and self.mix is None:
+            output = _OUTPUT_MEAN if output is None else output
+            context = _CONTEXT_MEAN if context is None else context
+        return MeanTokens(output, context)
+
+    def curves(self, place: Place, name: str) -> dict[str, list[float]]:
+        """Drafter -> conditional acceptance, as deep as a draft can be."""
+        if self.geometric is not None:
+            return {drafter: geometric(a) for drafter, a in self.geometric.items()}
+        if self.positions is not None:
+            return {
+                drafter: [*curve, *[curve[-1]] * (MAX_GAMMA - len(curve))]
+                for drafter, curve in self.positions.items()
+            }
+        found = {}
+        for drafter, curve in (self.survival or {}).items():
+            with place.at("traffic", name, "survival", drafter):
+                found[drafter] = conditional(curve)
+        return found
+
+    def source(self, name: str, folder: Path, place: Place) -> AcceptanceSource:
+        """Makes the source of a kind that is not a mix.  Raises InvalidInputError."""
+        if self.trace is not None:
+            with place.at("traffic", name, "trace"):
+                return self.trace.source(folder)
+        curves, mean = self.curves(place, name), self.mean_tokens
+        assert mean.output is not None
+        assert mean.context is not None
+        if self.copying is not None:
+            with place.at("traffic", name, "copying"):
+                return Copying(
+                    name,
+                    **self.copying.model_dump(),
+                    output_tokens_mean=mean.output,
+                    context_tokens_mean=mean.context,
+                )
+        if self.memory is None:
+            return Curves(name, curves, mean.output, mean.context)
+        with place.at("traffic", name, "memory"):
+            memory = {drafter: self.memory.of(drafter) for drafter in curves}
+            return Chain(name, curves, memory, self.memory.correlation, mean.output, mean.context)
+
+
+def sources(
+    kinds: Mapping[str, KindSection], folder: Path, place: Place
+) -> dict[str, AcceptanceSource]:
+    """Kind -> its source; mixes are made of the others.  Raises InvalidInputError."""
+    found = {
+        name: kind.source(name, folder, place) for name, kind in kinds.items() if kind.mix is None
+    }
+    mixes = {}
+    for name, kind in kinds.items():
+        if kind.mix is None:
+            continue
+        for part in kind.mix:
+            if part not in found:
+                fault = (
+                    f"there is no kind {part!r}; a mix is made of {', '.join(found) or 'others'}"
+                )
+                raise place.fault(("traffic", name, "mix", part), fault)
+        parts = tuple(found[part] for part in kind.mix)
+        mixes[name] = Mixture(name, parts, tuple(kind.mix.values()), kind.labelled)
+    return {name: found.get(name) or mixes[name] for name in kinds}

@@ -1,0 +1,281 @@
+"""Defines the sections `phases` and `arrivals`: which requests run when."""
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from simulator.arrivals import poisson_seconds, read_arrivals
+from simulator.scenarios.fields import (
+    BatchSize,
+    Factor,
+    FileName,
+    KindName,
+    MeanLength,
+    Number,
+    Section,
+    SeedNumber,
+    Whole,
+)
+from simulator.scenarios.place import Place
+from simulator.scenarios.traffic import KindSection
+from simulator.sources import (
+    ClosedSource,
+    KindByRequest,
+    MeanTokens,
+    OpenSource,
+    PhaseSpec,
+    lengths,
+)
+from simulator.surface import CostSurface
+from simulator.workload import AcceptanceSource, PhaseStart
+
+_PHASES_MAX = 20_000
+_REQUESTS_MAX = 5_000_000
+_SECONDS_MAX = 10_000_000
+# Output tokens of all requests of a kind, which are held in memory.
+_POSITIONS_MAX = 200_000_000
+# The sample from which the worth of a step is worked out: requests, and their mean length at most.
+_SAMPLE, _SAMPLE_TOKENS = 64, 1000.0
+
+_Steps = Annotated[Whole, Field(ge=1, le=100_000_000)]
+_Duration = Annotated[Whole, Field(ge=1, le=10_000_000)]
+
+
+class PhaseSection(Section):
+    """A stretch of a closed loop: `batch` sequences of one kind run at a time.
+
+    Its length is one of tokens, which a sequence gains in it on average, and steps, of the arm that
+    is best in it; steps are turned into tokens, so that all policies do the same work.
+    begins: "drained": running requests finish first; "changed": they change over to the acceptance
+    of this phase at its first step; "replaced": they are set aside at its first step for requests
+    of this phase, and continue when a phase of their kind, context and batch returns.
+    context_tokens_mean: replaces that of the kind, tokens.
+    """
+
+    kind: KindName
+    batch: BatchSize
+    tokens: _Steps | None = None
+    steps: _Steps | None = None
+    begins: PhaseStart = PhaseStart.DRAINED
+    context_tokens_mean: MeanLength | None = None
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.tokens is None) == (self.steps is None):
+            raise ValueError("either tokens or steps is needed")
+        return self
+
+
+class RateSection(Section):
+    """A stretch of Poisson arrivals.  kind: of its requests; by default that of `arrivals`."""
+
+    seconds: _Duration
+    requests_per_second: Annotated[Number, Field(ge=0, le=100_000)]
+    kind: KindName | None = None
+
+
+class ArrivalsSection(Section):
+    """Requests that come at their own times: exactly one of `file` and `rates`.
+
+    file: CSV of arrivals, relative to the scenario file; limit: only the first so many requests;
+    speed: 2 makes them come twice as fast.
+    rates: stretches of Poisson arrivals, one after the other, `repeat` times; seed: of the draw of
+    times and lengths, which are the same in all repetitions of the scenario.
+    kind: of the requests.  context_tokens_mean, output_tokens_mean: lengths of drawn requests; by
+    default those of the kind.  window_seconds: length of the oracle's segments.
+    """
+
+    file: FileName | None = None
+    limit: Annotated[Whole, Field(ge=1)] | None = None
+    speed: Factor = 1.0
+    rates: Annotated[tuple[RateSection, ...], Field(min_length=1)] | None = None
+    repeat: Annotated[Whole, Field(ge=1, le=100_000)] = 1
+    seed: SeedNumber = 0
+    kind: KindName
+    context_tokens_mean: MeanLength | None = None
+    output_tokens_mean: MeanLength | None = None
+    window_seconds: Annotated[Number, Field(gt=0, le=1e6)] = 10.0
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.file is None) == (self.rates is None):
+            raise ValueError("either file or rates is needed")
+        own = {
+            "limit": self.limit is not None,
+            "speed": self.speed != 1,
+        }
+        drawn = {
+            "repeat": self.repeat != 1,
+            "context_tokens_mean": self.context_tokens_mean is not None,
+            "output_tokens_mean": self.output_tokens_mean is not None,
+        }
+        for name, given in (own if self.file is None else drawn).items():
+            if given:
+                raise ValueError(
+                    f"{name} has no meaning beside {'rates' if self.rates else 'file'}"
+                )
+        return self
+
+
+Kinds = Mapping[str, KindSection]
+Sources = Mapping[str, AcceptanceSource]
+
+
+def closed_loop(
+    phases: tuple[PhaseSection, ...],
+    repeat: int,
+    requests: int,
+    kinds: Kinds,
+    sources: Sources,
+    surface: CostSurface,
+    place: Place,
+) -> ClosedSource:
+    """Makes the closed loop of a list of phases that is run `repeat` times.
+
+    requests: different ones of each kind, at least.
+    """
+    if len(phases) * repeat > _PHASES_MAX:
+        fault = f"{repeat} times {len(phases)} phases are more than {_PHASES_MAX}"
+        raise place.fault(("repeat",), fault)
+    for i, phase in enumerate(phases):
+        require_kind(phase.kind, kinds, place, "phases", i, "kind")
+    worth = _StepWorth(surface)
+    specs = []
+    for i, phase in enumerate(phases):
+        if phase.batch > surface.max_batch_size:
+            fault = (
+                f"{phase.batch} sequences are more than the {surface.max_batch_size} of the engine"
+            )
+            raise place.fault(("phases", i, "batch"), fault)
+        mean = kinds[phase.kind].mean_tokens
+        if phase.context_tokens_mean is not None:
+            mean = MeanTokens(mean.output, phase.context_tokens_mean)
+        _require_small(max(requests, 2 * phase.batch), mean, place, "phases", i)
+        if phase.begins is PhaseStart.CHANGED and (i or repeat > 1):
+            before = kinds[phases[i - 1].kind].mean_tokens
+            _require_equal_lengths(before, mean, place, "phases", i, "begins")
+        source = sources[phase.kind]
+        if phase.tokens is not None:
+            tokens = phase.batch * phase.tokens
+        else:
+            assert phase.steps is not None
+            tokens = max(1, round(phase.steps * worth.tokens(source, mean, phase.batch)))
+        name = f"{phase.kind} x{phase.batch}"
+        specs.append(PhaseSpec(name, source, phase.batch, tokens, phase.begins, mean))
+    return ClosedSource(tuple(specs) * repeat, requests=requests)
+
+
+class _StepWorth:
+    """Works out what a step of the best arm gains, by truth, from a sample of the requests."""
+
+    def __init__(self, surface: CostSurface) -> None:
+        # Mixtures are left out: what they give depends on rules.
+        self._surface = surface.plain
+        self._samples: dict[tuple[int, MeanTokens], tuple[NDArray[np.float64], float]] = {}
+
+    def tokens(self, source: AcceptanceSource, mean: MeanTokens, batch: int) -> float:
+        """Returns tokens a step of `batch` sequences."""
+        gained, context = self._sample(source, mean)
+        seconds = self._surface.step_seconds(batch, batch * context)
+        return batch * float(gained[np.argmax(gained / seconds)])
+
+    def _sample(
+        self, source: AcceptanceSource, mean: MeanTokens
+    ) -> tuple[NDArray[np.float64], float]:
+        """Returns [arms] tokens a sequence and step, and the mean context of a running sequence."""
+        key = id(source), mean
+        if key not in self._samples:
+            rng = np.random.default_rng(0)
+            output = None
+            if mean.output is not None:
+                output = lengths(rng, _SAMPLE, min(mean.output, _SAMPLE_TOKENS))
+            pool = source.pool(rng, _SAMPLE, output)
+            gained = [pool.tokens_per_step(d.name, d.gammas) for d in self._surface.drafters]
+            context = float(pool.context_tokens.mean()) if mean.context is None else mean.context
+            half = float(pool.output_tokens.mean() if mean.output is None else mean.output) / 2
+            self._samples[key] = np.concatenate(gained), context + half
+        return self._samples[key]
+
+
+def _require_small(requests: int, mean: MeanTokens, place: Place, *path: str | int) -> None:
+    if mean.output is not None and requests * mean.output > _POSITIONS_MAX:
+        fault = f"{requests} requests of {mean.output:g} tokens are more than can be held in memory"
+        raise place.fault(path, fault)
+
+
+def _require_equal_lengths(
+    before: MeanTokens, now: MeanTokens, place: Place, *path: str | int
+) -> None:
+    if now.output is None or now.output != before.output:
+        raise place.fault(
+            path,
+            "running requests can change over only to a kind with the same output_tokens_mean; "
+            "set it for both kinds",
+        )
+
+
+def open_loop(
+    section: ArrivalsSection,
+    kinds: Kinds,
+    sources: Sources,
+    max_batch_size: int,
+    folder: Path,
+    place: Place,
+) -> OpenSource:
+    """Makes the open loop of recorded or drawn arrivals."""
+    require_kind(section.kind, kinds, place, "arrivals", "kind")
+    if section.file is not None:
+        with place.at("arrivals", "file"):
+            found = read_arrivals(folder / section.file, section.limit, section.speed)
+        return OpenSource(
+            sources[section.kind], found.arrival_seconds, found.context_tokens,
+            found.output_tokens, max_batch_size, section.window_seconds,
+        )  # fmt: skip
+    once = section.rates or ()
+    for i, rate in enumerate(once):
+        require_kind(rate.kind or section.kind, kinds, place, "arrivals", "rates", i, "kind")
+    seconds = section.repeat * sum(rate.seconds for rate in once)
+    expected = section.repeat * sum(rate.seconds * rate.requests_per_second for rate in once)
+    for value, unit, most in (
+        (seconds, "seconds", _SECONDS_MAX),
+        (expected, "requests", _REQUESTS_MAX),
+    ):
+        if value > most:
+            raise place.fault(("arrivals",), f"{value:.0f} {unit} are more than {most}")
+    rates = once * section.repeat
+    rng = np.random.default_rng(section.seed)
+    times = poisson_seconds(rng, [(rate.seconds, rate.requests_per_second) for rate in rates])
+    requests = len(times)
+    if requests == 0:
+        raise place.fault(("arrivals", "rates"), "no request arrives; raise the rates")
+    mean = kinds[section.kind].mean_tokens
+    mean = MeanTokens(
+        section.output_tokens_mean or mean.output, section.context_tokens_mean or mean.context
+    )
+    _require_small(requests, mean, place, "arrivals")
+    context, output = (
+        None if m is None else lengths(rng, requests, m) for m in (mean.context, mean.output)
+    )
+    # A stretch ends where the next one begins.
+    ends = list(itertools.accumulate(rate.seconds for rate in rates))
+    stretch = np.searchsorted(ends, times, side="right")
+    names = list(dict.fromkeys(rate.kind or section.kind for rate in rates))
+    by_stretch = np.array([names.index(rate.kind or section.kind) for rate in rates])
+    source = sources[section.kind]
+    if len(names) > 1:
+        parts = tuple(sources[name] for name in names)
+        source = KindByRequest("arrivals", parts, by_stretch[stretch])
+    return OpenSource(
+        source, times - times[0], context, output, max_batch_size, section.window_seconds
+    )
+
+
+def require_kind(kind: str, kinds: Kinds, place: Place, *path: str | int) -> None:
+    """Raises InvalidInputError about this field for a kind that `traffic` does not have."""
+    if kind not in kinds:
+        raise place.fault(path, f"traffic has no kind {kind!r}; there are {', '.join(kinds)}")

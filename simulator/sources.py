@@ -1,0 +1,214 @@
+"""Makes the workloads of scenarios: phases, mixtures and arrivals from acceptance sources."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.workload import (
+    AcceptanceSource,
+    ClosedLoop,
+    OpenLoop,
+    PhaseStart,
+    RequestPool,
+    WorkloadPhase,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Requests of several kinds in random order, with their kind as class label if `labelled`."""
+
+    name: str
+    sources: tuple[AcceptanceSource, ...]
+    weights: tuple[float, ...]
+    labelled: bool = False
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Lists drafters that every kind knows."""
+        return _common_drafters(self.sources)
+
+    def pool(
+        self,
+        rng: np.random.Generator,
+        requests: int,
+        output_tokens: NDArray[np.int64] | None = None,
+        context_tokens: NDArray[np.int64] | None = None,
+    ) -> RequestPool:
+        """Draws every request from one source, drawn by weight."""
+        share = np.array(self.weights) / sum(self.weights)
+        kinds = rng.choice(len(self.sources), size=requests, p=share)
+        pools = [s.pool(rng, requests, output_tokens, context_tokens) for s in self.sources]
+        pool = _chosen(pools, kinds)
+        if self.labelled:
+            names = tuple(s.name for s in self.sources)
+            return replace(pool, labels=kinds.astype(np.int64), label_names=names)
+        return pool
+
+
+@dataclass(frozen=True, slots=True)
+class KindByRequest:
+    """Requests of several kinds in a given order.  kinds: [requests], indices of `sources`."""
+
+    name: str
+    sources: tuple[AcceptanceSource, ...]
+    kinds: NDArray[np.int64]
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Lists drafters that every kind knows."""
+        return _common_drafters(self.sources)
+
+    def pool(
+        self,
+        rng: np.random.Generator,
+        requests: int,
+        output_tokens: NDArray[np.int64] | None = None,
+        context_tokens: NDArray[np.int64] | None = None,
+    ) -> RequestPool:
+        """Draws request i from the source of its kind; requests past the last kind begin again."""
+        pools = [s.pool(rng, requests, output_tokens, context_tokens) for s in self.sources]
+        return _chosen(pools, np.resize(self.kinds, requests))
+
+
+def _common_drafters(sources: Sequence[AcceptanceSource]) -> tuple[str, ...]:
+    first, *others = sources
+    return tuple(d for d in first.drafters if all(d in other.drafters for other in others))
+
+
+def _chosen(pools: Sequence[RequestPool], kinds: NDArray[np.int64]) -> RequestPool:
+    """Takes request i from pool kinds[i], without labels; of the drafters that all pools have.
+
+    Kinds within the pools stay apart: those of the first pool come first, then the second one's.
+    """
+    chosen = [(pools[kind], i) for i, kind in enumerate(kinds.tolist())]
+    output = np.array([pool.output_tokens[i] for pool, i in chosen], dtype=np.int64)
+    context = np.array([pool.context_tokens[i] for pool, i in chosen], dtype=np.int64)
+    spans = [
+        (kind, int(pool.offsets[i]), length)
+        for kind, (pool, i), length in zip(kinds.tolist(), chosen, output.tolist(), strict=True)
+    ]
+
+    def taken(by_pool: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        return np.concatenate([by_pool[kind][at : at + length] for kind, at, length in spans])
+
+    accepted = {
+        drafter: taken([pool.accepted[drafter] for pool in pools])
+        for drafter in pools[0].accepted
+        if all(drafter in pool.accepted for pool in pools)
+    }
+    known = any(pool.matches is not None for pool in pools)
+    matches = taken([pool.known_matches for pool in pools]) if known else None
+    labels = np.zeros(len(chosen), dtype=np.int64)
+    counts = [pool.kind_count for pool in pools]
+    firsts = np.cumsum([0, *counts])
+    kinds_of = [pool.kind_of.tolist() for pool in pools]
+    within = [kinds_of[kind][i] for i, kind in enumerate(kinds.tolist())]
+    true_kinds: NDArray[np.int64] = firsts[kinds] + np.array(within, dtype=np.int64)
+    starts = np.cumsum(output) - output
+    return RequestPool(context, output, starts, labels, accepted, kinds=true_kinds, matches=matches)
+
+
+@dataclass(frozen=True, slots=True)
+class MeanTokens:
+    """Mean lengths of requests, in tokens; lognormal around them (sigma 0.5), at least 8.
+
+    None: the lengths that the source of acceptance has.
+    """
+
+    output: float | None = 256.0
+    context: float | None = 384.0
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSpec:
+    """A phase before its requests are drawn; see `workload.WorkloadPhase`.
+
+    mean_tokens: None takes those of the `ClosedSource`.
+    """
+
+    name: str
+    acceptance: AcceptanceSource
+    concurrency: int
+    tokens: int
+    begins: PhaseStart = PhaseStart.DRAINED
+    mean_tokens: MeanTokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedSource:
+    """A closed loop: equal acceptance and lengths mean equal requests.
+
+    Phases of equal mean lengths have requests of equal lengths, whatever their acceptance is; a
+    phase that begins `CHANGED` needs that.  output_mean, context_mean: see `MeanTokens`.  requests:
+    in the pool of every phase, at least; they are served in turn, again and again.
+    """
+
+    phases: tuple[PhaseSpec, ...]
+    output_mean: float | None = 256.0
+    context_mean: float | None = 384.0
+    requests: int = 256
+
+    def __call__(self, seed: int) -> ClosedLoop:
+        """Makes the workload of a seed."""
+        rng = np.random.default_rng([seed, 1])
+        requests = max(self.requests, 2 * max(p.concurrency for p in self.phases))
+        default = MeanTokens(self.output_mean, self.context_mean)
+        means = [p.mean_tokens or default for p in self.phases]
+        output = _drawn(rng, requests, [mean.output for mean in means])
+        context = _drawn(rng, requests, [mean.context for mean in means])
+        pools: dict[tuple[int, MeanTokens], RequestPool] = {}
+        phases = []
+        for spec, mean in zip(self.phases, means, strict=True):
+            key = id(spec.acceptance), mean
+            if key not in pools:
+                pools[key] = spec.acceptance.pool(
+                    rng, requests, output[mean.output], context[mean.context]
+                )
+            phases.append(
+                WorkloadPhase(spec.name, pools[key], spec.concurrency, spec.tokens, spec.begins)
+            )
+        return ClosedLoop(tuple(phases))
+
+
+def _drawn(
+    rng: np.random.Generator, requests: int, means: Sequence[float | None]
+) -> dict[float | None, NDArray[np.int64] | None]:
+    """Mean -> lengths, drawn once for each mean in the order of its first use."""
+    return {
+        mean: None if mean is None else lengths(rng, requests, mean)
+        for mean in dict.fromkeys(means)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSource:
+    """Requests at recorded or drawn times; acceptance from a source, in turn.
+
+    arrival_seconds: [requests].  context_tokens, output_tokens: [requests], or None for the lengths
+    that the source of acceptance has.
+    """
+
+    acceptance: AcceptanceSource
+    arrival_seconds: NDArray[np.float64]
+    context_tokens: NDArray[np.int64] | None
+    output_tokens: NDArray[np.int64] | None
+    max_concurrency: int
+    window_seconds: float
+
+    def __call__(self, seed: int) -> OpenLoop:
+        """Makes the workload of a seed: the times stay the same, the acceptance is drawn again."""
+        rng = np.random.default_rng([seed, 2])
+        pool = self.acceptance.pool(
+            rng, len(self.arrival_seconds), self.output_tokens, self.context_tokens
+        )
+        return OpenLoop(pool, self.arrival_seconds, self.max_concurrency, self.window_seconds)
+
+
+def lengths(rng: np.random.Generator, requests: int, mean: float) -> NDArray[np.int64]:
+    """[requests] lognormal lengths of this mean, at least 8 tokens."""
+    sigma = 0.5
+    drawn = rng.lognormal(np.log(mean) - sigma * sigma / 2, sigma, requests)
+    return np.maximum(8, np.rint(drawn)).astype(np.int64)

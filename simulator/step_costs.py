@@ -1,0 +1,151 @@
+"""Measured step costs in files: the public CSV, and our profile.
+
+The CSV has a measured cell a line:
+
+    batch_size,num_draft_tokens,step_seconds
+
+`num_draft_tokens` is the width that the target verifies, gamma + 1, so that 1 is plain decoding:
+the convention of inference-lab and of the step-cost tables for SGLang.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.cost.profile import Profile, ProfileCell
+from controller.core.engine_spec import MAX_BATCH_SIZE, MAX_GAMMA
+from controller.core.errors import InvalidProfileError
+from controller.core.step_report import MAX_STEP_SECONDS
+from simulator.errors import InvalidInputError
+from simulator.reading import csv_rows, text_lines
+
+COLUMNS = ("batch_size", "num_draft_tokens", "step_seconds")
+_PROFILE_CHARACTERS_MAX = 64 << 20
+# The error quotes what it found, which may be the whole file.
+_FAULT_MAX = 300
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """A full grid of one drafter's steps.
+
+    batch_sizes, gammas: ascending; gammas begin with 0.  seconds: [gammas, batch sizes].
+    """
+
+    batch_sizes: tuple[int, ...]
+    gammas: tuple[int, ...]
+    seconds: NDArray[np.float64]
+
+    def cells(self, drafter: str) -> tuple[ProfileCell, ...]:
+        """Returns the cells of a profile.
+
+        A table has neither spread nor steps: they are 0 and 1.
+        """
+        return tuple(
+            ProfileCell(drafter, gamma, size, float(self.seconds[i, j]), 0.0, 1)
+            for i, gamma in enumerate(self.gammas)
+            for j, size in enumerate(self.batch_sizes)
+        )
+
+
+def read_step_costs(path: str | Path) -> CostTable:
+    """The CSV above, its lines in any order.
+
+    Raises InvalidInputError with the line: another header, a blank, a number that cannot be, a
+    cell that is there twice, and a batch size (at its first line) that lacks plain decoding or a
+    width that others have; and for a file without a row.
+    """
+    seconds: dict[tuple[int, int], float] = {}
+    lines: dict[tuple[int, int], int] = {}
+    for row in csv_rows(Path(path), COLUMNS, others=False):
+        size = row.whole("batch_size", 1, MAX_BATCH_SIZE)
+        width = row.whole("num_draft_tokens", 1, MAX_GAMMA + 1)
+        cell = (size, width - 1)
+        if cell in seconds:
+            fault = f"batch size {size} at width {width} is in line {lines[cell]} already"
+            raise row.fault(fault)
+        seconds[cell] = row.number("step_seconds")
+        lines[cell] = row.line
+        if not 0 < seconds[cell] <= MAX_STEP_SECONDS:
+            raise row.fault(f"step_seconds {seconds[cell]:g} is no time up to {MAX_STEP_SECONDS:g}")
+    return _grid(path, seconds, lines)
+
+
+def write_step_costs(table: CostTable) -> str:
+    """The CSV's text; every number is read back as it was."""
+    rows = (
+        f"{size},{gamma + 1},{float(table.seconds[i, j])!r}\n"
+        for j, size in enumerate(table.batch_sizes)
+        for i, gamma in enumerate(table.gammas)
+    )
+    return ",".join(COLUMNS) + "\n" + "".join(rows)
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Our own profile file.  Raises InvalidInputError for anything else."""
+    lines = []
+    left = _PROFILE_CHARACTERS_MAX
+    for number, line in text_lines(Path(path), _PROFILE_CHARACTERS_MAX):
+        left -= len(line) + 1
+        if left < 0:
+            raise InvalidInputError(path, number, "the file is too large for a profile")
+        lines.append(line)
+    try:
+        return Profile.from_json("\n".join(lines))
+    except InvalidProfileError as error:
+        fault = f"is no profile: {error}"
+        raise InvalidInputError(path, 0, fault[:_FAULT_MAX]) from error
+
+
+def profile_table(profile: Profile, drafter: str, source: str | Path = "profile") -> CostTable:
+    """A drafter's cells.
+
+    Plain decoding is the target alone: where it was measured with another drafter only, as
+    `controller profile` measures it once, that one's cells stand for it.
+
+    Raises InvalidInputError, which names `source`: nothing was measured of it, a cell of plain
+    decoding or of a draft length that other batch sizes have is missing, a number leaves what an
+    engine can introduce.
+    """
+    own = [cell for cell in profile.cells if cell.drafter == drafter]
+    sizes = {cell.batch_size for cell in own}
+    plain = [cell for cell in profile.cells if cell.gamma == 0 and cell.batch_size in sizes]
+    seconds: dict[tuple[int, int], float] = {}
+    # Its own cells come last, and so count.
+    for cell in [*plain, *own]:
+        limits = (MAX_GAMMA, MAX_BATCH_SIZE, MAX_STEP_SECONDS)
+        found = (cell.gamma, cell.batch_size, cell.step_seconds)
+        if any(value > most for value, most in zip(found, limits, strict=True)):
+            fault = (
+                f"drafter {drafter!r}, gamma {cell.gamma}, batch size {cell.batch_size}, "
+                f"{cell.step_seconds:g} s: gamma goes up to {MAX_GAMMA}, the batch size to "
+                f"{MAX_BATCH_SIZE}, a step to {MAX_STEP_SECONDS:g} s"
+            )
+            raise InvalidInputError(source, 0, fault)
+        seconds[cell.batch_size, cell.gamma] = cell.step_seconds
+    if not seconds:
+        known = sorted({cell.drafter for cell in profile.cells})
+        raise InvalidInputError(source, 0, f"drafter {drafter!r} was not measured, {known} were")
+    return _grid(source, seconds, {})
+
+
+def _grid(
+    source: str | Path,
+    seconds: Mapping[tuple[int, int], float],
+    lines: Mapping[tuple[int, int], int],
+) -> CostTable:
+    """Makes a full table from (batch size, gamma) -> seconds.  lines: where each cell stands."""
+    sizes = sorted({size for size, _ in seconds})
+    gammas = sorted({gamma for _, gamma in seconds} | {0})
+    for size in sizes:
+        for gamma in gammas:
+            if (size, gamma) not in seconds:
+                first = min((line for (b, _), line in lines.items() if b == size), default=0)
+                what = "plain decoding" if gamma == 0 else "other batch sizes have it"
+                fault = f"batch size {size} lacks num_draft_tokens {gamma + 1} ({what})"
+                raise InvalidInputError(source, first, fault)
+    table = [[seconds[size, gamma] for size in sizes] for gamma in gammas]
+    return CostTable(tuple(sizes), tuple(gammas), np.array(table, dtype=np.float64))

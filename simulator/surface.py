@@ -1,0 +1,263 @@
+"""The true cost of a step in the simulated engine, and the profile that measuring it would give.
+
+A surface is made from measured tables here, and from published figures in `published`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.engine_spec import MAX_BATCH_SIZE, Arm, DrafterSpec, Fingerprint
+from controller.core.errors import InvalidEngineError
+from controller.core.model_shapes import DrafterKind
+from simulator.errors import InvalidInputError
+from simulator.step_costs import CostTable, profile_table, read_step_costs
+
+# Where a table does not tell at which context it was measured, and nothing is paid for context.
+_KV_REFERENCE = 512.0
+# What drafters of these names are; others are MTP, serial passes.
+KINDS: Mapping[str, DrafterKind] = {"ngram": DrafterKind.NGRAM, "dflash": DrafterKind.DFLASH}
+# A drafter as EAGLE's is one layer, and targets of today have some thirty and more.
+_DRAFTER_SHARE_OF_TOKEN = 1 / 32
+# A context below the reference makes no step cheaper than this share of its price there.
+MINIMAL_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class CostSurface:
+    """Seconds of a step by arm, batch size and context.
+
+        C = seconds[arm, B] + kv_seconds[arm] * (kv - B * kv_reference), at least a tenth of seconds
+
+    arms: one (drafter, gamma) a row, in the order of `drafters` and their gammas (gamma = 0 is
+    listed for each).  seconds: [arms, max_batch_size + 1], column B (column 0 repeats column 1).
+    kv_seconds: [arms], seconds a KV token.  kv_reference: context tokens a sequence at which
+    `seconds` holds.  prefill_seconds_per_token: of a prompt; prefill_pass_seconds: once a pass that
+    reads prompts.  catch_up_seconds_per_token: what a drafter pays for a token that it missed while
+    it slept or another one ran; catch_up_pass_seconds: once for all that it missed.
+    """
+
+    name: str
+    drafters: tuple[DrafterSpec, ...]
+    seconds: NDArray[np.float64]
+    kv_seconds: NDArray[np.float64]
+    kv_reference: float
+    prefill_seconds_per_token: float = 0.0
+    catch_up_seconds_per_token: float = 0.0
+    prefill_pass_seconds: float = 0.0
+    catch_up_pass_seconds: float = 0.0
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """Rows of `seconds`."""
+        return tuple(Arm(d.name, gamma) for d in self.drafters for gamma in d.gammas)
+
+    @property
+    def max_batch_size(self) -> int:
+        """Largest batch that the surface prices."""
+        return int(self.seconds.shape[1]) - 1
+
+    def step_seconds(self, batch_size: int, kv_tokens: float) -> NDArray[np.float64]:
+        """[arms] seconds of a step at this context, as the engine charges them."""
+        plain = self.seconds[:, min(batch_size, self.max_batch_size)]
+        context = self.kv_seconds * (kv_tokens - batch_size * self.kv_reference)
+        # Less context never makes a step free.
+        seconds: NDArray[np.float64] = np.maximum(plain + context, MINIMAL_SHARE * plain)
+        return seconds
+
+    def catch_up_seconds(self, tokens: float) -> float:
+        """Returns the seconds in which a drafter reads what it missed; 0 for no token."""
+        if tokens == 0:
+            return 0.0
+        return self.catch_up_pass_seconds + self.catch_up_seconds_per_token * tokens
+
+    def only(self, *drafters: str) -> "CostSurface":
+        """Returns the surface with these drafters alone."""
+        keep = [i for i, arm in enumerate(self.arms) if arm.drafter in drafters]
+        return replace(
+            self,
+            drafters=tuple(d for d in self.drafters if d.name in drafters),
+            seconds=self.seconds[keep],
+            kv_seconds=self.kv_seconds[keep],
+        )
+
+    @property
+    def plain(self) -> "CostSurface":
+        """Returns the surface without mixtures, which are the last of its drafters."""
+        if all(d.mixture is None for d in self.drafters):
+            return self
+        return self.only(*(d.name for d in self.drafters if d.mixture is None))
+
+    def profile(
+        self,
+        fingerprint: Fingerprint,
+        batch_sizes: Sequence[int],
+        factors: NDArray[np.float64] | None = None,
+        kv_tokens_per_sequence: float | None = None,
+        with_context: bool = True,
+    ) -> Profile:
+        """Makes the profile that a measurement would give; `factors` [arms, sizes] make it wrong.
+
+        with_context: False leaves the context term out, as a profile at one context does.
+        """
+        kv = self.kv_reference if kv_tokens_per_sequence is None else kv_tokens_per_sequence
+        cells = []
+        for i, arm in enumerate(self.arms):
+            for j, size in enumerate(batch_sizes):
+                shift = self.kv_seconds[i] * size * (kv - self.kv_reference)
+                seconds = float(self.seconds[i, size] + shift)
+                if factors is not None:
+                    seconds *= float(factors[i, j])
+                cells.append(ProfileCell(arm.drafter, arm.gamma, size, seconds, 0.0, 20))
+        return Profile(
+            fingerprint,
+            tuple(DrafterIdentity(d.name, d.model, d.revision) for d in self.drafters),
+            kv,
+            float(np.median(self.kv_seconds)) if with_context else 0.0,
+            tuple(cells),
+            catch_up_seconds_per_token=self.catch_up_seconds_per_token,
+        )
+
+
+def profile_sizes(max_batch_size: int) -> list[int]:
+    """Lists the batch sizes of a profile: 1, 2, 4, ... and the limit itself."""
+    sizes = [1]
+    while sizes[-1] * 2 < max_batch_size:
+        sizes.append(sizes[-1] * 2)
+    return sizes if sizes[-1] == max_batch_size else [*sizes, max_batch_size]
+
+
+def csv_surface(
+    paths: Mapping[str, str | Path],
+    kinds: Mapping[str, DrafterKind] | None = None,
+    max_batch_size: int | None = None,
+    *,
+    kv_reference: float = _KV_REFERENCE,
+    seconds_per_kv_token: float = 0.0,
+) -> CostSurface:
+    """Drafter -> step-cost CSV of the same engine; see `table_surface` and `read_step_costs`.
+
+    kv_reference, seconds_per_kv_token: context tokens a sequence at which the files were measured,
+    and the price of one more; the files do not tell.  Neither do they state the price of prompts
+    and of catching up, which is derived: see `_with_derived_prices`.
+    """
+    if not paths:
+        raise InvalidInputError("step costs", 0, "no file is named")
+    for value in (kv_reference, seconds_per_kv_token):
+        if not 0 <= value <= 1e9:
+            raise InvalidInputError("step costs", 0, f"context term: {value} is out of range")
+    tables = {drafter: read_step_costs(path) for drafter, path in paths.items()}
+    name = "+".join(dict.fromkeys(Path(path).stem for path in paths.values()))
+    surface = table_surface(name, tables, kinds, max_batch_size)
+    return replace(
+        _with_derived_prices(surface, tables),
+        kv_seconds=np.full(len(surface.arms), seconds_per_kv_token),
+        kv_reference=kv_reference,
+    )
+
+
+def _with_derived_prices(surface: CostSurface, tables: Mapping[str, CostTable]) -> CostSurface:
+    """Returns the surface with the prices that a step-cost table does not state.
+
+    A token of a prompt costs what one more token adds to the largest pass of the first table, where
+    compute is the bound.  A token that a drafter missed costs the drafter's share of that, and
+    catching up costs a pass of the drafter besides: what drafting adds to the smallest batch.
+    """
+    first = next(iter(tables.values()))
+    width = first.gammas[-1] + 1
+    if len(first.batch_sizes) > 1:
+        sizes, seconds = first.batch_sizes[-2:], first.seconds[-1, -2:]
+        token = (seconds[1] - seconds[0]) / ((sizes[1] - sizes[0]) * width)
+    else:
+        token = (first.seconds[-1, 0] - first.seconds[0, 0]) / (first.batch_sizes[0] * width)
+    token = max(0.0, float(token))
+    passes = [
+        (table.seconds[1, 0] - table.seconds[0, 0]) / table.gammas[1]
+        for table in tables.values()
+        if len(table.gammas) > 1
+    ]
+    return replace(
+        surface,
+        prefill_seconds_per_token=token,
+        catch_up_seconds_per_token=_DRAFTER_SHARE_OF_TOKEN * token,
+        catch_up_pass_seconds=max([0.0, *map(float, passes)]),
+    )
+
+
+def profile_surface(
+    name: str,
+    profile: Profile,
+    kinds: Mapping[str, DrafterKind] | None = None,
+    max_batch_size: int | None = None,
+) -> CostSurface:
+    """All drafters of a profile, with its context term; see `table_surface`.
+
+    Raises InvalidInputError as well for what `profile_table` refuses.
+    """
+    tables = {d.name: profile_table(profile, d.name, name) for d in profile.drafters}
+    surface = table_surface(name, tables, kinds, max_batch_size)
+    return replace(
+        surface,
+        drafters=tuple(
+            replace(spec, model=d.model, revision=d.revision)
+            for spec, d in zip(surface.drafters, profile.drafters, strict=True)
+        ),
+        kv_seconds=np.full(len(surface.arms), profile.seconds_per_kv_token),
+        kv_reference=profile.kv_tokens_per_sequence,
+        catch_up_seconds_per_token=profile.catch_up_seconds_per_token,
+    )
+
+
+def table_surface(
+    name: str,
+    tables: Mapping[str, CostTable],
+    kinds: Mapping[str, DrafterKind] | None = None,
+    max_batch_size: int | None = None,
+) -> CostSurface:
+    """Drafter -> table of the same engine; context has no price.
+
+    Linear in B between the sizes measured, constant below the first, and above the last one on with
+    the last slope, never downwards (a single size is a constant).  Plain decoding is the target
+    alone: the first drafter's serves for all.
+
+    kinds: by drafter; one that is not in it is MTP, serial passes.  max_batch_size: by default the
+    largest that all tables reach; above it costs are extrapolated.
+
+    Raises InvalidInputError: no drafter, an invalid name, a max_batch_size out of range.
+    """
+    if not tables:
+        raise InvalidInputError(name, 0, "no drafter is named")
+    kinds = kinds or {}
+    largest = min(table.batch_sizes[-1] for table in tables.values())
+    largest = largest if max_batch_size is None else max_batch_size
+    if not 1 <= largest <= MAX_BATCH_SIZE:
+        raise InvalidInputError(name, 0, f"max_batch_size {largest} leaves 1..{MAX_BATCH_SIZE}")
+    try:
+        specs = tuple(
+            DrafterSpec(drafter, kinds.get(drafter, DrafterKind.MTP), table.gammas)
+            for drafter, table in tables.items()
+        )
+    except InvalidEngineError as error:
+        raise InvalidInputError(name, 0, str(error)) from error
+    batch = np.maximum(np.arange(largest + 1, dtype=np.float64), 1.0)
+    plain = _over_batch(next(iter(tables.values())), 0, batch)
+    rows = [
+        plain if gamma == 0 else _over_batch(table, i, batch)
+        for table in tables.values()
+        for i, gamma in enumerate(table.gammas)
+    ]
+    return CostSurface(name, specs, np.vstack(rows), np.zeros(len(rows)), _KV_REFERENCE)
+
+
+def _over_batch(table: CostTable, row: int, batch: NDArray[np.float64]) -> NDArray[np.float64]:
+    sizes, seconds = np.array(table.batch_sizes, dtype=np.float64), table.seconds[row]
+    inside: NDArray[np.float64] = np.interp(batch, sizes, seconds)
+    if len(sizes) < 2:
+        return inside
+    slope = max(0.0, float((seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])))
+    beyond: NDArray[np.float64] = slope * np.maximum(batch - sizes[-1], 0.0)
+    return inside + beyond

@@ -1,0 +1,36 @@
+"""The smallest scenario file, to change one thing in."""
+
+import copy
+from typing import Any
+
+from simulator.scenarios.place import Place
+from simulator.scenarios.read import parse_scenario
+from simulator.scenarios.scenario_file import ScenarioFile
+
+FORMULA = {
+    "step": {"base_seconds": 0.005, "seconds_per_token": 2e-5, "seconds_per_kv_token": 1e-8},
+    "drafters": {
+        "eagle": {"gammas": [1, 3, 7], "seconds_per_pass": 4e-4, "seconds_per_token": 1e-6}
+    },
+}
+VALUES: dict[str, Any] = {
+    "name": "small",
+    "engine": {"max_batch_size": 32},
+    "cost": {"formula": FORMULA},
+    "traffic": {
+        "code": {"geometric": {"eagle": 0.7}},
+        "prose": {"geometric": {"eagle": 0.3}},
+    },
+    "phases": [{"kind": "code", "batch": 4, "tokens": 100}],
+}
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    """The file's contents with other top-level sections; ... leaves one out."""
+    found = copy.deepcopy(VALUES) | changes
+    return {name: value for name, value in found.items() if value is not ...}
+
+
+def file(**changes: Any) -> ScenarioFile:
+    """The checked file."""
+    return parse_scenario(values(**changes), Place("small.yaml"))

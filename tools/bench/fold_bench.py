@@ -1,0 +1,122 @@
+"""Reports folded a second of the sidecar's processor: `python -m tools.bench.fold_bench`.
+
+A real `controller serve` gets one engine's reports as fast as it takes them, several to a message
+as under load (an agent sends what has come since its last message), or one.  The same messages in
+turn go to the least sidecar that there can be (`link_bench --serve`), which reads and counts them:
+what gRPC itself takes of a message, at the machine's speed of that minute.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+
+from speculation.v1 import service_pb2, service_pb2_grpc
+from tests.support.service_harness import engine_message, report_message
+from tests.support.sidecar_process import SidecarProcess, sidecar_process
+from tools.bench.measurement import RATIO, Measurement, run
+from tools.bench.processor import processor_seconds
+
+_REPORTS_A_MESSAGE = (64, 8, 1)
+_BAR = 20_000
+
+
+class _Rate(NamedTuple):
+    """Reports a second of the sidecar's processor, and of the clock."""
+
+    of_processor: float
+    of_clock: float
+
+
+@contextmanager
+def _least_sidecar(folder: Path) -> Iterator[tuple[str, int]]:
+    """(its address, its process)."""
+    address = f"unix:{folder}/least.sock"
+    command = [sys.executable, "-m", "tools.bench.link_bench", "--serve", address]
+    with subprocess.Popen(command) as process:
+        try:
+            yield address, process.pid
+        finally:
+            process.terminate()
+
+
+def _folded(sidecar: SidecarProcess, engine_id: str, reports: int, each: int) -> _Rate:
+    """`each` to a message.  Raises RuntimeError if any was not folded."""
+    rate = _steered(sidecar.address, sidecar.process.pid, engine_id, reports, each)
+    with grpc.insecure_channel(sidecar.address) as channel:
+        status = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
+            service_pb2.ListEnginesRequest()
+        )
+    (held,) = [engine for engine in status.engines if engine.engine.engine_id == engine_id]
+    if held.reports != reports:
+        raise RuntimeError(f"{held.reports} reports were folded, not {reports}")
+    return rate
+
+
+def _steered(address: str, pid: int, engine_id: str, reports: int, each: int) -> _Rate:
+    with grpc.insecure_channel(address) as channel:
+        stub = service_pb2_grpc.SpeculationServiceStub(channel)
+        engine = engine_message(engine_id, gammas=(0, 1, 2, 3, 5, 7), max_batch_size=64)
+        session_id = stub.Introduce(
+            service_pb2.IntroduceRequest(engine=engine), wait_for_ready=True
+        ).session_id
+        messages = [
+            service_pb2.SteerRequest(
+                session_id=session_id,
+                reports=[
+                    report_message(step, batch_size=16, gamma=5, accepted_counts=[4, 4, 3, 2, 1, 2])
+                    for step in range(first, first + each)
+                ],
+            )
+            for first in range(1, reports + 1, each)
+        ]
+        before, began = processor_seconds(pid), time.perf_counter()
+        for _ in stub.Steer(iter(messages)):
+            pass
+        took, spent = time.perf_counter() - began, processor_seconds(pid) - before
+    return _Rate(reports / spent, reports / took)
+
+
+def measure(options: argparse.Namespace) -> Iterable[Measurement]:
+    """Rates for each size of message, and what the least sidecar would take of it."""
+    with (
+        tempfile.TemporaryDirectory() as name,
+        sidecar_process(Path(name), "--log-level", "error") as sidecar,
+        _least_sidecar(Path(name)) as (address, pid),
+    ):
+        for each in _REPORTS_A_MESSAGE:
+            runs, least = [], []
+            for repeat in range(options.repeats):
+                runs.append(_folded(sidecar, f"engine-{each}-{repeat}", options.reports, each))
+                least.append(_steered(address, pid, "least", options.reports, each))
+            yield Measurement(
+                f"reports folded a second of one core, {each} a message", "1/s",
+                [rate.of_processor for rate in runs], at_least=_BAR if each > 1 else None,
+            )  # fmt: skip
+            yield Measurement(
+                f"reports taken a second, {each} a message", "1/s", [rate.of_clock for rate in runs]
+            )
+            yield Measurement(
+                f"processor time over that of the least sidecar, {each} a message", RATIO,
+                [bare.of_processor / rate.of_processor
+                 for rate, bare in zip(runs, least, strict=True)],
+            )  # fmt: skip
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--reports", type=int, default=25_600, help="of one run")
+    parser.add_argument("--repeats", type=int, default=5)
+    run(parser, measure, "tools.bench.fold_bench")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""The longest turn of the sidecar's event loop, for each handler with the largest input it takes.
+
+    python -m tools.bench.loop_bench
+
+A turn is what runs between two looks at the sockets' news by one callback; while it lasts nobody
+else is served.  It is measured in processor time of the loop's thread, so that other processes on
+the machine do not count.  The sidecar runs in this process, and the clients are calls on its loop.
+"""
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import structlog
+
+from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.engine_spec import MAX_ARMS, MAX_BATCH_SIZE, MAX_DRAFTERS
+from controller.core.step_report import MAX_REPORT_CLASSES
+from controller.wire.engines import engine_from_proto
+from lab.harness.ports import free_port
+from speculation.v1 import engine_pb2, policy_pb2, service_pb2
+from tests.support.service_harness import Running, SteerClient, report_message, serving
+
+BAR_SECONDS = 0.010
+ENGINES = 64
+
+
+@dataclass
+class Turns:
+    """The longest turn since the last `begin`."""
+
+    seconds: float = 0.0
+    of: str = ""
+
+    def begin(self) -> None:
+        """Forgets."""
+        self.seconds, self.of = 0.0, ""
+
+
+def watched() -> Turns:
+    """Measures every callback of every event loop from now on."""
+    turns, run = Turns(), asyncio.Handle._run
+
+    def measured(handle: asyncio.Handle) -> None:
+        began = time.thread_time()
+        run(handle)
+        took = time.thread_time() - began
+        if took > turns.seconds:
+            turns.seconds, turns.of = took, repr(handle)
+
+    asyncio.Handle._run = measured  # type: ignore[method-assign,assignment]
+    return turns
+
+
+def largest_engine(engine_id: str) -> engine_pb2.EngineSpec:
+    """The most that an introduction may hold."""
+    gammas = range(MAX_ARMS // MAX_DRAFTERS)
+    return engine_pb2.EngineSpec(
+        engine_id=engine_id,
+        fingerprint=engine_pb2.Fingerprint(target_model="m", graph_batch_sizes=range(1, 513)),
+        max_batch_size=MAX_BATCH_SIZE,
+        drafters=[
+            engine_pb2.Drafter(
+                name=f"d{number}",
+                kind=engine_pb2.DRAFTER_KIND_MTP,
+                gammas=gammas,
+                batch_limits=[
+                    engine_pb2.BatchLimit(gamma=g, max_batch_size=600 + 64 * number + g)
+                    for g in gammas[1:]
+                ],
+            )
+            for number in range(MAX_DRAFTERS)
+        ],
+    )
+
+
+def usual_engine(engine_id: str) -> engine_pb2.EngineSpec:
+    """As SGLang introduces itself on a large GPU."""
+    graphs = [1, 2, 4, *range(8, 161, 8), *range(176, 513, 16)]
+    return engine_pb2.EngineSpec(
+        engine_id=engine_id,
+        fingerprint=engine_pb2.Fingerprint(target_model="u", graph_batch_sizes=graphs),
+        max_batch_size=512,
+        drafters=[
+            engine_pb2.Drafter(
+                name=name, kind=engine_pb2.DRAFTER_KIND_MTP, gammas=(0, 1, 2, 3, 5, 7, 9, 15)
+            )
+            for name in ("mtp", "dflash")
+        ],
+    )
+
+
+def largest_report(step: int) -> engine_pb2.StepReport:
+    """As many classes as there may be, at the deepest draft of `largest_engine`."""
+    gamma = MAX_ARMS // MAX_DRAFTERS - 1
+    counts = [MAX_REPORT_CLASSES] * (gamma + 1)
+    return report_message(
+        step,
+        batch_size=MAX_REPORT_CLASSES * (gamma + 1),
+        drafter="d0",
+        gamma=gamma,
+        accepted_counts=counts,
+        classes=[
+            engine_pb2.ClassCounts(label=f"{n:064}", accepted_counts=[1] * (gamma + 1))
+            for n in range(MAX_REPORT_CLASSES)
+        ],
+    )
+
+
+def largest_profile(engine: engine_pb2.EngineSpec) -> Profile:
+    """Of that engine, about as many cells as a message with a profile holds."""
+    spec = engine_from_proto(engine)
+    sizes = spec.fingerprint.graph_batch_sizes
+    cells = [
+        ProfileCell(arm.drafter, arm.gamma, size, 0.01 * (1 + size / 100 + arm.gamma / 10), 0.0, 9)
+        for size in sizes
+        for arm in spec.arms
+    ]
+    drafters = tuple(DrafterIdentity(d.name) for d in spec.drafters)
+    whole = Profile(spec.fingerprint, drafters, 512.0, 0.0, tuple(cells[:9]))
+    for count in range(5_000, 200, -200):
+        whole = replace(whole, cells=tuple(cells[:count]))
+        if len(whole.to_json()) < 1_000_000:
+            break
+    return whole
+
+
+def override(number: int) -> policy_pb2.Override:
+    """Each with a range of its own, so that it splits rows."""
+    return policy_pb2.Override(
+        override_id=f"o{number:03}", scope=policy_pb2.Scope(fleet=True),
+        rule=policy_pb2.OverrideRule(gamma_max=7), author="a", reason="r",
+        min_batch_size=2 + number, max_batch_size=700 + number,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def sidecar_with(
+    engines: list[engine_pb2.EngineSpec],
+) -> AsyncIterator[tuple[Running, SteerClient, dict[str, int]]]:
+    ports = {"metrics_port": free_port(), "page_port": free_port()}
+    with tempfile.TemporaryDirectory() as name:
+        async with serving(
+            Path(name), metrics_port=ports["metrics_port"], page_port=ports["page_port"]
+        ) as running:
+            sessions = []
+            for engine in engines:
+                request = service_pb2.IntroduceRequest(engine=engine)
+                sessions.append((await running.speculation.Introduce(request)).session_id)
+            yield running, SteerClient(running, sessions[0]), ports
+
+
+async def _fetch(url: str) -> None:
+    def get() -> None:
+        with urlopen(url, timeout=60) as answer:
+            answer.read()
+
+    await asyncio.to_thread(get)
+
+
+async def handlers(
+    turns: Turns, engine: Callable[[str], engine_pb2.EngineSpec], kind: str
+) -> AsyncIterator[tuple[str, float, str]]:
+    """(what, the longest turn in seconds, which)."""
+    engines = [engine(f"e{number}") for number in range(ENGINES)]
+    async with sidecar_with(engines[1:]) as (running, stream, ports):
+
+        async def of(what: str, *calls: Awaitable[Any]) -> tuple[str, float, str]:
+            # What was prepared for the call belongs to the turn that ends here.
+            await asyncio.sleep(0)
+            turns.begin()
+            for call in calls:
+                await call
+            await asyncio.sleep(0.05)
+            return f"{what} ({kind})", turns.seconds, turns.of
+
+        first = service_pb2.IntroduceRequest(engine=engines[0], engine_secret="of e0")
+        yield await of("Introduce", running.speculation.Introduce(first))
+        yield await of("Introduce again", running.speculation.Introduce(first))
+        ask = running.inspection
+        if kind == "largest":
+            step = iter(range(1, 10**6))
+            yield await of(
+                "Steer, 3 reports of 64 classes",
+                stream.send(*(largest_report(next(step)) for _ in range(3))),
+                stream.plan(),
+            )
+        else:
+            step = iter(range(1, 10**6))
+        name = engines[0].drafters[0].name
+        yield await of(
+            "Steer, 1500 reports",
+            stream.send(*(report_message(next(step), drafter=name) for _ in range(1_500))),
+            asyncio.sleep(2),
+        )
+        yield await of(
+            "Steer, 4096 stale reports",
+            stream.send(*[engine_pb2.StepReport(step=1)] * 4096),
+            asyncio.sleep(3),
+        )
+        yield await of(
+            "Explain", ask.Explain(service_pb2.ExplainRequest(engine_id="e1", batch_size=8))
+        )
+        yield await of("ListEngines, 64", ask.ListEngines(service_pb2.ListEnginesRequest()))
+        yield await of("Overview, 64", ask.Overview(service_pb2.OverviewRequest()))
+        yield await of("/metrics, 64", _fetch(f"http://127.0.0.1:{ports['metrics_port']}/metrics"))
+        page = f"http://127.0.0.1:{ports['page_port']}/api/v1"
+        yield await of("page, state of 64", _fetch(f"{page}/state"))
+        yield await of("page, one engine", _fetch(f"{page}/engine?id=e1"))
+        profile = largest_profile(engines[0])
+        text = profile.to_json()
+        yield await of(
+            f"InstallProfile for 64, {len(profile.cells)} cells",
+            running.profiling.InstallProfile(service_pb2.InstallProfileRequest(profile_json=text)),
+            asyncio.sleep(1),
+        )
+        yield await of(
+            "ListProfiles", running.profiling.ListProfiles(service_pb2.ListProfilesRequest())
+        )
+        for number in range(199):
+            request = policy_pb2.SetOverrideRequest(override=override(number), ttl_seconds=600)
+            if number in {0, 198}:
+                yield await of(
+                    f"SetOverride, number {number + 1} for 64", running.policy.SetOverride(request)
+                )
+            elif number < 40 or number > 196:
+                await running.policy.SetOverride(request)
+        yield await of(
+            "Explain under overrides", ask.Explain(service_pb2.ExplainRequest(engine_id="e1"))
+        )
+        yield await of("ending", asyncio.sleep(0))
+
+
+async def main(options: argparse.Namespace) -> None:
+    """Prints a row for each handler."""
+    turns = watched()
+    for kind, engine in (("usual", usual_engine), ("largest", largest_engine)):
+        async for what, seconds, which in handlers(turns, engine, kind):
+            mark = "" if seconds <= BAR_SECONDS else "  above the bar"
+            print(f"{what:46} {1e3 * seconds:8.1f} ms{mark}", flush=True)
+            if mark and options.turns:
+                print(f"    {which[:200]}", flush=True)
+
+
+if __name__ == "__main__":
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", action="store_true", help="say which callback was too long")
+    asyncio.run(main(parser.parse_args()))

@@ -1,0 +1,134 @@
+"""What the plugin costs beside an H100's steps: `python -m tools.bench.paced_bench`.
+
+Real SGLang engines, small dummy weights, every step held to the time of a published table (see
+lab/cpu_engine/pace).  Two engines answer the same requests side by side; a ratio is that of their
+tokens/s in the model's time.  The plugin's work runs while a step lasts, as it does beside a GPU
+with the overlap schedule, so each ratio is told twice: as it was measured, and as it would be if
+nothing hid that work: the seconds of the plugin's hooks (wall clock, not dilated) added to every
+step.  About 6 minutes.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+from lab.cpu_engine.pace.pacer import Pace
+from lab.harness.engines import Workplace
+from lab.harness.processes import preferred
+from lab.harness.terminal import Terminal
+from lab.paced.day import PhasePlan, Stream, build_stream
+from lab.paced.engines import OFF, static
+from lab.paced.plays import StreamPlay
+from lab.paced.run import DILATIONS, PacedHarness
+from lab.paced.traffic import own_curves
+from tests.support.sidecar_process import controller
+from tools.bench.measurement import RATIO, Measurement, run
+
+_TABLE: Final = "h100-llama3.1-8b"
+_GAMMA: Final = 3
+_BATCHES: Final = (1, 8, 64)
+PINNED, ASLEEP, COLLECTING = "steered-pinned", "steered-asleep", "steered-collecting"
+# What is compared: ours, theirs, the bar, in words.
+_PAIRS: Final = (
+    (PINNED, static(_GAMMA), 0.995, f"pinned to gamma = {_GAMMA}, over SGLang's own"),
+    (ASLEEP, OFF, 0.97, "gamma = 0 asleep, over no speculation"),
+    (COLLECTING, PINNED, 0.99, f"collecting signals at gamma = {_GAMMA}, over not"),
+)
+
+
+def measure(options: argparse.Namespace) -> Iterable[Measurement]:
+    """Two ratios and the plugin's microseconds for each pair and batch."""
+    with ExitStack() as stack:
+        stack.enter_context(preferred())
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        place = Workplace(Path("build/bench/paced"), scratch)
+        dilation = options.dilation or DILATIONS[0]
+        pace = Pace(_TABLE, dilation, gammas=(0, _GAMMA), max_batch_size=64, curves=own_curves())
+        harness = PacedHarness(place, Terminal(), stack, pace, max(_BATCHES))
+        policies = [OFF, static(_GAMMA), PINNED, ASLEEP, COLLECTING]
+        harness.start(
+            policies, {COLLECTING: {"SPECULATION_SIGNALS_FOLDER": str(scratch / "signals")}}
+        )
+        harness.find_dilation(policies, fixed=options.dilation is not None)
+        harness.start_sidecar(policies)
+        _hold(place.address, PINNED, "--gamma", str(_GAMMA))
+        _hold(place.address, ASLEEP, "--gamma", "0")
+        _hold(place.address, COLLECTING, "--gamma", str(_GAMMA), "--regime", "collect")
+        for size in _BATCHES:
+            stream = build_stream(
+                "steady", (PhasePlan("", ("chat",), size, size, options.tokens),), 3
+            )
+            for ours, theirs, bar, text in _PAIRS:
+                yield from _compared(
+                    harness, stream, ours, theirs, bar, f"{text}, B = {size}", options
+                )
+
+
+def _compared(
+    harness: PacedHarness,
+    stream: Stream,
+    ours: str,
+    theirs: str,
+    bar: float,
+    text: str,
+    options: argparse.Namespace,
+) -> Iterable[Measurement]:
+    hidden, added, own = [], [], []
+    for repeat in range(options.repeats + 1):
+        order = (ours, theirs) if repeat % 2 else (theirs, ours)
+        jobs: Mapping[str, Callable[[], StreamPlay]] = {
+            policy: lambda policy=policy: harness.play_paced(policy, stream)  # type: ignore[misc]
+            for policy in order
+        }
+        plays = harness.play_all(jobs, f"{text}, {repeat}")
+        if repeat == 0:
+            continue  # the plan has to come first, and caches have to fill
+        _check(plays[ours], ours)
+        mine, other = plays[ours], plays[theirs]
+        hidden.append(mine.tokens_per_second / other.tokens_per_second)
+        added.append(_unhidden(mine) / _unhidden(other))
+        steps = mine.decode_steps
+        own.append(1e6 * sum(step.shim_seconds for step in steps) / len(steps))
+    yield Measurement(f"{text}: tokens/s", RATIO, hidden, at_least=bar)
+    yield Measurement(f"{text}: if nothing hid the plugin's work", RATIO, added, at_least=bar)
+    yield Measurement(f"{text}: the plugin's work in a step", "us", own, at_most=40.0)
+
+
+def _unhidden(play: StreamPlay) -> float:
+    """Tokens/s of the model's time if the plugin's work were added to every step."""
+    work = sum(step.shim_seconds for step in play.decode_steps)
+    return play.stream.tokens / (play.seconds + work)
+
+
+def _check(play: StreamPlay, policy: str) -> None:
+    """Raises RuntimeError when the engine did not run what it was held to."""
+    gamma = 0 if policy == ASLEEP else _GAMMA
+    others = [step for step in play.decode_steps if step.gamma != gamma]
+    awake = [step for step in play.decode_steps if policy == ASLEEP and not step.asleep]
+    if others or awake:
+        raise RuntimeError(f"{policy} ran {len(others) + len(awake)} other steps: {others[:1]}")
+
+
+def _hold(address: str, engine: str, *what: str) -> None:
+    done = controller(
+        "override", "set", "--address", address, "--engine", engine, *what,
+        "--reason", "a benchmark",
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=3, help="pairs for each figure")
+    parser.add_argument("--tokens", type=int, default=300, help="new tokens of a request, mean")
+    parser.add_argument("--dilation", type=float, help="seconds for each second of the model")
+    run(parser, measure, "tools.bench.paced_bench")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""What an engine pays for its decision, four ways, in a minute.
+
+    python -m tools.bench.peers_bench
+
+    linked        this project's link: report out, newest plan in, nothing waited for
+    in process    SGLang's adaptive policy
+    unary         one gRPC call a step on the same sidecar: report up, choice down, waited for
+    polled        a thread of the engine's gets the draft length by HTTP every second
+
+One process is the engine: its step is a fixed amount of Python work (5 ms or so), which is the
+hardest engine to be beside, since it never lets go of the interpreter.  Blocks of steps with each
+way follow one another, and one with none; a ratio is that of a block to the bare one of its round.
+The sidecar is a real `controller serve`.  How old a choice may be: for "polled" the time from a
+change at the server to the engine is measured; the link's is in latency_bench; the other two know
+of the step before.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import random
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import grpc
+
+from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.packets import ReportPacket
+from engine_shim.link.plan_follower import Source
+from engine_shim.link.settings import LinkSettings
+from speculation.v1 import service_pb2, service_pb2_grpc
+from tests.support.eventually import eventually
+from tests.support.fake_sidecar import engine_spec
+from tests.support.service_harness import engine_message, report_message
+from tests.support.sidecar_process import sidecar_process
+from tools.bench.measurement import RATIO, Measurement, percentiles, run
+
+_POLL_SECONDS = 1.0
+_BATCH = 4
+_STEP_SECONDS = 0.005
+Step = Callable[[int], None]
+
+
+def _work(rounds: int) -> None:
+    for _ in range(rounds):
+        sum(range(1000))
+
+
+def _rounds() -> int:
+    """So many take about a step's time on this machine."""
+    began = time.perf_counter()
+    _work(1000)
+    return max(1, round(1000 * _STEP_SECONDS / (time.perf_counter() - began)))
+
+
+@contextlib.contextmanager
+def _bare(_: str) -> Iterator[Step]:
+    yield lambda _: None
+
+
+@contextlib.contextmanager
+def _linked(address: str) -> Iterator[Step]:
+    link = EngineLink.start(engine_spec("linked"), LinkSettings(sidecar=address), startup_gamma=3)
+    try:
+        eventually(lambda: link.choose(_BATCH).source is Source.PLAN, within=60.0, what="a plan")
+
+        def step(number: int) -> None:
+            choice = link.choose(_BATCH)
+            counts = (_BATCH,) + (0,) * choice.gamma
+            link.report(ReportPacket(
+                number, _BATCH, 2048, 0, choice.gamma, counts, _STEP_SECONDS, 0,
+                choice.epoch, choice.probe_id, choice.session,
+            ))  # fmt: skip
+
+        yield step
+    finally:
+        link.close()
+
+
+@contextlib.contextmanager
+def _in_process(_: str) -> Iterator[Step]:
+    from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
+
+    policy = AdaptiveSpeculativeParams(3)
+
+    def step(_: int) -> None:
+        policy.get_steps_for_batch(_BATCH)
+        policy.on_verify_complete([0] * _BATCH, _BATCH)
+
+    yield step
+
+
+@contextlib.contextmanager
+def _unary(address: str) -> Iterator[Step]:
+    with grpc.insecure_channel(address) as channel:
+        stub = service_pb2_grpc.SpeculationServiceStub(channel)
+        request = service_pb2.IntroduceRequest(engine=engine_message("unary"))
+        session = stub.Introduce(request).session_id
+
+        def step(number: int) -> None:
+            stub.Decide(
+                service_pb2.DecideRequest(session_id=session, report=report_message(number))
+            )
+
+        yield step
+
+
+class _Config:
+    """The poller's end: the newest draft length, and when it came."""
+
+    def __init__(self, url: str) -> None:
+        self.gamma = 0
+        self.arrivals: list[tuple[int, float]] = []
+        self._url = url
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._poll, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _poll(self) -> None:
+        while not self._ended.wait(_POLL_SECONDS):
+            with urllib.request.urlopen(self._url) as answer:
+                gamma = json.load(answer)["gamma"]
+            if gamma != self.gamma:
+                self.gamma = gamma
+                self.arrivals.append((gamma, time.monotonic()))
+
+
+def _serve_config(pipe: Connection) -> None:
+    """A process: answers with a number that changes now and then, and says when it changed."""
+    changes = [(0, time.monotonic())]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"gamma": changes[-1][0]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    pipe.send(server.server_port)
+    rng = random.Random(0)
+    while not pipe.poll(rng.uniform(0.5, 3.0)):
+        changes.append((changes[-1][0] + 1, time.monotonic()))
+    pipe.send(changes)
+
+
+class _Polled:
+    """What of the changes arrived how late, after the blocks."""
+
+    def __init__(self) -> None:
+        self.late: list[float] = []
+
+    @contextlib.contextmanager
+    def __call__(self, _: str) -> Iterator[Step]:
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(
+            target=_serve_config, args=(theirs,), daemon=True
+        )
+        process.start()
+        config = _Config(f"http://127.0.0.1:{ours.recv()}/")
+        gammas = []
+        yield lambda _: gammas.append(config.gamma)
+        config.close()
+        ours.send("end")
+        changed = dict(ours.recv())
+        process.join()
+        self.late += [at - changed[gamma] for gamma, at in config.arrivals]
+
+
+def measure(options: argparse.Namespace) -> Iterable[Measurement]:
+    """For each way: the call's time, and steps/s over those of the bare engine."""
+    polled = _Polled()
+    ways: dict[str, Callable[[str], contextlib.AbstractContextManager[Step]]] = {
+        "bare": _bare,
+        "linked": _linked,
+        "in process": _in_process,
+        "unary": _unary,
+        "polled": polled,
+    }
+    calls: dict[str, list[list[float]]] = {way: [] for way in ways}
+    blocks: dict[str, list[float]] = {way: [] for way in ways}
+    with (
+        tempfile.TemporaryDirectory() as name,
+        sidecar_process(Path(name), "--log-level", "error") as sidecar,
+    ):
+        rounds = _rounds()
+        for repeat in range(options.repeats):
+            for way, begin in ways.items():
+                # Open only while it is used: the poller's thread is a part of its way alone.
+                with begin(sidecar.address) as step:
+                    times, began = [], time.perf_counter()
+                    for number in range(1, options.steps + 1):
+                        _work(rounds)
+                        called = time.perf_counter()
+                        step(number)
+                        times.append(1e6 * (time.perf_counter() - called))
+                    blocks[way].append(time.perf_counter() - began)
+                calls[way].append(times)
+            print(f"round {repeat + 1} of {options.repeats}", flush=True)
+    for way in ways:
+        if way == "bare":
+            continue
+        yield from percentiles(f"{way}: the call in a step", "us", calls[way])
+        ratios = [bare / took for bare, took in zip(blocks["bare"], blocks[way], strict=True)]
+        yield Measurement(f"{way}: steps/s over the bare engine's", RATIO, ratios)
+    if not polled.late:
+        raise RuntimeError("no change reached the polling engine: it needs more --steps")
+    yield Measurement("polled: from a change to the engine", "ms", [1e3 * s for s in polled.late])
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=800, help="of one block")
+    parser.add_argument("--repeats", type=int, default=5)
+    run(parser, measure, "tools.bench.peers_bench")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What recording costs a report: folding and planning with it, over the same without.
+
+    python -m tools.bench.record_bench
+
+The same reports at the same times go through a plain core and one on tape, in turn; the recorder's
+thread writes to a temporary directory meanwhile, so its share of the interpreter is in the figure.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from controller.core.clock import VirtualClock
+from controller.core.engine.checkpoint import capture
+from controller.core.engine.engine_controller import EngineController
+from controller.core.settings import PlannerSettings
+from controller.core.step_report import StepReport
+from controller.core.training.selective_training import TrainingSettings
+from controller.recording.event_log import QUEUE_MAX
+from controller.recording.recorder import Recorder
+from tests.support.virtual_engine import engine_spec, gpu_like, make, profile_of
+from tools.bench.measurement import RATIO, Measurement, run
+
+STEPS = 4000
+
+
+def reports() -> list[tuple[float, StepReport]]:
+    """Of an engine in virtual time, with their times."""
+    engine = make()
+    for batch_size, acceptance in ((4, 0.8), (16, 0.5), (64, 0.7), (8, 0.3)):
+        engine.run(STEPS // 4, batch_size, [acceptance] * 7)
+    return engine.reports
+
+
+def seconds(
+    core: EngineController, clock: VirtualClock, steps: list[tuple[float, StepReport]]
+) -> float:
+    """Of this thread's processor time: folding all of them, a plan asked for after each."""
+    core.current_plan()
+    began = time.thread_time()
+    for at, report in steps:
+        clock.advance(at - clock.now())
+        core.observe(report)
+        core.next_plan()
+    return time.thread_time() - began
+
+
+def measure(options: argparse.Namespace) -> Iterable[Measurement]:
+    """Times of the two, their ratios, and what lies on disk."""
+    assert STEPS * 2 < QUEUE_MAX
+    steps, spec = reports(), engine_spec()
+    profile, settings = profile_of(spec, gpu_like), PlannerSettings()
+    plain, taped, whole, openings, sizes = [], [], [], [], []
+    for _ in range(options.repeats):
+        clock = VirtualClock()
+        plain.append(seconds(EngineController(spec, settings, profile, clock), clock, steps))
+        with tempfile.TemporaryDirectory() as directory:
+            began = time.process_time()
+            recorder = Recorder(Path(directory), 64_000_000, lambda _: None)
+            recorder.open()
+            clock = VirtualClock()
+            core = recorder.core(spec, settings, profile, clock, TrainingSettings())
+            taped.append(seconds(core, clock, steps))
+            recorder.close()
+            whole.append(time.process_time() - began)
+            sizes.append(sum(path.stat().st_size for path in Path(directory).glob("*.record")))
+        began = time.thread_time()
+        capture(core)
+        openings.append(time.thread_time() - began)
+    yield Measurement("a report folded and planned", "us", [1e6 * s / STEPS for s in plain])
+    for name, found in (("the steering thread", taped), ("with the recorder's thread", whole)):
+        ratios = [b / a for a, b in zip(plain, found, strict=True)]
+        yield Measurement(f"recorded over not recorded, {name}", RATIO, ratios)
+    yield Measurement("on disk a report, plans included", "bytes", [s / STEPS for s in sizes])
+    yield Measurement("a new segment's opening state", "ms", [1e3 * s for s in openings])
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    run(parser, measure, "tools.bench.record_bench")
+
+
+if __name__ == "__main__":
+    main()

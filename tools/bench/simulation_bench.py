@@ -1,0 +1,57 @@
+"""Engine steps a second of the simulator on one core: static, and steered by the production core.
+
+    python -m tools.bench.simulation_bench
+
+Both run the same scenario in turn, several times; the ratio is of one run.
+"""
+
+import argparse
+import time
+from collections.abc import Iterable
+
+from simulator.controller_policy import ControllerPolicy
+from simulator.engine import simulate
+from simulator.peers.static import Static
+from simulator.scenario import Scenario
+from simulator.suite import standard
+from tools.bench.measurement import Measurement, run
+
+_SCENARIOS = ("load+traffic/h100", "traffic/B=16", "load/scout")
+
+
+def _step_seconds(scenario: Scenario, *, steered: bool) -> float:
+    """Of one run, set-up of the workload left out."""
+    workload, surface = scenario.workload(0), scenario.surface
+    policy = (
+        ControllerPolicy(surface, scenario.profile, scenario.max_batch_size)
+        if steered
+        else Static(surface.arms, len(surface.arms) // 2)
+    )
+    began = time.perf_counter()
+    result = simulate(workload, surface, policy, scenario.options, 0)
+    return (time.perf_counter() - began) / result.steps
+
+
+def measure(options: argparse.Namespace) -> Iterable[Measurement]:
+    """Steps a second, and what the core takes of a step."""
+    scenarios = {scenario.name: scenario for scenario in standard()}
+    for name in _SCENARIOS:
+        plain, steered = [], []
+        for _ in range(options.repeats):
+            plain.append(_step_seconds(scenarios[name], steered=False))
+            steered.append(_step_seconds(scenarios[name], steered=True))
+        taken = [1e6 * (b - a) for a, b in zip(plain, steered, strict=True)]
+        yield Measurement(f"simulator, {name}, steered", "steps/s", [1 / s for s in steered])
+        yield Measurement(f"simulator, {name}, static", "steps/s", [1 / s for s in plain])
+        yield Measurement(f"simulator, {name}, the core's part of a step", "us", taken)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    run(parser, measure, "tools.bench.simulation_bench")
+
+
+if __name__ == "__main__":
+    main()

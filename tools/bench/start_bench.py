@@ -1,0 +1,96 @@
+"""How soon a sidecar serves, how soon the command line answers, and what 64 engines weigh.
+
+    python -m tools.bench.start_bench
+
+Start to SERVING: from the process's creation until its health service says so.  Import: what
+`import controller.cli` takes inside a fresh interpreter, and the whole of `controller
+version` beside that of an interpreter that does nothing.  Memory: resident, of a sidecar to which
+64 engines have introduced themselves and reported 200 steps each.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import grpc
+import psutil
+
+from speculation.v1 import service_pb2, service_pb2_grpc
+from tests.support.service_harness import ENVIRONMENT, engine_message, report_message
+from tests.support.sidecar_process import CONTROLLER, sidecar_process
+from tools.bench.measurement import Measurement, run
+
+_ENGINES = 64
+_REPORTS = 200
+_IMPORT = """
+import time
+began = time.perf_counter()
+import controller.cli
+print(time.perf_counter() - began)
+"""
+
+
+def _serving_and_memory() -> tuple[float, float]:
+    """Seconds, and megabytes."""
+    with (
+        tempfile.TemporaryDirectory() as name,
+        sidecar_process(Path(name), "--log-level", "error") as sidecar,
+    ):
+        with grpc.insecure_channel(sidecar.address) as channel:
+            for number in range(_ENGINES):
+                _steer(channel, f"engine-{number}")
+        resident = psutil.Process(sidecar.process.pid).memory_info().rss
+        return sidecar.seconds_to_serving, resident / 1e6
+
+
+def _steer(channel: grpc.Channel, engine_id: str) -> None:
+    stub = service_pb2_grpc.SpeculationServiceStub(channel)
+    engine = engine_message(engine_id, gammas=(0, 1, 2, 3, 5, 7), max_batch_size=64)
+    session_id = stub.Introduce(service_pb2.IntroduceRequest(engine=engine)).session_id
+    reports = [report_message(step) for step in range(1, _REPORTS + 1)]
+    for _ in stub.Steer(iter([service_pb2.SteerRequest(session_id=session_id, reports=reports)])):
+        pass
+
+
+def _imported() -> float:
+    """Seconds."""
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORT], env=ENVIRONMENT, capture_output=True, check=True
+    )
+    return float(done.stdout)
+
+
+def _whole(command: list[str]) -> float:
+    """Seconds of a command's life."""
+    began = time.perf_counter()
+    subprocess.run(command, env=ENVIRONMENT, capture_output=True, check=True)
+    return time.perf_counter() - began
+
+
+def measure(options: argparse.Namespace) -> Iterable[Measurement]:
+    """The figures, by name."""
+    runs = [_serving_and_memory() for _ in range(options.repeats)]
+    serving, memory = zip(*runs, strict=True)
+    yield Measurement("sidecar, start to SERVING", "s", serving, at_most=1.0)
+    yield Measurement(f"sidecar, memory with {_ENGINES} engines", "MB", memory, at_most=150.0)
+    imports = [_imported() for _ in range(options.repeats)]
+    yield Measurement("command line, import", "s", imports, at_most=0.3)
+    bare = [_whole([sys.executable, "-c", ""]) for _ in range(options.repeats)]
+    version = [_whole([*CONTROLLER, "version"]) for _ in range(options.repeats)]
+    yield Measurement("controller version, whole", "s", version)
+    yield Measurement("a bare interpreter, whole", "s", bare)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=9)
+    run(parser, measure, "tools.bench.start_bench")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What an SD² drafter adds to a step, in about two minutes.
+
+    python -m tools.bench.steering_bench
+
+Two real CPU engines serve the shipped SD2 drafter at one draft length, one of them with the
+steering left out (unsteered.py); everything else is the same.  They answer the same prompts in
+turn; a ratio is that of seconds a step, steered over unsteered, of two answers one after the other.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from lab.cpu_engine.engine_command import MODELS
+from tests.support.engine import DEEP, EngineProcess, install_plugin, serving
+from tests.support.eventually import eventually
+from tests.support.scripted_sidecar import scripted_sidecar
+from tools.bench.measurement import RATIO, Measurement, run
+from tools.bench.pairs import ratios, step_seconds_of
+
+_BATCHES = (1, 8)
+_GAMMA = 3
+_OPTIONS = (
+    *DEEP,
+    "--speculative-algorithm", "EAGLE3",
+    "--speculative-draft-model-path", str(MODELS / "sd2"),
+)  # fmt: skip
+
+
+def measure(options: argparse.Namespace) -> Iterable[Measurement]:
+    """A ratio for each batch."""
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        folders = {kind: place / kind for kind in ("one", "other")}
+        for folder in folders.values():
+            folder.mkdir()
+        left_out = install_plugin(
+            place / "plugin", "tools.bench.unsteered:leave_out", name="zz_unsteered"
+        )
+        with (
+            scripted_sidecar(folders["one"]) as one,
+            scripted_sidecar(folders["other"]) as other,
+            serving(
+                folders["one"], _OPTIONS, {"SPECULATION_SIDECAR": one.server.target}
+            ) as steered,
+            serving(
+                folders["other"],
+                _OPTIONS,
+                {"SPECULATION_SIDECAR": other.server.target, "PYTHONPATH": str(left_out)},
+            ) as unsteered,
+        ):
+            for sidecar in (one, other):
+                eventually(lambda s=sidecar: s.server.introductions, what="an introduction")  # type: ignore[misc]
+                sidecar.run(lambda _: (_GAMMA, False))
+            for size in _BATCHES:
+
+                def seconds(engine: EngineProcess, size: int = size) -> float:
+                    return step_seconds_of(engine, "code", size, options.tokens)
+
+                yield Measurement(
+                    f"a steered step over the same unsteered, gamma = {_GAMMA}, B = {size}",
+                    RATIO,
+                    ratios(steered, unsteered, seconds, options.repeats),
+                )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=9, help="pairs of answers for each figure")
+    parser.add_argument("--tokens", type=int, default=200, help="new tokens of each request")
+    run(parser, measure, "tools.bench.steering_bench")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""A fault, and what was seen of it."""
+
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lab.harness.spread import Spread
+
+# Of an error's text, in characters.
+_MOST_WORDS = 300
+COMMAND = "python -m tools.faults --only"
+
+
+class CannotInjectError(Exception):
+    """This machine cannot have the fault; the message says what it lacks."""
+
+
+@dataclass
+class Seen:
+    """What an injection showed: statements that hold or do not, and figures."""
+
+    statements: list[tuple[str, bool]] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def that(self, text: str, holds: bool, otherwise: object = "") -> None:
+        """A statement; `otherwise` is what was seen in its place where it does not hold."""
+        self.statements.append((text if holds else f"NOT: {text} ({otherwise})", holds))
+
+    def figure(self, name: str, value: float | str) -> None:
+        """Names end with their unit."""
+        self.figures[name] = round(value, 4) if isinstance(value, float) else value
+
+    def spread(self, name: str, values: Iterable[float]) -> None:
+        """A figure of several repeats."""
+        self.figures[name] = Spread(tuple(values)).as_json()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is injected, how, and what is expected then.
+
+    quick: a few seconds, so that it is among the tests as well.
+    """
+
+    name: str
+    injected: str
+    expected: str
+    inject: Callable[[Path, Seen], None]
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """holds: None where the fault could not be injected; `observed` says why then."""
+
+    fault: Fault
+    observed: str
+    holds: bool | None
+    figures: dict[str, Any]
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For the result file."""
+        return {
+            "name": self.fault.name,
+            "injected": self.fault.injected,
+            "expected": self.fault.expected,
+            "observed": self.observed,
+            "holds": self.holds,
+            "figures": self.figures,
+            "seconds": round(self.seconds, 1),
+            "command": f"{COMMAND} {self.fault.name}",
+        }
+
+
+def injected(fault: Fault) -> Outcome:
+    """Injects it in a place of its own; whatever goes wrong is what was observed."""
+    seen = Seen()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="faults-") as place:
+        try:
+            fault.inject(Path(place), seen)
+        except CannotInjectError as error:
+            return Outcome(fault, f"not injected: {error}", None, {}, time.monotonic() - began)
+        except Exception as error:  # noqa: BLE001  # the others are to be injected all the same
+            where = traceback.extract_tb(error.__traceback__)
+            ours = next(frame for frame in reversed(where) if "/tools/faults/" in frame.filename)
+            at = f"{Path(ours.filename).name}:{ours.lineno}"
+            words = " ".join(str(error).split())[:_MOST_WORDS]
+            seen.that("it runs to its end", False, f"{at}: {type(error).__name__}: {words}")
+    observed = "; ".join(text for text, _ in seen.statements)
+    holds = bool(seen.statements) and all(held for _, held in seen.statements)
+    return Outcome(fault, observed, holds, seen.figures, time.monotonic() - began)

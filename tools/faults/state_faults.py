@@ -1,0 +1,264 @@
+"""Faults of what the sidecar keeps: a full disk, a clock that is set, half a profile."""
+
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+
+from controller.store.file_store import FileStore
+from controller.store.interface import Actor, ConflictError, Entry, StoreUnavailableError
+from controller.util.exit_codes import Exit
+from speculation.v1 import service_pb2, service_pb2_grpc
+from tests.support.eventually import eventually
+from tests.support.service_harness import make_profile
+from tests.support.sidecar_process import controller
+from tools.faults.driving import PATIENCE_SECONDS, PIN, Scene, scene
+from tools.faults.fault import CannotInjectError, Seen
+from tools.faults.link_faults import new_session, steered_again, went_on
+
+_DAY_SECONDS = 86_400
+_FAKETIME = "/usr/lib/*/faketime/libfaketimeMT.so.1"
+_TTL_SECONDS = 3.0
+_ANN = Actor("ann", "a fault is injected", "uid 1000")
+# Changes that a full disk refuses, before the next start.
+_REFUSALS = 5
+_CLEAR_SHARE = 0.2
+
+
+def disk_full(place: Path, seen: Seen) -> None:
+    """State, and the record of decisions, on a disk that takes nothing more; then on a free one."""
+    with _small_disk(place) as disk:
+        (disk / "state").mkdir()
+        flags = ("--state-directory", f"{disk}/state")
+        environment = {"CONTROLLER_RECORD_DIRECTORY": f"{disk}/records"}
+        with scene(place, *flags, environment=environment) as here:
+            moment, before = time.monotonic(), here.drive.now
+            _fill(disk / "filler")
+            acknowledged, refused = _until_refused(here)
+            seen.that(
+                "an override is refused: “No space left”",
+                "UNAVAILABLE" in refused and "No space left" in refused,
+                refused,
+            )
+            # Its session's last words go to the same disk.
+            new_session(here)
+            went_on(here, seen, moment)
+            (disk / "filler").unlink()
+            here.operator.pin("later")
+            seen.that("with space again overrides are taken", True)
+            acknowledged |= {PIN, "later"}
+            steered_again(here, seen, here.sidecars.restart(), before.session)
+            in_force = here.operator.in_force()
+            seen.that("what was acknowledged, and no more", in_force == acknowledged, in_force)
+            _fill(disk / "filler")
+            here.sidecars.restart()
+            in_force = here.operator.in_force()
+            seen.that("it starts on a full disk, too", in_force == acknowledged, in_force)
+
+
+def disk_full_at_random(count: int) -> Callable[[Path, Seen], None]:
+    """An injection of so many disks that are full at some instant of a store's life."""
+
+    def inject(place: Path, seen: Seen) -> None:
+        rng = random.Random()
+        lost: list[str] = []
+        acknowledged = refused = 0
+        with _small_disk(place) as disk:
+            for _ in range(count):
+                known, refusals, wrong = asyncio.run(_filled_life(disk, rng))
+                acknowledged, refused, lost = acknowledged + known, refused + refusals, lost + wrong
+        seen.that(f"{count} full disks: what was acknowledged, and no more", not lost, lost[:5])
+        seen.figure("changes_acknowledged", acknowledged)
+        seen.figure("changes_refused", refused)
+        seen.figure("lost_or_wrong", len(lost))
+
+    return inject
+
+
+async def _filled_life(disk: Path, rng: random.Random) -> tuple[int, int, list[str]]:
+    """Changes that were acknowledged and refused, and what is not as it was acknowledged."""
+    state, filler = disk / "state", disk / "filler"
+    filler.write_bytes(b"\0" * rng.randrange(150_000))
+    known: dict[str, tuple[int, str]] = {}
+    acknowledged = refused = 0
+    store = FileStore(state)
+    await store.open(lambda: None)
+    while refused < _REFUSALS:
+        name = f"o{rng.randrange(40)}"
+        try:
+            revision = known[name][0] if name in known else None
+            if revision is not None and rng.random() < _CLEAR_SHARE:
+                await store.clear(name, revision, _ANN)
+                del known[name]
+            else:
+                body = "x" * rng.randrange(1, 3000)
+                known[name] = (
+                    (await store.write(name, body, None, revision or 0, _ANN)).revision,
+                    body,
+                )
+            acknowledged += 1
+        except ConflictError:
+            continue  # it was cleared, and its id is not taken again
+        except StoreUnavailableError:
+            refused += 1
+    wrong = _differs("while it is full", await store.entries(), known)
+    await store.close()
+    for when in ("after a start on the full disk", "after a start with room"):
+        store = FileStore(state)
+        await store.open(lambda: None)
+        wrong += _differs(when, await store.entries(), known)
+        await store.close()
+        filler.unlink(missing_ok=True)
+    shutil.rmtree(state)
+    return acknowledged, refused, wrong
+
+
+def _differs(when: str, entries: Sequence[Entry], known: dict[str, tuple[int, str]]) -> list[str]:
+    """Names the overrides that are not as they were acknowledged."""
+    found = {it.override_id: (it.revision, it.body) for it in entries if not it.ended}
+    return [
+        f"{name} {when}"
+        for name in known.keys() | found.keys()
+        if known.get(name) != found.get(name)
+    ]
+
+
+def _until_refused(here: Scene) -> tuple[set[str], str]:
+    """Names of the overrides that are taken, and the first refusal."""
+    taken: set[str] = set()
+    while not (refused := here.operator.refusal(f"o{len(taken)}")):
+        # The file's last page may have room for some.
+        taken.add(f"o{len(taken)}")
+        assert len(taken) < 50, taken
+    return taken, refused
+
+
+@contextmanager
+def _small_disk(place: Path) -> Iterator[Path]:
+    disk = place / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        raise CannotInjectError("mounting a small file system needs root")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def _fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"\0" * 512)
+
+
+def clock_set(place: Path, seen: Seen) -> None:
+    """CLOCK_REALTIME of sidecar and agent a day ahead, then two days back, under libfaketime."""
+    profile_registry = next(Path("/").glob(_FAKETIME[1:]), None)
+    if profile_registry is None:
+        raise CannotInjectError("there is no libfaketime (Debian: apt-get install faketime)")
+    clock = place / "clock"
+    clock.write_text("+0")
+    environment = {
+        "LD_PRELOAD": str(profile_registry),
+        "FAKETIME_TIMESTAMP_FILE": str(clock),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }
+    with _environment(environment), scene(place, environment=environment) as here:
+        for name, offset in (("ahead", _DAY_SECONDS), ("back", -_DAY_SECONDS)):
+            moment = time.monotonic()
+            here.operator.pin(f"{name}-short", seconds=_TTL_SECONDS)
+            here.operator.pin(f"{name}-long")
+            clock.write_text(f"{offset:+d}")
+            shift = _clock_of(here) - time.time()
+            seen.that(f"the sidecar's clock is {name}", abs(shift - offset) < 3600, shift)
+            eventually(
+                lambda name=name: f"{name}-short" not in here.operator.in_force(),  # type: ignore[misc]
+                within=PATIENCE_SECONDS,
+                what="the short override ends",
+            )
+            took = time.monotonic() - moment
+            seen.figure(f"override_of_{_TTL_SECONDS:.0f}_s_{name}_ended_after_seconds", took)
+            seen.that("an override ends in its time", took >= _TTL_SECONDS, took)
+            left = {h.override.override_id: h.remaining_seconds for h in here.operator.held()}
+            seen.that(
+                "others last on",
+                left.keys() >= {PIN, f"{name}-long"} and min(left.values()) > 400,
+                left,
+            )
+            went_on(here, seen, moment)
+        seen.figure("leases_lost", here.drive.engine.link.status().lapses)
+
+
+def _clock_of(here: Scene) -> float:
+    """The sidecar's wall clock, Unix seconds."""
+    with grpc.insecure_channel(here.sidecars.now.address) as channel:
+        answer = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
+            service_pb2.ListEnginesRequest(), timeout=PATIENCE_SECONDS
+        )
+    return float(answer.sidecar.now_unix_seconds)
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """For processes that inherit this one's: the agents."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def half_a_profile(place: Path, seen: Seen) -> None:
+    """In a directory that is read at the start, and at SIGHUP."""
+    folder = place / "profiles"
+    folder.mkdir()
+    whole = make_profile().to_json()
+    (folder / "whole.json").write_text(whole)
+    with scene(place, "--profile", str(folder)) as here:
+        moment = time.monotonic()
+        half = folder / "half.json"
+        half.write_text(whole[: len(whole) // 2])
+        os.kill(here.sidecars.pid, signal.SIGHUP)
+        eventually(
+            lambda: "settings_not_reloaded" in here.sidecars.log.read_text(),
+            within=PATIENCE_SECONDS,
+            what="it is refused",
+        )
+        line = next(
+            line
+            for line in here.sidecars.log.read_text().splitlines()
+            if "settings_not_reloaded" in line
+        )
+        seen.that("SIGHUP refuses, and names the file", str(half) in line, line)
+        went_on(here, seen, moment)
+        other = controller(
+            "serve", "--address", f"unix:{place}/other.sock", "--metrics-port", "0",
+            "--profile", str(folder),
+        )  # fmt: skip
+        seen.that(
+            "a start is refused with exit code 9, and names the file",
+            other.returncode == Exit.BAD_FILE and str(half) in other.stderr,
+            (other.returncode, other.stderr[-300:]),
+        )
+        half.write_text(whole)
+        os.kill(here.sidecars.pid, signal.SIGHUP)
+        eventually(
+            lambda: "settings_reloaded" in here.sidecars.log.read_text(),
+            within=PATIENCE_SECONDS,
+            what="it is taken",
+        )
+        seen.that("written to its end, it is taken", True)
+        went_on(here, seen, moment)

@@ -1,0 +1,134 @@
+"""Shim and sidecar of different versions: today's with the oldest that speak the contract."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from speculation.v1 import service_pb2, service_pb2_grpc
+from tests.support.eventually import eventually
+from tests.support.sidecar_process import CONTROLLER, sidecar_process, wait_until_serving
+from tools.faults import engine_program
+from tools.faults.driving import PATIENCE_SECONDS, PINNED_GAMMA, Operator
+from tools.faults.fault import CannotInjectError, Seen
+
+_ROOT = Path(__file__).resolve().parents[2]
+_STEPS = 300
+
+
+def old_shim(place: Path, seen: Seen) -> None:
+    """The oldest agent and link, today's sidecar."""
+    with _oldest_tree(place, seen) as tree, sidecar_process(place) as sidecar:
+        Operator(sidecar.address).pin()
+        with _engine(sidecar.address, tree) as engine:
+            ran = _steered(engine)
+            seen.that(
+                f"steered under the pin, at γ = {PINNED_GAMMA}", ran["gamma"] == PINNED_GAMMA, ran
+            )
+            _counted(sidecar.address, seen)
+
+
+def old_sidecar(place: Path, seen: Seen) -> None:
+    """Today's agent and link, the oldest sidecar."""
+    address = f"unix:{place}/controller.sock"
+    with _oldest_tree(place, seen) as tree:
+        command = [*CONTROLLER, "serve", "--address", address, "--metrics-port", "0"]
+        with (
+            (place / "sidecar.log").open("w") as log,
+            subprocess.Popen(
+                command, cwd=tree, env=_environment(tree), stderr=log, text=True
+            ) as process,
+        ):
+            try:
+                wait_until_serving(address, process)
+                with _engine(address, _ROOT) as engine:
+                    ran = _steered(engine)
+                    seen.that("steered by a plan", ran["source"] == "plan", ran)
+                    _counted(address, seen)
+            finally:
+                process.kill()
+
+
+def _counted(address: str, seen: Seen) -> None:
+    """Its reports are taken, none refused."""
+    with grpc.insecure_channel(address) as channel:
+        stub = service_pb2_grpc.InspectionServiceStub(channel)
+
+        def status() -> service_pb2.EngineStatus:
+            answer = stub.ListEngines(service_pb2.ListEnginesRequest(), timeout=PATIENCE_SECONDS)
+            return answer.engines[0]
+
+        eventually(
+            lambda: status().reports >= _STEPS, within=PATIENCE_SECONDS, what="reports are taken"
+        )
+        rejected = status().rejected_reports
+    seen.that("its reports are taken, none is refused", rejected == 0, rejected)
+
+
+def _steered(engine: "subprocess.Popen[str]") -> dict[str, Any]:
+    """What it runs once a plan steers it, some hundred steps on."""
+    asked = time.monotonic()
+    while _told(engine, 10)["source"] != "plan":
+        assert time.monotonic() - asked < PATIENCE_SECONDS, "no plan comes"
+    return _told(engine, _STEPS)
+
+
+def _told(engine: "subprocess.Popen[str]", steps: int) -> dict[str, Any]:
+    assert engine.stdin is not None
+    assert engine.stdout is not None
+    engine.stdin.write(f"{steps}\n")
+    engine.stdin.flush()
+    found: dict[str, Any] = json.loads(engine.stdout.readline())
+    return found
+
+
+@contextmanager
+def _engine(address: str, tree: Path) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, str(Path(engine_program.__file__)), address]
+    with subprocess.Popen(
+        command,
+        # `python -m`, by which it starts its agent, looks there first.
+        cwd=tree,
+        env=_environment(tree),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+
+
+def _environment(tree: Path) -> Mapping[str, str]:
+    """What runs a tree's own code, whatever is installed."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("CONTROLLER_", "SPECULATION"))}
+    return kept | {"PYTHONPATH": os.pathsep.join([str(tree / "proto"), str(tree)])}
+
+
+@contextmanager
+def _oldest_tree(place: Path, seen: Seen) -> Iterator[Path]:
+    """The first commit that has an agent, checked out; its contract only grew since."""
+    added = ["log", "--diff-filter=A", "--format=%H", "--", "engine_shim/link/agent.py"]
+    shallow = _git("rev-parse", "--is-shallow-repository")
+    commits = _git(*added).split()
+    if shallow != "false" or not commits:
+        raise CannotInjectError("older versions need the whole history of the repository")
+    tree = place / "oldest"
+    _git("worktree", "add", "--detach", str(tree), commits[-1])
+    seen.figure("oldest_commit", commits[-1][:7])
+    try:
+        yield tree
+    finally:
+        _git("worktree", "remove", "--force", str(tree))
+
+
+def _git(*arguments: str) -> str:
+    run = subprocess.run(
+        ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=False
+    )
+    return run.stdout.strip() if run.returncode == 0 else ""

@@ -1,0 +1,68 @@
+"""One target under atheris (libFuzzer): inputs that reach something new are built upon.
+
+usage: python -m tools.fuzz.guided NAME SECONDS
+
+It keeps what it has learnt in `build/fuzz/NAME`, and goes on from there.
+"""
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import atheris
+
+# Before anything of the product is imported.
+with atheris.instrument_imports(include=["controller", "engine_shim"]):
+    from tools.fuzz.campaign import CORPUS, LEARNT, Watch, keep, kept, quiet
+    from tools.fuzz.mutation import MAX_BYTES
+    from tools.fuzz.table import TARGETS
+
+_HANG_SECONDS = 10.0
+# Above what raises a Hung error: a loop in C that hears no signal.
+_STUCK_SECONDS = 60
+
+
+def main(name: str, seconds: float) -> None:
+    """Ends the process."""
+    warnings.simplefilter("error")
+    target = TARGETS[name]
+    learnt = LEARNT / name
+    learnt.mkdir(parents=True, exist_ok=True)
+    (CORPUS / name).mkdir(parents=True, exist_ok=True)
+    seeds = [*target.seeds(), *(path.read_bytes() for path in kept(name))]
+    for number, seed in enumerate(seeds):
+        (learnt / f"seed-{number}").write_bytes(seed)
+    with tempfile.TemporaryDirectory() as folder, quiet(), target.opened(Path(folder)) as feed:
+        watch = Watch(target, feed, _HANG_SECONDS)
+        atheris.Setup(
+            [
+                sys.argv[0], f"-max_total_time={max(1, round(seconds))}", f"-max_len={MAX_BYTES}",
+                f"-timeout={_STUCK_SECONDS}", "-rss_limit_mb=4096",
+                f"-artifact_prefix={CORPUS / name}/", str(learnt),
+            ],
+            _taking(watch),
+            custom_mutator=lambda data, most, seed: target.mutate(Random(seed), data, seeds)[:most],
+        )  # fmt: skip
+        atheris.Fuzz()
+
+
+def _taking(watch: Watch) -> Callable[[bytes], Any]:
+    """Findings are written down as they come: libFuzzer ends the process itself."""
+
+    def take(data: bytes) -> None:
+        known = len(watch.findings)
+        watch.take(data)
+        if len(watch.findings) > known:
+            finding = list(watch.findings.values())[-1]
+            path = keep(watch.target.name, finding)
+            print(f"\n{watch.target.name}: {finding.place}\n{path}\n{finding.text}", flush=True)
+
+    return take
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

@@ -1,0 +1,75 @@
+"""What is fuzzed: a reader of bytes, with inputs to begin from and the errors that it may raise."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+from unittest import mock
+
+from tools.fuzz.mutation import Mutator
+
+Feed: TypeAlias = Callable[[bytes], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """opened: given an empty folder, what takes the inputs, for as long as the context is open.
+
+    seeds: inputs that are right.  allowed: errors that bad input may raise; anything else is a
+    finding, and so is an input that takes too long or too much memory.
+    """
+
+    name: str
+    seeds: Callable[[], Sequence[bytes]]
+    mutate: Mutator
+    opened: Callable[[Path], AbstractContextManager[Feed]]
+    allowed: tuple[type[Exception], ...] = ()
+
+
+def reader(feed: Feed) -> Callable[[Path], AbstractContextManager[Feed]]:
+    """Of bytes in memory."""
+
+    @contextmanager
+    def opened(folder: Path) -> Iterator[Feed]:
+        yield feed
+
+    return opened
+
+
+def file_reader(
+    read: Callable[[Path], object], name: str
+) -> Callable[[Path], AbstractContextManager[Feed]]:
+    """Of a file of that name."""
+
+    @contextmanager
+    def opened(folder: Path) -> Iterator[Feed]:
+        path = folder / name
+
+        def feed(data: bytes) -> None:
+            path.write_bytes(data)
+            read(path)
+
+        yield feed
+
+    return opened
+
+
+@contextmanager
+def environment(prefix: str, values: Mapping[str, str]) -> Iterator[None]:
+    """Only these variables of that prefix."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefix)}
+    with mock.patch.dict(os.environ, {**kept, **values}, clear=True):
+        yield
+
+
+def variables_of(data: bytes, prefix: str) -> dict[str, str]:
+    """Lines NAME=VALUE, as far as they can stand in an environment."""
+    found = {}
+    for line in data.decode("utf-8", "surrogateescape").splitlines():
+        name, sign, value = line.partition("=")
+        plain = "".join(c for c in name if c.isascii() and (c.isalnum() or c == "_"))
+        if sign and plain:
+            found[prefix + plain] = value.replace("\0", "")
+    return found

@@ -1,0 +1,301 @@
+"""What the engine's side reads: packets, plans, its settings, signals, versions, its trainer."""
+
+import json
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from random import Random
+
+import torch
+from google.protobuf.message import DecodeError
+
+from engine_shim.common.errors import PluginError
+from engine_shim.common.verdict import InputError
+from engine_shim.link import packets
+from engine_shim.link.errors import LinkSettingsError, PacketError, UnusablePlanError
+from engine_shim.link.packets import (
+    EventPacket,
+    PlanPacket,
+    ProbeEntry,
+    RowEntry,
+    SidecarState,
+)
+from engine_shim.link.plan_follower import PlanFollower, safe_choice
+from engine_shim.link.settings import LinkSettings
+from engine_shim.link.wire import Translator, session_tag
+from engine_shim.preflight.running_engine import flags_in
+from engine_shim.sglang.api.settings import load_settings
+from engine_shim.sglang.training import signals
+from engine_shim.sglang.training.exchange import Channel, Message, MessageKind
+from engine_shim.sglang.training.versions import Made, VersionError, Versions
+from speculation.v1 import plan_pb2
+from speculation.v1.service_pb2 import IntroduceRequest
+from tests.support.fake_sidecar import GAMMAS, engine_spec
+from tests.support.fake_sidecar import plan as plan_message
+from tests.support.training_rounds import make_student, make_target
+from tools.fuzz.mutation import bytes_of, json_of, message_of, text_of
+from tools.fuzz.target import Feed, Target, environment, reader, variables_of
+
+_ARMS = [(0, gamma) for gamma in GAMMAS]
+_PROBED = ProbeEntry(7, 0, 5, 3)
+
+
+def _packets() -> Sequence[bytes]:
+    rows = (RowEntry(4, 0, 3, False, _PROBED), RowEntry(64, 0, 0, True, None))
+    return [
+        packets.encode_report(
+            packets.ReportPacket(5, 4, 2048, 0, 3, [1, 1, 1, 1], 0.01, 5, 9, 7, 77, 0.5, 3, 2)
+        ),
+        packets.encode_plan(PlanPacket(77, 9, 5, 4000, 2, 10, rows, 3)),
+        packets.encode_event(SidecarState.REFUSED, 3, "the drafter ist unbekannt: γ"),
+        packets.encode_hello(IntroduceRequest(engine=engine_spec()).SerializeToString()),
+    ]
+
+
+def _read_packet(data: bytes) -> None:
+    """By its kind; what was understood can be said again."""
+    kind = packets.kind_of(data)
+    if kind == packets.REPORT:
+        report = packets.decode_report(data)
+        Translator(engine_spec()).report(report._replace(drafter_index=0), 77)
+    elif kind == packets.PLAN:
+        plan = packets.decode_plan(data)
+        assert packets.decode_plan(packets.encode_plan(plan)) == plan
+        _steer(plan)
+    elif kind == packets.EVENT:
+        assert isinstance(packets.decode_event(data), EventPacket)
+    else:
+        packets.decode_hello(data)
+
+
+def _steer(plan: PlanPacket) -> None:
+    """Used, it gives only what the engine can run."""
+    steering = PlanFollower(_ARMS, safe_choice(1), 10.0)
+    now = 1.0
+    if not steering.accept(plan, now):
+        return
+    for batch_size in (1, 4, 5, 64, 65, 1000):
+        for at in (now, now + 1, now + 1e9):
+            choice = steering.choose(batch_size, at)
+            assert (choice.drafter_index, choice.gamma) in _ARMS
+            assert not (choice.asleep and choice.gamma)
+        steering.stride_at(now)
+        steering.collects_at(now)
+
+
+def _plans() -> Sequence[bytes]:
+    probe = plan_pb2.Probe(probe_id=3, drafter="eagle3", gamma=5, steps=4)
+    found = plan_message(4, 3, probe=probe)
+    found.regime.mode, found.regime.stride = plan_pb2.REGIME_MODE_ONLINE, 10
+    found.rows.add(max_batch_size=200, drafter="eagle3", gamma=0, drafter_asleep=True)
+    return [found.SerializeToString(), plan_message(1, 2).SerializeToString()]
+
+
+def _read_plan(data: bytes) -> None:
+    """From the sidecar to the engine."""
+    try:
+        message = plan_pb2.Plan.FromString(data)
+    except DecodeError as error:  # gRPC refuses it
+        raise PacketError(str(error)) from error
+    plan = Translator(engine_spec()).plan(message, session_tag("a"), 5)
+    again = packets.decode_plan(packets.encode_plan(plan))
+    assert again == plan
+    _steer(again)
+
+
+_LINK = """\
+SIDECAR=unix:/run/speculation/controller.sock
+GAMMAS=0,1,2,3,5
+GRACE_SECONDS=5
+SAFE_GAMMA=1
+REPORT_BUFFER=64
+"""
+_PLUGIN = """\
+SIDECAR=127.0.0.1:9400
+GAMMAS=0,1,2,3,5
+GRAPH_LIMITS=5:16,3:32
+ONLINE_UPDATES=true
+ONLINE_LEARNING_RATE=0.001
+"""
+
+
+def _read_link(data: bytes) -> None:
+    with environment("SPECULATION_", variables_of(data, "SPECULATION_")):
+        LinkSettings.load()
+
+
+def _read_plugin(data: bytes) -> None:
+    with environment("SPECULATION_", variables_of(data, "SPECULATION_")):
+        load_settings()
+
+
+_HEADER = struct.Struct("<Q")
+
+
+def safetensors_of(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
+    """The header as JSON, or the bytes."""
+    if rng.random() < 0.5 or len(data) < _HEADER.size:
+        return bytes_of(rng, data, seeds)
+    (size,) = _HEADER.unpack_from(data)
+    header, rest = data[_HEADER.size : _HEADER.size + size], data[_HEADER.size + size :]
+    header = json_of(rng, header, [header])
+    return _HEADER.pack(len(header)) + header + rest
+
+
+def _signal() -> Sequence[bytes]:
+    torch.manual_seed(0)
+    found = signals.Signal(
+        tokens=torch.arange(6),
+        features=torch.randn(6, 12).to(torch.bfloat16),
+        top_tokens=torch.arange(16, dtype=torch.int32).view(4, 4),
+        top_logs=-torch.rand(4, 4),
+        start=40,
+        accepted=3,
+        tried=5,
+        context=2,
+    )
+    return [found.encoded()]
+
+
+def _read_signal(path: Path) -> None:
+    """Read, and as what it says it is."""
+    found = signals.load(path)
+    assert found.tokens.dtype is torch.int64
+    assert found.features.dtype is torch.bfloat16
+    assert found.top_tokens.dtype is torch.int32
+    assert found.top_logs.dtype is torch.float32
+    assert found.tokens.dim() == 1
+    assert found.features.dim() == found.top_tokens.dim() == 2
+    assert torch.isfinite(found.features.float()).all()
+    assert not torch.isnan(found.top_logs).any()
+    assert int(found.tokens.min()) >= 0
+
+
+@contextmanager
+def _signal_opened(folder: Path) -> Iterator[Feed]:
+    path = folder / "1.safetensors"
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        _read_signal(path)
+
+    yield feed
+
+
+_MADE = Made(0, 0.3, 0.6, 0.4, 50, 12.5)
+
+
+def _published(folder: Path) -> Versions:
+    student = make_student(make_target())
+    parameters = {name: part.detach() for name, part in student.named_parameters()}
+    found = Versions(folder)
+    found.adopt_base(student.shape, parameters, student.borrowed)
+    found.publish(parameters, _MADE)
+    return found
+
+
+def _file(name: str) -> Callable[[], Sequence[bytes]]:
+    def seeds() -> Sequence[bytes]:
+        with tempfile.TemporaryDirectory() as folder:
+            _published(Path(folder))
+            return [(Path(folder) / name).read_bytes()]
+
+    return seeds
+
+
+def _version_opened(name: str) -> Callable[[Path], AbstractContextManager[Feed]]:
+    """A folder of versions with one file of it replaced."""
+
+    @contextmanager
+    def opened(folder: Path) -> Iterator[Feed]:
+        found = _published(folder)
+        like = dict(found.student(0).named_parameters())
+
+        def feed(data: bytes) -> None:
+            (folder / name).write_bytes(data)
+            found.made(1)
+            for part in found.load(1, like).values():
+                assert torch.isfinite(part).all()
+            found.student(1)
+
+        yield feed
+
+    return opened
+
+
+def _messages() -> Sequence[bytes]:
+    return [
+        Message(MessageKind.LEARN, requests=3, gamma=4).encode(),
+        Message(MessageKind.LEARNT, loss=0.5, seconds=0.02).encode(),
+        Message(MessageKind.REFUSED, text="the loss is no number").encode(),
+    ]
+
+
+@contextmanager
+def _channel_opened(folder: Path) -> Iterator[Feed]:
+    """An engine's end: what comes is a message, or the trainer is gone."""
+
+    def feed(data: bytes) -> None:
+        ours, theirs = Channel.pair()
+        with theirs:
+            theirs.send(data)
+            channel = Channel(ours)
+            try:
+                found = channel.receive(wait=False)
+            finally:
+                channel.close()
+        assert data == b"" or found is not None
+
+    yield feed
+
+
+def _server_info() -> Sequence[bytes]:
+    command = "python -m sglang.launch_server --model-path model --tp-size 2 --dtype half"
+    told = {"launch_command": command, "version": "0.5.23", "internal_states": [{"a": [1.5]}]}
+    return [json.dumps(told).encode()]
+
+
+def _read_server_info(data: bytes) -> None:
+    """What is taken is a list of plain words, and nothing that is loaded is among them."""
+    flags = flags_in(data, "http://engine:30000").flags
+    assert all(word.isascii() and word.isprintable() for word in flags)
+    assert not any("path" in word or "/" in word for word in flags)
+
+
+TARGETS = (
+    Target("link.packet", _packets, bytes_of, reader(_read_packet), (PacketError,)),
+    Target(
+        "link.plan",
+        _plans,
+        message_of(plan_pb2.Plan),
+        reader(_read_plan),
+        (PacketError, UnusablePlanError),
+    ),
+    Target(
+        "link.settings", lambda: [_LINK.encode()], text_of, reader(_read_link), (LinkSettingsError,)
+    ),
+    Target(
+        "plugin.settings", lambda: [_PLUGIN.encode()], text_of, reader(_read_plugin), (PluginError,)
+    ),
+    Target("training.signal", _signal, safetensors_of, _signal_opened, (signals.SignalError,)),
+    Target(
+        "training.base",
+        _file("base.safetensors"),
+        safetensors_of,
+        _version_opened("base.safetensors"),
+        (VersionError,),
+    ),
+    Target(
+        "training.version",
+        _file("00000001.safetensors"),
+        safetensors_of,
+        _version_opened("00000001.safetensors"),
+        (VersionError,),
+    ),
+    Target("training.exchange", _messages, bytes_of, _channel_opened, (EOFError,)),
+    Target(
+        "would-steer.server_info", _server_info, json_of, reader(_read_server_info), (InputError,)
+    ),
+)

@@ -1,0 +1,313 @@
+"""Files, variables and stored texts that a sidecar and its commands read."""
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import lru_cache
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+from typer.testing import CliRunner
+
+from controller.cli import app
+from controller.core.acceptance import warm_start
+from controller.core.acceptance.warm_start import Belief
+from controller.core.clock import VirtualClock
+from controller.core.cost.profile import Profile
+from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import DrafterSpec, EngineSpec
+from controller.core.errors import SpeculationError
+from controller.core.model_shapes import DrafterKind
+from controller.core.settings import PlannerSettings
+from controller.core.training import selective_training
+from controller.core.training.selective_training import (
+    RoundRecord,
+    SelectiveTraining,
+    TrainingResult,
+    TrainingSettings,
+    TrainingState,
+    Trial,
+)
+from controller.profiling.partial import Partial, PartialCell, load_partial
+from controller.recording.frames import MAGIC, blocks, frame
+from controller.recording.recording import find
+from controller.recording.replay import replay
+from controller.recording.window import Window
+from controller.service.net.access import AccessList
+from controller.service.sessions.profile_registry import ProfileRegistry
+from controller.settings.policy_file import read_policy
+from controller.settings.settings import Settings
+from speculation.v1 import record_pb2
+from tests.support import recorded_events
+from tests.support.service_harness import make_profile
+from tools.fuzz.mutation import bytes_of, json_of, message_of, text_of
+from tools.fuzz.target import Feed, Target, environment, file_reader, reader, variables_of
+
+_ENGINE = EngineSpec(
+    "engine-0",
+    make_profile().fingerprint,
+    (DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 2, 3)),),
+    16,
+)
+
+
+def _profile_seeds() -> Sequence[bytes]:
+    text = make_profile().to_json()
+    return [
+        text.encode(),
+        text.replace('"seconds_per_kv_token": 0.0', '"seconds_per_kv_token": 1e-7').encode(),
+    ]
+
+
+def _read_profile(path: Path) -> None:
+    """Read, and used: what is taken for a profile gives costs that are numbers."""
+    profile_registry = ProfileRegistry()
+    profile_registry.load([path])
+    profile = profile_registry.find(_ENGINE)
+    if profile is None:
+        return
+    core = EngineController(_ENGINE, PlannerSettings(), profile, VirtualClock())
+    core.next_plan()
+    for arm in core.explain(4).arms:
+        assert 0 < arm.step_seconds < math.inf, arm
+        assert math.isfinite(arm.tokens_per_second), arm
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def _partial_seeds() -> Sequence[bytes]:
+    profile = make_profile()
+    cell = PartialCell("mtp", 2, 4, "grid", (0.01, 0.011), (4096, 4100), (1, 2))
+    partial = {
+        "format": "speculation-profile-partial/1",
+        "started_at": "2030-01-01T00:00:00Z",
+        "fingerprint": asdict(profile.fingerprint),
+        "drafters": [asdict(drafter) for drafter in profile.drafters],
+        "finished": ["mtp 2"],
+        "cells": [asdict(cell)],
+    }
+    return [json.dumps(partial).encode()]
+
+
+def _read_partial(path: Path) -> None:
+    partial = load_partial(path)
+    assert isinstance(partial, Partial)
+    partial.cells_by_key()
+    partial.why_unusable(_ENGINE, partial.started_at)
+
+
+_SETTINGS = """\
+# A sidecar of a fleet.
+address: unix:/run/speculation/controller.sock
+tcp: 127.0.0.1:9400
+metrics_port: 9464
+profiles: [profiles/a.json, "profiles/b"]
+redis_url: redis://redis:6379/0
+ready_with: profile
+max_engines: 64
+session_idle_seconds: 60.5
+warm_start: false
+otlp_endpoint: http://collector:4317
+planner:
+  probe_share: 0.02
+  policy: goodput
+training:
+  threshold: 3
+"""
+_VARIABLES = """\
+ADDRESS=unix:/run/speculation/controller.sock
+PROFILES=/a.json:/b
+METRICS_PORT=9464
+MAX_ENGINES=64
+WARM_START=false
+PLANNER__PROBE_SHARE=0.02
+TRAINING__THRESHOLD=3
+OTLP_TRACE_RATIO=0.5
+REDIS_URL=redis://redis:6379/0
+"""
+_FLAGS = """\
+--address=unix:/run/speculation/controller.sock
+--tcp=127.0.0.1:9400
+--metrics-port=0
+--profile=profiles/a.json
+--log-level=debug
+--state-directory=/var/lib/speculation
+"""
+
+
+def _read_settings(path: Path) -> None:
+    with environment("CONTROLLER_", {}):
+        Settings.load(config=path)
+
+
+def _read_variables(data: bytes) -> None:
+    with environment("CONTROLLER_", variables_of(data, "CONTROLLER_")):
+        Settings.load()
+
+
+def _read_flags(data: bytes) -> None:
+    lines = data.decode("utf-8", "surrogateescape").splitlines()
+    with environment("CONTROLLER_", {}):
+        done = CliRunner().invoke(app, ["config", "--check", *lines])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    if done.exit_code:
+        raise UsageError
+
+
+class UsageError(Exception):
+    """A command line that is refused."""
+
+
+_ACCESS = f"""\
+# operators
+read,steer,override token-sha256:{"a" * 64} ann
+read cert:spiffe://pod/engine
+override uid:1000 bob
+steer gid:2000
+"""
+_POLICY = """\
+policies:
+  - name: chat
+    model: org/model
+    reason: measured in May
+    schedule: [{batch: 1-8, gamma: 5}, {batch: 9-, gamma: 3, drafter: eagle3}]
+  - {name: bounds, fleet: true, reason: memory, at_least: 1, at_most: 5, batch: -16}
+"""
+
+
+@lru_cache(maxsize=1)
+def _recording() -> bytes:
+    """A short one of an engine that can do everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        recorded_events.record(directory, steps=6)
+        return recorded_events.segments(directory)[0].read_bytes()
+
+
+def _segment_seeds() -> Sequence[bytes]:
+    return [_recording(), MAGIC]
+
+
+def _block_seeds() -> Sequence[bytes]:
+    """The blocks of a recording, plain: a mutated record has a right checksum."""
+    return [block.SerializeToString() for _, block in blocks(_recording())]
+
+
+def _replay(path: Path) -> None:
+    window = Window()
+    replay(find(path), [window])
+
+
+@contextmanager
+def _blocks_opened(folder: Path) -> Iterator[Feed]:
+    path = folder / "engine-0@00000001.record"
+
+    def feed(data: bytes) -> None:
+        try:
+            block = record_pb2.Block.FromString(data)
+        except DecodeError:
+            return
+        path.write_bytes(MAGIC + frame(block.records))
+        _replay(path)
+
+    yield feed
+
+
+def _training_seeds() -> Sequence[bytes]:
+    result = TrainingResult(1, 1, 0.4, 0.6, 0.3, "")
+    state = TrainingState(
+        measured=9, short=0.5, long=0.4, round=1, version=1, trial=Trial(0.4, 3, 1.2),
+        history=(RoundRecord(result, "deployed"),),
+    )  # fmt: skip
+    return [selective_training.to_json(state).encode()]
+
+
+def _read_training(data: bytes) -> None:
+    """Read, and gone on from."""
+    state = selective_training.from_json(data.decode("utf-8", "replace"))
+    training = SelectiveTraining("mtp", TrainingSettings())
+    training.state = state
+    training.attended = True
+    training.keep(10_000)
+    selective_training.from_json(selective_training.to_json(training.state))
+
+
+def _belief_seeds() -> Sequence[bytes]:
+    belief = Belief("mtp", "", (0.9, 0.8, 0.7), (100.0, 90.0, 70.0))
+    return [warm_start.to_json([belief, replace(belief, label="chat")]).encode()]
+
+
+def _read_beliefs(data: bytes) -> None:
+    """Read, pooled, and begun from."""
+    beliefs = warm_start.pool(
+        (b, 1.0) for b in warm_start.from_json(data.decode("utf-8", "replace"))
+    )
+    core = EngineController(_ENGINE, PlannerSettings(), None, VirtualClock())
+    core.begin_from(beliefs, "a fuzzer")
+    core.next_plan()
+    for arm in core.explain(4).arms:
+        assert 0 <= arm.expected_accepted <= arm.arm.gamma, arm
+
+
+_ERRORS = (SpeculationError,)
+
+TARGETS = (
+    Target("profile", _profile_seeds, json_of, file_reader(_read_profile, "profile.json"), _ERRORS),
+    Target(
+        "profile.partial",
+        _partial_seeds,
+        json_of,
+        file_reader(_read_partial, "a.partial.json"),
+        _ERRORS,
+    ),
+    Target(
+        "settings.file",
+        lambda: [_SETTINGS.encode()],
+        text_of,
+        file_reader(_read_settings, "controller.yaml"),
+        _ERRORS,
+    ),
+    Target(
+        "settings.environment",
+        lambda: [_VARIABLES.encode()],
+        text_of,
+        reader(_read_variables),
+        _ERRORS,
+    ),
+    Target(
+        "settings.flags",
+        lambda: [_FLAGS.encode()],
+        text_of,
+        reader(_read_flags),
+        (UsageError,),
+    ),
+    Target(
+        "access",
+        lambda: [_ACCESS.encode()],
+        text_of,
+        file_reader(AccessList, "access"),
+        _ERRORS,
+    ),
+    Target(
+        "policy",
+        lambda: [_POLICY.encode()],
+        text_of,
+        file_reader(read_policy, "policy.yaml"),
+        _ERRORS,
+    ),
+    Target(
+        "recording.segment",
+        _segment_seeds,
+        bytes_of,
+        file_reader(_replay, "engine-0@00000001.record"),
+        _ERRORS,
+    ),
+    Target(
+        "recording.records", _block_seeds, message_of(record_pb2.Block), _blocks_opened, _ERRORS
+    ),
+    Target("training.state", _training_seeds, json_of, reader(_read_training), _ERRORS),
+    Target("beliefs", _belief_seeds, json_of, reader(_read_beliefs), _ERRORS),
+)

@@ -1,0 +1,213 @@
+"""What the override store keeps on disk, or finds there: database, journal, mirror, shelf."""
+
+import asyncio
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from controller.core.clock import VirtualClock
+from controller.core.cost.profile import Profile
+from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import EngineSpec
+from controller.core.errors import SpeculationError
+from controller.core.planning.overrides import Rule
+from controller.service.rpc.overrides import held_to_proto
+from controller.service.rpc.store_messages import audit_to_proto
+from controller.service.sessions.override_registry import OverrideRegistry
+from controller.service.sessions.profile_registry import ProfileRegistry
+from controller.service.sessions.registry import SessionRegistry
+from controller.service.views.fleet_json import engine_values
+from controller.service.views.fleet_summary import EngineSummary, decode_summary, encode_summary
+from controller.service.views.fleet_view import FleetEngine, totals_of
+from controller.store.file_blobs import FileBlobStore
+from controller.store.file_store import FileStore
+from controller.store.interface import Actor, BlobKind
+from controller.store.journal_import import line_checksum
+from controller.store.redis_mirror import RedisMirror
+from controller.wire.overrides import to_body
+from speculation.v1 import service_pb2
+from tests.support import recorded_events
+from tests.support.journal_files import lines, record
+from tests.support.service_harness import make_profile
+from tools.fuzz.mutation import bytes_of, json_of
+from tools.fuzz.target import Feed, Target
+
+
+@contextmanager
+def _database_opened(folder: Path) -> Iterator[Feed]:
+    def feed(data: bytes) -> None:
+        _clean(folder)
+        (folder / "overrides.db").write_bytes(data)
+        asyncio.run(_ask_store(folder))
+
+    yield feed
+
+
+@contextmanager
+def _journal_opened(folder: Path) -> Iterator[Feed]:
+    def feed(data: bytes) -> None:
+        _clean(folder)
+        (folder / "overrides.journal").write_bytes(data)
+        asyncio.run(_ask_store(folder))
+
+    yield feed
+
+
+@contextmanager
+def _records_opened(folder: Path) -> Iterator[Feed]:
+    """Lines of JSON, which get their checksums."""
+
+    def feed(data: bytes) -> None:
+        _clean(folder)
+        found = (line_checksum(line) + b" " + line + b"\n" for line in data.splitlines())
+        (folder / "overrides.journal").write_bytes(b"".join(found))
+        asyncio.run(_ask_store(folder))
+
+    yield feed
+
+
+def _clean(folder: Path) -> None:
+    for path in folder.glob("overrides.*"):
+        path.unlink()
+
+
+async def _ask_store(folder: Path) -> None:
+    """Opened, and asked all that one can ask."""
+    registry = SessionRegistry(_no_core, ProfileRegistry(), VirtualClock())
+    override_registry = OverrideRegistry(FileStore(folder), registry)
+    await override_registry.open()
+    try:
+        for held in override_registry.held():
+            held_to_proto(held)
+        for record in await override_registry.audit(1000, "", ""):
+            audit_to_proto(record)
+    finally:
+        await override_registry.close()
+
+
+def _no_core(spec: EngineSpec, profile: Profile | None) -> EngineController:
+    raise AssertionError("no engine is introduced here")
+
+
+async def _written_database(folder: Path) -> bytes:
+    store = FileStore(folder)
+    await store.open(lambda: None)
+    who = Actor("ann", "because", "uid 0")
+    body = _body("pin-1")
+    first = await store.write("pin-1", body, None, 0, who)
+    await store.write("pin-1", body, 3600.0, first.revision, who)
+    await store.write("pin-2", _body("pin-2"), 3600.0, 0, who)
+    await store.clear("pin-2", 3, who)
+    await store.close()
+    return (folder / "overrides.db").read_bytes()
+
+
+def _body(name: str) -> str:
+    return to_body(recorded_events.override(name, Rule(gamma=2)))
+
+
+def _database_seeds() -> Sequence[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        return [asyncio.run(_written_database(Path(folder)))]
+
+
+def _journal_seeds() -> Sequence[bytes]:
+    first, second = _body("pin-1"), _body("pin-2")
+    return [
+        lines(
+            [
+                record(1, "pin-1", first),
+                record(2, "pin-1", first, until=9e9, before=first),
+                record(3, "pin-2", second, until=9e9),
+                record(4, "pin-2", ""),
+            ]
+        )
+    ]
+
+
+def _record_seeds() -> Sequence[bytes]:
+    lines = _journal_seeds()[0].splitlines()
+    plain = [line.partition(b" ")[2] for line in lines]
+    return [b"\n".join(plain), *plain[:1]]
+
+
+def _mirror_seeds() -> Sequence[bytes]:
+    entry = {
+        "id": "pin-1", "revision": 3, "body": _body("pin-1"),
+        "created": 1.9e9, "ended": "", "ms": -1,
+    }  # fmt: skip
+    return [json.dumps({"at": 1.9e9, "entries": [entry, entry | {"id": "b", "ms": 9e12}]}).encode()]
+
+
+@contextmanager
+def _mirror_opened(folder: Path) -> Iterator[Feed]:
+    path = folder / "mirror"
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+        entries, _ = RedisMirror(path).read()
+        for held in entries.values():
+            held.entry(0.0)
+            held.seed(0.0)
+
+    yield feed
+
+
+@contextmanager
+def _shelf_opened(folder: Path) -> Iterator[Feed]:
+    kind = BlobKind("profiles", 8, None)
+    blobs = FileBlobStore(folder)
+    path = folder / "profiles" / "name" / "source.json"
+    path.parent.mkdir(parents=True)
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        for item in asyncio.run(blobs.items(kind, "name")):
+            Profile.from_json(item.text)
+
+    yield feed
+
+
+def _shelf_seeds() -> Sequence[bytes]:
+    return [json.dumps({"at": 1.9e9, "text": make_profile().to_json()}).encode()]
+
+
+@contextmanager
+def _summary_opened(folder: Path) -> Iterator[Feed]:
+    del folder  # nothing is kept
+
+    def feed(data: bytes) -> None:
+        head, engines, _ = decode_summary(data)
+        found = [FleetEngine(head.sidecar, "ab", engine, 1.0) for engine in engines]
+        for engine in found:
+            row = service_pb2.FleetEngine(**engine_values(engine))
+            row.SerializeToString()
+        totals_of(found)
+
+    yield feed
+
+
+def _summary_seeds() -> Sequence[bytes]:
+    engine = EngineSummary(
+        "engine-0", "target", 8, "mtp", 3, "steered", "exploit", 0.5, 2.5, 300.0, 1.5, ("night",),
+        2, "", 300.0,
+    )  # fmt: skip
+    return [
+        encode_summary("pod", "1.0", 5.0, [engine, replace(engine, engine_id="b", overrides=())])
+    ]
+
+
+_ERRORS = (SpeculationError,)
+
+TARGETS = (
+    Target("store.database", _database_seeds, bytes_of, _database_opened, _ERRORS),
+    Target("store.journal", _journal_seeds, bytes_of, _journal_opened, _ERRORS),
+    Target("store.records", _record_seeds, json_of, _records_opened, _ERRORS),
+    Target("store.mirror", _mirror_seeds, json_of, _mirror_opened),
+    Target("store.summary", _summary_seeds, json_of, _summary_opened, (ValueError,)),
+    Target("store.shelf", _shelf_seeds, json_of, _shelf_opened, _ERRORS),
+)

@@ -1,0 +1,116 @@
+"""A run's table, its result.json, and its plot."""
+
+import json
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+
+from lab.harness.machine import machine, versions
+from lab.harness.terminal import Terminal
+from tools.soak.growth import UNITS
+from tools.soak.reconcile import served_tokens
+from tools.soak.run import Options, Soaked
+
+_KINDS = {
+    "memory_megabytes": "memory, MB",
+    "descriptors": "descriptors",
+    "threads": "threads",
+    "sockets": "sockets",
+    "log_bytes": "log, bytes",
+}
+_COLUMNS = ["process", "of it", "first", "last", "grown", "an hour", "allowed", ""]
+
+
+def show(found: Soaked, terminal: Terminal) -> None:
+    """For a person."""
+    terminal.table(
+        "What each process holds, from its warm-up to its end",
+        _COLUMNS,
+        [
+            [
+                f"{growth.name} {growth.pid}",
+                f"{growth.kind} {UNITS[growth.kind]}".strip(),
+                f"{growth.first:.6g}",
+                f"{growth.last:.6g}",
+                f"{growth.grown:.3g}",
+                f"{growth.per_hour:.3g}",
+                f"{growth.allowed:.3g}",
+                "TOO MUCH" if growth.is_too_much else "",
+            ]
+            for growth in found.growths
+        ],
+    )
+    terminal.heading("Ran, and on record")
+    for name, value in _counts(found).items():
+        terminal.say(f"{name}: {value}")
+    terminal.heading("Findings")
+    for name, findings in found.findings.items():
+        terminal.say(f"{name}: {'none' if not findings else ''}")
+        for finding in findings:
+            terminal.say(f"  {finding}")
+
+
+def write(found: Soaked, options: Options) -> None:
+    """result.json and soak.png."""
+    document = {
+        "minutes": options.minutes,
+        "seconds": round(found.seconds, 1),
+        "machine": machine(),
+        "versions": versions(),
+        "is_sound": not any(found.findings.values()),
+        "findings": found.findings,
+        "counts": _counts(found),
+        "link": found.link,
+        "growth": [
+            asdict(growth) | {"per_hour": growth.per_hour, "is_too_much": growth.is_too_much}
+            for growth in found.growths
+        ],
+        "samples": [asdict(sample) for sample in found.samples],
+    }
+    (options.output / "result.json").write_text(json.dumps(document, indent=1) + "\n")
+    _draw(found, options.output / "soak.png")
+
+
+def _counts(found: Soaked) -> dict[str, Any]:
+    verdict = found.verdict
+    return {
+        "steps that ran": len(found.ran),
+        "reports on record": len(found.record.told),
+        "sidecar's sessions": len(found.record.sessions),
+        "counted as dropped": found.record.dropped,
+        "tokens gained": sum(step.tokens for step in found.ran),
+        "tokens on record": served_tokens(found.record),
+        "plans decided again": 0 if verdict is None else verdict.plans,
+        "decisions again": 0 if verdict is None else verdict.decisions,
+        "looks": found.looks,
+        **found.load,
+    }
+
+
+def _draw(found: Soaked, path: Path) -> None:
+    mpl.use("agg")
+    figure, axes = plt.subplots(len(_KINDS), 1, figsize=(10, 12), sharex=True)
+    lives = sorted(found.samples, key=lambda sample: (sample.name, sample.pid, sample.seconds))
+    groups = groupby(lives, key=lambda sample: (sample.name, sample.pid))
+    for number, ((name, pid), group) in enumerate(groups):
+        life = [asdict(sample) for sample in group]
+        for axis, kind in zip(axes, _KINDS, strict=True):
+            points = [(s["seconds"] / 60, s[kind]) for s in life if s[kind] is not None]
+            if points:
+                axis.plot(
+                    *zip(*points, strict=True), label=f"{name} {pid}", color=f"C{number}",
+                    linewidth=1,
+                )  # fmt: skip
+    for axis, title in zip(axes, _KINDS.values(), strict=True):
+        axis.set_ylabel(title)
+        axis.set_yscale("symlog" if title.startswith(("memory", "log")) else "linear")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize="small", ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    axes[-1].set_xlabel("minutes")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,335 @@
+"""The soak's story: a real engine, a real sidecar, a real Redis, moving load, and what is left.
+
+0      load begins, everything is sampled; metrics, page and `explain` are looked at
+0.15   an override that ends by itself
+0.3    an override that outlives the sidecar's restart
+0.4    the sidecar is stopped and started again
+0.6    that override is cleared
+1      load ends; the sidecar writes its recording out; everything is reconciled
+"""
+
+import asyncio
+import shutil
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import grpc
+
+from controller.recording.recording import find
+from controller.recording.replay import ReplayVerdict, replay
+from lab.harness.engines import Workplace, launch_sidecar, wait_serving
+from lab.harness.errors import HarnessError
+from lab.harness.ports import free_port
+from lab.harness.processes import Child
+from lab.harness.sidecar import SidecarHandle
+from tests.support.engine import DFLASH, EAGLE3, EngineProcess, install_plugin, serving
+from tests.support.eventually import eventually
+from tests.support.redis_server import RedisServer
+from tests.support.sidecar_process import controller
+from tools.soak import engine_log, reconcile
+from tools.soak.engine_log import Step, read_steps
+from tools.soak.growth import Growth, growths
+from tools.soak.load import NEW_TOKENS, Load, Prompt, Served, pool
+from tools.soak.on_record import OnRecord, read_record
+from tools.soak.sampling import Sample, Sampler, Watched, child_named
+
+ENGINE_ID: Final = "soak"
+_QUIET: Final = ("--log-level", "warning")
+# Samples of a run: enough for the windows of its shortest life.
+_SAMPLES = 400
+_SAMPLE_SECONDS = (0.25, 5.0)
+_LOOK_SECONDS = 2.0
+_SETTLE_SECONDS = 60.0
+# Load in addition, until the operator is done.
+_FURTHER_SECONDS = 5.0
+# Longer than any pause, so that steps run under it.
+_EXPIRING_SECONDS_MIN = 15
+_EXPIRING, _CLEARED = "soak-expires", "soak-is-cleared"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """minutes: of load.  output: where logs, samples and results go."""
+
+    minutes: float
+    output: Path
+    seed: int = 1
+
+
+@dataclass(slots=True)
+class Soaked:
+    """What a run has left.
+
+    link: how the engine's link stood at its end.  reports: of the last sidecar's own counter.
+    looks: answers of metrics, page and `explain`.  lost: requests that were not answered.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    ran: list[Step] = field(default_factory=list)
+    record: OnRecord = field(default_factory=OnRecord)
+    verdict: ReplayVerdict | None = None
+    answers: list[Served] = field(default_factory=list)
+    load: dict[str, int] = field(default_factory=dict)
+    link: dict[str, Any] = field(default_factory=dict)
+    reports: int = 0
+    looks: int = 0
+    lost: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    growths: list[Growth] = field(default_factory=list)
+    findings: dict[str, list[str]] = field(default_factory=dict)
+
+
+def soak(options: Options, say: Callable[[str], None] = print) -> Soaked:
+    """Runs it all.  Raises HarnessError and AssertionError where a part does not even work."""
+    for part in ("record", "state", "engine"):
+        shutil.rmtree(options.output / part, ignore_errors=True)
+    options.output.mkdir(parents=True, exist_ok=True)
+    say("plain decoding, for its tokens")
+    prompts = _plain(options)
+    with ExitStack() as stack:
+        stage = _Stage(options, stack)
+        say("sidecar, Redis, engine")
+        stage.start()
+        say(f"load for {options.minutes:g} minutes")
+        began = time.monotonic()
+        found = asyncio.run(stage.play(prompts))
+        found.seconds = time.monotonic() - began
+        stage.settle(found)
+    judge(found, options)
+    return found
+
+
+def judge(found: Soaked, options: Options) -> None:
+    """Fills in what is to be said of it."""
+    record = options.output / "record"
+    found.ran = list(read_steps(options.output / "engine" / "steps.jsonl"))
+    found.record = read_record(record, ENGINE_ID)
+    found.verdict = verdict = replay(find(record, ENGINE_ID))
+    found.growths = growths(found.samples)
+    last = found.record.sessions[-1] if found.record.sessions else None
+    told = sum(report.session == last for report in found.record.told)
+    gammas = {_EXPIRING: frozenset({1}), _CLEARED: frozenset({0, 1, 2})}
+    found.findings = {
+        "growth": [str(growth) for growth in found.growths if growth.is_too_much],
+        "steps": reconcile.steps(found.ran, found.record),
+        "counter": []
+        if told == found.reports
+        else [f"{told} reports of the last session on record, its sidecar counted {found.reports}"],
+        "plans": reconcile.plans(found.record),
+        "lost requests": found.lost,
+        "served": reconcile.served(found.ran, found.record, found.answers),
+        "tokens": reconcile.tokens(found.answers),
+        "overrides": reconcile.overrides(found.record, gammas),
+        "replay": []
+        if verdict.is_same and not verdict.gaps
+        else [f"{verdict.differences} differences, {verdict.first}, gaps {verdict.gaps}"],
+    }
+
+
+def _plain(options: Options) -> list[Prompt]:
+    prompts = pool()
+    with serving(options.output / "plain", _QUIET) as engine:
+        answers = engine.generate([p.ids for p in prompts], [NEW_TOKENS] * len(prompts))
+    pairs = zip(prompts, answers, strict=True)
+    return [replace(prompt, plain=tuple(answer.tokens)) for prompt, answer in pairs]
+
+
+class _Stage:
+    """The running processes, and what is done with them."""
+
+    def __init__(self, options: Options, stack: ExitStack) -> None:
+        self._options = options
+        self._stack = stack
+        self._scratch = Path(stack.enter_context(TemporaryDirectory(prefix="speculation-soak-")))
+        self._metrics_port, self._page_port = free_port(), free_port()
+        self._redis = RedisServer(options.output / "redis")
+        self._lives = 0
+        self._sidecar: Child | None = None
+        self._engine: EngineProcess | None = None
+        self._looks = 0
+
+    @property
+    def address(self) -> str:
+        """Of the sidecar."""
+        return self._place.address
+
+    @property
+    def engine(self) -> EngineProcess:
+        """Once it runs."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def _place(self) -> Workplace:
+        return Workplace(self._options.output / f"sidecar-{self._lives}", self._scratch)
+
+    def start(self) -> None:
+        """Redis, sidecar, engine."""
+        self._stack.enter_context(self._redis)
+        self._start_sidecar()
+        folder = self._options.output / "engine"
+        plugin = install_plugin(
+            self._scratch / "plugin", "tools.soak.engine_log:watch", name="zz_soak"
+        )
+        variables = {
+            "SPECULATION_SIDECAR": self.address,
+            "SPECULATION_ENGINE_ID": ENGINE_ID,
+            "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
+            "PYTHONPATH": str(plugin),
+            engine_log.VARIABLE: str(folder / "steps.jsonl"),
+        }
+        self._engine = self._stack.enter_context(serving(folder, [*EAGLE3, *_QUIET], variables))
+        eventually(self._introduced, within=_SETTLE_SECONDS, what="the engine introduces itself")
+
+    async def play(self, prompts: list[Prompt]) -> Soaked:
+        """The load, with everything that happens meanwhile."""
+        seconds = self._options.minutes * 60
+        load = Load(f"http://127.0.0.1:{self.engine.port}", prompts, self._options.seed)
+        every = min(max(seconds / _SAMPLES, _SAMPLE_SECONDS[0]), _SAMPLE_SECONDS[1])
+        with Sampler(self._watched(), every) as sampler:
+            looking = asyncio.create_task(self._look())
+            async with asyncio.TaskGroup() as group:
+                operating = group.create_task(self._operate(seconds))
+                await load.play(seconds)
+                # Commands take longer on a slow machine, and steps have to run under each override.
+                while not operating.done():
+                    await load.play(_FURTHER_SECONDS)
+            looking.cancel()
+        return Soaked(
+            samples=sampler.samples,
+            answers=load.answers,
+            load={
+                "phases": load.phases,
+                "answers": len(load.answers),
+                "aborted": load.aborted,
+                "hung_up": load.hung_up,
+            },
+            looks=self._looks,
+            lost=load.lost,
+        )
+
+    def settle(self, found: Soaked) -> None:
+        """Until nothing is on its way any more; then the sidecar writes its recording out."""
+        path = self._options.output / "engine" / "steps.jsonl"
+        with SidecarHandle(self.address, ENGINE_ID) as sidecar:
+            end = time.monotonic() + _SETTLE_SECONDS
+            last = sum(1 for _ in read_steps(path))
+            # A step that never arrives is a finding, not an error here.
+            while sidecar.status().last_report.step < last and time.monotonic() < end:
+                time.sleep(0.1)
+            found.reports = sidecar.status().reports
+        found.link = self.engine.internal_state()["speculation_controller"]
+        self._stop_sidecar()
+
+    def _watched(self) -> dict[str, Watched]:
+        engine = self.engine.process.pid
+        redis = int(self._redis.client().info("server")["process_id"])
+        return {
+            "server": Watched(lambda: engine),
+            "scheduler": Watched(child_named(engine, "sglang::scheduler"), lambda: self.engine.log),
+            "detokenizer": Watched(child_named(engine, "sglang::detokenizer")),
+            "agent": Watched(child_named(engine, "engine_shim.link.agent")),
+            "sidecar": Watched(self._sidecar_pid, lambda: self._place.log("sidecar")),
+            "redis": Watched(lambda: redis, lambda: self._options.output / "redis" / "redis.log"),
+        }
+
+    def _sidecar_pid(self) -> int | None:
+        return None if self._sidecar is None else self._sidecar.pid
+
+    def _introduced(self) -> bool:
+        with SidecarHandle(self.address, ENGINE_ID) as sidecar:
+            return sidecar.introduced()
+
+    def _start_sidecar(self) -> None:
+        self._lives += 1
+        output = self._options.output
+        environment = {
+            "CONTROLLER_PAGE_PORT": str(self._page_port),
+            "CONTROLLER_STATE_DIRECTORY": str(output / "state"),
+            "CONTROLLER_REDIS_URL": self._redis.url,
+            "CONTROLLER_RECORD_DIRECTORY": str(output / "record"),
+            "CONTROLLER_RECORD_MEGABYTES": "1000",
+        }
+        child = launch_sidecar(self._place, self._metrics_port, environment)
+        self._sidecar = self._stack.enter_context(child)
+        with SidecarHandle(self.address, ENGINE_ID) as sidecar:
+            wait_serving(child, sidecar)
+
+    def _stop_sidecar(self) -> None:
+        child, self._sidecar = self._sidecar, None
+        assert child is not None
+        child.terminate()
+        child.wait(_SETTLE_SECONDS)
+
+    async def _operate(self, seconds: float) -> None:
+        """Overrides and the restart, at their times."""
+        ttl = max(_EXPIRING_SECONDS_MIN, round(0.1 * seconds))
+        began = time.monotonic()
+
+        async def at(share: float, what: Callable[[], object]) -> None:
+            await asyncio.sleep(max(0.0, began + share * seconds - time.monotonic()))
+            await asyncio.to_thread(what)
+
+        await at(0.05, lambda: self._override(_EXPIRING, "--gamma", "1", "--ttl", f"{ttl}s"))
+        await asyncio.sleep(ttl)
+        # The second override is refused while the first one, which is stronger, is in force.
+        await asyncio.to_thread(eventually, lambda: not self._in_force(_EXPIRING))
+        await at(0.3, lambda: self._override(_CLEARED, "--at-most", "2", "--ttl", "2h"))
+        await at(0.45, self._restart)
+        await at(0.7, lambda: self._command("clear", _CLEARED))
+
+    def _restart(self) -> None:
+        self._stop_sidecar()
+        self._start_sidecar()
+
+    def _override(self, name: str, *rule: str) -> None:
+        self._command("set", "--engine", ENGINE_ID, "--id", name, *rule)
+
+    def _in_force(self, name: str) -> bool:
+        return name in self._override_command("list", "-o", "name").split()
+
+    def _command(self, *words: str) -> None:
+        self._override_command(*words, "--reason", "soak")
+
+    def _override_command(self, *words: str) -> str:
+        done = controller("override", *words, "--address", self.address)
+        if done.returncode:
+            raise HarnessError(f"controller override {' '.join(words)}: {done.stderr}")
+        return done.stdout
+
+    async def _look(self) -> None:
+        """As dashboards and people do."""
+        page = f"http://127.0.0.1:{self._page_port}"
+        urls = (
+            f"http://127.0.0.1:{self._metrics_port}/metrics",
+            f"{page}/api/v1/state",
+            f"{page}/api/v1/engine?id={ENGINE_ID}",
+        )
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            for url in urls:
+                await self._answered(asyncio.to_thread(_get, url))
+            await self._answered(asyncio.to_thread(self._explain))
+
+    async def _answered(self, question: Awaitable[object]) -> None:
+        try:
+            await question
+        except (OSError, grpc.RpcError):
+            return  # while the sidecar is started again
+        self._looks += 1
+
+    def _explain(self) -> None:
+        with SidecarHandle(self.address, ENGINE_ID) as sidecar:
+            sidecar.explain(batch_size=4)
+
+
+def _get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        body: bytes = answer.read()
+        return body

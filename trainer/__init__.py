@@ -1,0 +1,1 @@
+"""Trains drafters outside of an engine: on captured signals, for SpecForge, and for SD²."""
