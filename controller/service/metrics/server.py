@@ -16,18 +16,17 @@ from prometheus_client.exposition import MetricsHandler
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from controller.service.metrics.decisions import DECISION, ESTIMATES, LEARNING
+from controller.service.metrics.engines import DECISION, ESTIMATES, LEARNING, LINK, STEPS
 from controller.service.metrics.family import Family, samples, write
 from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
-from controller.service.metrics.steps import LINK, STEPS
 from controller.service.net.http_server import (
     SILENCE_SECONDS,
     HttpServer,
     names_loopback,
 )
-from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.views.engine_snapshot import EngineSnapshot
+from controller.service.state.override_registry import OverrideRegistry
+from controller.service.views.engine_status import EngineSnapshot
 from controller.service.views.fleet_view import FleetView
 from controller.util.loopback import is_loopback_host
 from controller.util.supervisor import Supervisor

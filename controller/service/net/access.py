@@ -32,7 +32,7 @@ import structlog
 from controller.core.errors import SpeculationError
 from controller.service.net.callers import ALL, Caller, Right
 from controller.service.net.errors import UnauthenticatedError
-from controller.service.net.operator_socket import OperatorSocket, Peer
+from controller.service.net.unix_sockets import OperatorSocket, Peer
 from controller.util.watched_file import AGREEING_LOOKS, Found, WatchedFile
 
 # Finds the caller of a call by its gRPC context.  Raises UnauthenticatedError.

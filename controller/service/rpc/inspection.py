@@ -14,11 +14,10 @@ from controller.service.net.errors import InvalidQuestionError
 from controller.service.net.limits import Turns
 from controller.service.rpc.overrides import held_to_proto
 from controller.service.rpc.store_messages import health_to_proto
-from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
-from controller.service.views.fleet_filter import FleetSearch
-from controller.service.views.fleet_json import engine_values
+from controller.service.state.override_registry import OverrideRegistry
+from controller.service.views.fleet_filter import FleetSearch, engine_values
 from controller.service.views.fleet_view import FleetView
 from controller.service.views.paging import ROWS_MAX, page_of
 from controller.service.views.readiness import Readiness, ServiceHealth

@@ -25,13 +25,12 @@ from controller.service.net.errors import (
     UnknownEngineError,
 )
 from controller.service.net.limits import READS_WAITING, Turns
-from controller.service.rpc import audit_pages
+from controller.service.rpc import store_messages
 from controller.service.rpc.request_ids import RequestIds, require_uuid
 from controller.service.rpc.store_messages import health_to_proto
-from controller.service.sessions.active_overrides import ActiveOverride
-from controller.service.sessions.override_conflicts import OverrideOutcome
-from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.session import EngineSession
+from controller.service.state.active_overrides import ActiveOverride
+from controller.service.state.override_registry import OverrideOutcome, OverrideRegistry
 from controller.service.views.paging import page_of
 from controller.settings.policy_file import POLICY_PREFIX, Policy
 from controller.store.interface import Actor, StoreUnavailableError
@@ -245,13 +244,13 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> policy_pb2.QueryAuditResponse:
         """Returns records of the audit, the newest first."""
         try:
-            limit, before = audit_pages.limit_of(request), audit_pages.position_of(request)
+            limit, before = store_messages.limit_of(request), store_messages.position_of(request)
             async with self._audit_turn:
                 # One more, to know whether there are more.
                 records = await self._override_registry.audit(
                     limit + 1, request.override_id, before
                 )
-                return await audit_pages.page_of(records, limit)
+                return await store_messages.page_of(records, limit)
         except SpeculationError as error:
             await abort(context, error)
 

@@ -39,8 +39,7 @@ from controller.service.net.errors import (
 )
 from controller.service.net.limits import SharedAllowance, Turns
 from controller.service.rpc import streams
-from controller.service.rpc.decision_turns import DecisionTurns
-from controller.service.rpc.streams import beside, read
+from controller.service.rpc.streams import DecisionTurns, beside, read
 from controller.service.sessions.counters import COUNT_MAX, Received
 from controller.service.sessions.engine_identity import EngineIdentity
 from controller.service.sessions.registry import SessionRegistry

@@ -36,14 +36,16 @@ from controller.service.net.errors import (
     status_of,
 )
 from controller.service.net.limits import Bucket
-from controller.service.sessions.counters import COUNT_MAX, Received, StepCounters
+from controller.service.sessions.counters import (
+    COUNT_MAX,
+    History,
+    LastMinute,
+    Received,
+    StepCounters,
+)
 from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
-from controller.service.sessions.forced_measurement import ForcedMeasurement
-from controller.service.sessions.history import History
-from controller.service.sessions.last_minute import LastMinute
-from controller.service.sessions.plan_log import LENGTH, PlanLogEntry
-from controller.service.sessions.unary_probes import UnaryProbes
-from controller.service.sessions.warning_log import WarningLog
+from controller.service.sessions.measurements import ForcedMeasurement, UnaryProbes
+from controller.service.sessions.session_logs import LENGTH, PlanLogEntry, WarningLog
 
 # What a session may cost in refusals before it shares an allowance with all others (the unit is a
 # refused report, `steering`): more than an engine needs of which few reports are wrong.

@@ -37,8 +37,7 @@ from controller.service.net.http_server import (
 )
 from controller.service.net.limits import READS_WAITING, Turns
 from controller.service.views.engine_status import EngineLine
-from controller.service.views.fleet_filter import FleetSearch
-from controller.service.views.fleet_json import LIMIT, fleet_document
+from controller.service.views.fleet_filter import LIMIT, FleetSearch, fleet_document
 from controller.service.views.fleet_view import FleetView
 from controller.service.views.status_cache import StatusCache
 from controller.settings.listeners import Listener

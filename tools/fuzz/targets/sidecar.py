@@ -37,7 +37,7 @@ from controller.recording.recording import find
 from controller.recording.replay import replay
 from controller.recording.window import Window
 from controller.service.net.access import AccessList
-from controller.service.sessions.profile_registry import ProfileRegistry
+from controller.service.state.profile_registry import ProfileRegistry
 from controller.settings.policy_file import read_policy
 from controller.settings.settings import Settings
 from speculation.v1 import record_pb2

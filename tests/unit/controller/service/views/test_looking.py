@@ -24,8 +24,7 @@ from controller.recording.checkpoint_messages import state_to_proto
 from controller.service.metrics.family import samples
 from controller.service.metrics.server import OF_AN_ENGINE
 from controller.service.sessions.session import EngineSession
-from controller.service.views.engine_snapshot import EngineSnapshot
-from controller.service.views.engine_status import engine_detail
+from controller.service.views.engine_status import EngineSnapshot, engine_detail
 from controller.wire.explanations import explanation_to_proto
 from tests.support.recorded_events import TRAINING, Engine, full_spec, override
 

@@ -9,8 +9,8 @@ import pytest
 from controller.core.clock import VirtualClock
 from controller.core.engine.explanation import PositionEstimate
 from controller.core.plan import Plan
-from controller.service.sessions import history, plan_log
-from controller.service.sessions.history import FIELDS, History
+from controller.service.sessions import counters, session_logs
+from controller.service.sessions.counters import FIELDS, History
 from controller.service.sessions.session import EngineSession
 from controller.service.views.engine_status import survival_curves
 from speculation.v1 import policy_pb2, service_pb2
@@ -99,10 +99,10 @@ async def test_a_history_keeps_the_newest_points_in_order(tmp_path: Path):
         await running.introduce()
         session = running.sidecar.registry.by_engine("engine-0")
         seen = session.history = History(["mtp"], session.counters)
-        for second in range(history.POINTS + 150):
+        for second in range(counters.POINTS + 150):
             session.remember(float(second))
         times = [point[T] for point in seen.since(-1.0)]
-        assert times == [float(t) for t in range(150, history.POINTS + 150)]
+        assert times == [float(t) for t in range(150, counters.POINTS + 150)]
         assert [point[T] for point in seen.since(747.0)] == [748.0, 749.0]
 
 
@@ -177,7 +177,7 @@ async def test_the_trail_has_what_the_running_batch_was_told(tmp_path: Path):
         (held,) = state["overrides"]
         assert (held["author"], held["reason"]) == ("somebody", "a look")
         assert held["ends_at"] > held["created_at"]
-        assert session.plan_log.maxlen == plan_log.LENGTH
+        assert session.plan_log.maxlen == session_logs.LENGTH
 
 
 def test_survival_multiplies_and_its_band_widens_where_evidence_ends():
