@@ -9,8 +9,7 @@ import controller
 from controller.core.engine.explanation import Explanation
 from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.core.errors import SpeculationError
-from controller.service.net.error_details import abort
-from controller.service.net.errors import InvalidQuestionError
+from controller.service.net.errors import InvalidQuestionError, abort
 from controller.service.net.limits import Turns
 from controller.service.rpc.overrides import held_to_proto
 from controller.service.rpc.store_messages import health_to_proto

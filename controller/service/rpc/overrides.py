@@ -16,13 +16,13 @@ from controller.core.planning.overrides import (
     ScopeKind,
 )
 from controller.service.net.callers import calling
-from controller.service.net.error_details import abort
 from controller.service.net.errors import (
     ForbiddenError,
     NoEffectError,
     NoOverrideError,
     PolicyNotClearedError,
     UnknownEngineError,
+    abort,
 )
 from controller.service.net.limits import READS_WAITING, Turns
 from controller.service.rpc import store_messages

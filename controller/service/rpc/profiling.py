@@ -9,8 +9,7 @@ import structlog
 from controller.core.cost.profile import Profile
 from controller.core.errors import SpeculationError, within
 from controller.service.net import callers
-from controller.service.net.error_details import abort
-from controller.service.net.errors import InvalidMeasurementError, NoMatchingEngineError
+from controller.service.net.errors import InvalidMeasurementError, NoMatchingEngineError, abort
 from controller.service.net.limits import Turns
 from controller.service.rpc import streams
 from controller.service.rpc.request_ids import RequestIds

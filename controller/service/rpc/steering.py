@@ -30,10 +30,10 @@ from controller.core.errors import (
 from controller.core.plan import Plan
 from controller.recording.events import NoteKind
 from controller.service.net import callers
-from controller.service.net.error_details import abort
 from controller.service.net.errors import (
     NoSessionError,
     TooManyReportsError,
+    abort,
     kind_of,
     message_of,
 )

@@ -10,11 +10,11 @@ from controller.core.errors import SpeculationError, within
 from controller.core.training.selective_training import SelectiveTraining, TrainingResult
 from controller.service.net import callers
 from controller.service.net.callers import Right
-from controller.service.net.error_details import abort
 from controller.service.net.errors import (
     CannotTrainError,
     ForbiddenError,
     TrainerAttachedError,
+    abort,
 )
 from controller.service.rpc import streams
 from controller.service.rpc.streams import read
