@@ -19,16 +19,13 @@ import numpy as np
 from controller.core.acceptance.by_class import TrafficCurves, TrafficEstimator
 from controller.core.acceptance.mixtures import Mixtures
 from controller.core.acceptance.warm_start import Belief
-from controller.core.capabilities import LostCapability, added, is_blind, require_known
 from controller.core.checks.engine_checks import EngineChecks
 from controller.core.clock import Clock
 from controller.core.cost.catch_up_cost import CatchUp
-from controller.core.cost.context_by_batch import ContextByBatch
+from controller.core.cost.live_estimates import ContextByBatch, PrefillPrice, SwitchPrice
 from controller.core.cost.model import CostModel
-from controller.core.cost.prefill_price import PrefillPrice
-from controller.core.cost.prior import prior_for
 from controller.core.cost.profile import Profile
-from controller.core.cost.switch_price import SwitchPrice
+from controller.core.cost.table import prior_for
 from controller.core.engine.decision import Decision, Estimates
 from controller.core.engine.explanation import (
     Explanation,
@@ -45,18 +42,32 @@ from controller.core.engine.explanation import (
     why,
 )
 from controller.core.engine.prediction_audit import PredictionAudit
-from controller.core.engine_spec import Arm, EngineSpec, kept_together
+from controller.core.engine_spec import (
+    Arm,
+    EngineSpec,
+    LostCapability,
+    added,
+    is_blind,
+    kept_together,
+    require_known,
+)
 from controller.core.errors import StaleReportError, UnknownArmError
 from controller.core.plan import MixtureRule, Plan, PlanRow, Probe, Reason, Regime
 from controller.core.planning.baseline_planners import make_planner
-from controller.core.planning.buckets import batch_buckets
-from controller.core.planning.cautious_start import discounts
 from controller.core.planning.constraints import PlanRows, covering, rows_under
+from controller.core.planning.doubt import discounts
 from controller.core.planning.exploration import Explorer, Situation
 from controller.core.planning.loss_account import LossAccount
 from controller.core.planning.observation_cost import budget
 from controller.core.planning.overrides import Override
-from controller.core.planning.plan_table import forced_rows, reach, row_of, rows_of, without_probes
+from controller.core.planning.plan_table import (
+    batch_buckets,
+    forced_rows,
+    reach,
+    row_of,
+    rows_of,
+    without_probes,
+)
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport

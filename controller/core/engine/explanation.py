@@ -11,10 +11,9 @@ from controller.core.acceptance.by_class import TrafficCurves
 from controller.core.acceptance.estimator import AcceptanceCurve
 from controller.core.acceptance.mixtures import MixtureUse
 from controller.core.acceptance.traffic_state import Resemblance
-from controller.core.capabilities import LostCapability
-from controller.core.checks.warning import EngineWarning
+from controller.core.checks.engine_checks import EngineWarning
 from controller.core.engine.decision import Decision
-from controller.core.engine_spec import Arm
+from controller.core.engine_spec import Arm, LostCapability
 from controller.core.plan import Plan, Probe, Reason
 from controller.core.planning.constraints import PlanRows
 from controller.core.planning.doubt import relative_variance

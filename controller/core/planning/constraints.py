@@ -8,8 +8,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.capabilities import LostCapability, loss_of_all
-from controller.core.engine_spec import MAX_GAMMA, Arm, EngineSpec
+from controller.core.engine_spec import MAX_GAMMA, Arm, EngineSpec, LostCapability, loss_of_all
 from controller.core.plan import MAX_PLAN_ROWS, Regime, RegimeMode
 from controller.core.planning.overrides import (
     Limits,

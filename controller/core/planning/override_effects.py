@@ -3,12 +3,17 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from controller.core.capabilities import Capability, LostCapability, loss_of_all
-from controller.core.engine_spec import MAX_GAMMA, EngineSpec
+from controller.core.engine_spec import (
+    MAX_GAMMA,
+    Capability,
+    EngineSpec,
+    LostCapability,
+    loss_of_all,
+)
 from controller.core.plan import Regime, RegimeMode
-from controller.core.planning.buckets import batch_buckets
 from controller.core.planning.constraints import PlanRows, rows_under
 from controller.core.planning.overrides import Limits, Override, Rule, by_strength
+from controller.core.planning.plan_table import batch_buckets
 
 # The capability that a regime needs.
 _NEEDS = {

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from controller.core.checks.warning import WarningKind
+from controller.core.checks.engine_checks import WarningKind
 from controller.core.plan import Reason, RegimeMode
 from controller.service.metrics.family import Distribution, Family, MetricKind
 from controller.service.views.engine_status import EngineSnapshot

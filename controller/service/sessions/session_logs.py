@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from controller.core.checks.warning import EngineWarning, WarningKind
+from controller.core.checks.engine_checks import EngineWarning, WarningKind
 from controller.core.plan import Plan
 
 # Changes that a session remembers.

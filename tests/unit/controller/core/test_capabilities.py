@@ -5,10 +5,17 @@ import random
 
 import pytest
 
-from controller.core.capabilities import Capability, LostCapability
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
-from controller.core.engine_spec import Arm, Capabilities, DrafterSpec, EngineSpec, Fingerprint
+from controller.core.engine_spec import (
+    Arm,
+    Capabilities,
+    Capability,
+    DrafterSpec,
+    EngineSpec,
+    Fingerprint,
+    LostCapability,
+)
 from controller.core.errors import InvalidLossError, UnknownArmError
 from controller.core.model_shapes import DrafterKind
 from controller.core.plan import Reason, RegimeMode

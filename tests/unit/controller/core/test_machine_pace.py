@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.cost.cost_order import CostOrder
 from controller.core.cost.model import CostModel
+from controller.core.cost.table import CostOrder
 from controller.core.engine.prediction_audit import gains
 from controller.core.engine_spec import Arm
 from controller.core.settings import PlannerSettings

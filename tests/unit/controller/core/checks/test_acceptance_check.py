@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from controller.core.checks.engine_checks import EngineChecks
-from controller.core.checks.warning import EngineWarning, WarningKind
+from controller.core.checks.engine_checks import EngineChecks, EngineWarning, WarningKind
 from controller.core.engine_spec import DrafterSpec, EngineSpec
 from controller.core.model_shapes import DrafterKind
 from controller.core.step_report import ProposalCounts, RowGroup, StepFlags, StepReport

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from controller.core.clock import VirtualClock
-from controller.core.cost.prefill_price import PrefillPrice
+from controller.core.cost.live_estimates import PrefillPrice
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import Capabilities
 from controller.core.settings import PlannerSettings

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from controller.core.clock import VirtualClock
-from controller.core.cost.prior import prior_for
+from controller.core.cost.table import prior_for
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import Arm, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import (
