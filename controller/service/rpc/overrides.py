@@ -7,7 +7,6 @@ from dataclasses import replace
 import grpc.aio
 
 from controller.core.errors import SpeculationError, within
-from controller.core.planning.override_effects import effect_on
 from controller.core.planning.overrides import (
     MAX_AUTHOR_CHARACTERS,
     MAX_REASON_CHARACTERS,
@@ -35,6 +34,7 @@ from controller.service.views.paging import page_of
 from controller.settings.policy_file import POLICY_PREFIX, Policy
 from controller.store.interface import Actor, StoreUnavailableError
 from controller.wire import overrides as messages
+from controller.wire.override_effects import effect_on, preview
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 
 # Engines and names that an error lists.
@@ -260,9 +260,9 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         """On every engine of this sidecar in its scope, by engine id."""
         found = []
         for session in self._override_registry.sessions_of(of.scope):
-            ceiling_seconds = session.core.tpot_ceiling_seconds
+            ceiling_seconds = session.core.settings.tpot_ceiling_seconds
             effect = effect_on(session.spec, of, before, after, ceiling_seconds)
-            rows = session.core.preview(after) if effect.arms or effect.bound else ()
+            rows = preview(session.core, after) if effect.arms or effect.bound else ()
             found.append(
                 messages.effect_to_proto(session.engine_id, rows, effect, _timing(session))
             )

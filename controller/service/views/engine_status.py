@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from math import exp, sqrt
 from typing import Any
 
-from controller.core.engine.explanation import ArmValue, Explanation, PositionEstimate
 from controller.core.engine.prediction_audit import gains
 from controller.service.sessions.session import EngineSession
 from controller.service.state.active_overrides import ActiveOverride
 from controller.wire.capabilities import lost_text, lost_to_proto
+from controller.wire.explanations import ArmValue, Explanation, PositionEstimate, explain
 from controller.wire.override_text import rule_text, scope_text
 from controller.wire.overrides import override_to_proto
 
@@ -36,7 +36,7 @@ class EngineSnapshot:
     def of(cls, session: EngineSession) -> "EngineSnapshot":
         """Takes the present state of a session."""
         last = session.last_report
-        explanation = session.core.explain(last.batch_size if last else 1)
+        explanation = explain(session.core, last.batch_size if last else 1)
         return cls(session, explanation, next(arm for arm in explanation.arms if arm.chosen))
 
     @property

@@ -18,7 +18,6 @@ import structlog
 
 import controller
 from controller.core.clock import Clock
-from controller.core.engine.explanation import ValueTable
 from controller.core.engine_spec import Arm
 from controller.service.sessions.counters import FIELDS
 from controller.service.sessions.registry import SessionRegistry
@@ -34,6 +33,7 @@ from controller.service.views.engine_status import (
 )
 from controller.service.views.paging import why_not
 from controller.service.views.readiness import Readiness
+from controller.wire.explanations import ValueTable
 from controller.wire.override_text import PRECEDENCE
 
 # Seconds of history that are compared.

@@ -22,6 +22,8 @@ from controller.core.plan import Reason, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import POLICIES, PlannerSettings
 from controller.core.step_report import StepReport
+from controller.wire.explanations import explain
+from controller.wire.override_effects import preview
 
 GAMMAS = (0, 1, 3, 7)
 ABLE = Capabilities(
@@ -183,7 +185,7 @@ def test_an_explanation_names_the_loss_and_its_reason():
     engine.run(100)
     engine.core.lose([DFLASH])
     engine.core.next_plan()
-    found = engine.core.explain(4)
+    found = explain(engine.core, 4)
     assert found.lost == (DFLASH,)
     assert {value.arm.drafter for value in found.arms if not value.feasible} == {"dflash"}
 
@@ -204,9 +206,9 @@ def test_a_preview_of_such_a_pin_says_that_nothing_is_left():
     engine = Engine()
     engine.run(100)
     pin = override(Rule(drafter="dflash"))
-    assert not any(row.stuck for row in engine.core.preview([pin]))
+    assert not any(row.stuck for row in preview(engine.core, [pin]))
     engine.core.lose([DFLASH])
-    rows = engine.core.preview([pin])
+    rows = preview(engine.core, [pin])
     assert all(row.stuck and row.after.gamma == 0 for row in rows)
 
 
