@@ -12,9 +12,8 @@ from controller.core.acceptance.estimator import AcceptanceCurve
 from controller.core.acceptance.mixtures import MixtureUse
 from controller.core.acceptance.traffic_state import Resemblance
 from controller.core.checks.engine_checks import EngineWarning
-from controller.core.engine.decision import Decision
+from controller.core.engine.decision import BoundState, Decision, bound_in
 from controller.core.engine.engine_controller import EngineController
-from controller.core.engine.reasons import BoundState, bound_in
 from controller.core.engine_spec import Arm, LostCapability
 from controller.core.plan import Plan
 from controller.core.planning.constraints import PlanRows

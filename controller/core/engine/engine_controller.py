@@ -26,9 +26,8 @@ from controller.core.cost.live_estimates import ContextByBatch, PrefillPrice, Sw
 from controller.core.cost.model import CostModel
 from controller.core.cost.profile import Profile
 from controller.core.cost.table import prior_for
-from controller.core.engine.decision import Decision, Estimates
+from controller.core.engine.decision import Decision, Estimates, arm_text, bound_in, bound_text, why
 from controller.core.engine.prediction_audit import PredictionAudit
-from controller.core.engine.reasons import arm_text, bound_in, bound_text, why
 from controller.core.engine_spec import (
     Arm,
     EngineSpec,

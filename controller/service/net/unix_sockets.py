@@ -1,4 +1,4 @@
-"""Unix sockets: taking a path, and the operators' socket, where the kernel says who calls.
+"""Takes the paths of unix sockets, and serves operators on one where the kernel says who calls.
 
 gRPC unlinks whatever socket it finds before it binds, so two sidecars on one path would silently
 take turns.  Here the path is looked at first, under a lock on its directory, so that of two that

@@ -48,10 +48,10 @@ class ProfileSource(Protocol):
     """Gives new sessions their profiles."""
 
     def find(self, spec: EngineSpec) -> Profile | None:
-        """Returns the profile that was measured on such an engine; None if there is none."""
+        """Returns the profile that was measured on such an engine; None without one."""
 
     def why_none(self, spec: EngineSpec) -> str:
-        """Says why there is none for this engine, for people."""
+        """Explains to people why no profile matches this engine."""
 
 
 class SessionRegistry:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.core.engine.reasons import BoundState
+from controller.core.engine.decision import BoundState
 from controller.core.engine_spec import (
     MAX_BATCH_SIZE,
     MAX_GAMMA,
