@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from controller.service.metrics.decisions import DECISION, ESTIMATES, LEARNING
+from controller.service.metrics.engines import DECISION, ESTIMATES, LEARNING, LINK, STEPS
 from controller.service.metrics.family import Family
 from controller.service.metrics.sidecar import OF_THE_SIDECAR
-from controller.service.metrics.steps import LINK, STEPS
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.cost.devices import device
-from controller.core.cost.roofline import Overlap, step_seconds
+from controller.core.cost.roofline import Overlap, device, step_seconds
 from controller.core.engine_spec import Arm, DrafterSpec
 from controller.core.errors import InvalidEngineError
 from controller.core.model_shapes import DrafterKind

@@ -138,7 +138,7 @@ def show(
     ] = 0.9,
 ) -> None:
     """Prints a profile's table and what it belongs to."""
-    from controller.core.cost.graph_limits import batch_limits
+    from controller.core.cost.profile import batch_limits
 
     found = _profile(which, address)
     limits = batch_limits(found, acceptance)

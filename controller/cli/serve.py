@@ -160,8 +160,8 @@ def flags_of(params: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
 def _code_of(error: "SpeculationError") -> Exit:
     from controller.service.net.access import AccessFileError
     from controller.service.net.errors import AddressTakenError
-    from controller.service.net.unix_socket import SocketTakenError
-    from controller.service.sessions.profile_registry import ProfileFileError
+    from controller.service.net.unix_sockets import SocketTakenError
+    from controller.service.state.profile_registry import ProfileFileError
     from controller.settings.policy_file import PolicyFileError
     from controller.store.interface import StoreError
     from controller.store.redis_client import RedisUrlError

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.cost.drafter_backlog import DrafterBacklog
+from controller.core.cost.catch_up_cost import DrafterBacklog
 from controller.core.cost.profile import ProfileCell
 from controller.core.engine_spec import Arm, EngineSpec, kept_together
 from controller.core.step_report import StepReport

@@ -11,10 +11,9 @@ from enum import Enum
 from typing import TypeAlias
 
 from controller.core.acceptance.warm_start import Belief
-from controller.core.capabilities import LostCapability
 from controller.core.cost.profile import Profile
 from controller.core.engine.checkpoint import Tree
-from controller.core.engine_spec import Arm, EngineSpec
+from controller.core.engine_spec import Arm, EngineSpec, LostCapability
 from controller.core.plan import Plan
 from controller.core.planning.overrides import Override
 from controller.core.settings import PlannerSettings

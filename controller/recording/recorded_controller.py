@@ -14,12 +14,11 @@ import numpy as np
 
 import controller
 from controller.core.acceptance.warm_start import Belief
-from controller.core.capabilities import LostCapability
 from controller.core.clock import Clock
 from controller.core.cost.profile import Profile
 from controller.core.engine.checkpoint import capture
 from controller.core.engine.engine_controller import EngineController
-from controller.core.engine_spec import Arm, EngineSpec
+from controller.core.engine_spec import Arm, EngineSpec, LostCapability
 from controller.core.errors import InvalidReportError
 from controller.core.plan import Plan
 from controller.core.planning.overrides import Override

@@ -7,11 +7,12 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+import grpc
 import grpc.aio
 import structlog
-from grpc_health.v1 import health
+from grpc_health.v1 import health, health_pb2
 
-from controller.service.net import limits, tcp, unix_socket
+from controller.service.net import limits, tcp, unix_sockets
 from controller.service.net.access import (
     AccessList,
     Identify,
@@ -21,7 +22,8 @@ from controller.service.net.access import (
 )
 from controller.service.net.errors import AddressTakenError, StartRefusedError
 from controller.service.net.guard import Guard
-from controller.service.net.operator_socket import OperatorSocket
+from controller.service.net.request_parsing import Reading
+from controller.service.net.unix_sockets import OperatorSocket
 from controller.service.sessions.session import EngineSession
 from controller.service.views.readiness import SERVICES
 from controller.settings.settings import Settings
@@ -29,6 +31,10 @@ from controller.util.watched_file import LOOK_SECONDS
 
 # For unary calls and last words, once the streams are closed; health watches are cut after it.
 _LAST_GRACE_SECONDS = 0.2
+# Of the health port: a message's bytes, connections, and calls at a time.
+_HEALTH_MESSAGE_BYTES = 4096
+_HEALTH_CONNECTIONS = 64
+_HEALTH_CALLS = 256
 
 _log = structlog.get_logger(__name__)
 
@@ -67,7 +73,7 @@ class GrpcServers:
             # It shows every connection: for callers on this machine only.
             _add_channelz(engines, operators)
         try:
-            with unix_socket.claimed(path), self._operator_socket.binding() as inner:
+            with unix_sockets.claimed(path), self._operator_socket.binding() as inner:
                 engines.add_insecure_port(f"unix:{path}")
                 operators.add_insecure_port(f"unix:{inner}")
         except (RuntimeError, OSError) as error:
@@ -151,3 +157,41 @@ def _add_channelz(*servers: grpc.aio.Server) -> None:
         ) from error
     for server in servers:
         channelz.add_channelz_servicer(server)
+
+
+class HealthPort:
+    """Serves grpc.health.v1 on a TCP port of its own, unencrypted, and nothing else.
+
+    A kubelet's `grpc` probe calls at the pod's address, without TLS; the sidecar's sockets are
+    files.  It answers what the servicer of the sidecar's other sockets answers.  Only Check is
+    served: a Watch stays open, and whoever opens many would be in the probes' way.
+    """
+
+    def __init__(self, servicer: health.aio.HealthServicer, address: str) -> None:
+        """Raises RuntimeError when the address cannot be bound."""
+        self._server = grpc.aio.server(
+            interceptors=[Reading(_HEALTH_CALLS // 2)],
+            options=[
+                ("grpc.max_receive_message_length", _HEALTH_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),
+                *limits.connection_options(_HEALTH_CONNECTIONS),
+            ],
+            maximum_concurrent_rpcs=_HEALTH_CALLS,
+        )
+        check = grpc.unary_unary_rpc_method_handler(
+            servicer.Check,
+            request_deserializer=health_pb2.HealthCheckRequest.FromString,
+            response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
+        )
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check}),)
+        )
+        self._server.add_insecure_port(address)
+
+    async def open(self) -> None:
+        """Begins to answer."""
+        await self._server.start()
+
+    async def close(self) -> None:
+        """Ends at once."""
+        await self._server.stop(0)

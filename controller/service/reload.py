@@ -14,8 +14,8 @@ import structlog
 from controller.core.cost.profile import Profile
 from controller.core.errors import SpeculationError
 from controller.service.rpc.overrides import PolicyServicer
-from controller.service.sessions.profile_registry import ProfileRegistry, mismatch
 from controller.service.sessions.registry import SessionRegistry
+from controller.service.state.profile_registry import ProfileRegistry, mismatch
 from controller.service.views.readiness import Readiness
 from controller.settings.settings import RELOADED, Settings, keys
 

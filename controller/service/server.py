@@ -25,12 +25,11 @@ from controller.core.engine_spec import EngineSpec
 from controller.core.errors import SpeculationError
 from controller.core.plan import Plan
 from controller.recording.recorder import Recorder
-from controller.service.grpc_servers import GrpcServers
+from controller.service.grpc_servers import GrpcServers, HealthPort
 from controller.service.metrics import MetricsServer
 from controller.service.net.errors import AddressTakenError, ShuttingDownError, StartRefusedError
-from controller.service.net.health_port import HealthPort
 from controller.service.net.limits import READS_WAITING, Turns
-from controller.service.net.operator_socket import OperatorSocket
+from controller.service.net.unix_sockets import OperatorSocket
 from controller.service.reload import Reloader
 from controller.service.rpc.inspection import InspectionServicer
 from controller.service.rpc.overrides import PolicyServicer
@@ -38,16 +37,15 @@ from controller.service.rpc.profiling import ProfilingServicer
 from controller.service.rpc.request_ids import RequestIds
 from controller.service.rpc.steering import SpeculationServicer
 from controller.service.rpc.training import TrainingServicer
-from controller.service.sessions.audit_log import AuditLog
-from controller.service.sessions.fleet_estimates import FleetEstimates
-from controller.service.sessions.fleet_profiles import FleetProfiles
-from controller.service.sessions.load import LOOK_SECONDS
-from controller.service.sessions.override_registry import OverrideRegistry
-from controller.service.sessions.policy_watch import PolicyWatch
-from controller.service.sessions.profile_registry import ProfileRegistry
-from controller.service.sessions.registry import CoreFactory, SessionRegistry
+from controller.service.sessions.registry import LOOK_SECONDS, CoreFactory, SessionRegistry
 from controller.service.sessions.session import EngineSession, SessionObserver
-from controller.service.sessions.training_state import TrainingStateFiles
+from controller.service.state.audit_log import AuditLog
+from controller.service.state.fleet_estimates import FleetEstimates
+from controller.service.state.fleet_profiles import FleetProfiles
+from controller.service.state.override_registry import OverrideRegistry
+from controller.service.state.policy_watch import PolicyWatch
+from controller.service.state.profile_registry import ProfileRegistry
+from controller.service.state.training_state import TrainingStateFiles
 from controller.service.views.fleet_view import FleetView
 from controller.service.views.page_server import PageServer
 from controller.service.views.readiness import Readiness

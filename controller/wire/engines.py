@@ -5,8 +5,15 @@ from dataclasses import replace
 
 from google.protobuf.message import Message
 
-from controller.core.capabilities import added, require_known
-from controller.core.engine_spec import Capabilities, DrafterSpec, EngineSpec, Fingerprint, Mixture
+from controller.core.engine_spec import (
+    Capabilities,
+    DrafterSpec,
+    EngineSpec,
+    Fingerprint,
+    Mixture,
+    added,
+    require_known,
+)
 from controller.core.errors import InvalidEngineError, within
 from controller.core.model_shapes import DrafterKind
 from controller.wire.capabilities import all_lost_from_proto, lost_to_proto

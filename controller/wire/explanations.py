@@ -1,6 +1,26 @@
-"""Converts the core's explanation of a decision to protobuf."""
+"""Explains the last decision of an engine to people: its numbers, and their message."""
 
-from controller.core.engine.explanation import BoundState, Explanation
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.acceptance.by_class import TrafficCurves
+from controller.core.acceptance.estimator import AcceptanceCurve
+from controller.core.acceptance.mixtures import MixtureUse
+from controller.core.acceptance.traffic_state import Resemblance
+from controller.core.checks.engine_checks import EngineWarning
+from controller.core.engine.decision import BoundState, Decision, bound_in
+from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Arm, LostCapability
+from controller.core.plan import Plan
+from controller.core.planning.constraints import PlanRows
+from controller.core.planning.doubt import relative_variance
+from controller.core.planning.overrides import Limits, Override
+from controller.core.planning.planner import Values
+from controller.core.training.selective_training import TrainingView
 from controller.core.training.stride_planner import RegimeState
 from controller.wire.capabilities import lost_to_proto
 from controller.wire.field_mapping import message_of
@@ -9,6 +29,242 @@ from controller.wire.plans import plan_to_proto
 from controller.wire.training import training_to_proto
 from controller.wire.warnings import warning_to_proto
 from speculation.v1 import service_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class ArmValue:
+    """Holds the numbers by which an arm was judged at one batch size (units as in proto).
+
+    cost_drift: factor by which live steps have moved its profiled cost.  catch_up_seconds: what
+    changing to it now would cost first.  feasible: overrides let it run, and the engine can.
+    seconds_per_token: expected mean time between a sequence's output tokens.
+    """
+
+    arm: Arm
+    expected_accepted: float
+    step_seconds: float
+    tokens_per_second: float
+    optimistic_tokens_per_second: float
+    chosen: bool
+    extrapolated: bool
+    cost_drift: float = 1.0
+    catch_up_seconds: float = 0.0
+    feasible: bool = True
+    seconds_per_token: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PositionEstimate:
+    """Holds P(position k accepted | k-1 were) of one drafter, and the evidence behind it.
+
+    label: the request class, "" = all traffic.  deviation: the estimate's standard deviation.
+    """
+
+    drafter: str
+    position: int
+    conditional_acceptance: float
+    exposures: float
+    label: str = ""
+    deviation: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTable:
+    """Holds the numbers of every arm in every row of a plan.
+
+    batch_sizes: of the rows, ascending; a row is valued at its size.  seconds (of a step),
+    tokens_per_second, extrapolated and feasible: [arms][rows], arms as in `Explanation.arms`.
+    """
+
+    batch_sizes: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    tokens_per_second: tuple[tuple[float, ...], ...]
+    extrapolated: tuple[tuple[bool, ...], ...]
+    feasible: tuple[tuple[bool, ...], ...]
+
+
+NO_TABLE = ValueTable((), (), (), (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class PastTraffic:
+    """Tells when traffic like the present one was last seen, and how often before."""
+
+    began_seconds_ago: float
+    ended_seconds_ago: float
+    visits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Explains the decision at one batch size.
+
+    limits: what overrides leave there.  overrides: all that are for this engine.  warm_start:
+    whose acceptance estimates it began from, "" = nobody's.  updates: what the stride of online
+    updates was chosen from, None if it was not chosen.  training: the state of the drafter's
+    training, None if the engine cannot train it.  table: the same numbers in all rows.  lost: what
+    the engine can no longer do.  switch_seconds: what a change of arm costs, as measured.
+    resembles: earlier traffic that the present one is taken for.  traffic_states: kinds of traffic
+    that are remembered, the present one included.  bound: how the bound on the time per output
+    token stands, None where no bound holds.  mixtures: by name, how those that ran were used.
+    warnings: what the engine's reports show to be wrong with it.
+    """
+
+    engine_id: str
+    batch_size: int
+    plan: Plan
+    arms: tuple[ArmValue, ...]
+    positions: tuple[PositionEstimate, ...]
+    profile_id: str
+    margin: float
+    probe_share: float
+    kv_tokens_per_sequence: float
+    runner_up: Arm
+    policy: str
+    probes: int
+    probe_lost_seconds: float
+    probe_credit_seconds: float
+    shifts: int
+    switches: int
+    cost_outliers: int
+    prior: str = ""
+    limits: Limits | None = None
+    overrides: tuple[Override, ...] = ()
+    warm_start: str = ""
+    updates: RegimeState | None = None
+    training: TrainingView | None = None
+    table: ValueTable = NO_TABLE
+    lost: tuple[LostCapability, ...] = ()
+    probe_steps: int = 0
+    switch_seconds: float = 0.0
+    resembles: PastTraffic | None = None
+    traffic_states: int = 1
+    bound: BoundState | None = None
+    mixtures: Mapping[str, MixtureUse] = field(default_factory=dict)
+    warnings: tuple[EngineWarning, ...] = ()
+
+
+def explain(core: EngineController, batch_size: int = 0) -> Explanation:
+    """Returns the last decision's row at a batch size (0: the last report's), with its numbers."""
+    batch_size = batch_size or core.last_batch
+    made, plan = core.decision, core.current_plan()
+    estimates, at = made.estimates, made.at
+    row = at.row_of(batch_size)
+    current = core.arms.index(plan.row_for(batch_size).arm)
+    runner_up, margin = _behind(made.values.value[:, row])
+    return Explanation(
+        engine_id=core.spec.engine_id,
+        batch_size=batch_size,
+        plan=plan,
+        arms=_arms_in(made, core.arms, row, current, core.settings.confidence_z),
+        positions=_positions_of(estimates.traffic),
+        profile_id=estimates.profile_id,
+        margin=margin,
+        probe_share=core.explorer.probe_share,
+        kv_tokens_per_sequence=float(estimates.context[at.bucket[row]]),
+        runner_up=core.arms[runner_up],
+        policy=core.settings.policy,
+        probes=core.explorer.probes,
+        probe_lost_seconds=core.explorer.lost_seconds,
+        probe_credit_seconds=core.explorer.credit_seconds,
+        shifts=core.traffic.shifts,
+        switches=core.switches,
+        cost_outliers=core.cost.rejected,
+        prior=estimates.prior,
+        limits=at.limits[row],
+        overrides=made.overrides,
+        warm_start=core.warm_start,
+        updates=core.updates.strides if at.regime is None else None,
+        training=core.updates.view,
+        table=_value_table(at, made.values),
+        lost=core.spec.lost,
+        probe_steps=core.explorer.probe_steps,
+        switch_seconds=estimates.switch_seconds,
+        resembles=_past_traffic(estimates.traffic.resembles, core.now),
+        traffic_states=len(core.traffic.states.all),
+        bound=bound_in(made, core.arms, row, current),
+        mixtures=core.mixtures.uses(),
+        warnings=core.checks.warnings(),
+    )
+
+
+def _past_traffic(resembles: Resemblance | None, now: float) -> PastTraffic | None:
+    """Returns the same relative to now, seconds of the clock."""
+    if resembles is None:
+        return None
+    return PastTraffic(now - resembles.began, now - resembles.ended, resembles.visits)
+
+
+def _value_table(at: PlanRows, values: Values) -> ValueTable:
+    """Makes the table of all rows.  at: the rows that the values were made for."""
+    costs = values.costs
+    feasible = np.ones(costs.seconds.shape, dtype=bool) if at.feasible is None else at.feasible
+    return ValueTable(
+        tuple(at.upper),
+        _rows(costs.seconds),
+        _rows(values.value),
+        _rows(costs.extrapolated),
+        _rows(feasible),
+    )
+
+
+def _rows(matrix: NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(map(tuple, matrix.tolist()))
+
+
+def _arms_in(
+    made: Decision, arms: Sequence[Arm], row: int, chosen: int, confidence_z: float
+) -> tuple[ArmValue, ...]:
+    """Returns the numbers of every arm in one row of a decision.
+
+    chosen: index of the planned arm.  confidence_z: standard deviations of optimism.
+    """
+    values, feasible, bucket = made.values, made.at.feasible, int(made.at.bucket[row])
+    variance = relative_variance(values, made.estimates.uncertainty, arms, bucket, chosen)
+    hoped = values.value[:, row] * (1 + confidence_z * np.sqrt(variance))
+    drift = made.estimates.drift[:, bucket]
+    tpot = values.tpot[:, row]
+    return tuple(
+        ArmValue(
+            arm,
+            float(values.expected[i, row]),
+            float(values.costs.seconds[i, row]),
+            float(values.value[i, row]),
+            float(hoped[i]),
+            i == chosen,
+            bool(values.costs.extrapolated[i, row]),
+            float(drift[i]),
+            float(values.catch_up[i, row]),
+            feasible is None or bool(feasible[i, row]),
+            float(tpot[i]),
+        )
+        for i, arm in enumerate(arms)
+    )
+
+
+def _behind(values: NDArray[np.float64]) -> tuple[int, float]:
+    """Finds the second best arm's index, and by which share the best is better.  values: [arms]."""
+    order = np.argsort(-values, kind="stable")
+    best, runner_up = int(order[0]), int(order[min(1, len(order) - 1)])
+    return runner_up, float(values[best] / values[runner_up] - 1)
+
+
+def _positions_of(traffic: TrafficCurves) -> tuple[PositionEstimate, ...]:
+    """Returns the estimates of every drafter, over all traffic and for each request class."""
+    found: list[PositionEstimate] = []
+    for label, curves in {"": traffic.drafters, **traffic.classes}.items():
+        for name, curve in curves.items():
+            found += _estimates(name, curve, label)
+    return tuple(found)
+
+
+def _estimates(drafter: str, curve: AcceptanceCurve, label: str) -> list[PositionEstimate]:
+    deviations = np.sqrt(curve.variance()).tolist()
+    known = zip(curve.conditional, curve.exposures, deviations, strict=True)
+    return [
+        PositionEstimate(drafter, k, mean, exposures, label, deviation)
+        for k, (mean, exposures, deviation) in enumerate(known, start=1)
+    ]
 
 
 def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainResponse:

@@ -8,10 +8,8 @@ from typing import TypeAlias
 
 from google.protobuf import json_format
 
-from controller.core.engine.explanation import PreviewRow
 from controller.core.errors import within
 from controller.core.plan import Regime, RegimeMode
-from controller.core.planning.override_effects import Effect
 from controller.core.planning.overrides import (
     InvalidOverrideError,
     Limits,
@@ -21,6 +19,7 @@ from controller.core.planning.overrides import (
     ScopeKind,
 )
 from controller.wire.field_mapping import message_of, value_of
+from controller.wire.override_effects import Effect, PreviewRow
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2
 
 Timing: TypeAlias = "policy_pb2.OverrideEffect.Timing.ValueType"

@@ -1,6 +1,6 @@
 """Converts what was found wrong with an engine to protobuf."""
 
-from controller.core.checks.warning import EngineWarning
+from controller.core.checks.engine_checks import EngineWarning
 from controller.wire.field_mapping import message_of
 from speculation.v1 import service_pb2
 

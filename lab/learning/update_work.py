@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from controller.core.cost.devices import device
+from controller.core.cost.roofline import device
 from controller.core.engine_spec import Arm
 from engine_shim.sglang.training.blocks import DecoderShape
 from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent

@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
-from controller.core.cost.devices import Device, device
-from controller.core.cost.roofline import Overlap, step_seconds
+from controller.core.cost.roofline import Device, Overlap, device, step_seconds
 from simulator import published_qwen
 from simulator.errors import InvalidInputError
 

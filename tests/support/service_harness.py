@@ -21,7 +21,7 @@ from controller.service.metrics.family import Family, samples, write
 from controller.service.metrics.server import OF_AN_ENGINE
 from controller.service.server import Sidecar
 from controller.service.sessions.session import EngineSession
-from controller.service.views.engine_snapshot import EngineSnapshot
+from controller.service.views.engine_status import EngineSnapshot
 from controller.settings.settings import Settings
 from speculation.v1 import engine_pb2, plan_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 

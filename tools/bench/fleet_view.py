@@ -19,8 +19,8 @@ import psutil
 import redis
 
 from controller.core.clock import WallClock
-from controller.service.net.operator_socket import OperatorSocket
-from controller.service.views.fleet_publisher import PUBLISH_SECONDS
+from controller.service.net.unix_sockets import OperatorSocket
+from controller.service.views.fleet_summary import PUBLISH_SECONDS
 from controller.service.views.fleet_view import FleetView
 from controller.service.views.readiness import Readiness
 from controller.service.views.status_cache import StatusCache

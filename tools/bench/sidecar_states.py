@@ -5,9 +5,9 @@ from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import EngineSpec
 from controller.core.settings import PlannerSettings
-from controller.service.sessions.override_registry import OverrideRegistry
-from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import SessionRegistry
+from controller.service.state.override_registry import OverrideRegistry
+from controller.service.state.profile_registry import ProfileRegistry
 from controller.store.redis_store import RedisStore
 from controller.util.supervisor import Supervisor
 from tests.support.virtual_engine import engine_spec

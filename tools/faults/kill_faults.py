@@ -15,7 +15,7 @@ import psutil
 
 from controller.cli.connection import for_operators
 from controller.core.cost.profile import Profile
-from controller.service.sessions.profile_registry import ProfileRegistry
+from controller.service.state.profile_registry import ProfileRegistry
 from controller.store.file_store import FileStore
 from controller.store.interface import PROFILES
 from controller.wire.engines import engine_from_proto

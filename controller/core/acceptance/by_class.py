@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEstimator
-from controller.core.acceptance.hazard import Hazard
-from controller.core.acceptance.remembered_curves import RememberedCurves
-from controller.core.acceptance.traffic_state import Resemblance, octaves_of
+from controller.core.acceptance.shifts import Hazard
+from controller.core.acceptance.traffic_state import RememberedCurves, Resemblance, octaves_of
 from controller.core.acceptance.traffic_states import TrafficStates
 from controller.core.acceptance.warm_start import Belief
 from controller.core.engine_spec import Arm, DrafterSpec

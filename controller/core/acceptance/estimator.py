@@ -10,7 +10,7 @@ Forgetting is by evidence: m new exposures fade the old ones by exp(-m / memory)
 and B = 256 track alike; a large batch never forgets more than a fixed share of it in one step.  A
 position that a step did not reach keeps its mean and loses confidence, step by step.  There is a
 fast and a slow window.  When the fast one leaves the slow one by `shift_z` standard errors, or all
-positions together indicate a large change (`shift_alarm`, see `cusum`), the fast one replaces the
+positions together indicate a large change (`shift_alarm`, see `Cusum`), the fast one replaces the
 slow one, and the memory starts short again.
 
 A position with little evidence is drawn towards the one before it.  Acceptance by position is a
@@ -32,7 +32,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.cusum import LARGE, Change, Cusum
+from controller.core.acceptance.shifts import LARGE, Change, Cusum
 from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings

@@ -12,16 +12,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.cusum import LARGE, MODERATE
 from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEstimator
-from controller.core.acceptance.hazard import HazardEstimator
-from controller.core.acceptance.remembered_curves import Believed, RememberedCurves, believed
+from controller.core.acceptance.shifts import LARGE, MODERATE, HazardEstimator
 from controller.core.acceptance.traffic_state import (
     FORGOTTEN_STEPS,
     MAX_REMEMBERED,
     OCTAVES,
+    Believed,
+    RememberedCurves,
     TrafficState,
     are_alike,
+    believed,
     octave_of,
 )
 from controller.core.recorded_state import recorded

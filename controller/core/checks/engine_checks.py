@@ -1,19 +1,42 @@
-"""Runs all checks of one engine's reports, and puts what they find into words.
+"""Checks one engine's reports, and puts what is wrong into words for people.
 
 No decision reads anything here.
 """
 
-from collections.abc import Iterator
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 
-from controller.core.checks.acceptance_check import SUSPECT_TOKENS, AcceptanceCheck
 from controller.core.checks.step_time_check import FlatStepTime, StepTimeCheck
-from controller.core.checks.warning import EngineWarning, WarningKind
-from controller.core.checks.width_check import OtherWidth, WidthCheck
-from controller.core.engine_spec import EngineSpec
+from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.model_shapes import WEIGHTLESS
 from controller.core.plan import Plan
 from controller.core.step_report import StepReport
 
+# A drafter is suspected while a sequence gains fewer tokens than this in a drafted step.  A wrong
+# checkpoint was seen at 1.02 to 1.07; text that is hard to predict leaves a right one above 1.3.
+SUSPECT_TOKENS = 1.1
+# In a block of drafts of one mean, this many tokens show that the drafter works.  A block at 1.1
+# exceeds it by three standard deviations of its first position once in a thousand times.
+WORKING_TOKENS = 1.2
+# Verified drafts before it is suspected, and the standard errors by which it must be below: a right
+# drafter of 1.15 tokens is verified rarely, so that luck would accuse it for long.
+_LEAST_DRAFTS = 50
+_STANDARD_ERRORS = 2.0
+# Verified drafts of a block, and the steps that they must come from: a batch of copies of one
+# prompt is no evidence of its size.
+_BLOCK_DRAFTS = 100
+_BLOCK_STEPS = 10
+# Before it is suspected: steps of the engine since it drafted first.
+_LEAST_STEPS = 200
+# Plans that a report on its way may belong to; an older one is not compared.
+_PLANS_KEPT = 64
+# Steps asked for one draft length over which the share of others is a mean, and that it takes.
+_WINDOW_STEPS = 50
+# Share of these steps above which the engine does not follow.
+_DISOBEYED_SHARE = 0.5
 _NO_ACCEPTANCE_ADVICE = (
     "the drafter does not fit: see whether the method is its checkpoint's (EAGLE-3 under EAGLE, or "
     "the reverse), it was trained for this target and revision, vocabulary or hot-token map are "
@@ -30,6 +53,235 @@ _FLAT_ADVICE = (
     "the engine may draft its full length whatever it is asked for (see docs/compatibility.md for "
     "its version, method and model runner), or its steps wait for something other than the GPU"
 )
+
+
+class WarningKind(Enum):
+    """Names what a warning is about, in logs, metrics and the contract."""
+
+    NO_ACCEPTANCE = "no-acceptance"
+    OTHER_WIDTH = "other-width"
+    FLAT_STEP_TIME = "flat-step-time"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWarning:
+    """Tells that an engine works worse than it could; for people, and no decision reads it.
+
+    drafter: the one that it is about.  found: what its reports show, in one line.  advice: likely
+    causes, and what to do about them, in one line.
+    """
+
+    kind: WarningKind
+    drafter: str
+    found: str
+    advice: str
+
+
+class AcceptanceCheck:
+    """Counts one drafter of `gamma_max` positions until it has worked.
+
+    Notices a drafter of which hardly a token was ever accepted: it does not fit its target.  A
+    wrong checkpoint costs no token and fails no request; all that it shows is an acceptance length
+    that stays close to 1.  So does good traffic that has turned hard, which is no fault: a drafter
+    that has worked once is never suspected again.
+
+    Acceptance is counted position by position, from the first step on.  What was cut by a
+    sequence's end or by a grammar, or lies behind the draft length, is censored and counts for
+    nothing, so that short answers do not look like rejections.
+
+    drafts, steps: verified drafts, and the steps since the first of them.
+    """
+
+    def __init__(self, gamma_max: int) -> None:
+        self.has_worked = False
+        self.steps = 0
+        self._all = _Positions(gamma_max)
+        self._block = _Positions(gamma_max)
+        self._block_steps = 0
+
+    @property
+    def drafts(self) -> int:
+        """Returns how many drafts were verified."""
+        return self._all.exposures[0]
+
+    @property
+    def tokens(self) -> float:
+        """Returns the tokens that a sequence gained in a drafted step so far, bonus included."""
+        return self._all.tokens
+
+    @property
+    def is_suspect(self) -> bool:
+        """Returns whether it has drafted for long and was hardly ever right."""
+        return (
+            not self.has_worked
+            and self.steps >= _LEAST_STEPS
+            and self.drafts >= _LEAST_DRAFTS
+            and self.tokens + _STANDARD_ERRORS * self._error < SUSPECT_TOKENS
+        )
+
+    @property
+    def _error(self) -> float:
+        """Returns the standard error of `tokens`: as of rare events, of which one more may come."""
+        return math.sqrt((self.tokens - 1 + 1 / self.drafts) / self.drafts)
+
+    def fold(self, accepted_counts: Sequence[int], censored_counts: Sequence[int]) -> None:
+        """Takes a step in which it drafted; counts as in `AcceptanceEstimator.fold`."""
+        self._all.add(accepted_counts, censored_counts)
+        block = self._block
+        block.add(accepted_counts, censored_counts)
+        self._block_steps += 1
+        if block.exposures[0] >= _BLOCK_DRAFTS and self._block_steps >= _BLOCK_STEPS:
+            self.has_worked = block.tokens >= WORKING_TOKENS
+            self._block = _Positions(len(block.exposures))
+            self._block_steps = 0
+
+    def pass_step(self) -> None:
+        """Counts a step of the engine, whether or not it drafted in it."""
+        if self.drafts:
+            self.steps += 1
+
+
+class _Positions:
+    """Counts by position the sequences that reached it, and of how many it was accepted."""
+
+    def __init__(self, gamma_max: int) -> None:
+        self.exposures = [0] * gamma_max
+        self._successes = [0] * gamma_max
+
+    def add(self, accepted_counts: Sequence[int], censored_counts: Sequence[int]) -> None:
+        reached = sum(accepted_counts) + sum(censored_counts)
+        for k in range(min(len(accepted_counts) - 1, len(self.exposures))):
+            if censored_counts:
+                reached -= censored_counts[k]
+            successes = reached - accepted_counts[k]
+            self.exposures[k] += reached
+            self._successes[k] += successes
+            if not successes:
+                break
+            reached = successes
+
+    @property
+    def tokens(self) -> float:
+        """Returns 1 + s_1 + s_2 + ..., as far as anything is known."""
+        survival, total = 1.0, 1.0
+        for reached, successes in zip(self.exposures, self._successes, strict=True):
+            if not successes:
+                break
+            survival *= successes / reached
+            total += survival
+        return total
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Counts the steps that were asked for one arm.
+
+    share: of the last ones, those that ran another draft length; other: the last such length.
+    """
+
+    steps: int = 0
+    share: float = 0.0
+    other: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OtherWidth:
+    """Tells that steps which were asked for `arm` verified another draft length.
+
+    share: of the last `steps` ones.
+    """
+
+    arm: Arm
+    verified: int
+    share: float
+    steps: int
+
+
+class WidthCheck:
+    """Compares the reports of one engine with its plans.
+
+    A few steps differ in every engine: a drafter that wakes, a batch that has changed between
+    choice and step.  An engine that does not follow the draft length differs in nearly all of them.
+    Compared is the draft length that a step ran.  Rows that verified fewer drafts than that (a
+    grammar forbade them, a lookup found none) say nothing about the engine.
+
+    any_larger: the choice may have been made for a larger batch than the report's (data-parallel
+    attention, where all ranks run what the largest batch needs).
+    """
+
+    def __init__(self, *, any_larger: bool) -> None:
+        self._any_larger = any_larger
+        self._plans: OrderedDict[int, Plan] = OrderedDict()
+        self._asked: dict[Arm, _Asked] = {}
+        self._last_batch = 0
+        # The question that was answered last: most steps ask it again.
+        self._key: tuple[int, ...] = ()
+        self._arms: tuple[Arm, frozenset[Arm]] | None = None
+
+    def expect(self, plan: Plan) -> None:
+        """Takes a plan, in whose epoch later steps run."""
+        self._plans[plan.epoch] = plan
+        if len(self._plans) > _PLANS_KEPT:
+            self._plans.popitem(last=False)
+
+    def observe(self, report: StepReport) -> None:
+        """Takes a step.  One without a plan, of two choices, or without drafts is not compared."""
+        # An engine may choose a step ahead, for the batch as it was then.
+        sizes = sorted((report.batch_size, self._last_batch or report.batch_size))
+        self._last_batch = report.batch_size
+        flags = report.flags
+        if flags.unsteered or flags.mixed_choice or not drafts_for_any(report):
+            return
+        key = (report.plan_epoch, *sizes, report.probe_id, report.batch_size)
+        if key != self._key:
+            self._key, self._arms = key, self._ask(*key)
+        if self._arms is None:
+            return
+        asked, allowed = self._arms
+        if report.drafter != asked.drafter:
+            return
+        count = self._asked.setdefault(asked, _Asked())
+        differs = report.arm not in allowed
+        count.steps += 1
+        count.share += (differs - count.share) / min(count.steps, _WINDOW_STEPS)
+        if differs:
+            count.other = report.gamma
+
+    def _ask(
+        self, epoch: int, low: int, high: int, probe_id: int, size: int
+    ) -> tuple[Arm, frozenset[Arm]] | None:
+        """Returns what a plan asks for in a batch, and what it does in those that it may be for."""
+        plan = self._plans.get(epoch)
+        if plan is None:
+            return None
+        rows = [row for row in plan.rows if row.max_batch_size >= low] or [plan.rows[-1]]
+        if not self._any_larger:
+            last = next((i for i, row in enumerate(rows) if row.max_batch_size >= high), len(rows))
+            rows = rows[: last + 1]
+        arms = {row.arm for row in rows}
+        asked = plan.row_for(size).arm
+        if probe_id:
+            probes = [row.probe for row in rows if row.probe is not None]
+            probe = next((probe for probe in probes if probe.probe_id == probe_id), None)
+            if probe is None:
+                return None
+            asked = probe.arm
+            arms = {asked}
+        return asked, frozenset(arms)
+
+    def found(self) -> list[OtherWidth]:
+        """Returns the arms that the engine does not follow, the longest draft length first."""
+        odd = [
+            OtherWidth(arm, count.other, count.share, min(count.steps, _WINDOW_STEPS))
+            for arm, count in self._asked.items()
+            if count.steps >= _WINDOW_STEPS and count.share > _DISOBEYED_SHARE
+        ]
+        return sorted(odd, key=lambda other: (other.arm.drafter, -other.arm.gamma))
+
+
+def drafts_for_any(report: StepReport) -> bool:
+    """Returns whether a step had a row that may be drafted for and whose request went on."""
+    return not report.groups or any(it.drafter and not it.ended for it in report.groups)
 
 
 class EngineChecks:

@@ -15,7 +15,7 @@ cells never run grows with the errors found on first visits.
 Two rules keep a slow minute from being charged to the arms that ran in it.  When a cell runs on and
 its time changes, only the machine can have changed, and when the time of a known cell leaps, that
 is by far the likeliest cause: w takes the change as pace, whatever the doubt about the rest.  And
-more work never costs less (`cost_order`): where what was learnt breaks that order, the older
+more work never costs less (`CostOrder`): where what was learnt breaks that order, the older
 knowledge gives way to the newer and is doubted.  After either, gamma = 0 is due for a check.
 
 A step that is far outside the usual scatter, or six times as fast as believed, moves nothing before
@@ -29,18 +29,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.cost.cost_order import CostOrder
-from controller.core.cost.features import doubt_before, drafting_alike, features, process_noise
-from controller.core.cost.prior import Prior
 from controller.core.cost.profile import Profile
-from controller.core.cost.table import Costs, CostTable
+from controller.core.cost.table import CostOrder, Costs, CostTable, Prior
 from controller.core.cost.uncertainty import (
     DISAGREEMENT_MAX,
     IDLE_STEPS,
     STALE_STEPS,
     CostUncertainty,
     cell_variance,
+    doubt_before,
+    drafting_alike,
+    features,
     near,
+    process_noise,
 )
 from controller.core.engine_spec import Arm
 from controller.core.recorded_state import recorded

@@ -1,20 +1,246 @@
-"""Holds what steps cost before any live step: [arms, buckets] of a profile or a prior."""
+"""Holds what steps cost before any live step: [arms, buckets] of a profile or a prior, in order.
+
+A profile's cells become a smoothed grid.  Before anything was measured, costs are estimated by a
+roofline for known shapes, else by a guess.  Both are marked (`prior` in `explain`,
+`profile-missing` on every plan), and live steps correct both; the roofline needs less correction.
+More work never costs less, whatever was measured (`CostOrder`).
+"""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.cost.cost_order import CostOrder
-from controller.core.cost.grid import profiled_grid
-from controller.core.cost.prior import Prior, generic_prior
 from controller.core.cost.profile import Profile
-from controller.core.engine_spec import Arm
+from controller.core.cost.roofline import device, prior_grid
+from controller.core.engine_spec import Arm, EngineSpec
+from controller.core.model_shapes import InvalidShapeError
+from controller.core.step_report import MAX_STEP_SECONDS
 
+# Shape of the guess: tokens per step at which compute starts to show, cost of one draft pass
+# relative to a target pass, and the seconds that the first live steps correct.
+_SATURATION_TOKENS = 256.0
+_DRAFT_SHARE = 0.12
+_STEP_SECONDS = 0.02
 # Whatever the context, a step takes this share of what it takes at the table's context.
 _LEAST_SHARE = 0.1
+
+
+class CostOrder:
+    """Keeps step costs in order: more work never costs less, whatever was measured.
+
+        C(d, B, gamma) <= C(d, B', gamma')   for gamma <= gamma' and B <= B'
+        C(d, B, 0)     <= C(d', B', gamma')  for gamma' > 0 and B <= B', whichever d and d' are
+
+    A step at gamma = 0 is the target's pass alone, and every other step contains that pass.  So the
+    gain of an arm over plain decoding, (1 + E) C(0) / C(gamma), never exceeds its acceptance
+    length.  Tables are [arms, buckets] with ascending buckets.
+    """
+
+    def __init__(self, arms: Sequence[Arm]) -> None:
+        drafters = dict.fromkeys(arm.drafter for arm in arms)
+        self._off = np.array([i for i, arm in enumerate(arms) if arm.gamma == 0], dtype=np.int64)
+        self._is_off = np.array([arm.gamma == 0 for arm in arms])
+        self._drafting = np.array([i for i, arm in enumerate(arms) if arm.gamma], dtype=np.int64)
+        # Of each drafter, its arms by ascending draft length.
+        self._chains = [
+            np.array(
+                sorted(
+                    (i for i, arm in enumerate(arms) if arm.drafter == drafter),
+                    key=lambda i: arms[i].gamma,
+                ),
+                dtype=np.int64,
+            )
+            for drafter in drafters
+        ]
+        # Where the first of each of these costs no more than the second, all arms are in order.
+        pairs = [(a, b) for chain in self._chains for a, b in pairwise(chain)]
+        shortest = [next((i for i in chain if arms[i].gamma), None) for chain in self._chains]
+        pairs += [(a, b) for a in self._off for b in shortest if b is not None]
+        self._less, self._more = np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
+        # [arms, arms]: the first costs no more than the second.
+        self._below = np.array(
+            [
+                [
+                    (a.drafter == b.drafter and a.gamma <= b.gamma)
+                    or (a.gamma == 0 and b.gamma > 0)
+                    for b in arms
+                ]
+                for a in arms
+            ]
+        )
+
+    def lowered(
+        self, table: NDArray[np.float64], *, over_batches: bool = True
+    ) -> NDArray[np.float64]:
+        """Returns the largest ordered table nowhere above this one; itself if it is in order.
+
+        over_batches: False if the batches have different contexts, so that only arms are ordered.
+        """
+        found = table if self._are_arms_ordered(table) else self._ordered_arms(table)
+        if over_batches and not _are_batches_ordered(found):
+            found = np.minimum.accumulate(found[:, ::-1], axis=1)[:, ::-1]
+        return found
+
+    def is_ordered(self, table: NDArray[np.float64]) -> bool:
+        """Returns whether a table is in order."""
+        return self._are_arms_ordered(table) and _are_batches_ordered(table)
+
+    def _are_arms_ordered(self, table: NDArray[np.float64]) -> bool:
+        less, more = table.take(self._less, axis=0), table.take(self._more, axis=0)
+        return not np.count_nonzero(more < less)
+
+    def _ordered_arms(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
+        found = table.copy()
+        for chain in self._chains:
+            longest_first = chain[::-1]
+            found[longest_first] = np.minimum.accumulate(table[longest_first], axis=0)
+        if len(self._off) and len(self._drafting):
+            least = found[self._drafting].min(axis=0)
+            found[self._off] = np.minimum(found[self._off], least)
+        return found
+
+    def settled(self, table: NDArray[np.float64], seen: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns a table in order, in which the cells that were seen last moved least.
+
+        seen: [arms, buckets] when each cell was seen last, 0: never.  The newest cell stays, and
+        every older one moves between the newer cells that lie above and below it.
+        """
+        least = np.zeros_like(table)
+        most = np.full_like(table, np.inf)
+        arms, buckets = np.nonzero(seen)
+        newest_first = np.argsort(-seen[arms, buckets], kind="stable")
+        for i, j in zip(arms[newest_first].tolist(), buckets[newest_first].tolist(), strict=True):
+            value = min(max(table[i, j], least[i, j]), most[i, j])
+            above, below = self._below[i], self._below[:, i]
+            least[above, j:] = np.maximum(least[above, j:], value)
+            most[below, : j + 1] = np.minimum(most[below, : j + 1], value)
+        # A table in order stays in order when it is cut to bounds that are in order.
+        return np.clip(self.lowered(table), least, most)
+
+    def next_to(self, seen: NDArray[np.bool_], sure: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Marks [arms] of every drafter up to the longest seen, and one more if that is sure."""
+        found = np.zeros_like(seen)
+        for chain in self._chains:
+            ran = np.flatnonzero(seen[chain])
+            longest = int(ran[-1]) if len(ran) else -1
+            more = 1 if longest < 0 or sure[chain[longest]] or self._is_off[chain[longest]] else 0
+            found[chain[: longest + 1 + more]] = True
+        return found
+
+
+def _are_batches_ordered(table: NDArray[np.float64]) -> bool:
+    return not np.count_nonzero(table[:, 1:] < table[:, :-1])
+
+
+def profiled_grid(
+    arms: Sequence[Arm], buckets: NDArray[np.float64], profile: Profile
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Returns [arms, buckets]: the profile's seconds, and where they are extrapolated.
+
+    Seconds never fall with B or gamma; they are interpolated in log B and linearly in gamma.
+    """
+    sizes = np.array(sorted({c.batch_size for c in profile.cells}), dtype=np.float64)
+    grid = np.empty((len(arms), len(buckets)))
+    outside = np.zeros(grid.shape, dtype=bool)
+    for drafter in {arm.drafter for arm in arms}:
+        rows = [i for i, arm in enumerate(arms) if arm.drafter == drafter]
+        cells = [c for c in profile.cells if c.drafter == drafter]
+        if not cells:
+            # An arm without a measurement must not look cheap: it costs what the slowest cell does.
+            grid[rows] = max(c.step_seconds for c in profile.cells)
+            outside[rows] = True
+            continue
+        by_gamma: dict[int, list[tuple[int, float]]] = {}
+        for c in cells:
+            by_gamma.setdefault(c.gamma, []).append((c.batch_size, c.step_seconds))
+        gammas = np.array(sorted(by_gamma), dtype=np.float64)
+        table = np.vstack([_over_batch(by_gamma[int(g)], sizes) for g in gammas])
+        table = _monotone(_monotone(table, 0), 1)
+        measured = (buckets >= sizes[0]) & (buckets <= sizes[-1])
+        at_buckets = np.vstack([_interpolate(np.log(buckets), np.log(sizes), row) for row in table])
+        wanted = np.array([float(arms[i].gamma) for i in rows])
+        for j in range(len(buckets)):
+            grid[rows, j] = _interpolate(wanted, gammas, at_buckets[:, j])
+        for i in rows:
+            outside[i] = ~measured | (not gammas[0] <= arms[i].gamma <= gammas[-1])
+    return grid, outside
+
+
+def _over_batch(
+    cells: Sequence[tuple[int, float]], sizes: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Interpolates one draft length's cells (batch size, step seconds) at other batch sizes."""
+    mine = sorted(cells)
+    x = np.log(np.array([b for b, _ in mine], dtype=np.float64))
+    return _interpolate(np.log(sizes), x, np.array([s for _, s in mine]))
+
+
+def _interpolate(
+    at: NDArray[np.float64], x: NDArray[np.float64], y: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Interpolates y(x) linearly; outside it keeps the last slope, never downwards past the end."""
+    inside = np.interp(at, x, y)
+    if len(x) < 2:
+        return inside
+    right = (y[-1] - y[-2]) / (x[-1] - x[-2])
+    left = (y[1] - y[0]) / (x[1] - x[0])
+    beyond = y[-1] + np.maximum(right, 0.0) * (at - x[-1])
+    before = np.maximum(y[0] + np.maximum(left, 0.0) * (at - x[0]), 0.25 * y[0])
+    return np.where(at > x[-1], beyond, np.where(at < x[0], before, inside))
+
+
+def _monotone(table: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    """Makes a table that never falls along the axis: mean of running maximum and minimum."""
+    rising = np.maximum.accumulate(table, axis=axis)
+    flipped = np.flip(np.minimum.accumulate(np.flip(table, axis), axis=axis), axis)
+    return (rising + flipped) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """Holds the costs of an engine without a profile.
+
+    name: "roofline", or "generic" when a shape or the GPU's numbers are not known.  grid: [arms,
+    buckets] seconds at kv = 0.  kv_rate: seconds per KV token.
+    """
+
+    name: str
+    grid: NDArray[np.float64]
+    kv_rate: float
+
+
+def prior_for(spec: EngineSpec, arms: Sequence[Arm], buckets: Sequence[int]) -> Prior:
+    """Returns the best prior for an engine that was not profiled."""
+    shapes = {d.name: d.shape for d in spec.drafters if d.shape is not None}
+    for drafter in spec.drafters:
+        # Its free drafter costs next to nothing.
+        if drafter.mixture is not None and (main := shapes.get(drafter.mixture.main)) is not None:
+            shapes[drafter.name] = main
+    if spec.shape is None or len(shapes) < len(spec.drafters):
+        return generic_prior(arms, buckets)
+    try:
+        gpus = max(1, spec.fingerprint.tensor_parallel_size)
+        gpu = device(spec.fingerprint.device).with_typical_overheads().tensor_parallel(gpus)
+        grid, rate = prior_grid(arms, shapes, buckets, spec.shape, gpu)
+    except InvalidShapeError:
+        # Not a GPU of the table, or a draft longer than its block.
+        return generic_prior(arms, buckets)
+    if grid.max() <= MAX_STEP_SECONDS and rate <= MAX_STEP_SECONDS:
+        return Prior("roofline", grid, rate)
+    # Each number is possible, and their combination is not.
+    return generic_prior(arms, buckets)
+
+
+def generic_prior(arms: Sequence[Arm], buckets: Sequence[int]) -> Prior:
+    """Guesses t0 * (1 + B (gamma + 1) / B_sat + gamma * d)."""
+    gammas = np.array([[float(arm.gamma)] for arm in arms])
+    tokens = np.asarray(buckets, dtype=np.float64) * (gammas + 1)
+    relative: NDArray[np.float64] = 1 + tokens / _SATURATION_TOKENS + _DRAFT_SHARE * gammas
+    return Prior("generic", _STEP_SECONDS * relative, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

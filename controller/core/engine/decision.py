@@ -1,9 +1,9 @@
-"""Keeps the estimates and values that a decision was made from.
+"""Keeps the estimates and values that a decision was made from, and says why it is what it is.
 
     reports -> estimators -> Estimates, of one moment -> Values, in the plan's rows -> choice
 
 Whoever inspects a controller reads them here.  Inspecting therefore neither changes the estimators
-nor shows numbers that no decision has used.
+nor shows numbers that no decision has used.  The reason is in words: they are a part of the plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,11 @@ from controller.core.cost.model import CostModel
 from controller.core.cost.table import Costs
 from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
+from controller.core.plan import Probe, Reason
 from controller.core.planning.constraints import PlanRows
 from controller.core.planning.overrides import Override
 from controller.core.planning.planner import Values, evaluate
+from controller.core.planning.token_time import TokenTimeBound
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +108,114 @@ class Decision:
     overrides: tuple[Override, ...]
     reports: int
     excluded: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundState:
+    """Tells how a bound on the time per output token stands at one batch size.
+
+    expected_seconds: of the planned arm.  attainable: an arm that may run there keeps it.
+    excluded: the arm that would have been chosen without it, None where that is the same one.
+    kept_up_to: up to this batch size every row has an arm that keeps its bound; 0 = not even the
+    first row.
+    """
+
+    bound: TokenTimeBound
+    expected_seconds: float
+    attainable: bool
+    excluded: Arm | None
+    kept_up_to: int
+
+    @property
+    def is_kept(self) -> bool:
+        """Tells whether the planned arm keeps the bound by the estimates."""
+        return self.expected_seconds <= self.bound.seconds
+
+    @property
+    def binds(self) -> bool:
+        """Tells whether the bound changes the choice, or is not kept."""
+        return self.excluded is not None or not self.is_kept
+
+
+def bound_in(made: Decision, arms: Sequence[Arm], row: int, chosen: int) -> BoundState | None:
+    """Returns how the bound of one row of a decision stands; None without a bound.
+
+    chosen: index of the planned arm.
+    """
+    at, values = made.at, made.values
+    bound = at.bounds[row] if at.bounds else None
+    if bound is None:
+        return None
+    attainable: NDArray[np.bool_] = at.keeping(arms, values.tpot).sum(axis=0) > 0
+    kept = len(at.upper) if attainable.all() else int(attainable.argmin())
+    excluded = made.excluded.get(row)
+    return BoundState(
+        bound,
+        float(values.tpot[chosen, row]),
+        bool(attainable[row]),
+        None if excluded is None else arms[excluded],
+        at.upper[kept - 1] if kept else 0,
+    )
+
+
+def bound_text(state: BoundState | None) -> str:
+    """Describes what a bound that binds does, for people; "" where it changes nothing."""
+    if state is None or not state.binds:
+        return ""
+    if state.is_kept:
+        assert state.excluded is not None
+        return f"{state.bound} excludes {state.excluded.drafter} gamma {state.excluded.gamma}"
+    ratio = state.expected_seconds / state.bound.seconds
+    above = f"{max(ratio - 1, 0.001):.1%} above" if ratio < 2 else f"{ratio:.3g} times"
+    found = f"{1e3 * state.expected_seconds:.2f} ms a token expected, {above} the {state.bound}"
+    if state.attainable:
+        return found
+    where = f"batches up to {state.kept_up_to} keep it" if state.kept_up_to else "no batch keeps it"
+    return f"{found}, which no choice keeps here; {where}"
+
+
+def arm_text(arm: Arm, tokens_per_second: float) -> str:
+    """Names an arm and what is expected of it, for people."""
+    return f"{arm.drafter} gamma {arm.gamma}, {tokens_per_second:.0f} tok/s expected"
+
+
+def why(
+    choice: str,
+    at: PlanRows,
+    active: int,
+    prior: str,
+    probe: Probe | None,
+    reason: Reason,
+    bound: str = "",
+    purpose: str = "to learn",
+) -> tuple[Reason, str]:
+    """Returns why a plan is what it is: its reason, and one line for people.
+
+    choice, reason: of the active row.  prior: where costs come from without a profile, else "".
+    bound: what its bound on the time per output token does, see `bound_text`.
+    purpose: of the probe.
+    """
+    detail, limits = choice, at.limits[active]
+    if limits.overrides:
+        detail += f"; under {', '.join(limits.overrides)}"
+        if at.emptied[active]:
+            detail += ", which leave nothing that this engine can run: no speculation"
+        pinned = next((loss for loss in at.lost if loss.drafter == limits.drafter), None)
+        if limits.drafter is not None and pinned is not None:
+            detail += f"; {pinned.what} is pinned but lost: {pinned.reason}"
+    if bound:
+        detail += f"; {bound}"
+    if at.lost:
+        detail += f"; lost: {', '.join(loss.what for loss in at.lost)}"
+    if at.refused:
+        detail += f"; {at.refused} is asked for, which this engine cannot do: no online updates"
+    if prior:
+        detail += f"; costs from a {prior} prior, no profile loaded"
+    if probe:
+        arm = probe.arm
+        return Reason.PROBE, (
+            f"{detail}; {probe.steps} steps of {arm.drafter} gamma {arm.gamma} {purpose}"
+        )
+    if prior and reason is not Reason.OVERRIDE:
+        return Reason.PROFILE_MISSING, detail
+    return reason, detail

@@ -7,8 +7,8 @@ The only state is in this object; the only clock is the one passed in.  Feed a s
 reports at the same times and it makes the same plans.
 
 Two things change it: its inputs (`observe`, `set_overrides`, `force`, ...) and decisions
-(`next_plan`, `force`, `last_plan`).  `current_plan`, `decide`, `explain`, `preview` and `beliefs`
-read it; they may be called at any time, by anybody, as often as they like.
+(`next_plan`, `force`, `last_plan`).  `current_plan`, `decide`, `decision`, `values_under` and
+`beliefs` read it; they may be called at any time, by anybody, as often as they like.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,44 +19,42 @@ import numpy as np
 from controller.core.acceptance.by_class import TrafficCurves, TrafficEstimator
 from controller.core.acceptance.mixtures import Mixtures
 from controller.core.acceptance.warm_start import Belief
-from controller.core.capabilities import LostCapability, added, is_blind, require_known
 from controller.core.checks.engine_checks import EngineChecks
 from controller.core.clock import Clock
 from controller.core.cost.catch_up_cost import CatchUp
-from controller.core.cost.context_by_batch import ContextByBatch
+from controller.core.cost.live_estimates import ContextByBatch, PrefillPrice, SwitchPrice
 from controller.core.cost.model import CostModel
-from controller.core.cost.prefill_price import PrefillPrice
-from controller.core.cost.prior import prior_for
 from controller.core.cost.profile import Profile
-from controller.core.cost.switch_price import SwitchPrice
-from controller.core.engine.decision import Decision, Estimates
-from controller.core.engine.explanation import (
-    Explanation,
-    PreviewRow,
-    arm_text,
-    arms_in,
-    behind,
-    bound_in,
-    bound_text,
-    past_traffic,
-    positions_of,
-    preview_rows,
-    value_table,
-    why,
-)
+from controller.core.cost.table import prior_for
+from controller.core.engine.decision import Decision, Estimates, arm_text, bound_in, bound_text, why
 from controller.core.engine.prediction_audit import PredictionAudit
-from controller.core.engine_spec import Arm, EngineSpec, kept_together
+from controller.core.engine_spec import (
+    Arm,
+    EngineSpec,
+    LostCapability,
+    added,
+    is_blind,
+    kept_together,
+    require_known,
+)
 from controller.core.errors import StaleReportError, UnknownArmError
 from controller.core.plan import MixtureRule, Plan, PlanRow, Probe, Reason, Regime
 from controller.core.planning.baseline_planners import make_planner
-from controller.core.planning.buckets import batch_buckets
-from controller.core.planning.cautious_start import discounts
 from controller.core.planning.constraints import PlanRows, covering, rows_under
+from controller.core.planning.doubt import discounts
 from controller.core.planning.exploration import Explorer, Situation
 from controller.core.planning.loss_account import LossAccount
 from controller.core.planning.observation_cost import budget
 from controller.core.planning.overrides import Override
-from controller.core.planning.plan_table import forced_rows, reach, row_of, rows_of, without_probes
+from controller.core.planning.plan_table import (
+    batch_buckets,
+    forced_rows,
+    reach,
+    row_of,
+    rows_of,
+    without_probes,
+)
+from controller.core.planning.planner import Values
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
@@ -76,8 +74,8 @@ _UNSETTLED_PAUSE = 0.2
 @recorded(
     "controller",
     "reports traffic mixtures cost explorer updates _catch_up _context _decided _epoch "
-    "_evaluated_at _evaluated_reports _forced _last_batch _last_step _losses _parting _plan "
-    "_plan_time _planner _prefill _switch_price _unsettled_until _warm_start",
+    "_evaluated_at _evaluated_reports _forced last_batch _last_step _losses _parting _plan "
+    "_plan_time _planner _prefill _switch_price _unsettled_until warm_start",
 )
 class EngineController:
     """Estimates and plans for one introduced engine.  The first plan is made at once.
@@ -132,7 +130,7 @@ class EngineController:
         self._forced: Arm | None = None
         self._parting = False
         self._last_step = -1
-        self._last_batch = 1
+        self.last_batch = 1
         self._epoch = 0
         # Of the plan that is issued next.
         self._rules: tuple[MixtureRule, ...] = ()
@@ -143,7 +141,7 @@ class EngineController:
         cold = profile is None
         self._unsettled_until = _UNSETTLED_REPORTS_COLD if cold else _UNSETTLED_REPORTS
         self.reports = 0
-        self._warm_start = ""
+        self.warm_start = ""
         self._decision: Decision
         self._plan: Plan
         now = clock.now()
@@ -167,9 +165,14 @@ class EngineController:
         return rows_under(overrides, self.spec, self._buckets, self.arms, ceiling)
 
     @property
-    def tpot_ceiling_seconds(self) -> float:
-        """Bound on the time per output token by the settings; 0 = none."""
-        return self._settings.tpot_ceiling_seconds
+    def settings(self) -> PlannerSettings:
+        """The constants that it decides by."""
+        return self._settings
+
+    @property
+    def now(self) -> float:
+        """Seconds of its clock."""
+        return self._clock.now()
 
     @property
     def profile_id(self) -> str:
@@ -185,7 +188,7 @@ class EngineController:
         """Folds one report.  Raises StaleReportError or UnknownArmError; nothing is used then."""
         arm = self._require_usable(report)
         self._last_step = report.step
-        self._last_batch = report.batch_size
+        self.last_batch = report.batch_size
         self.reports += 1
         self.checks.observe(report, measured=self._forced is not None)
         # A measurement brings its own load: what it accepts says nothing about the traffic.
@@ -290,11 +293,10 @@ class EngineController:
         self._evaluated_at = -float("inf")
         return news
 
-    def preview(self, overrides: Iterable[Override]) -> tuple[PreviewRow, ...]:
-        """Returns the rows that the last decision would have made under these overrides."""
+    def values_under(self, overrides: Iterable[Override]) -> tuple[PlanRows, Values]:
+        """Returns the rows that the last decision would have had under these, and their values."""
         at = self._rows_under(overrides)
-        values = self._decision.estimates.values(self.arms, self._sizes, at)
-        return preview_rows(self._plan, at, values, self.arms)
+        return at, self._decision.estimates.values(self.arms, self._sizes, at)
 
     @property
     def overrides(self) -> tuple[Override, ...]:
@@ -394,7 +396,7 @@ class EngineController:
     def begin_from(self, beliefs: Iterable[Belief], where: str) -> None:
         """Adds what was known elsewhere; where: who knew it, for people."""
         self.traffic.begin_from(beliefs)
-        self._warm_start = where
+        self.warm_start = where
         self._evaluated_at = -float("inf")
 
     def beliefs(self) -> list[Belief]:
@@ -405,49 +407,6 @@ class EngineController:
     def decision(self) -> Decision:
         """Returns the numbers that the last decision was made from."""
         return self._decision
-
-    def explain(self, batch_size: int = 0) -> Explanation:
-        """The last decision's row at a batch size (0: the last report's), with all its numbers."""
-        batch_size = batch_size or self._last_batch
-        made, plan = self._decision, self._plan
-        estimates, at = made.estimates, made.at
-        row = at.row_of(batch_size)
-        current = self.arms.index(plan.row_for(batch_size).arm)
-        runner_up, margin = behind(made.values.value[:, row])
-        return Explanation(
-            engine_id=self.spec.engine_id,
-            batch_size=batch_size,
-            plan=plan,
-            arms=arms_in(made, self.arms, row, current, self._settings.confidence_z),
-            positions=positions_of(estimates.traffic),
-            profile_id=estimates.profile_id,
-            margin=margin,
-            probe_share=self.explorer.probe_share,
-            kv_tokens_per_sequence=float(estimates.context[at.bucket[row]]),
-            runner_up=self.arms[runner_up],
-            policy=self._settings.policy,
-            probes=self.explorer.probes,
-            probe_lost_seconds=self.explorer.lost_seconds,
-            probe_credit_seconds=self.explorer.credit_seconds,
-            shifts=self.traffic.shifts,
-            switches=self.switches,
-            cost_outliers=self.cost.rejected,
-            prior=estimates.prior,
-            limits=at.limits[row],
-            overrides=made.overrides,
-            warm_start=self._warm_start,
-            updates=self.updates.strides if at.regime is None else None,
-            training=self.updates.view,
-            table=value_table(at, made.values),
-            lost=self.spec.lost,
-            probe_steps=self.explorer.probe_steps,
-            switch_seconds=estimates.switch_seconds,
-            resembles=past_traffic(estimates.traffic.resembles, self._clock.now()),
-            traffic_states=len(self.traffic.states.all),
-            bound=bound_in(made, self.arms, row, current),
-            mixtures=self.mixtures.uses(),
-            warnings=self.checks.warnings(),
-        )
 
     def take_estimates(self) -> None:
         """Takes the estimates as they stand for those that the last decision was made from.
@@ -490,12 +449,12 @@ class EngineController:
         choice = self._planner.update(values, hazard, hedge, self._losses.limits(values))
         if at.bounds:
             made = self._decision = replace(made, excluded=self._planner.take_excluded())
-        active = at.row_of(self._last_batch)
+        active = at.row_of(self.last_batch)
         self.prediction_audit.settle(values, at.row_of)
         sees = self.reports and not is_blind(self.spec)
         if sees and self._planner.explores and at.limits[active].explore:
             situation = Situation(
-                values, doubt, active, self._last_batch, choice[active],
+                values, doubt, active, self.last_batch, choice[active],
                 self._planner.observation, 1 / hazard.expected,
                 int(at.bucket[active]), self._planner.may_probe(values, active),
                 self._losses.room, self._losses.room_for_news,
@@ -503,10 +462,10 @@ class EngineController:
             self.explorer.consider(situation, now)
         if at.regime is None and self.reports:
             feasible = None if at.feasible is None else at.feasible[:, active]
-            self.updates.update(values, active, self._last_batch, feasible)
+            self.updates.update(values, active, self.last_batch, feasible)
         probing = self.explorer.running
         rows = self._rows(choice, probing)
-        size, prior = self._last_batch, "" if self.profile_id else self.cost.prior
+        size, prior = self.last_batch, "" if self.profile_id else self.cost.prior
         chosen, said = choice[active], self._planner.reasons[active]
         return rows, *why(
             f"B={size}: {arm_text(self.arms[chosen], values.value[chosen, active])}",

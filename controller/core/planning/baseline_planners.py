@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.hazard import Hazard
+from controller.core.acceptance.shifts import Hazard
 from controller.core.engine_spec import Arm
 from controller.core.planning.planner import NO_LIMITS, LossLimits, Planner, Values
 from controller.core.recorded_state import recorded

@@ -8,8 +8,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.capabilities import LostCapability, loss_of_all
-from controller.core.engine_spec import MAX_GAMMA, Arm, EngineSpec
+from controller.core.engine_spec import MAX_GAMMA, Arm, EngineSpec, LostCapability, loss_of_all
 from controller.core.plan import MAX_PLAN_ROWS, Regime, RegimeMode
 from controller.core.planning.overrides import (
     Limits,
@@ -19,7 +18,7 @@ from controller.core.planning.overrides import (
     merge_ordered,
     merge_regime,
 )
-from controller.core.planning.token_time import TokenTimeBound, bounds_of
+from controller.core.planning.token_time import RowBounds, TokenTimeBound, bounds_of
 
 # Most cells (arms times rows) of a plan: the work to make one grows with them.
 _CELLS_MAX = 8192
@@ -55,6 +54,16 @@ class PlanRows:
     def row_of(self, batch_size: int) -> int:
         """Returns the index of the row that serves a batch size."""
         return min(bisect_left(self.upper, batch_size), len(self.upper) - 1)
+
+    def keeping(self, arms: Sequence[Arm], tpot: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Returns [arms, rows], which arms may run and keep the row's bound.
+
+        tpot: [arms, rows] expected seconds between a sequence's output tokens.
+        """
+        keeps = np.ones(tpot.shape, dtype=bool) if self.feasible is None else self.feasible
+        if self.bounds:
+            keeps = keeps & RowBounds(arms, self.bounds).keeping(tpot, None, 0.0)
+        return keeps
 
 
 def covering(overrides: Iterable[Override], spec: EngineSpec) -> tuple[Override, ...]:

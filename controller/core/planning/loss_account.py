@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.hazard import Hazard
+from controller.core.acceptance.shifts import Hazard
 from controller.core.engine_spec import Arm
 from controller.core.planning.constraints import PlanRows
 from controller.core.planning.doubt import AcceptanceDoubt

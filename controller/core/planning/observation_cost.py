@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.hazard import Hazard
+from controller.core.acceptance.shifts import Hazard
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.engine_spec import Arm
 from controller.core.recorded_state import recorded

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.acceptance.by_class import TrafficCurves
-from controller.core.acceptance.hazard import Hazard
+from controller.core.acceptance.shifts import Hazard
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.table import Costs
 from controller.core.engine_spec import Arm
@@ -180,7 +180,7 @@ class Planner:
     ) -> Sequence[int]:
         """Moves the choice where the gain beats margin and price; returns an arm per bucket.
 
-        discounts: [arms, buckets] factors on the values, see `cautious_start`.
+        discounts: [arms, buckets] factors on the values, see `doubt`.
         """
         value = self._prepared(values.value)
         if discounts is not None:

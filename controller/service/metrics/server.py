@@ -16,20 +16,14 @@ from prometheus_client.exposition import MetricsHandler
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from controller.service.metrics.decisions import DECISION, ESTIMATES, LEARNING
+from controller.service.metrics.engines import DECISION, ESTIMATES, LEARNING, LINK, STEPS
 from controller.service.metrics.family import Family, samples, write
 from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
-from controller.service.metrics.steps import LINK, STEPS
-from controller.service.net.http_server import (
-    SILENCE_SECONDS,
-    HttpServer,
-    names_loopback,
-)
-from controller.service.sessions.override_registry import OverrideRegistry
+from controller.service.net.http_server import SILENCE_SECONDS, HttpServer
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.views.engine_snapshot import EngineSnapshot
+from controller.service.state.override_registry import OverrideRegistry
+from controller.service.views.engine_status import EngineSnapshot
 from controller.service.views.fleet_view import FleetView
-from controller.util.loopback import is_loopback_host
 from controller.util.supervisor import Supervisor
 
 _log = structlog.get_logger(__name__)
@@ -90,7 +84,7 @@ class SidecarCollector(Collector):
         yield from reading.result(_SNAPSHOT_SECONDS_MAX)
 
 
-class MetricsServer:
+class MetricsServer(HttpServer):
     """`/metrics` over HTTP, on a thread of its own.  Raises OSError when the port is taken."""
 
     def __init__(
@@ -109,40 +103,24 @@ class MetricsServer:
         )
         ProcessCollector(registry=metrics)
         PlatformCollector(registry=metrics)
-        kind = _LocalHandler if is_loopback_host(host) else _MetricsHandler
-        self._server = HttpServer(host, port, kind.factory(metrics), "metrics")
-
-    async def keep(self) -> None:
-        """Watches the server's thread; see HttpServer."""
-        await self._server.keep()
-
-    def close(self) -> None:
-        """Stops the server.  It must not be called on the event loop."""
-        self._server.close()
+        super().__init__(host, port, _MetricsHandler.factory(metrics), "metrics")
 
 
 class _MetricsHandler(MetricsHandler):
     """Answers one scrape."""
 
+    server: MetricsServer
     timeout = SILENCE_SECONDS
     server_version, sys_version = "controller", ""
 
     def do_GET(self) -> None:
         """Answers, whatever the path."""
+        if not self.server.serves(self.headers.get("Host", "")):
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "this host is not served here")
+            return
         try:
             super().do_GET()
         except TimeoutError:
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the sidecar is too busy")
         except ValueError:
             self.send_error(HTTPStatus.BAD_REQUEST)
-
-
-class _LocalHandler(_MetricsHandler):
-    """One scrape on the loopback address, which the request has to name."""
-
-    def do_GET(self) -> None:
-        """Answers, unless the request is for another host."""
-        if names_loopback(self.headers.get("Host", "")):
-            super().do_GET()
-        else:
-            self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "this host is not served here")

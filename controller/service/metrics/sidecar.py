@@ -8,8 +8,8 @@ from typing import Final
 import controller
 from controller.core.planning.overrides import ScopeKind
 from controller.service.metrics.family import Family, MetricKind
-from controller.service.sessions.active_overrides import ActiveOverride
 from controller.service.sessions.session import EngineSession
+from controller.service.state.active_overrides import ActiveOverride
 from controller.service.views.fleet_view import FleetCounts
 from controller.settings.policy_file import Policy
 from controller.store.interface import Health

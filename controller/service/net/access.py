@@ -2,7 +2,7 @@
 
 Reading, steering, measuring, installing profiles and overriding are different rights.  Whoever may
 open the engines' unix socket (its mode decides) may read and steer.  Operators have a socket of
-their own (`operator_socket`): there the access list decides by the user that the kernel names, or,
+their own (`OperatorSocket`): there the access list decides by the user that the kernel names, or,
 when it names tokens and certificates only, the mode alone.  On TCP the access list decides, by
 bearer token or by the name in a client certificate; without a list, callers on TCP may read and
 steer.
@@ -32,7 +32,7 @@ import structlog
 from controller.core.errors import SpeculationError
 from controller.service.net.callers import ALL, Caller, Right
 from controller.service.net.errors import UnauthenticatedError
-from controller.service.net.operator_socket import OperatorSocket, Peer
+from controller.service.net.unix_sockets import OperatorSocket, Peer
 from controller.util.watched_file import AGREEING_LOOKS, Found, WatchedFile
 
 # Finds the caller of a call by its gRPC context.  Raises UnauthenticatedError.

@@ -18,8 +18,12 @@ from controller.core.errors import SpeculationError
 from controller.service.net import callers, limits
 from controller.service.net.access import Identify
 from controller.service.net.callers import Call, Right
-from controller.service.net.error_details import abort
-from controller.service.net.errors import ForbiddenError, SidecarFailedError, TooManyCallsError
+from controller.service.net.errors import (
+    ForbiddenError,
+    SidecarFailedError,
+    TooManyCallsError,
+    abort,
+)
 from controller.service.net.request_parsing import WaitingRoom, read_after
 
 _WRITES = {"SetOverride", "ClearOverride"}

@@ -31,18 +31,6 @@ _LOOK_SECONDS = 0.1
 _log = structlog.get_logger(__name__)
 
 
-def names_loopback(header: str) -> bool:
-    """Whether a Host header (HOST or HOST:PORT) names this machine to itself.
-
-    On the loopback address a request must: a page of somebody else, whose name has been made to
-    point here, does not.
-    """
-    try:
-        return is_loopback_host(urlsplit(f"//{header}").hostname or "")
-    except ValueError:
-        return False
-
-
 class HttpServer(ThreadingHTTPServer):
     """Serves until it is closed, on a thread of that name.  Raises OSError when it cannot.
 
@@ -64,6 +52,7 @@ class HttpServer(ThreadingHTTPServer):
         self._free = threading.BoundedSemaphore(REQUESTS_MAX)
         # Sockets under way, and when they are cut off.
         self._until: dict[socket.socket, float] = {}
+        self._is_loopback = is_loopback_host(host)
         super().__init__((host, port), handler)
         self._name = name
         self._thread = self._start()
@@ -74,6 +63,19 @@ class HttpServer(ThreadingHTTPServer):
         )
         self._thread.start()
         return self._thread
+
+    def serves(self, header: str) -> bool:
+        """Whether a request with this Host header (HOST or HOST:PORT) is answered.
+
+        On the loopback address it must name this machine to itself: a page of somebody else, whose
+        name has been made to point here, does not.
+        """
+        if not self._is_loopback:
+            return True
+        try:
+            return is_loopback_host(urlsplit(f"//{header}").hostname or "")
+        except ValueError:
+            return False
 
     async def keep(self) -> None:
         """Watches the thread; when it has ended, starts it again and raises TaskEndedError."""

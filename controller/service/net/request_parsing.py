@@ -18,8 +18,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from controller.service.net.error_details import abort
-from controller.service.net.errors import SilentClientError, UnreadableRequestError
+from controller.service.net.errors import SilentClientError, UnreadableRequestError, abort
 
 # How long a call may be open before its first message is there.
 FIRST_SECONDS: Final = 10.0

@@ -6,25 +6,22 @@ from dataclasses import asdict
 import grpc.aio
 
 import controller
-from controller.core.engine.explanation import Explanation
 from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.core.errors import SpeculationError
-from controller.service.net.error_details import abort
-from controller.service.net.errors import InvalidQuestionError
+from controller.service.net.errors import InvalidQuestionError, abort
 from controller.service.net.limits import Turns
 from controller.service.rpc.overrides import held_to_proto
 from controller.service.rpc.store_messages import health_to_proto
-from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
-from controller.service.views.fleet_filter import FleetSearch
-from controller.service.views.fleet_json import engine_values
+from controller.service.state.override_registry import OverrideRegistry
+from controller.service.views.fleet_filter import FleetSearch, engine_values
 from controller.service.views.fleet_view import FleetView
 from controller.service.views.paging import ROWS_MAX, page_of
 from controller.service.views.readiness import Readiness, ServiceHealth
 from controller.service.views.status_cache import StatusCache
 from controller.wire.engines import engine_to_proto
-from controller.wire.explanations import explanation_to_proto
+from controller.wire.explanations import Explanation, explain, explanation_to_proto
 from controller.wire.plans import plan_to_proto
 from controller.wire.reports import report_to_proto
 from controller.wire.warnings import warning_to_proto
@@ -116,7 +113,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         self, request: service_pb2.ExplainRequest
     ) -> tuple[Explanation, service_pb2.ExplainResponse]:
         session = self._registry.by_engine(request.engine_id)
-        explanation = session.core.explain(request.batch_size)
+        explanation = explain(session.core, request.batch_size)
         return explanation, explanation_to_proto(explanation)
 
     async def Overview(

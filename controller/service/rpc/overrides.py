@@ -7,7 +7,6 @@ from dataclasses import replace
 import grpc.aio
 
 from controller.core.errors import SpeculationError, within
-from controller.core.planning.override_effects import effect_on
 from controller.core.planning.overrides import (
     MAX_AUTHOR_CHARACTERS,
     MAX_REASON_CHARACTERS,
@@ -16,26 +15,26 @@ from controller.core.planning.overrides import (
     ScopeKind,
 )
 from controller.service.net.callers import calling
-from controller.service.net.error_details import abort
 from controller.service.net.errors import (
     ForbiddenError,
     NoEffectError,
     NoOverrideError,
     PolicyNotClearedError,
     UnknownEngineError,
+    abort,
 )
 from controller.service.net.limits import READS_WAITING, Turns
-from controller.service.rpc import audit_pages
+from controller.service.rpc import store_messages
 from controller.service.rpc.request_ids import RequestIds, require_uuid
 from controller.service.rpc.store_messages import health_to_proto
-from controller.service.sessions.active_overrides import ActiveOverride
-from controller.service.sessions.override_conflicts import OverrideOutcome
-from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.session import EngineSession
+from controller.service.state.active_overrides import ActiveOverride
+from controller.service.state.override_registry import OverrideOutcome, OverrideRegistry
 from controller.service.views.paging import page_of
 from controller.settings.policy_file import POLICY_PREFIX, Policy
 from controller.store.interface import Actor, StoreUnavailableError
 from controller.wire import overrides as messages
+from controller.wire.override_effects import effect_on, preview
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 
 # Engines and names that an error lists.
@@ -245,13 +244,13 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> policy_pb2.QueryAuditResponse:
         """Returns records of the audit, the newest first."""
         try:
-            limit, before = audit_pages.limit_of(request), audit_pages.position_of(request)
+            limit, before = store_messages.limit_of(request), store_messages.position_of(request)
             async with self._audit_turn:
                 # One more, to know whether there are more.
                 records = await self._override_registry.audit(
                     limit + 1, request.override_id, before
                 )
-                return await audit_pages.page_of(records, limit)
+                return await store_messages.page_of(records, limit)
         except SpeculationError as error:
             await abort(context, error)
 
@@ -261,9 +260,9 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         """On every engine of this sidecar in its scope, by engine id."""
         found = []
         for session in self._override_registry.sessions_of(of.scope):
-            ceiling_seconds = session.core.tpot_ceiling_seconds
+            ceiling_seconds = session.core.settings.tpot_ceiling_seconds
             effect = effect_on(session.spec, of, before, after, ceiling_seconds)
-            rows = session.core.preview(after) if effect.arms or effect.bound else ()
+            rows = preview(session.core, after) if effect.arms or effect.bound else ()
             found.append(
                 messages.effect_to_proto(session.engine_id, rows, effect, _timing(session))
             )

@@ -9,22 +9,21 @@ import structlog
 from controller.core.cost.profile import Profile
 from controller.core.errors import SpeculationError, within
 from controller.service.net import callers
-from controller.service.net.error_details import abort
-from controller.service.net.errors import InvalidMeasurementError, NoMatchingEngineError
+from controller.service.net.errors import InvalidMeasurementError, NoMatchingEngineError, abort
 from controller.service.net.limits import Turns
 from controller.service.rpc import streams
 from controller.service.rpc.request_ids import RequestIds
 from controller.service.rpc.streams import beside, read
-from controller.service.sessions.audit_log import AuditLog
-from controller.service.sessions.fleet_profiles import FleetProfiles, ProfileSummary
-from controller.service.sessions.forced_measurement import ForcedMeasurement
-from controller.service.sessions.profile_registry import (
+from controller.service.sessions.measurements import ForcedMeasurement
+from controller.service.sessions.registry import SessionRegistry
+from controller.service.sessions.session import EngineSession
+from controller.service.state.audit_log import AuditLog
+from controller.service.state.fleet_profiles import FleetProfiles, ProfileSummary
+from controller.service.state.profile_registry import (
     ProfileRegistry,
     mismatch,
     require_past,
 )
-from controller.service.sessions.registry import SessionRegistry
-from controller.service.sessions.session import EngineSession
 from controller.service.views.paging import page_of
 from controller.util import cancellation
 from controller.wire.engines import fingerprint_to_proto

@@ -30,17 +30,16 @@ from controller.core.errors import (
 from controller.core.plan import Plan
 from controller.recording.events import NoteKind
 from controller.service.net import callers
-from controller.service.net.error_details import abort
 from controller.service.net.errors import (
     NoSessionError,
     TooManyReportsError,
+    abort,
     kind_of,
     message_of,
 )
 from controller.service.net.limits import SharedAllowance, Turns
 from controller.service.rpc import streams
-from controller.service.rpc.decision_turns import DecisionTurns
-from controller.service.rpc.streams import beside, read
+from controller.service.rpc.streams import DecisionTurns, beside, read
 from controller.service.sessions.counters import COUNT_MAX, Received
 from controller.service.sessions.engine_identity import EngineIdentity
 from controller.service.sessions.registry import SessionRegistry

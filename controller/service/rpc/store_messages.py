@@ -1,11 +1,23 @@
-"""Converts the answers of the store of overrides into messages of the contract."""
+"""Converts what the store of overrides answers into messages: its state, and pages of the audit."""
 
+import asyncio
 import functools
+import re
+from collections.abc import Sequence
 
 from google.protobuf import json_format
 
+from controller.service.net.errors import InvalidQuestionError
 from controller.store.interface import AuditRecord, Health
 from speculation.v1 import policy_pb2
+
+_DEFAULT, _MAX = 100, 1000
+# Of a page.  Answers that slow clients have not read stay in memory, each of them twice.
+BYTES_MAX = 512 * 1024
+# Records between two yields to the event loop.
+_SLICE = 10
+# Of a database, or of Redis, which puts a dash into it.
+_SEQUENCE = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 
 
 def health_to_proto(health: Health) -> policy_pb2.StoreStatus:
@@ -49,3 +61,52 @@ def _override_bytes(body: str) -> bytes:
     except json_format.ParseError:
         return b""
     return message.SerializeToString()
+
+
+def limit_of(request: policy_pb2.QueryAuditRequest) -> int:
+    """Returns the most records of a page.  Raises InvalidQuestionError."""
+    limit = request.limit or _DEFAULT
+    if limit > _MAX:
+        raise InvalidQuestionError(
+            f"limit {limit}: at most {_MAX}, ask in pages", field_path="limit"
+        )
+    return limit
+
+
+def position_of(request: policy_pb2.QueryAuditRequest) -> str:
+    """Returns the sequence that all records are to be older than; empty for none.
+
+    Raises InvalidQuestionError.
+    """
+    token, before = request.page_token, request.before_sequence
+    if token and before and token != before:
+        raise InvalidQuestionError(
+            "page_token and before_sequence contradict each other: leave one of them out",
+            field_path="page_token",
+        )
+    for name, text in (("page_token", token), ("before_sequence", before)):
+        if text and not _SEQUENCE.fullmatch(text):
+            raise InvalidQuestionError(
+                f"{name} {text[:40]!r} is not a sequence number", field_path=name
+            )
+    return token or before
+
+
+async def page_of(records: Sequence[AuditRecord], limit: int) -> policy_pb2.QueryAuditResponse:
+    """Fills a page with the first records, as many as are asked for and fit into it.
+
+    Other work on the event loop goes on between slices.
+    """
+    response = policy_pb2.QueryAuditResponse()
+    left = BYTES_MAX
+    for number, record in enumerate(records[:limit]):
+        row = audit_to_proto(record)
+        left -= row.ByteSize()
+        if left < 0 and number:
+            break
+        response.records.append(row)
+        if number % _SLICE == _SLICE - 1:
+            await asyncio.sleep(0)
+    if len(response.records) < len(records):
+        response.next_page_token = response.records[-1].sequence
+    return response

@@ -1,8 +1,10 @@
-"""Shared by the bidirectional calls: reads that end, and a child task that ends with the call."""
+"""Shared by bidirectional calls: turns to decide, reads that end, a task that ends with a call."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from time import monotonic
 from typing import Any, TypeVar, cast
 
 import grpc.aio
@@ -11,6 +13,32 @@ from controller.service.net import request_parsing
 from controller.service.net.request_parsing import Unreadable
 
 Request = TypeVar("Request")
+
+
+class DecisionTurns:
+    """One decision at a time.
+
+    A decision takes as long as a dozen reports.  After each one the event loop is left to reports
+    for as long as the decision took, so that decisions take half of it at most.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._is_free = True
+
+    def ask(self, decide: Callable[[], None]) -> None:
+        """Calls `decide`, which must not raise, when it is its turn: now if nobody has one."""
+        self._waiting.append(decide)
+        if self._is_free:
+            self._next()
+
+    def _next(self) -> None:
+        self._is_free = not self._waiting
+        if self._is_free:
+            return
+        began = monotonic()
+        self._waiting.popleft()()
+        asyncio.get_running_loop().call_later(monotonic() - began, self._next)
 
 
 async def read(context: grpc.aio.ServicerContext[Request, Any]) -> Request | None:

@@ -10,18 +10,18 @@ from controller.core.errors import SpeculationError, within
 from controller.core.training.selective_training import SelectiveTraining, TrainingResult
 from controller.service.net import callers
 from controller.service.net.callers import Right
-from controller.service.net.error_details import abort
 from controller.service.net.errors import (
     CannotTrainError,
     ForbiddenError,
     TrainerAttachedError,
+    abort,
 )
 from controller.service.rpc import streams
 from controller.service.rpc.streams import read
 from controller.service.sessions.engine_identity import EngineIdentity
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
-from controller.service.sessions.training_state import TrainingStateFiles
+from controller.service.state.training_state import TrainingStateFiles
 from controller.wire.training import result_from_proto
 from speculation.v1 import training_pb2, training_pb2_grpc
 

@@ -1,1 +1,1 @@
-"""One session per engine, and what the sessions share."""
+"""One session per engine, and what it counts and remembers."""

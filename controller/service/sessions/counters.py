@@ -1,14 +1,31 @@
-"""Adds up an engine's reports, for metrics and people."""
+"""Adds up an engine's reports for metrics and people: in all, of the last minute, second by second.
 
-from collections import Counter
-from collections.abc import Sequence
+Everything is read off the session's counters: no estimate is asked for, so it is always kept.  The
+session owns them, and they hold no reference back to it, so that all end together.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from controller.core.plan import Reason
+import numpy as np
+
+from controller.core.engine.prediction_audit import PredictionAudit
+from controller.core.plan import Plan, Reason
 from controller.core.step_report import NO_FLAGS, RowGroup, StepReport
 
 # What a uint64 holds: counters that clients feed stop there.
 COUNT_MAX = 2**64 - 1
+# Of the sums that are kept, one a second.
+_SECONDS = 60
+# Of a history, one a second.
+POINTS = 600
+# The columns of a point.
+FIELDS = (
+    "time", "batch_size", "gamma", "drafter", "accept_length", "tokens_per_second", "unsteered",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -126,3 +143,161 @@ class StepCounters:
     def generated_tokens(self) -> int:
         """Accepted draft tokens, and one bonus token per sequence and step."""
         return self.accepted_tokens + self.sequence_steps
+
+
+class _Sums(NamedTuple):
+    drafts: float
+    draft_tokens: float
+    accepted_tokens: float
+    expected_tokens: float
+    plain_seconds: float
+    predicted_seconds: float
+    error_seconds: float
+
+
+class LastMinute:
+    """Holds ratios over the last minute; None where it has nothing to divide by.
+
+    The sums of the session are kept once a second, and the oldest of a minute is subtracted from
+    the newest, so a scrape changes nothing.  The words are those of vLLM's log and of AIPerf.
+    """
+
+    def __init__(self, counters: StepCounters, audit: PredictionAudit) -> None:
+        """Begins with the sums as they stand, and keeps references to both."""
+        self._counters, self._audit = counters, audit
+        self._kept = deque([self._now()], maxlen=_SECONDS + 1)
+
+    def keep(self) -> None:
+        """Keeps the sums of this second."""
+        self._kept.append(self._now())
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Returns the mean tokens that a draft gained, its bonus token included."""
+        passed = self._passed
+        return _ratio(passed.accepted_tokens + passed.drafts, passed.drafts)
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Returns the share of the draft tokens that was accepted."""
+        passed = self._passed
+        return _ratio(passed.accepted_tokens, passed.draft_tokens)
+
+    @property
+    def accepted_per_verified(self) -> float | None:
+        """Returns the share of the verified tokens that was kept; both have the bonus token."""
+        passed = self._passed
+        kept, verified = passed.accepted_tokens, passed.draft_tokens
+        return _ratio(kept + passed.drafts, verified + passed.drafts)
+
+    @property
+    def acceptance_length_error(self) -> float | None:
+        """Returns expected minus actual acceptance length, in tokens."""
+        passed = self._passed
+        return _ratio(passed.expected_tokens - passed.accepted_tokens, passed.drafts)
+
+    @property
+    def step_time_error(self) -> float | None:
+        """Returns the mean absolute error of predicted step times, relative to the steps' time."""
+        passed = self._passed
+        return _ratio(passed.error_seconds, passed.plain_seconds)
+
+    @property
+    def step_time_bias(self) -> float | None:
+        """Returns predicted minus reported step time, relative to the latter."""
+        passed = self._passed
+        return _ratio(passed.predicted_seconds - passed.plain_seconds, passed.plain_seconds)
+
+    @property
+    def _passed(self) -> _Sums:
+        first, last = self._kept[0], self._kept[-1]
+        return _Sums(*(end - start for end, start in zip(last, first, strict=True)))
+
+    def _now(self) -> _Sums:
+        counters, audit = self._counters, self._audit
+        return _Sums(
+            counters.drafts, counters.drafted_tokens, counters.accepted_tokens,
+            audit.expected_tokens, audit.plain_seconds, audit.predicted_seconds,
+            audit.error_seconds,
+        )  # fmt: skip
+
+
+def _ratio(value: float, total: float) -> float | None:
+    return value / total if total > 0 else None
+
+
+class History:
+    """The last `POINTS` points of one session.
+
+    drafters: names, in the engine's order.
+
+    time: Unix seconds.  batch_size, gamma, drafter (its index): as last reported, and as planned
+    for that batch.  accept_length: tokens that a sequence gained in a step since the point before,
+    its bonus token included.  tokens_per_second: of the steps since then.  unsteered: their share
+    without a valid lease.  All but time, gamma and drafter are not known (None) where nothing was
+    reported since the point before.
+    """
+
+    def __init__(self, drafters: Iterable[str], counters: StepCounters) -> None:
+        """Starts without points.
+
+        drafters: names, in the engine's order.  counters: as they stand now.
+        """
+        self.drafters = tuple(drafters)
+        self._points = np.full((POINTS, len(FIELDS)), np.nan)
+        self._count = 0
+        self._newest_at = -math.inf
+        # Tokens since the point before, by the time since then; None without one.
+        self.generated_per_second: float | None = None
+        self._seen = _counters(counters)
+
+    def add(self, now: float, plan: Plan, last: StepReport | None, counters: StepCounters) -> None:
+        """Adds a point at `now` (Unix seconds).  last: the newest report that was used."""
+        arm = plan.row_for(last.batch_size if last else 1).arm
+        before, self._seen = self._seen, _counters(counters)
+        steps, sequences, tokens, seconds, unsteered = (
+            now_is - was for now_is, was in zip(self._seen, before, strict=True)
+        )
+        elapsed = now - self._newest_at
+        self.generated_per_second = tokens / elapsed if 0 < elapsed < math.inf else None
+        self._newest_at = now
+        self._points[self._count % POINTS] = (
+            now,
+            last.batch_size if last and steps else math.nan,
+            arm.gamma,
+            self.drafters.index(arm.drafter),
+            tokens / sequences if sequences else math.nan,
+            tokens / seconds if seconds else math.nan,
+            unsteered / steps if steps else math.nan,
+        )
+        self._count += 1
+
+    def since(self, time: float) -> list[list[float | None]]:
+        """The points after that time, oldest first, each in the order of `FIELDS`."""
+        first = self._count % POINTS if self._count > POINTS else 0
+        rows = np.roll(self._points, -first, axis=0)[: min(self._count, POINTS)]
+        return [list(map(_known, row)) for row in rows[rows[:, 0] > time].tolist()]
+
+    @property
+    def accept_length(self) -> float | None:
+        """Returns the acceptance length of the newest point."""
+        return self._newest("accept_length")
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Returns the tokens per second of the newest point."""
+        return self._newest("tokens_per_second")
+
+    def _newest(self, field: str) -> float | None:
+        if not self._count:
+            return None
+        return _known(float(self._points[(self._count - 1) % POINTS, FIELDS.index(field)]))
+
+
+def _counters(counters: StepCounters) -> Sequence[float]:
+    sequences, tokens = counters.sequence_steps, counters.generated_tokens
+    return counters.reports, sequences, tokens, counters.step_seconds, counters.unsteered
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,7 +1,8 @@
 """Keeps one session per engine id, found by its token or by its engine."""
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, Protocol
 
 import structlog
 
@@ -18,8 +19,6 @@ from controller.service.net.errors import (
 )
 from controller.service.sessions.counters import Received
 from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
-from controller.service.sessions.load import Load
-from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.session import EngineSession, SessionObserver
 
 # An engine opens its stream at once; where the registry is full, one that did not is removed.
@@ -35,7 +34,24 @@ _NAMED_MAX = 16
 
 CoreFactory = Callable[[EngineSpec, Profile | None], EngineController]
 
+# Reports a message, on average, from which an engine's reports come too late.
+LONG_MESSAGE: Final = 64
+# How often `look` is to be called.
+LOOK_SECONDS: Final = 5.0
+# After so many looks in a row that find reports lost, no other engine is taken.
+_LOOKS: Final = 2
+
 _log = structlog.get_logger(__name__)
+
+
+class ProfileSource(Protocol):
+    """Gives new sessions their profiles."""
+
+    def find(self, spec: EngineSpec) -> Profile | None:
+        """Returns the profile that was measured on such an engine; None without one."""
+
+    def why_none(self, spec: EngineSpec) -> str:
+        """Explains to people why no profile matches this engine."""
 
 
 class SessionRegistry:
@@ -47,7 +63,7 @@ class SessionRegistry:
     def __init__(
         self,
         core_factory: CoreFactory,
-        profiles: ProfileRegistry,
+        profiles: ProfileSource,
         clock: Clock,
         max_engines: int = 1024,
         idle_seconds: float = 600.0,
@@ -194,3 +210,53 @@ def _require_free(session: EngineSession, identity: EngineIdentity) -> None:
         f"own; if the other one has ended, its id is free {_TAKEN_SECONDS:g} s after its last word",
         resource=session.engine_id,
     )
+
+
+class Load:
+    """Follows what all engines send.  is_too_much: agents lose reports to a sidecar behind.
+
+    An agent sends its next message when those before it are acknowledged
+    (`messages_in_flight_max`).  A sidecar that is behind therefore gets fewer messages, with up to
+    128 reports in each, which takes a fraction of the time.  Where agents have to drop reports even
+    so, the engines are too many.  It is behind if the messages of more than half of its engines are
+    long, so that no single engine can keep others out.
+    """
+
+    def __init__(self) -> None:
+        self.is_too_much = False
+        self._bad_looks = 0
+        # Messages, reports and dropped ones at the last look, by session.
+        self._seen: dict[str, tuple[int, int, int]] = {}
+
+    def look(self, sessions: Iterable[EngineSession]) -> None:
+        """Judges what has come since the last look."""
+        before, self._seen = self._seen, {s.session_id: _counted(s) for s in sessions}
+        sending = late = lost = 0
+        for name, now in self._seen.items():
+            was = before.get(name, (0, 0, 0))
+            messages, reports, dropped = (n - w for n, w in zip(now, was, strict=True))
+            if messages:
+                sending += 1
+                if reports >= LONG_MESSAGE * messages:
+                    late += 1
+                    lost += dropped
+        is_behind = 2 * late > sending
+        self._bad_looks = self._bad_looks + 1 if is_behind and lost else 0
+        if self._bad_looks >= _LOOKS and not self.is_too_much:
+            self.is_too_much = True
+            _log.warning(
+                "overloaded",
+                engines=sending,
+                late=late,
+                dropped_reports=lost,
+                detail="reports are lost; no other engine is taken until the sidecar keeps up: "
+                "give it a faster core or one of its own, or run another sidecar for some engines",
+            )
+        elif self.is_too_much and not is_behind:
+            self.is_too_much = False
+            _log.info("overload_over", engines=sending)
+
+
+def _counted(session: EngineSession) -> tuple[int, int, int]:
+    counters = session.counters
+    return counters.messages, counters.reports, counters.dropped

@@ -16,11 +16,10 @@ from contextlib import contextmanager
 import structlog
 
 from controller.core.acceptance.warm_start import Belief
-from controller.core.capabilities import LostCapability
 from controller.core.clock import Clock
 from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
-from controller.core.engine_spec import Arm, EngineSpec
+from controller.core.engine_spec import Arm, EngineSpec, LostCapability
 from controller.core.errors import InvalidReportError, SpeculationError, UnknownArmError
 from controller.core.plan import Plan
 from controller.core.settings import PlannerSettings
@@ -36,14 +35,16 @@ from controller.service.net.errors import (
     status_of,
 )
 from controller.service.net.limits import Bucket
-from controller.service.sessions.counters import COUNT_MAX, Received, StepCounters
+from controller.service.sessions.counters import (
+    COUNT_MAX,
+    History,
+    LastMinute,
+    Received,
+    StepCounters,
+)
 from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
-from controller.service.sessions.forced_measurement import ForcedMeasurement
-from controller.service.sessions.history import History
-from controller.service.sessions.last_minute import LastMinute
-from controller.service.sessions.plan_log import LENGTH, PlanLogEntry
-from controller.service.sessions.unary_probes import UnaryProbes
-from controller.service.sessions.warning_log import WarningLog
+from controller.service.sessions.measurements import ForcedMeasurement, UnaryProbes
+from controller.service.sessions.session_logs import LENGTH, PlanLogEntry, WarningLog
 
 # What a session may cost in refusals before it shares an allowance with all others (the unit is a
 # refused report, `steering`): more than an engine needs of which few reports are wrong.

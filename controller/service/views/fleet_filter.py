@@ -1,4 +1,4 @@
-"""Filters the fleet's engines, for lists of them.
+"""Filters the fleet's engines, for lists of them, and gives the page a list as plain values.
 
 A filter has words, separated by spaces; an engine that matches all of them is listed.  FIELD=VALUE
 matches a field exactly; any other word is looked for in the ids of engine and overrides, and in the
@@ -7,8 +7,8 @@ names of sidecar, model and drafter, without regard to case.
 
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 from controller.service.net.errors import InvalidQuestionError
 from controller.service.net.limits import READS_WAITING, Turns
@@ -42,6 +42,10 @@ _SEARCHED = ("engine", "sidecar", "model", "drafter", "override")
 
 
 _Matches = Callable[[FleetEngine], bool]
+# Engines of one page of the list, at most and by default; characters of its `after`.
+LIMIT_MAX: Final = 1000
+LIMIT: Final = 200
+_AFTER_MAX = 192
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +144,35 @@ def _matcher(text: str) -> _Matches:
 
 def _refusal(why: str) -> InvalidQuestionError:
     return InvalidQuestionError(f"the filter {why}", field_path="filter")
+
+
+def fleet_document(selection: Selection, limit: int, after: str) -> dict[str, Any]:
+    """A page of the engines that match a filter, with the totals of all that match.
+
+    after: the `next` of the page before, "" for the first one.  Raises InvalidQuestionError.
+    """
+    if not 1 <= limit <= LIMIT_MAX:
+        raise InvalidQuestionError(f"limit {limit} is outside 1..{LIMIT_MAX}")
+    if len(after) > _AFTER_MAX:
+        raise InvalidQuestionError("this sidecar did not give this `after`: begin without one")
+    fleet, ahead = selection.fleet, selection.after(after, limit + 1)
+    return {
+        "shared": fleet.shared,
+        "trouble": fleet.trouble,
+        "refused": fleet.refused,
+        "left_out": fleet.left_out,
+        "totals": asdict(selection.totals),
+        "engines": [engine_values(engine) for engine in ahead[:limit]],
+        "next": ahead[limit - 1].key if len(ahead) > limit else "",
+    }
+
+
+def engine_values(engine: FleetEngine) -> dict[str, Any]:
+    """One engine as plain values."""
+    return asdict(engine.summary) | {
+        "sidecar": engine.sidecar,
+        "local": engine.local,
+        "link": engine.link,
+        "age_seconds": engine.age_seconds,
+        "tokens_gained_per_second": engine.tokens_gained_per_second,
+    }

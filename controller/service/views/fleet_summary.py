@@ -1,17 +1,23 @@
-"""Writes and reads what a sidecar publishes of its engines: a text in JSON, read with distrust.
+"""Publishes this sidecar's engines to the others, and reads what they publish, with distrust.
 
-Whoever can write to the store can write such a text.  So a reader checks every type, bound and
-character; what is wrong with one engine hides that engine only, and is counted.
+A summary is a short text in JSON, which a sidecar writes into the store every few seconds.  It runs
+beside everything else: if the store is away, a text is lost, and nothing waits for it.  Whoever can
+write to the store can write such a text.  So a reader checks every type, bound and character; what
+is wrong with one engine hides that engine only, and is counted.
 """
 
+import asyncio
+import contextlib
 import json
 import math
+import random
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, Final, Literal, Self
 
+import structlog
 from pydantic import (
     AfterValidator,
     ConfigDict,
@@ -21,8 +27,11 @@ from pydantic import (
     with_config,
 )
 
+import controller
 from controller.core.engine_spec import MAX_BATCH_SIZE, MAX_GAMMA
 from controller.service.views.engine_status import EngineLine
+from controller.service.views.status_cache import StatusCache
+from controller.store.interface import StoreUnavailableError, SummaryBoard
 
 # Engines of one text, and its bytes.
 ENGINES_MAX: Final = 1024
@@ -34,6 +43,16 @@ EVERY_SECONDS: Final = (0.1, 120.0)
 _WORDS_MAX = 200
 _AMOUNT_MAX = 1e12
 _STRICT = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+_Id = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+_Amount = Annotated[float, Field(ge=0, le=_AMOUNT_MAX)]
+_Count = Annotated[int, Field(ge=0, le=1_000_000)]
+PUBLISH_SECONDS = 5.0
+# The most of the event loop's time that summaries take: many engines are published less often.
+_SHARE_MAX = 0.01
+# Taking the text away at the end of a sidecar may take so long.
+_LAST_WORDS_SECONDS = 1.0
+
+_log = structlog.get_logger(__name__)
 
 
 def _printable(text: str) -> str:
@@ -42,10 +61,7 @@ def _printable(text: str) -> str:
     return text
 
 
-_Id = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 _Words = Annotated[str, Field(max_length=_WORDS_MAX), AfterValidator(_printable)]
-_Amount = Annotated[float, Field(ge=0, le=_AMOUNT_MAX)]
-_Count = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
 @with_config(_STRICT)
@@ -188,3 +204,68 @@ def _short(words: str) -> str:
     """Cuts words, and replaces what cannot be printed: others refuse it."""
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
     return shown if len(shown) <= _WORDS_MAX else shown[: _WORDS_MAX - 1] + "…"
+
+
+@dataclass(slots=True)
+class Published:
+    """Counts texts since the start.  failed: those that the store did not take."""
+
+    written: int = 0
+    failed: int = 0
+
+
+class FleetPublisher:
+    """One per sidecar.  board: None if no other sidecar would read it."""
+
+    def __init__(
+        self,
+        board: SummaryBoard | None,
+        status_cache: StatusCache,
+        me: FleetMember,
+    ) -> None:
+        self._board = board
+        self._status_cache = status_cache
+        self._me = me
+        self._began = False
+        self.published = Published()
+
+    async def close(self) -> None:
+        """Takes the text away: a sidecar that was stopped is not silent, but gone."""
+        if self._board is None or not self._began:
+            return
+        with contextlib.suppress(StoreUnavailableError, TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                await self._board.remove(self._me.source)
+
+    async def publish(self) -> None:
+        """Publishes from time to time, until cancelled."""
+        assert self._board is not None
+        board, trouble = self._board, ""
+        self._began = True
+        while True:
+            lines = await self._status_cache.lines()
+            every = self._seconds()
+            # A thread's work: a thousand engines take some tens of milliseconds.
+            body = await asyncio.to_thread(self._encoded, lines, every)
+            try:
+                await board.put(self._me.source, body)
+            except StoreUnavailableError as error:
+                self.published.failed += 1
+                if not trouble:
+                    _log.warning("fleet_not_published", error=str(error))
+                trouble = str(error)
+            else:
+                self.published.written += 1
+                if trouble:
+                    _log.info("fleet_published_again")
+                trouble = ""
+            await asyncio.sleep(every * random.uniform(0.8, 1.2))
+
+    def _encoded(self, lines: Sequence[EngineLine], every_seconds: float) -> bytes:
+        engines = map(summary_of, lines)
+        return encode_summary(self._me.name, controller.__version__, every_seconds, engines)
+
+    def _seconds(self) -> float:
+        """Seconds until the next text."""
+        busy = self._status_cache.lines_seconds
+        return min(max(PUBLISH_SECONDS, busy / _SHARE_MAX), EVERY_SECONDS[1])

@@ -19,10 +19,10 @@ import structlog
 from controller.core.clock import Clock
 from controller.service.net.limits import Turns
 from controller.service.views.engine_status import EngineLine
-from controller.service.views.fleet_publisher import FleetPublisher
 from controller.service.views.fleet_summary import (
     EngineSummary,
     FleetMember,
+    FleetPublisher,
     decode_summary,
     summary_of,
 )

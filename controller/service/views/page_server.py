@@ -30,15 +30,10 @@ from controller.service.net.errors import (
     InvalidQuestionError,
     UnknownEngineError,
 )
-from controller.service.net.http_server import (
-    SILENCE_SECONDS,
-    HttpServer,
-    names_loopback,
-)
+from controller.service.net.http_server import SILENCE_SECONDS, HttpServer
 from controller.service.net.limits import READS_WAITING, Turns
 from controller.service.views.engine_status import EngineLine
-from controller.service.views.fleet_filter import FleetSearch
-from controller.service.views.fleet_json import LIMIT, fleet_document
+from controller.service.views.fleet_filter import LIMIT, FleetSearch, fleet_document
 from controller.service.views.fleet_view import FleetView
 from controller.service.views.status_cache import StatusCache
 from controller.settings.listeners import Listener
@@ -79,7 +74,7 @@ Answer = TypeVar("Answer")
 _log = structlog.get_logger(__name__)
 
 
-class PageServer:
+class PageServer(HttpServer):
     """Serves until it is closed.  Raises AddressTakenError."""
 
     def __init__(
@@ -97,16 +92,15 @@ class PageServer:
             for name in _FILES
         }
         self.files["/"] = self.files["/index.html"]
-        self.loopback = is_loopback_host(listener.host)
         self._loop = loop
         try:
-            self._server = HttpServer(listener.host, listener.port, _handler_of(self), "page")
+            super().__init__(listener.host, listener.port, _PageHandler, "page")
         except OSError as error:
             raise AddressTakenError(
                 f"the page cannot be served on {listener.address}: {error.strerror}; name another "
                 "port with --page-port, or 0 for none"
             ) from error
-        if not self.loopback:
+        if not is_loopback_host(listener.host):
             _log.warning(
                 "page_open", address=listener.address, detail="anyone who reaches it may read"
             )
@@ -120,37 +114,22 @@ class PageServer:
             asked.cancel()
             raise
 
-    async def keep(self) -> None:
-        """Watches the server's thread; see HttpServer."""
-        await self._server.keep()
-
-    def close(self) -> None:
-        """Stops the server.  It must not be called on the event loop."""
-        self._server.close()
-
-
-def _handler_of(page: PageServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(_PageHandler):
-        of = page
-
-    return Handler
-
 
 class _PageHandler(BaseHTTPRequestHandler):
     """Answers one request."""
 
-    of: PageServer
+    server: PageServer
     timeout = SILENCE_SECONDS
     server_version, sys_version = "controller", ""
 
     def do_GET(self) -> None:
         """Answers a GET request."""
-        if self.of.loopback and not names_loopback(self.headers.get("Host", "")):
+        if not self.server.serves(self.headers.get("Host", "")):
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"this host is not served here\n", _TEXT)
             return
         try:
             url = urlsplit(self.path)
-            if (file := self.of.files.get(url.path)) is not None:
+            if (file := self.server.files.get(url.path)) is not None:
                 self._answer(HTTPStatus.OK, *file)
                 return
             found = self._look(url.path, parse_qs(url.query))
@@ -170,16 +149,17 @@ class _PageHandler(BaseHTTPRequestHandler):
 
     def _look(self, path: str, query: dict[str, list[str]]) -> dict[str, Any]:
         if path == "/api/v1/state":
-            return self.of.ask(self.of.status_cache.state())
+            return self.server.ask(self.server.status_cache.state())
         if path == "/api/v1/engine":
             since = float(query.get("since", ["0"])[0])
             if not math.isfinite(since):
                 raise ValueError("since: Unix seconds are needed")
-            return self.of.ask(self.of.status_cache.engine(query.get("id", [""])[0], since))
+            return self.server.ask(self.server.status_cache.engine(query.get("id", [""])[0], since))
         if path == "/api/v1/fleet":
             words, after = query.get("filter", [""])[0], query.get("after", [""])[0]
             limit = int(query.get("limit", [str(LIMIT)])[0])
-            return fleet_document(self.of.ask(self.of.fleet_search.select(words)), limit, after)
+            selection = self.server.ask(self.server.fleet_search.select(words))
+            return fleet_document(selection, limit, after)
         raise _NoSuchPathError
 
     def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:

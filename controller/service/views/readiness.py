@@ -21,11 +21,11 @@ import structlog
 from grpc_health.v1 import health, health_pb2
 
 from controller.core.engine_spec import EngineSpec
-from controller.service.net.operator_socket import OperatorSocket
-from controller.service.sessions.override_registry import OverrideRegistry
-from controller.service.sessions.profile_registry import ProfileRegistry
+from controller.service.net.unix_sockets import OperatorSocket
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
+from controller.service.state.override_registry import OverrideRegistry
+from controller.service.state.profile_registry import ProfileRegistry
 from controller.util.supervisor import Supervisor
 from speculation.v1 import policy_pb2, service_pb2, training_pb2
 

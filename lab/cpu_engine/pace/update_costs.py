@@ -22,7 +22,7 @@ nothing by running side by side: an update takes its own seconds from the steps.
 import math
 from dataclasses import dataclass
 
-from controller.core.cost.devices import device
+from controller.core.cost.roofline import device
 
 HIDDEN, MLP, HEADS, KEY_VALUE_HEADS, HEAD_SIZE, DRAFT_VOCABULARY = 4096, 14336, 32, 8, 128, 32000
 PARAMETERS = (

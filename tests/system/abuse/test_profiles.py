@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from controller.core.cost.profile import Profile
-from controller.service.sessions.profile_registry import identity_of
+from controller.service.state.profile_registry import identity_of
 from controller.store.interface import ACCEPTANCE, PROFILES, Blob, BlobKind, StoreUnavailableError
 from speculation.v1 import service_pb2
 from tests.support.service_harness import Running, failure, make_profile, serving, soon, until

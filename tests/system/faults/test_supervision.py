@@ -33,7 +33,7 @@ from tests.support.service_harness import (
 SHORT_LIVED = {
     "controller/profiling/engine_http.py",
     "controller/profiling/sidecar.py",
-    "controller/service/net/operator_socket.py",
+    "controller/service/net/unix_sockets.py",
     "controller/service/rpc/request_ids.py",
     "controller/service/rpc/streams.py",
     "controller/store/file_store.py",

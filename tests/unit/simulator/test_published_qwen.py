@@ -2,7 +2,7 @@
 
 import pytest
 
-from controller.core.cost.devices import device
+from controller.core.cost.roofline import device
 from controller.core.model_shapes import LinearAttention
 from simulator.published_qwen import DRAFTERS, SURVIVAL, TARGET, expected_accepted
 from tests.support.drafting import draft_seconds, state_bytes

@@ -6,6 +6,7 @@ import pytest
 
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
+from controller.wire.explanations import explain
 from simulator import published
 from simulator.cold_start import KINDS
 from simulator.controller_policy import FINGERPRINT, ControllerPolicy
@@ -77,7 +78,7 @@ def test_a_bound_that_can_be_kept_is_kept_at_the_best_throughput_that_keeps_it(
 def test_what_the_bound_excludes_is_shown():
     policy = ours(0.007, "tide")
     run("code", policy)
-    state = policy.controller.explain(BATCH).bound
+    state = explain(policy.controller, BATCH).bound
     assert state is not None
     assert state.is_kept
     assert state.excluded is not None
@@ -97,7 +98,7 @@ def test_an_override_bounds_as_the_setting_does(policy: str):
     # The first step runs before the override is heard of.
     assert found[1].rate == pytest.approx(found[0].rate, rel=0.01)
     assert tpot(found[1]) <= TOLERANCE * 0.007
-    state = by_override.controller.explain(BATCH).bound
+    state = explain(by_override.controller, BATCH).bound
     assert state is not None
     assert state.bound.override_id == "slow"
 
@@ -111,7 +112,7 @@ def test_a_bound_that_cannot_be_kept_runs_the_least_time_and_names_the_batch_tha
     policy = ours(bound, "goodput")
     result = run(kind, policy)
     assert tpot(result) <= TOLERANCE * lowest
-    state = policy.controller.explain(BATCH).bound
+    state = explain(policy.controller, BATCH).bound
     assert state is not None
     assert not state.attainable
     assert state.expected_seconds == pytest.approx(lowest, rel=0.03)

@@ -37,9 +37,10 @@ from controller.recording.recording import find
 from controller.recording.replay import replay
 from controller.recording.window import Window
 from controller.service.net.access import AccessList
-from controller.service.sessions.profile_registry import ProfileRegistry
+from controller.service.state.profile_registry import ProfileRegistry
 from controller.settings.policy_file import read_policy
 from controller.settings.settings import Settings
+from controller.wire.explanations import explain
 from speculation.v1 import record_pb2
 from tests.support import recorded_events
 from tests.support.service_harness import make_profile
@@ -71,7 +72,7 @@ def _read_profile(path: Path) -> None:
         return
     core = EngineController(_ENGINE, PlannerSettings(), profile, VirtualClock())
     core.next_plan()
-    for arm in core.explain(4).arms:
+    for arm in explain(core, 4).arms:
         assert 0 < arm.step_seconds < math.inf, arm
         assert math.isfinite(arm.tokens_per_second), arm
     assert Profile.from_json(profile.to_json()) == profile
@@ -248,7 +249,7 @@ def _read_beliefs(data: bytes) -> None:
     core = EngineController(_ENGINE, PlannerSettings(), None, VirtualClock())
     core.begin_from(beliefs, "a fuzzer")
     core.next_plan()
-    for arm in core.explain(4).arms:
+    for arm in explain(core, 4).arms:
         assert 0 <= arm.expected_accepted <= arm.arm.gamma, arm
 
 

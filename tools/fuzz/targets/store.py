@@ -17,10 +17,10 @@ from controller.core.errors import SpeculationError
 from controller.core.planning.overrides import Rule
 from controller.service.rpc.overrides import held_to_proto
 from controller.service.rpc.store_messages import audit_to_proto
-from controller.service.sessions.override_registry import OverrideRegistry
-from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.views.fleet_json import engine_values
+from controller.service.state.override_registry import OverrideRegistry
+from controller.service.state.profile_registry import ProfileRegistry
+from controller.service.views.fleet_filter import engine_values
 from controller.service.views.fleet_summary import EngineSummary, decode_summary, encode_summary
 from controller.service.views.fleet_view import FleetEngine, totals_of
 from controller.store.file_blobs import FileBlobStore

@@ -14,8 +14,8 @@ from controller.cli.serve import _code_of
 from controller.core.errors import SpeculationError
 from controller.service.net.access import AccessFileError
 from controller.service.net.errors import AddressTakenError, StartRefusedError
-from controller.service.net.unix_socket import SocketTakenError
-from controller.service.sessions.profile_registry import ProfileFileError
+from controller.service.net.unix_sockets import SocketTakenError
+from controller.service.state.profile_registry import ProfileFileError
 from controller.store.interface import StoreBrokenError, StoreUnavailableError
 from controller.store.redis_client import RedisUrlError
 from controller.util.exit_codes import Exit

@@ -14,6 +14,7 @@ from controller.core.plan import Reason
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import POLICIES, PlannerSettings
 from controller.wire.engines import engine_from_proto, engine_to_proto
+from controller.wire.override_effects import preview
 from tests.support.virtual_engine import GAMMAS, VirtualEngine, engine_spec, gpu_like, profile_of
 
 # 12 lies inside a bucket.
@@ -74,9 +75,9 @@ def test_inside_the_limits_nothing_changes():
 def test_a_pin_to_what_is_not_prepared_gives_the_shortest_and_says_so():
     made = controller()
     pin = Override("seven", Scope(ScopeKind.FLEET), Rule(gamma=7), author="a", reason="r")
-    preview = made.preview([pin])
-    assert all(row.stuck == (row.max_batch_size > 4) for row in preview)
-    assert any(row.stuck for row in preview)
+    rows = preview(made, [pin])
+    assert all(row.stuck == (row.max_batch_size > 4) for row in rows)
+    assert any(row.stuck for row in rows)
     made.set_overrides([pin])
     drive(made).run(40, 16, [0.9] * 7)
     plan = made.current_plan()

@@ -14,6 +14,7 @@ import pytest
 
 from controller.core.cost.profile import Profile, ProfileCell
 from controller.core.step_report import StepFlags
+from controller.wire.explanations import explain
 from simulator import published
 from simulator.cold_start import KINDS
 from simulator.controller_policy import FINGERPRINT, ControllerPolicy
@@ -162,7 +163,7 @@ def test_probes_are_few_when_nothing_changes_and_a_switch_has_a_price(kind):
 def test_the_price_of_a_switch_is_measured():
     phases = [(Traffic(KINDS[kind], 16), 50) for kind in ("json", "prose")]
     found = drive(EAGLE, EXACT, phases, switch_seconds=1e-3)
-    assert found.policy.controller.explain(16).switch_seconds == pytest.approx(1e-3, rel=0.3)
+    assert explain(found.policy.controller, 16).switch_seconds == pytest.approx(1e-3, rel=0.3)
 
 
 @pytest.mark.parametrize(
@@ -187,10 +188,10 @@ def test_an_engine_of_fast_steps_is_planned_for_as_often_as_a_slow_one():
 
 def test_an_explanation_says_which_earlier_traffic_the_present_one_resembles():
     phases = [(Traffic(KINDS["json"], 16), 200), (Traffic(KINDS["prose"], 16), 200)]
-    first = drive(EAGLE, EXACT, phases, steps=150).policy.controller.explain(16)
+    first = explain(drive(EAGLE, EXACT, phases, steps=150).policy.controller, 16)
     assert first.resembles is None
     assert first.traffic_states == 1
-    third = drive(EAGLE, EXACT, phases, steps=500).policy.controller.explain(16)
+    third = explain(drive(EAGLE, EXACT, phases, steps=500).policy.controller, 16)
     assert third.traffic_states == 2
     assert third.resembles is not None
     assert third.resembles.began_seconds_ago > third.resembles.ended_seconds_ago > 0

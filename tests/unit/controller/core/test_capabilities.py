@@ -5,16 +5,25 @@ import random
 
 import pytest
 
-from controller.core.capabilities import Capability, LostCapability
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
-from controller.core.engine_spec import Arm, Capabilities, DrafterSpec, EngineSpec, Fingerprint
+from controller.core.engine_spec import (
+    Arm,
+    Capabilities,
+    Capability,
+    DrafterSpec,
+    EngineSpec,
+    Fingerprint,
+    LostCapability,
+)
 from controller.core.errors import InvalidLossError, UnknownArmError
 from controller.core.model_shapes import DrafterKind
 from controller.core.plan import Reason, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import POLICIES, PlannerSettings
 from controller.core.step_report import StepReport
+from controller.wire.explanations import explain
+from controller.wire.override_effects import preview
 
 GAMMAS = (0, 1, 3, 7)
 ABLE = Capabilities(
@@ -176,7 +185,7 @@ def test_an_explanation_names_the_loss_and_its_reason():
     engine.run(100)
     engine.core.lose([DFLASH])
     engine.core.next_plan()
-    found = engine.core.explain(4)
+    found = explain(engine.core, 4)
     assert found.lost == (DFLASH,)
     assert {value.arm.drafter for value in found.arms if not value.feasible} == {"dflash"}
 
@@ -197,9 +206,9 @@ def test_a_preview_of_such_a_pin_says_that_nothing_is_left():
     engine = Engine()
     engine.run(100)
     pin = override(Rule(drafter="dflash"))
-    assert not any(row.stuck for row in engine.core.preview([pin]))
+    assert not any(row.stuck for row in preview(engine.core, [pin]))
     engine.core.lose([DFLASH])
-    rows = engine.core.preview([pin])
+    rows = preview(engine.core, [pin])
     assert all(row.stuck and row.after.gamma == 0 for row in rows)
 
 

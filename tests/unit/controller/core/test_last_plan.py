@@ -11,6 +11,7 @@ from controller.core.plan import Reason, Regime, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings, TrainingState
+from controller.wire.explanations import explain
 from tests.support.virtual_engine import VirtualEngine, engine_spec, make
 
 GOOD = [0.8] * 7
@@ -135,7 +136,7 @@ def test_another_rule_takes_over(policy: str):
     engine.run(100, 8, GOOD)
     engine.controller.use_settings(PlannerSettings(policy=policy), TrainingSettings())
     engine.run(200, 8, [0.02] * 7)
-    assert engine.controller.explain().policy == policy
+    assert explain(engine.controller).policy == policy
 
 
 def test_the_constants_of_training_change_too():

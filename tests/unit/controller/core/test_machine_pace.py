@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.cost.cost_order import CostOrder
 from controller.core.cost.model import CostModel
+from controller.core.cost.table import CostOrder
 from controller.core.engine.prediction_audit import gains
 from controller.core.engine_spec import Arm
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
+from controller.wire.explanations import explain
 from tests.support.virtual_engine import (
     GAMMAS,
     VirtualEngine,
@@ -76,7 +77,7 @@ class BusyMachine:
             self.require_order(batch_size)
 
     def require_order(self, batch_size=BATCH_SIZE):
-        explanation = self.core.explain(batch_size)
+        explanation = explain(self.core, batch_size)
         seconds = np.array(explanation.table.seconds)
         assert np.all(np.diff(seconds, axis=0) >= -1e-12), "a longer draft is believed cheaper"
         assert np.all(np.diff(seconds, axis=1) >= -1e-12), "a larger batch is believed cheaper"

@@ -11,7 +11,7 @@ from controller.core.engine_spec import DrafterSpec, EngineSpec, Fingerprint, Mi
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import ProposalCounts, RowGroup, StepReport
-from controller.wire.explanations import explanation_to_proto
+from controller.wire.explanations import explain, explanation_to_proto
 
 GAMMAS = (0, 1, 2, 4, 6)
 BATCH = 8
@@ -156,7 +156,7 @@ def test_what_idle_drafters_would_have_given_is_learnt_without_running_them():
     engine.run(600)
     assert engine.steps_by["ngram"] < 5
     first = next(
-        p for p in engine.core.explain().positions if (p.drafter, p.position) == ("ngram", 1)
+        p for p in explain(engine.core).positions if (p.drafter, p.position) == ("ngram", 1)
     )
     assert first.exposures > 500
     # It finds a match in every second row, of which a fifth is accepted.
@@ -190,7 +190,7 @@ def test_rules_tell_match_lengths_apart_and_are_sent_again_only_when_they_move()
 def test_how_a_mixture_is_used_is_explained():
     engine = Engine(0.5)
     engine.run(2000)
-    (use,) = explanation_to_proto(engine.core.explain()).mixtures
+    (use,) = explanation_to_proto(explain(engine.core)).mixtures
     assert use.drafter == "eagle3+ngram"
     assert 0.2 < use.free_share < 0.7
     assert use.gained > 1

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from controller.core.acceptance.warm_start import Belief
-from controller.core.capabilities import Capability, LostCapability
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.engine_spec import Arm, Fingerprint
+from controller.core.engine_spec import Arm, Capability, Fingerprint, LostCapability
 from controller.core.planning.overrides import Rule
 from controller.core.settings import POLICIES
 from controller.core.training.selective_training import TrainingResult

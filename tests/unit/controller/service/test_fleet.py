@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import Profile
-from controller.service.sessions.profile_registry import identity_of
+from controller.service.state.profile_registry import identity_of
 from controller.store.interface import PROFILES
 from lab.harness.ports import free_port
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2, service_pb2_grpc

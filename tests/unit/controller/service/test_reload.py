@@ -11,6 +11,7 @@ from controller.core.cost.profile import Profile
 from controller.core.settings import PlannerSettings
 from controller.service.reload import difference
 from controller.settings.settings import RELOADED, Settings, keys
+from controller.wire.explanations import explain
 from speculation.v1 import service_pb2
 from tests.support.service_harness import Running, make_profile, report_message, serving, soon
 
@@ -95,7 +96,7 @@ async def test_engines_that_are_steered_get_the_new_constants_and_keep_what_was_
         await reload(running, tmp_path, planner=planner, training=training)
         assert running.sidecar.registry.by_engine("engine-0").core is core
         assert core.traffic.beliefs() == beliefs
-        assert core.explain().policy == "tide"
+        assert explain(core).policy == "tide"
         await running.introduce("later")
         assert (await running.status("later")).plan.lease_ms == 2000
 

@@ -15,9 +15,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from controller.service.net.errors import StartRefusedError
 from controller.service.net.limits import Bucket
-from controller.service.net.unix_socket import SocketTakenError
+from controller.service.net.unix_sockets import SocketTakenError
 from controller.service.server import Sidecar
-from controller.service.sessions.profile_registry import ProfileFileError
+from controller.service.state.profile_registry import ProfileFileError
 from controller.service.views.readiness import SERVICES
 from controller.settings.settings import Settings
 from lab.harness.ports import free_port

@@ -2,13 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.core.engine.explanation import (
-    ArmValue,
-    BoundState,
-    Explanation,
-    PastTraffic,
-    PositionEstimate,
-)
+from controller.core.engine.decision import BoundState
 from controller.core.engine_spec import (
     MAX_BATCH_SIZE,
     MAX_GAMMA,
@@ -40,7 +34,13 @@ from controller.core.step_report import (
     StepReport,
 )
 from controller.wire.engines import engine_from_proto, engine_to_proto
-from controller.wire.explanations import explanation_to_proto
+from controller.wire.explanations import (
+    ArmValue,
+    Explanation,
+    PastTraffic,
+    PositionEstimate,
+    explanation_to_proto,
+)
 from controller.wire.plans import plan_to_proto, reason_to_proto
 from controller.wire.reports import report_from_proto, report_to_proto
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from controller.core.cost.devices import device
-from controller.core.cost.roofline import Overlap
+from controller.core.cost.roofline import Overlap, device
 from lab.papers.drafters import crossover, goodput, reproduce_drafters
 from simulator import published, published_qwen
 from simulator.errors import InvalidInputError

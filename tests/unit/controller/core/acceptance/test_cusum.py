@@ -1,6 +1,6 @@
 """A change is called for what the estimates do not explain, and not for what they have learnt."""
 
-from controller.core.acceptance.cusum import Cusum
+from controller.core.acceptance.shifts import Cusum
 from controller.core.settings import PlannerSettings
 
 SETTINGS = PlannerSettings()

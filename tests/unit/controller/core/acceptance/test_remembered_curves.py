@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 
 from controller.core.acceptance.estimator import AcceptanceEstimator
-from controller.core.acceptance.remembered_curves import RememberedCurves, believed
-from controller.core.acceptance.traffic_state import OCTAVES, TrafficState, octave_of, octaves_of
+from controller.core.acceptance.traffic_state import (
+    OCTAVES,
+    RememberedCurves,
+    TrafficState,
+    believed,
+    octave_of,
+    octaves_of,
+)
 from controller.core.engine_spec import Arm
 from controller.core.settings import PlannerSettings
 

@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from controller.core.checks.engine_checks import EngineChecks
-from controller.core.checks.warning import EngineWarning, WarningKind
+from controller.core.checks.engine_checks import EngineChecks, EngineWarning, WarningKind
 from controller.core.engine_spec import DrafterSpec, EngineSpec
 from controller.core.model_shapes import DrafterKind
 from controller.core.step_report import ProposalCounts, RowGroup, StepFlags, StepReport
+from controller.wire.explanations import explain
 from tests.support.virtual_engine import engine_spec, make
 
 WRONG = [0.05, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2]
@@ -62,7 +62,7 @@ def test_a_drafter_that_never_works_is_noticed_although_the_controller_turns_it_
     assert "1.0" in warning.found
     assert "EAGLE-3 under EAGLE" in warning.advice
     assert "eagle_aux_hidden_state_layer_ids" in warning.advice
-    assert engine.controller.explain().warnings == engine.controller.checks.warnings()
+    assert explain(engine.controller).warnings == engine.controller.checks.warnings()
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from controller.core.checks.engine_checks import EngineChecks
-from controller.core.checks.warning import WarningKind
+from controller.core.checks.engine_checks import EngineChecks, WarningKind
 from controller.core.engine_spec import DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
 from controller.core.step_report import StepReport

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from controller.core.checks.engine_checks import EngineChecks
-from controller.core.checks.warning import WarningKind
+from controller.core.checks.engine_checks import EngineChecks, WarningKind
 from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.plan import Plan, PlanRow, Probe, Reason, Regime
 from controller.core.step_report import RowGroup, StepFlags, StepReport

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from controller.core.cost.context_by_batch import ContextByBatch
+from controller.core.cost.live_estimates import ContextByBatch
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from controller.core.cost.devices import DATA_SHEETS, Device, device
+from controller.core.cost.roofline import DATA_SHEETS, Device, device
 from controller.core.model_shapes import InvalidShapeError
 
 

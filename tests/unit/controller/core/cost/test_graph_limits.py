@@ -5,8 +5,7 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.cost.graph_limits import batch_limits
-from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell, batch_limits
 from controller.core.engine_spec import Fingerprint
 from tests.support.virtual_engine import engine_spec, gpu_like, profile_of
 

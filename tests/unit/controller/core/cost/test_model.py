@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.cost.model import CostModel
-from controller.core.cost.prior import Prior
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.cost.table import Prior
 from controller.core.engine_spec import Arm, Fingerprint
 from controller.core.settings import PlannerSettings
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from controller.core.clock import VirtualClock
-from controller.core.cost.prefill_price import PrefillPrice
+from controller.core.cost.live_estimates import PrefillPrice
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import Capabilities
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
+from controller.wire.explanations import explain
 from tests.support.virtual_engine import engine_spec, gpu_like, profile_of
 
 ACCEPTANCE = 0.6
@@ -69,7 +70,7 @@ def test_the_price_is_a_ratio_of_sums():
 def test_prompts_move_no_arms_cost_and_acceptance_counts_beside_them():
     engine = Engine(every=1, tokens=1000)
     engine.run(400)
-    explained = engine.core.explain(BATCH)
+    explained = explain(engine.core, BATCH)
     assert all(arm.cost_drift == pytest.approx(1, abs=0.01) for arm in explained.arms)
     position = explained.positions[0]
     assert position.exposures > 500

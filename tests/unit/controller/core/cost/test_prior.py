@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from controller.core.clock import VirtualClock
-from controller.core.cost.prior import prior_for
+from controller.core.cost.table import prior_for
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import Arm, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import (
@@ -17,6 +17,7 @@ from controller.core.model_shapes import (
 )
 from controller.core.plan import Reason
 from controller.core.settings import PlannerSettings
+from controller.wire.explanations import explain
 
 GAMMAS = (0, 1, 3, 7)
 ARMS = [Arm("mtp", g) for g in GAMMAS]
@@ -80,7 +81,7 @@ def test_decisions_from_a_prior_say_so_and_say_which(shape):
     name = "roofline" if shape else "generic"
     assert plan.reason is Reason.PROFILE_MISSING
     assert f"costs from a {name} prior" in plan.reason_detail
-    assert controller.explain().prior == name
+    assert explain(controller).prior == name
 
 
 def test_the_roofline_knows_that_drafting_is_cheap_at_one_and_dear_at_many():

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.cost.devices import Device, device
 from controller.core.cost.roofline import (
+    Device,
     Overlap,
+    device,
     experts_touched,
     kv_token_seconds,
     prior_grid,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from controller.core.cost.switch_price import SwitchPrice
+from controller.core.cost.live_estimates import SwitchPrice
 from controller.core.step_report import StepFlags, StepReport
 
 

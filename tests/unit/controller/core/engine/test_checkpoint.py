@@ -22,6 +22,7 @@ from controller.core.recorded_state import RECORDED, RECORDED_OF
 from controller.core.settings import POLICIES, PlannerSettings
 from controller.core.step_report import StepReport
 from controller.recording.checkpoint_messages import state_from_proto, state_to_proto
+from controller.wire.explanations import explain
 from speculation.v1 import record_pb2
 from tests.support.recorded_events import TRAINING, Engine, full_spec, override
 from tests.support.virtual_engine import engine_spec, gpu_like, profile_of
@@ -173,7 +174,7 @@ def test_another_profile_is_part_of_the_new_core():
     core.force(None)
     other = EngineController(spec, PlannerSettings(), profile_of(spec, gpu_like), clock)
     restore(other, capture(core))
-    assert other.explain().arms == core.explain().arms
+    assert explain(other).arms == explain(core).arms
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from controller.core.plan import Reason, Regime, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
+from controller.wire.explanations import explain
+from controller.wire.override_effects import preview
 from tests.support.virtual_engine import (
     GAMMAS,
     best_arm_rate,
@@ -126,7 +128,7 @@ def test_the_same_reports_at_the_same_times_make_the_same_plans():
         again.next_plan()
     # The clocks differ in the last bit at most: advance() sums, so compare what was decided.
     assert again.current_plan() == first.controller.current_plan()
-    assert again.explain(4) == first.controller.explain(4)
+    assert explain(again, 4) == explain(first.controller, 4)
 
 
 def report(step=1, **changes):
@@ -205,13 +207,13 @@ def test_a_measurement_teaches_costs_and_no_acceptance():
     engine = make()
     engine.run(100, 8, [0.8] * 7)
     engine.controller.force(Arm("mtp", 3))
-    before = engine.controller.explain(8).positions
+    before = explain(engine.controller, 8).positions
     engine.run(50, 8, [0.1] * 7)
-    assert engine.controller.explain(8).positions == before
+    assert explain(engine.controller, 8).positions == before
     engine.controller.force(None)
-    assert engine.controller.explain(8).positions == before
+    assert explain(engine.controller, 8).positions == before
     engine.run(10, 8, [0.1] * 7)
-    assert engine.controller.explain(8).positions != before
+    assert explain(engine.controller, 8).positions != before
 
 
 def test_costs_are_learnt_while_a_choice_is_forced():
@@ -257,7 +259,7 @@ def test_an_engine_that_can_sleep_sleeps_at_gamma_zero_only():
 def test_explain_shows_every_arm_with_one_chosen():
     engine = make()
     engine.run(200, 8, [0.7] * 7)
-    shown = engine.controller.explain(8)
+    shown = explain(engine.controller, 8)
     assert [v.arm.gamma for v in shown.arms] == list(GAMMAS)
     assert sum(v.chosen for v in shown.arms) == 1
     assert shown.margin >= 0
@@ -343,7 +345,7 @@ def test_a_preview_is_what_becomes_and_changes_nothing():
     engine.run(300, 8, [0.8] * 7)
     before = engine.controller.current_plan()
     wanted = [command(gamma=1, low=5, high=9), command("q", off=True, low=40)]
-    rows = engine.controller.preview(wanted)
+    rows = preview(engine.controller, wanted)
     assert engine.controller.current_plan() is before
     assert all((row.after.gamma == 1) == (5 <= row.max_batch_size <= 9) for row in rows
                if row.max_batch_size < 40 and row.before.gamma != 1)  # fmt: skip

@@ -9,6 +9,8 @@ from controller.core.plan import Reason
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings
+from controller.wire.explanations import explain
+from controller.wire.override_effects import preview
 from tests.support.virtual_engine import VirtualEngine, make
 
 FLEET = Scope(ScopeKind.FLEET)
@@ -36,7 +38,7 @@ def probed(engine: VirtualEngine, steps: int) -> list[tuple[int, float]]:
             continue
         probe = controller.explorer.running[1]
         if probe.probe_id > last:
-            last, shown = probe.probe_id, controller.explain(BATCH)
+            last, shown = probe.probe_id, explain(controller, BATCH)
             if shown.bound is not None and not shown.bound.attainable:
                 continue
             arm = next(a for a in shown.arms if a.arm == probe.arm)
@@ -59,7 +61,7 @@ def test_plain_decoding_under_a_bound_still_notices_better_traffic():
     # Drafting breaks the bound until its drafts are accepted, which only drafting shows.
     engine = bounded(0.009)
     engine.run(400, 32, [0.03] * 7)
-    arms = {value.arm.gamma: value for value in engine.controller.explain(32).arms}
+    arms = {value.arm.gamma: value for value in explain(engine.controller, 32).arms}
     assert arms[0].chosen
     assert all(arms[gamma].seconds_per_token > 0.009 for gamma in arms if gamma)
     before = engine.controller.explorer.probes
@@ -81,7 +83,7 @@ def test_plain_decoding_without_room_for_looking_keeps_the_bound_and_does_not_lo
 def test_a_bound_that_changes_nothing_is_shown_and_no_reason():
     engine = bounded(0.0075)
     engine.run(400, BATCH, CURVE)
-    shown = engine.controller.explain(BATCH)
+    shown = explain(engine.controller, BATCH)
     assert shown.bound is not None
     assert (shown.bound.bound.seconds, shown.bound.bound.override_id) == (0.0075, "")
     assert shown.bound.is_kept
@@ -98,7 +100,7 @@ def test_a_bound_that_changes_nothing_is_shown_and_no_reason():
 def test_a_bound_that_nothing_keeps_says_by_how_much_and_where_it_can_be_kept():
     engine = bounded(0.005)
     engine.run(400, BATCH, CURVE)
-    shown = engine.controller.explain(BATCH)
+    shown = explain(engine.controller, BATCH)
     fastest = min(shown.arms, key=lambda arm: arm.seconds_per_token)
     assert shown.bound is not None
     assert not shown.bound.is_kept
@@ -107,8 +109,8 @@ def test_a_bound_that_nothing_keeps_says_by_how_much_and_where_it_can_be_kept():
     assert shown.bound.expected_seconds <= fastest.seconds_per_token * 1.01
     upto = shown.bound.kept_up_to
     assert 8 <= upto < BATCH
-    there = engine.controller.explain(upto).bound
-    above = engine.controller.explain(upto + 1).bound
+    there = explain(engine.controller, upto).bound
+    above = explain(engine.controller, upto + 1).bound
     assert there is not None
     assert there.attainable
     assert above is not None
@@ -146,7 +148,7 @@ def test_a_bound_that_excludes_what_a_rule_wants_is_named(by: str):
     assert row.arm.gamma in {2, 3}
     assert f"bound of 6.2 ms a token{whose} excludes mtp gamma 7" in plan.reason_detail
     assert row.reason is (Reason.OVERRIDE if by == "override" else Reason.EXPLOIT)
-    state = engine.controller.explain(BATCH).bound
+    state = explain(engine.controller, BATCH).bound
     assert state is not None
     assert state.binds
     assert state.excluded == Arm("mtp", 7)
@@ -157,7 +159,7 @@ def test_a_bound_that_excludes_what_a_rule_wants_is_named(by: str):
     if by == "override":
         assert engine.controller.next_plan() is not None
         assert engine.controller.current_plan().row_for(BATCH).arm.gamma == 7
-        assert engine.controller.explain(BATCH).bound is None
+        assert explain(engine.controller, BATCH).bound is None
 
 
 def test_an_override_bounds_the_batches_that_it_is_for():
@@ -165,8 +167,8 @@ def test_an_override_bounds_the_batches_that_it_is_for():
     engine.run(300, BATCH, CURVE)
     engine.controller.set_overrides([bound_by(0.0062, low=33)])
     engine.controller.next_plan()
-    assert engine.controller.explain(32).bound is None
-    state = engine.controller.explain(33).bound
+    assert explain(engine.controller, 32).bound is None
+    state = explain(engine.controller, 33).bound
     assert state is not None
     assert state.bound.override_id == "slow"
     # Batches without a bound cannot break one.
@@ -178,13 +180,13 @@ def test_a_preview_shows_what_a_bound_would_change_and_where_nothing_keeps_it():
     engine = make(settings=rule)
     engine.run(300, BATCH, CURVE)
     before = engine.controller.current_plan()
-    rows = engine.controller.preview([bound_by(0.0062)])
+    rows = preview(engine.controller, [bound_by(0.0062)])
     assert engine.controller.current_plan() is before
     last = rows[-1]
     assert (last.before.gamma, last.max_batch_size) == (7, 64)
     assert last.after.gamma in {2, 3}
     assert not any(row.above_bound for row in rows)
-    tight = engine.controller.preview([bound_by(0.005)])
+    tight = preview(engine.controller, [bound_by(0.005)])
     assert [row.above_bound for row in tight] == sorted(row.above_bound for row in tight)
     assert tight[-1].above_bound
     assert not tight[0].above_bound
@@ -208,6 +210,6 @@ def test_a_pinned_arm_that_breaks_the_bound_runs_and_says_that_it_does():
     assert (
         "above the bound of 6.2 ms a token (override slow), which no choice" in plan.reason_detail
     )
-    state = engine.controller.explain(BATCH).bound
+    state = explain(engine.controller, BATCH).bound
     assert state is not None
     assert not state.attainable

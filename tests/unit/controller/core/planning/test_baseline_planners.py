@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.acceptance.by_class import TrafficCurves
-from controller.core.acceptance.hazard import Hazard
+from controller.core.acceptance.shifts import Hazard
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.table import Costs
 from controller.core.engine_spec import Arm
@@ -17,6 +17,7 @@ from controller.core.planning.planner import Planner, Values
 from controller.core.settings import POLICIES, PlannerSettings
 from controller.core.step_report import NO_FLAGS, StepReport
 from controller.settings.settings import Settings
+from controller.wire.explanations import explain
 from simulator.peers.sglang_adaptive import SGLangAdaptive
 from simulator.policy import StepRecord
 from tests.support.virtual_engine import make
@@ -114,7 +115,7 @@ def test_the_policy_comes_from_the_environment_and_steers(policy, monkeypatch):
     engine = make(settings=Settings.load().planner)
     engine.run(600, 4, [0.8] * 8)
     assert {arm.gamma for arm in engine.arms_run[300:]} & {3, 5, 7}
-    explanation = engine.controller.explain()
+    explanation = explain(engine.controller)
     assert explanation.policy == policy
     if policy == "sglang-ema":
         assert explanation.probes == 0

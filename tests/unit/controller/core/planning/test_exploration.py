@@ -18,6 +18,7 @@ from controller.core.planning.exploration import Explorer, Situation
 from controller.core.planning.planner import evaluate
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import RowGroup, StepReport
+from controller.wire.explanations import explain
 from tests.support.virtual_engine import engine_spec, gpu_like, make, profile_of
 
 GAMMAS = (0, 1, 2, 3, 5, 7)
@@ -228,7 +229,7 @@ def test_arms_that_share_their_estimates_share_their_errors():
 def test_over_a_long_run_probing_keeps_to_its_share(acceptance, batch):
     engine = make(seed=4)
     engine.run(6000, batch, [acceptance] * 8)
-    explanation = engine.controller.explain()
+    explanation = explain(engine.controller)
     # What the start gave on credit, and one per cent of what ran.
     allowed = SETTINGS.probe_credit_start_seconds + SETTINGS.probe_share * engine.elapsed
     assert explanation.probe_lost_seconds <= allowed * 1.2

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from controller.core.acceptance.hazard import Hazard
+from controller.core.acceptance.shifts import Hazard
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.engine_spec import Arm
 from controller.core.planning.observation_cost import ObservationPlanner, budget

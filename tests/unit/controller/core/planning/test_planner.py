@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.acceptance.by_class import TrafficCurves
-from controller.core.acceptance.hazard import Hazard
+from controller.core.acceptance.shifts import Hazard
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.table import Costs
 from controller.core.engine_spec import Arm
 from controller.core.plan import Reason
-from controller.core.planning.buckets import batch_buckets
+from controller.core.planning.plan_table import batch_buckets
 from controller.core.planning.planner import LossLimits, Planner, Values
 from controller.core.settings import PlannerSettings
 

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from controller.core.acceptance.by_class import TrafficCurves
-from controller.core.acceptance.hazard import Hazard
+from controller.core.acceptance.shifts import Hazard
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.table import Costs
 from controller.core.engine_spec import Arm

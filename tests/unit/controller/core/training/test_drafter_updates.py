@@ -13,6 +13,7 @@ from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import RowGroup, StepReport
 from controller.core.training.selective_training import TrainingResult, TrainingSettings
+from controller.wire.explanations import explain
 
 COLLECT = Regime(RegimeMode.COLLECT)
 TRAINING = TrainingSettings(initial=2, unit_drafts=4, threshold=3)
@@ -94,7 +95,7 @@ def test_a_deployed_version_is_in_every_plan_and_goes_when_it_is_worse():
     assert driven.core.current_plan().draft_version == 7
     driven.steps(0, 40, version=7)
     assert driven.core.current_plan().draft_version == 0
-    assert driven.core.explain().training is not None
+    assert explain(driven.core).training is not None
 
 
 def test_while_a_trainer_attends_online_updates_rest():
@@ -102,11 +103,11 @@ def test_while_a_trainer_attends_online_updates_rest():
     training = driven.core.updates.training
     assert training is not None
     driven.steps(0, 30)
-    assert driven.core.explain().updates is not None
+    assert explain(driven.core).updates is not None
     training.attended = True
     driven.steps(0, 200)
     assert driven.regime.mode is not RegimeMode.ONLINE
-    assert driven.core.explain().updates is None
+    assert explain(driven.core).updates is None
 
 
 def test_while_a_trainer_attends_nobody_decides_about_online_updates():
@@ -143,7 +144,7 @@ def test_an_override_stands_above_the_trainer(regime: Regime):
 def test_an_engine_that_cannot_has_no_training(able: Capabilities):
     driven = Driven(able)
     assert driven.core.updates.training is None
-    assert driven.core.explain().training is None
+    assert explain(driven.core).training is None
     driven.steps(0, 5)
     assert driven.core.current_plan().draft_version == 0
 

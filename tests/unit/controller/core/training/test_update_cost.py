@@ -3,7 +3,7 @@
 import pytest
 
 from controller.core.step_report import StepFlags, StepReport
-from controller.core.training.update_cost import UpdatePrice
+from controller.core.training.stride_planner import UpdatePrice
 
 
 def step(

@@ -12,8 +12,7 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from controller.core.errors import InvalidStateError, SpeculationError, within
 from controller.core.planning.overrides import InvalidOverrideError
-from controller.service.net.error_details import status_message
-from controller.service.net.errors import FAILED, KINDS, NoOverrideError, kind_of
+from controller.service.net.errors import FAILED, KINDS, NoOverrideError, kind_of, status_message
 from controller.service.rpc.inspection import InspectionServicer
 from speculation.v1 import errors_pb2, policy_pb2, service_pb2, training_pb2
 from tests.support.error_details import failed

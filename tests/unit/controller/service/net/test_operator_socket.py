@@ -12,8 +12,8 @@ import grpc
 import pytest
 import structlog
 
-from controller.service.net import operator_socket
-from controller.service.net.unix_socket import SocketTakenError
+from controller.service.net import unix_sockets
+from controller.service.net.unix_sockets import SocketTakenError
 from controller.util.socket_paths import operators_path
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2
 from tests.support.override_calls import FLEET, asked, set_
@@ -134,7 +134,7 @@ async def test_the_server_behind_the_door_has_no_address(tmp_path: Path):
 async def test_operators_beyond_the_bound_are_refused_and_places_come_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(operator_socket, "_CONNECTIONS", 2)
+    monkeypatch.setattr(unix_sockets, "_CONNECTIONS", 2)
     path = operators_path(tmp_path / "controller.sock")
     async with serving(tmp_path) as running:
         streams = [await asyncio.open_unix_connection(path) for _ in range(2)]

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from controller.service.net.access import AccessFileError
-from controller.service.net.tls import certificates
+from controller.service.net.tcp import certificates
 from tests.support.credentials import free_address, make_authority, openssl
 from tests.support.service_harness import PATIENCE_SECONDS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.service.net.unix_socket import SocketTakenError, claimed, remove_own
+from controller.service.net.unix_sockets import SocketTakenError, claimed, remove_own
 from tests.support.service_harness import ENVIRONMENT, PATIENCE_SECONDS
 
 
@@ -56,7 +56,7 @@ def test_a_living_ones_socket_is_left_alone(tmp_path: Path):
 SECOND = """
 import sys
 from pathlib import Path
-from controller.service.net.unix_socket import SocketTakenError, claimed
+from controller.service.net.unix_sockets import SocketTakenError, claimed
 print("trying", flush=True)
 try:
     with claimed(Path(sys.argv[1])):

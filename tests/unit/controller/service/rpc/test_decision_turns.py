@@ -1,7 +1,7 @@
 import asyncio
 import time
 
-from controller.service.rpc.decision_turns import DecisionTurns
+from controller.service.rpc.streams import DecisionTurns
 
 
 async def test_whoever_asks_alone_decides_at_once():

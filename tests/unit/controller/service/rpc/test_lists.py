@@ -8,7 +8,7 @@ import pytest
 
 from controller.client.paging import every_page_aio
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
-from controller.service.rpc import audit_pages
+from controller.service.rpc import store_messages
 from controller.store.interface import LIVE_ENTRIES_MAX, Actor
 from speculation.v1 import policy_pb2, service_pb2
 from tests.support.error_details import failed
@@ -140,7 +140,7 @@ async def test_pages_of_the_audit_add_up(tmp_path: Path, monkeypatch: pytest.Mon
             assert await names(limit) == NAMES[::-1]
         assert not (await page(5)("")).next_page_token
         # A page that would not fit into a message ends earlier.
-        monkeypatch.setattr(audit_pages, "BYTES_MAX", 1)
+        monkeypatch.setattr(store_messages, "BYTES_MAX", 1)
         assert len((await page(5)("")).records) == 1
         assert await names(5) == NAMES[::-1]
         both = policy_pb2.QueryAuditRequest(page_token="5", before_sequence="4")

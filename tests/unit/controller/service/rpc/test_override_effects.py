@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from controller.service.sessions.override_registry import OverrideRegistry
+from controller.service.state.override_registry import OverrideRegistry
 from controller.store.interface import Health
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2
 from tests.support.override_calls import ENGINE, FLEET, asked, clear, gammas, listed, set_

@@ -295,7 +295,7 @@ async def test_text_that_is_no_utf_8_is_refused_and_the_sidecar_goes_on(tmp_path
 async def test_there_is_an_end_to_the_number_of_overrides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("controller.service.sessions.override_registry.LIVE_ENTRIES_MAX", 3)
+    monkeypatch.setattr("controller.service.state.override_registry.LIVE_ENTRIES_MAX", 3)
     async with serving(tmp_path) as running:
         for number in range(3):
             etag = (await set_(running, name=f"o{number}", off=True)).held.etag

@@ -5,8 +5,8 @@ from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import EngineSpec
 from controller.core.settings import PlannerSettings
 from controller.service.net.callers import Caller, Right
-from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import SessionRegistry
+from controller.service.state.profile_registry import ProfileRegistry
 from controller.wire.engines import engine_from_proto
 from tests.support.service_harness import engine_message
 

@@ -1,8 +1,7 @@
 import pytest
 
 from controller.core.engine.prediction_audit import PredictionAudit
-from controller.service.sessions.counters import StepCounters
-from controller.service.sessions.last_minute import LastMinute
+from controller.service.sessions.counters import LastMinute, StepCounters
 from tests.support.virtual_engine import engine_spec
 
 

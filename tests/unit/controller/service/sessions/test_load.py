@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from controller.service.net.errors import TooManyEnginesError
 from controller.service.sessions.engine_identity import EngineIdentity
-from controller.service.sessions.load import LONG_MESSAGE, Load
+from controller.service.sessions.registry import LONG_MESSAGE, Load
 from tests.support.service_harness import SteerClient, failure, report_message, serving, until
 from tests.unit.controller.service.sessions.small_registry import ANYBODY, registry, spec
 

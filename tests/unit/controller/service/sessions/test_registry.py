@@ -20,7 +20,7 @@ from controller.service.net.errors import (
     UnknownEngineError,
 )
 from controller.service.sessions.engine_identity import EngineIdentity
-from controller.service.sessions.profile_registry import ProfileRegistry
+from controller.service.state.profile_registry import ProfileRegistry
 from controller.wire.reports import report_from_proto
 from tests.support.service_harness import make_profile, report_message
 from tests.unit.controller.service.sessions.small_registry import ANYBODY, registry, spec

@@ -1,6 +1,6 @@
 from controller.core.engine_spec import Arm
 from controller.core.plan import Probe
-from controller.service.sessions.unary_probes import UnaryProbes
+from controller.service.sessions.measurements import UnaryProbes
 from controller.wire.reports import report_from_proto
 from tests.support.service_harness import report_message
 

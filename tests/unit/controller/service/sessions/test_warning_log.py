@@ -5,8 +5,8 @@ from pathlib import Path
 
 from structlog.testing import capture_logs
 
-from controller.core.checks.warning import EngineWarning, WarningKind
-from controller.service.sessions.warning_log import WarningLog
+from controller.core.checks.engine_checks import EngineWarning, WarningKind
+from controller.service.sessions.session_logs import WarningLog
 from tests.support.service_harness import SteerClient, measured_of, report_message, serving, until
 
 WARNING = EngineWarning(WarningKind.NO_ACCEPTANCE, "mtp", "found", "advice")

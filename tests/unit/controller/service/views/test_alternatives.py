@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from controller.core.engine.explanation import ValueTable
 from controller.core.engine_spec import Arm
-from controller.service.views.alternatives import Point, alternatives
+from controller.service.views.status_cache import Point, alternatives
+from controller.wire.explanations import ValueTable
 
 DRAFTERS = ("eagle3", "dflash")
 ARMS = (Arm("eagle3", 0), Arm("eagle3", 3), Arm("dflash", 8))

@@ -13,7 +13,7 @@ from urllib.request import urlopen
 import grpc
 import pytest
 
-from controller.service.views import fleet_publisher, fleet_view, status_cache
+from controller.service.views import fleet_summary, fleet_view, status_cache
 from controller.service.views.fleet_summary import EngineSummary, decode_summary, encode_summary
 from controller.service.views.fleet_view import Fleet, FleetCounts, FleetEngine, totals_of
 from controller.store import redis_summaries
@@ -43,7 +43,7 @@ def running_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSe
 @pytest.fixture
 def server(running_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> RedisServer:
     """An empty one, of whose sidecars everything comes quickly."""
-    monkeypatch.setattr(fleet_publisher, "PUBLISH_SECONDS", 0.2)
+    monkeypatch.setattr(fleet_summary, "PUBLISH_SECONDS", 0.2)
     monkeypatch.setattr(fleet_view, "_SECONDS", 0.05)
     monkeypatch.setattr(status_cache, "_SECONDS", 0.05)
     with running_server.client() as client:

@@ -24,9 +24,9 @@ from controller.recording.checkpoint_messages import state_to_proto
 from controller.service.metrics.family import samples
 from controller.service.metrics.server import OF_AN_ENGINE
 from controller.service.sessions.session import EngineSession
-from controller.service.views.engine_snapshot import EngineSnapshot
-from controller.service.views.engine_status import engine_detail
-from controller.wire.explanations import explanation_to_proto
+from controller.service.views.engine_status import EngineSnapshot, engine_detail
+from controller.wire.explanations import explain, explanation_to_proto
+from controller.wire.override_effects import preview
 from tests.support.recorded_events import TRAINING, Engine, full_spec, override
 
 PINS = (override("pin", Rule(gamma=2)), override("no", Rule(off=True)))
@@ -44,12 +44,12 @@ def page(session: EngineSession) -> object:
 
 
 READERS: dict[str, Callable[[EngineSession], object]] = {
-    "explain": lambda session: session.core.explain(),
-    "explain another batch": lambda session: session.core.explain(20),
-    "explain as a message": lambda session: explanation_to_proto(session.core.explain()),
-    "preview": lambda session: session.core.preview(PINS),
-    "preview of other rows": lambda session: session.core.preview(SPLIT),
-    "preview without overrides": lambda session: session.core.preview([]),
+    "explain": lambda session: explain(session.core),
+    "explain another batch": lambda session: explain(session.core, 20),
+    "explain as a message": lambda session: explanation_to_proto(explain(session.core)),
+    "preview": lambda session: preview(session.core, PINS),
+    "preview of other rows": lambda session: preview(session.core, SPLIT),
+    "preview without overrides": lambda session: preview(session.core, []),
     "beliefs": lambda session: warm_start.to_json(session.core.beliefs()),
     "plan": lambda session: (session.core.current_plan(), session.core.decide(4)),
     "metrics": scrape,
@@ -173,22 +173,22 @@ def test_a_reader_says_the_same_twice_and_leaves_everything_as_it_was(name, busy
 
 def test_an_explanation_is_of_the_last_decision_until_the_next_one(busy):
     session = busy.session
-    before = session.core.explain(4)
+    before = explain(session.core, 4)
     session.observe(StepReport(busy.step + 9, 4, 2000, "eagle3", 2, (0, 0, 4), 0.5))
-    after = session.core.explain(4)
+    after = explain(session.core, 4)
     assert (after.arms, after.positions, after.table) == (
         before.arms, before.positions, before.table,
     )  # fmt: skip
     busy.clock.advance(1.0)
     session.advance()
-    assert session.core.explain(4).positions != before.positions
+    assert explain(session.core, 4).positions != before.positions
 
 
 def test_overrides_are_explained_once_they_are_decided_under(busy):
     session = busy.session
     session.core.set_overrides(PINS)
-    assert [o.override_id for o in session.core.explain(4).overrides] == ["pin"]
+    assert [o.override_id for o in explain(session.core, 4).overrides] == ["pin"]
     session.advance()
-    explained = session.core.explain(4)
+    explained = explain(session.core, 4)
     assert [o.override_id for o in explained.overrides] == ["no", "pin"]
     assert next(value.arm.gamma for value in explained.arms if value.chosen) == 0

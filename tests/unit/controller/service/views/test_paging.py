@@ -10,10 +10,12 @@ import grpc
 import pytest
 
 from controller.client.paging import every_page_aio
+from controller.core.engine.engine_controller import EngineController
 from controller.service.net.errors import NoSessionError
 from controller.service.net.limits import Turns
 from controller.service.sessions.counters import COUNT_MAX
-from controller.service.views import paging
+from controller.service.views import engine_status, paging
+from controller.wire.explanations import Explanation, explain
 from lab.harness.ports import free_port
 from speculation.v1 import engine_pb2, service_pb2
 from tests.support.service_harness import (
@@ -144,7 +146,9 @@ async def test_counters_that_clients_feed_stop_where_a_message_ends(tmp_path: Pa
         assert (await stream.end())[0] is grpc.StatusCode.OK
 
 
-async def test_an_engine_that_cannot_be_shown_hides_no_other_one(tmp_path: Path):
+async def test_an_engine_that_cannot_be_shown_hides_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     port = free_port()
     async with serving(tmp_path, metrics_port=port) as running:
         for name in ("a", "broken", "c"):
@@ -152,10 +156,12 @@ async def test_an_engine_that_cannot_be_shown_hides_no_other_one(tmp_path: Path)
         broken = running.sidecar.registry.by_engine("broken")
         broken.counters.dropped = COUNT_MAX + 1
 
-        def explain(_: int = 0) -> None:
-            raise ArithmeticError("1/0\n\x1b[31m")
+        def breaking(core: EngineController, batch_size: int = 0) -> Explanation:
+            if core is broken.core:
+                raise ArithmeticError("1/0\n\x1b[31m")
+            return explain(core, batch_size)
 
-        broken.core.explain = explain  # type: ignore[method-assign,assignment]
+        monkeypatch.setattr(engine_status, "explain", breaking)
         for method, reason in (("ListEngines", "ValueError"), ("Overview", "ArithmeticError")):
             answer = await asked(running, method)("")
             rows = {name_of(row): row.unavailable for row in answer.engines}

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from controller.core.clock import VirtualClock
-from controller.core.engine.explanation import PositionEstimate
+from controller.core.engine.engine_controller import EngineController
 from controller.core.plan import Plan
-from controller.service.sessions import history, plan_log
-from controller.service.sessions.history import FIELDS, History
-from controller.service.sessions.session import EngineSession
+from controller.service.sessions import counters, session_logs
+from controller.service.sessions.counters import FIELDS, History
+from controller.service.views import engine_status
 from controller.service.views.engine_status import survival_curves
+from controller.wire.explanations import Explanation, PositionEstimate, explain
 from speculation.v1 import policy_pb2, service_pb2
 from tests.support.service_harness import Running, SteerClient, report_message, serving, soon, until
 
@@ -26,23 +27,26 @@ async def decide(running: Running, session_id: str, step: int, **changes: Any) -
     await soon(running.speculation.Decide(request))
 
 
-def count_explanations(session: EngineSession, counted: "Counter[str]") -> None:
-    explain = session.core.explain
+def counted_explanations(monkeypatch: pytest.MonkeyPatch) -> "Counter[str]":
+    """By engine, from now on."""
+    counted = Counter[str]()
 
-    def counting(batch_size: int = 0) -> Any:
-        counted[session.engine_id] += 1
-        return explain(batch_size)
+    def counting(core: EngineController, batch_size: int = 0) -> Explanation:
+        counted[core.spec.engine_id] += 1
+        return explain(core, batch_size)
 
-    session.core.explain = counting  # type: ignore[method-assign]
+    monkeypatch.setattr(engine_status, "explain", counting)
+    return counted
 
 
-async def test_however_many_look_each_engine_explains_itself_once_a_second(tmp_path: Path):
-    clock, counted = VirtualClock(), Counter[str]()
+async def test_however_many_look_each_engine_explains_itself_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    clock, counted = VirtualClock(), counted_explanations(monkeypatch)
     async with serving(tmp_path, clock) as running:
         status_cache = running.sidecar._status_cache
         for name in ("a", "b"):
             await running.introduce(name)
-            count_explanations(running.sidecar.registry.by_engine(name), counted)
         for _ in range(3):
             overview = running.inspection.Overview(service_pb2.OverviewRequest())
             await asyncio.gather(
@@ -99,10 +103,10 @@ async def test_a_history_keeps_the_newest_points_in_order(tmp_path: Path):
         await running.introduce()
         session = running.sidecar.registry.by_engine("engine-0")
         seen = session.history = History(["mtp"], session.counters)
-        for second in range(history.POINTS + 150):
+        for second in range(counters.POINTS + 150):
             session.remember(float(second))
         times = [point[T] for point in seen.since(-1.0)]
-        assert times == [float(t) for t in range(150, history.POINTS + 150)]
+        assert times == [float(t) for t in range(150, counters.POINTS + 150)]
         assert [point[T] for point in seen.since(747.0)] == [748.0, 749.0]
 
 
@@ -177,7 +181,7 @@ async def test_the_trail_has_what_the_running_batch_was_told(tmp_path: Path):
         (held,) = state["overrides"]
         assert (held["author"], held["reason"]) == ("somebody", "a look")
         assert held["ends_at"] > held["created_at"]
-        assert session.plan_log.maxlen == plan_log.LENGTH
+        assert session.plan_log.maxlen == session_logs.LENGTH
 
 
 def test_survival_multiplies_and_its_band_widens_where_evidence_ends():

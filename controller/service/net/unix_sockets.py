@@ -1,7 +1,12 @@
-"""The operators' socket: who calls is known by the kernel's word, not by the caller's.
+"""Takes the paths of unix sockets, and serves operators on one where the kernel says who calls.
 
-gRPC does not tell who is behind a unix socket.  Operators therefore connect to a socket of our
-own, which asks the kernel (SO_PEERCRED) and passes the bytes on to a gRPC server for operators
+gRPC unlinks whatever socket it finds before it binds, so two sidecars on one path would silently
+take turns.  Here the path is looked at first, under a lock on its directory, so that of two that
+start together one sees the other: a path is never taken from a living sidecar, always from a dead
+one.
+
+gRPC does not tell who is behind a unix socket either.  Operators therefore connect to a socket of
+our own, which asks the kernel (SO_PEERCRED) and passes the bytes on to a gRPC server for operators
 only, from an address that stands for this very connection; by that address a call finds its peer.
 
 Nobody else can connect to that server, so an impostor has no address to use: the name
@@ -10,9 +15,12 @@ of this process.  Engines and readers have another server, which knows no operat
 """
 
 import asyncio
+import errno
+import fcntl
 import os
 import secrets
 import socket
+import stat
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -23,18 +31,119 @@ from types import MappingProxyType
 
 import structlog
 
-from controller.service.net import unix_socket
-from controller.service.net.unix_socket import SocketTakenError
+from controller.core.errors import SpeculationError
 from controller.util import cancellation
 from controller.util.socket_paths import operators_path
 
-_MODE = 0o600
+# Of the engines' socket, of the operators', and of their directories.
+_MODE = 0o660
+_OPERATORS_MODE = 0o600
+_DIRECTORY_MODE = 0o750
 _INNER_DIRECTORY_MODE = 0o700
+# sockaddr_un.sun_path, less its closing zero.
+_PATH_BYTES_MAX = 107
+_PROBE_SECONDS = 1.0
 _CHUNK = 65_536
 _CONNECTIONS = 32
 _CREDENTIALS = struct.Struct("3i")
 
 _log = structlog.get_logger(__name__)
+
+
+class SocketTakenError(SpeculationError):
+    """The path cannot be bound: someone serves there, or it is something else."""
+
+
+def opened_directory(path: Path) -> int:
+    """Opens the directory of a socket, which is made if it does not exist; its descriptor.
+
+    Raises SocketTakenError.
+    """
+    try:
+        path.parent.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
+        return os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise SocketTakenError(
+            f"the directory of {path} cannot be used: {error.strerror}; name another socket with "
+            "--address unix:PATH"
+        ) from error
+
+
+@contextmanager
+def claimed(path: Path, mode: int = _MODE) -> Iterator[None]:
+    """Bind inside the block: the path is free there, and what is bound gets the mode.
+
+    Raises SocketTakenError.
+    """
+    if len(os.fsencode(path)) > _PATH_BYTES_MAX:
+        raise SocketTakenError(f"{path}: a socket's path is {_PATH_BYTES_MAX} bytes at most")
+    directory = opened_directory(path)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        remove_if_dead(path)
+        umask = os.umask(0o777 & ~mode)
+        try:
+            yield
+        finally:
+            os.umask(umask)
+        path.chmod(mode)
+    finally:
+        os.close(directory)
+
+
+def remove_if_dead(path: Path) -> None:
+    """Removes the socket, or the link to one, that a sidecar has left behind.
+
+    Raises SocketTakenError if it is served, or is something else.
+    """
+    try:
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            mode = path.stat().st_mode
+    except FileNotFoundError:
+        # There is nothing, or a link to nothing.
+        path.unlink(missing_ok=True)
+        return
+    except OSError as error:
+        # A link that leads where this process may not look, or to itself.
+        raise SocketTakenError(f"{path} cannot be looked at: {error.strerror}") from error
+    if not stat.S_ISSOCK(mode):
+        raise SocketTakenError(f"{path} exists and is not a socket: remove it or name another path")
+    if _is_served(path):
+        raise SocketTakenError(
+            f"another sidecar is serving on {path}: stop it, or name another socket with "
+            "--address unix:PATH"
+        )
+    path.unlink()
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_SECONDS)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError as error:
+            # A full backlog is a living server's; what cannot be asked is not taken away.
+            if error.errno in {errno.EAGAIN, errno.ETIMEDOUT} or isinstance(error, TimeoutError):
+                return True
+            raise SocketTakenError(f"{path} cannot be looked at: {error.strerror}") from error
+    return True
+
+
+def is_own(path: Path, inode: int) -> bool:
+    """Whether the socket file is still the one that was bound."""
+    try:
+        return path.lstat().st_ino == inode
+    except OSError:
+        return False
+
+
+def remove_own(path: Path, inode: int) -> None:
+    """Removes the socket file, unless it is another one by now."""
+    if is_own(path, inode):
+        path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +196,10 @@ class OperatorSocket:
 
         The sidecar's own socket has to be bound inside it, too.  Raises OSError.
         """
-        os.close(unix_socket.opened_directory(self.path))
+        os.close(opened_directory(self.path))
         # Where only operators come: whoever may write there could exchange the inner socket.
         with tempfile.TemporaryDirectory(prefix=".", dir=self.path.parent) as folder:
-            # The umask of `unix_socket.claimed` takes the right to enter it away.
+            # The umask of `claimed` takes the right to enter it away.
             Path(folder).chmod(_INNER_DIRECTORY_MODE)
             inner = Path(folder, "s")
             yield inner
@@ -102,7 +211,7 @@ class OperatorSocket:
     def lost(self) -> str:
         """Names the socket files that have gone, and the consequence; "" if all exist."""
         made = self._made.items()
-        gone = [str(path) for path, inode in made if not unix_socket.is_own(path, inode)]
+        gone = [str(path) for path, inode in made if not is_own(path, inode)]
         if not gone:
             return ""
         return (
@@ -114,8 +223,8 @@ class OperatorSocket:
         """Lets operators in.  Raises SocketTakenError."""
         if self._link is not None:
             # Before the socket is there, which a link that was left behind would lead to.
-            unix_socket.remove_if_dead(self._link)
-        with unix_socket.claimed(self.path, _MODE):
+            remove_if_dead(self._link)
+        with claimed(self.path, _OPERATORS_MODE):
             self._server = await asyncio.start_unix_server(self._enter, self.path)
             self._made[self.path] = self.path.lstat().st_ino
         if self._link is not None:
@@ -131,7 +240,7 @@ class OperatorSocket:
             self._server.close()
             self._server = None
         for path, inode in self._made.items():
-            unix_socket.remove_own(path, inode)
+            remove_own(path, inode)
         self._made.clear()
         await cancellation.end(self._connections)
         if self._inner is not None:

@@ -22,15 +22,15 @@ from controller.core.engine_spec import EngineSpec
 from controller.core.errors import InvalidProfileError, ProfileMergeError
 from controller.service.net.errors import NoProfileError
 from controller.service.net.limits import READS_WAITING, Turns
-from controller.service.sessions.profile_registry import (
+from controller.service.sessions.registry import SessionRegistry
+from controller.service.sessions.session import EngineSession
+from controller.service.state.profile_registry import (
     ProfileRegistry,
     identity_of,
     mismatch,
     require_past,
 )
-from controller.service.sessions.registry import SessionRegistry
-from controller.service.sessions.session import EngineSession
-from controller.service.sessions.session_searches import Give, SessionSearches
+from controller.service.state.session_searches import Give, SessionSearches
 from controller.store.interface import PROFILES, BlobStore, StoreUnavailableError
 from controller.util import cancellation
 

@@ -28,7 +28,7 @@ from controller.core.engine_spec import DrafterSpec, EngineSpec
 from controller.core.errors import InvalidBeliefError
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
-from controller.service.sessions.session_searches import Give, SessionSearches
+from controller.service.state.session_searches import Give, SessionSearches
 from controller.store.interface import ACCEPTANCE, Blob, BlobStore, StoreUnavailableError
 from controller.util import cancellation
 from controller.util.background_tasks import BackgroundTasks

@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 from controller.core.clock import VirtualClock
-from controller.service.sessions.audit_log import AuditLog
 from controller.service.sessions.engine_identity import EngineIdentity
+from controller.service.state.audit_log import AuditLog
 from controller.store.file_store import FileStore
 from controller.store.interface import AuditRecord
 from controller.util.supervisor import Supervisor

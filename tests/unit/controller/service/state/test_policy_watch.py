@@ -17,7 +17,7 @@ from controller.recording.events import Overridden
 from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
 from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
-from controller.service.sessions import policy_watch
+from controller.service.state import policy_watch
 from controller.settings.policy_file import Policy, PolicyFileError
 from controller.util.watched_file import AGREEING_LOOKS
 from speculation.v1 import policy_pb2

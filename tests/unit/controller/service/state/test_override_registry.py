@@ -13,7 +13,7 @@ import pytest
 
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.service.net.errors import TooManyOverridesError
-from controller.service.sessions.override_registry import OverrideRegistry
+from controller.service.state.override_registry import OverrideRegistry
 from controller.store.database import Database, StoredEntry, put
 from controller.store.file_store import FileStore
 from controller.store.interface import LIVE_ENTRIES_MAX, Actor

@@ -1,12 +1,17 @@
-"""Logs what is found wrong with an engine when it begins and when it ends, and not in between."""
+"""Keeps what a session tells people of its plans and its warnings."""
 
 import math
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import structlog
 
-from controller.core.checks.warning import EngineWarning, WarningKind
+from controller.core.checks.engine_checks import EngineWarning, WarningKind
+from controller.core.plan import Plan
 
+# Changes that a session remembers.
+LENGTH = 50
 # A warning that comes and goes is logged once in so long.
 _AGAIN_SECONDS = 3600.0
 # Warnings whose time is remembered, the latest ones: an engine can come back under its id with
@@ -16,8 +21,46 @@ _TOLD_KEPT = 64
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class PlanLogEntry:
+    """A plan that told an engine something else.  time: Unix seconds; arms as "DRAFTER GAMMA"."""
+
+    time: float
+    epoch: int
+    batch_size: int
+    was: str
+    arm: str
+    regime: str
+    reason: str
+    detail: str
+    overrides: tuple[str, ...]
+
+    @classmethod
+    def of(cls, time: float, batch_size: int, before: Plan, plan: Plan) -> "PlanLogEntry":
+        """Makes an entry at the batch size that was reported last."""
+        was, arm = before.row_for(batch_size).arm, plan.row_for(batch_size).arm
+        return cls(
+            time,
+            plan.epoch,
+            batch_size,
+            f"{was.drafter} {was.gamma}",
+            f"{arm.drafter} {arm.gamma}",
+            str(plan.regime),
+            plan.reason.value,
+            plan.reason_detail,
+            plan.overrides,
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the entry as a dictionary."""
+        return asdict(self)
+
+
 class WarningLog:
-    """Remembers the warnings of one engine by kind and drafter."""
+    """Logs what is found wrong with an engine when it begins and when it ends, not in between.
+
+    It remembers the warnings of one engine by kind and drafter.
+    """
 
     def __init__(self) -> None:
         self._told_at: dict[tuple[WarningKind, str], float] = {}

@@ -1,14 +1,24 @@
 """Finds what an override changes for one engine, and which other overrides shadow it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from controller.core.capabilities import Capability, LostCapability, loss_of_all
-from controller.core.engine_spec import MAX_GAMMA, EngineSpec
-from controller.core.plan import Regime, RegimeMode
-from controller.core.planning.buckets import batch_buckets
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import (
+    MAX_GAMMA,
+    Arm,
+    Capability,
+    EngineSpec,
+    LostCapability,
+    loss_of_all,
+)
+from controller.core.plan import Reason, Regime, RegimeMode
 from controller.core.planning.constraints import PlanRows, rows_under
 from controller.core.planning.overrides import Limits, Override, Rule, by_strength
+from controller.core.planning.plan_table import batch_buckets
 
 # The capability that a regime needs.
 _NEEDS = {
@@ -43,6 +53,21 @@ class Effect:
         return changed or self.regime_before != self.regime_after
 
 
+@dataclass(frozen=True, slots=True)
+class PreviewRow:
+    """Tells how a row would change.
+
+    stuck: the engine could run nothing of what is left there.  above_bound: nothing of what is left
+    keeps the bound on the time per output token.
+    """
+
+    max_batch_size: int
+    before: Arm
+    after: Arm
+    stuck: bool
+    above_bound: bool = False
+
+
 def effect_on(
     spec: EngineSpec,
     of: Override,
@@ -68,6 +93,24 @@ def effect_on(
         tuple(sorted(set(_shadowing(spec, of, holding, everything)))),
         why_unable(spec, of, ceiling_seconds),
     )
+
+
+def preview(core: EngineController, overrides: Iterable[Override]) -> tuple[PreviewRow, ...]:
+    """Returns how the last plan of an engine would change under these overrides."""
+    at, values = core.values_under(overrides)
+    plan, arms = core.current_plan(), core.arms
+    value = values.value if at.feasible is None else np.where(at.feasible, values.value, -1.0)
+    keeps = at.keeping(arms, values.tpot)
+    above: NDArray[np.bool_] = keeps.sum(axis=0) == 0
+    value = np.where(keeps | above, value, -1.0)
+    rows = []
+    for j, (upper, emptied) in enumerate(zip(at.upper, at.emptied, strict=True)):
+        row = plan.row_for(upper)
+        # What runs stays if it may, unless it only runs because something else might not.
+        stays = value[arms.index(row.arm), j] >= 0 and row.reason is not Reason.OVERRIDE
+        arm = row.arm if stays else arms[int(value[:, j].argmax())]
+        rows.append(PreviewRow(upper, row.arm, arm, emptied, bool(above[j])))
+    return tuple(rows)
 
 
 def why_unable(spec: EngineSpec, of: Override, ceiling_seconds: float = 0.0) -> str:

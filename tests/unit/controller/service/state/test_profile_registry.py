@@ -6,7 +6,7 @@ import pytest
 from controller.core.cost.profile import DrafterIdentity, Profile
 from controller.core.engine_spec import EngineSpec
 from controller.service.net.errors import ProfileNotSavedError
-from controller.service.sessions.profile_registry import ProfileFileError, ProfileRegistry
+from controller.service.state.profile_registry import ProfileFileError, ProfileRegistry
 from controller.wire.engines import engine_from_proto
 from tests.support.service_harness import engine_message, make_profile
 

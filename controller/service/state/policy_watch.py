@@ -18,8 +18,8 @@ from typing import Final
 
 import structlog
 
-from controller.service.sessions.audit_log import AuditLog
-from controller.service.sessions.override_registry import OverrideRegistry
+from controller.service.state.audit_log import AuditLog
+from controller.service.state.override_registry import OverrideRegistry
 from controller.settings.policy_file import (
     MAX_BYTES,
     Policy,

@@ -1,0 +1,162 @@
+"""Estimates what live steps alone can tell: context, and what prompts and changes of arm cost."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.recorded_state import recorded
+from controller.core.step_report import StepReport
+
+# Steps that an average of contexts remembers; after how many without one it adapts, and fades.
+_CONTEXT_STEPS = 20.0
+_ADAPTS_STEPS = 100.0
+_FADES_STEPS = 2000.0
+# Octaves between batch sizes over which nearness falls to a third.
+_NEAR_OCTAVES = 0.5
+# The steps that the buckets nearby count as.
+_LEANING = 0.02
+# The weight of the mean over all batch sizes.
+_LEAST = 1e-3
+# Memory in steps: of the price of prompts, those with prompt tokens; of how many there are, all.
+_PRICED_STEPS = 64.0
+_PROMPT_STEPS = 256.0
+# Memory of the price of a switch, in switches, and those that the price of nothing weighs at first.
+_SWITCHES = 50.0
+_FREE_SWITCHES = 4.0
+# One outlier must not make switching look expensive for the next fifty.
+_EXCESS_MAX = 2.0
+# That price is known after so many switches.  Where every step is switched, it has to be guessed.
+_KNOWN = 8.0
+_SKIPPED_MAX = 4
+
+
+@recorded("context_by_batch", "mean _means _steps _seen _weights")
+class ContextByBatch:
+    """Estimates the context of a sequence by batch size: who runs alone may have the longest one.
+
+    Each bucket of batch sizes has a moving average, and leans on the buckets near it:
+
+        context_j = (n_j m_j + w l_j) / (n_j + w),   l_j = mean of the others, weighted by nearness
+
+    with a small w, so that a bucket that was never seen has the context of its neighbours.  An
+    average that was not used for a while adapts quickly when its batch size returns, and loses
+    weight slowly until then.
+
+    buckets: ascending batch sizes.  start: tokens, before any step.  mean: tokens of a sequence,
+    over all batch sizes.
+    """
+
+    def __init__(self, buckets: Sequence[int], start: float) -> None:
+        octaves = np.log2(np.asarray(buckets, dtype=np.float64))
+        near = np.exp(-np.abs(octaves[:, None] - octaves[None, :]) / _NEAR_OCTAVES)
+        np.fill_diagonal(near, 0.0)
+        self._near = near
+        self.mean = start
+        # Plain lists: each step reads and writes one entry.
+        self._means = [start] * len(buckets)
+        self._weights = [0.0] * len(buckets)
+        self._seen = [0] * len(buckets)
+        self._steps = 0
+
+    def observe(self, bucket: int, kv_per_sequence: float) -> None:
+        """Takes a step: the context of its sequences, in tokens."""
+        self._steps += 1
+        self.mean += (kv_per_sequence - self.mean) / min(_CONTEXT_STEPS, float(self._steps))
+        idle = self._steps - self._seen[bucket] - 1
+        weight = self._weights[bucket] * math.exp(-idle / _ADAPTS_STEPS)
+        weight = min(weight + 1, _CONTEXT_STEPS)
+        self._means[bucket] += (kv_per_sequence - self._means[bucket]) / weight
+        self._weights[bucket] = weight
+        self._seen[bucket] = self._steps
+
+    def by_bucket(self) -> NDArray[np.float64]:
+        """Returns [buckets], tokens of a sequence."""
+        means = np.array(self._means)
+        if self._steps == 0:
+            return means
+        idle = self._steps - np.array(self._seen)
+        weights = np.array(self._weights) * np.exp(idle / -_FADES_STEPS)
+        totals = weights * means
+        # The mean of all counts where nothing near was seen.
+        others = (self._near @ totals + _LEAST * self.mean) / (self._near @ weights + _LEAST)
+        found: NDArray[np.float64] = (totals + _LEANING * others) / (weights + _LEANING)
+        return found
+
+
+@recorded("prefill_price", "_seconds _tokens _mean_tokens")
+class PrefillPrice:
+    """Estimates what prompt tokens cost that a decode step reads beside its decoding.
+
+        seconds a token = sum of (seconds of such steps - expected seconds without) / sum of tokens
+
+    Old steps fade.  What prompts add to a step on average, they add whatever the arm: where many
+    are read, a longer draft is worth more, because fewer steps pay for them.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = self._tokens = 0.0
+        self._mean_tokens = 0.0
+
+    def observe(self, tokens: int, step_seconds: float, expected_seconds: float) -> None:
+        """Takes a step that has read prompts.  expected_seconds: of its decoding alone."""
+        keep = 1 - 1 / _PRICED_STEPS
+        self._seconds = keep * self._seconds + max(step_seconds - expected_seconds, 0.0)
+        self._tokens = keep * self._tokens + tokens
+
+    def count(self, tokens: int) -> None:
+        """Counts the prompt tokens of any step, 0 for most."""
+        self._mean_tokens += (tokens - self._mean_tokens) / _PROMPT_STEPS
+
+    def seconds_of(self, tokens: float) -> float:
+        """Returns the seconds that so many prompt tokens add to a step."""
+        return tokens * self._seconds / self._tokens if self._tokens else 0.0
+
+    @property
+    def seconds_a_step(self) -> float:
+        """Returns the seconds that prompts add to a step, on average over all of late."""
+        return self.seconds_of(self._mean_tokens)
+
+
+@recorded("switch_price", "_mean _switches _skipped")
+class SwitchPrice:
+    """Estimates what a change of arm costs: the seconds by which its first step takes too long.
+
+    It is a mean over the steps that the engine flagged as switched, of arms whose plain steps are
+    known, beyond what a plain step takes.  It starts at nothing, and is never below 0.  Until it is
+    known, what a switched step takes says nothing about its arm.
+    """
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._switches = _FREE_SWITCHES
+        # Switched steps that were left out since the last plain one.
+        self._skipped = 0
+
+    @property
+    def seconds(self) -> float:
+        """Returns the price of a switch, in seconds."""
+        return max(0.0, self._mean)
+
+    def observe(self, step_seconds: float, expected_seconds: float) -> None:
+        """Takes a switched step.  expected_seconds: of a plain step of this shape."""
+        most = _EXCESS_MAX * expected_seconds
+        excess = max(-most, min(most, step_seconds - expected_seconds))
+        self._switches = min(self._switches + 1, _SWITCHES)
+        self._mean += (excess - self._mean) / self._switches
+
+    def without(self, report: StepReport) -> float | None:
+        """Returns the step's seconds without the switch; None while that cannot be told."""
+        seconds = report.step_seconds
+        if not report.flags.switched:
+            self._skipped = 0
+            return seconds
+        if self._switches < _FREE_SWITCHES + _KNOWN:
+            self._skipped += 1
+            return None if self._skipped <= _SKIPPED_MAX else seconds
+        # The switches that cost nothing are there against outliers: without them the mean is true.
+        price = self.seconds * self._switches / (self._switches - _FREE_SWITCHES)
+        if self._switches == _SWITCHES:
+            price = self.seconds
+        return max(seconds - price, 0.1 * seconds)

@@ -1,0 +1,1 @@
+"""Holds what the sidecar keeps beside its sessions: overrides, profiles, the fleet, training."""
