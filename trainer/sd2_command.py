@@ -1,4 +1,4 @@
-"""`python -m trainer sd2`: makes an SD2 drafter from a pretrained one.
+"""`speculation-trainer sd2`: makes an SD2 drafter from a pretrained one.
 
 Both models run in plain torch on one device, as in the paper: its loss needs the target's whole
 distribution at every position, of which collected signals keep only the likeliest tokens.
@@ -55,7 +55,7 @@ class TextsError(ValueError):
 
 
 def add_sd2_command(commands: Any) -> None:
-    """Adds the command to the subparsers of `python -m trainer`."""
+    """Adds the command to the subparsers of `speculation-trainer`."""
     parser = commands.add_parser(
         "sd2", help="train an SD2 drafter, which the target's hidden states steer"
     )

@@ -12,7 +12,7 @@ RUN pip install --no-cache-dir -c requirements/constraints.txt ${TORCH_PIP_ARGS}
     pip install --no-cache-dir -c requirements/constraints.txt --no-deps sglang && \
     pip install --no-cache-dir -c requirements/constraints.txt -r requirements/sglang-cpu.txt && \
     pip install --no-cache-dir -c requirements/constraints.txt ./engine_shim && \
-    mkdir -p /opt/demo/lab && cp -r lab/__init__.py lab/cpu_engine /opt/demo/lab && \
+    mkdir -p /opt/demo/lab && cp -r lab/__init__.py lab/cpu_engine lab/standin /opt/demo/lab && \
     ln -s /opt/demo/lab/cpu_engine/models /models
 # The small models and the CPU engine are in no wheel.
 ENV PYTHONPATH=/opt/demo

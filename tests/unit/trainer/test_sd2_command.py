@@ -1,4 +1,4 @@
-"""`python -m trainer sd2`: a pretrained drafter becomes a steered one."""
+"""`speculation-trainer sd2`: a pretrained drafter becomes a steered one."""
 
 import json
 import sys
