@@ -1,6 +1,6 @@
 """Predicts the memory that the draft lengths of a command line take, without starting an engine.
 
-    python -m engine_shim.sglang.memory --model-path MODEL --speculative-algorithm EAGLE3 ...
+    python -m engine_shim.preflight.memory --model-path MODEL --speculative-algorithm EAGLE3 ...
 
 It takes SGLang's options and reads SPECULATION_* from the environment.  Exit code 2: SGLang or the
 plugin refuses them, or SGLang is not installed here.

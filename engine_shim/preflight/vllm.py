@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from engine_shim.common.checks import Check, checked
 from engine_shim.common.errors import PluginError
-from engine_shim.common.verdict import (
+from engine_shim.preflight.verdict import (
     Drafter,
     InputError,
     Memory,

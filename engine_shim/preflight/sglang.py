@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from engine_shim.common.checks import Check, checked
 from engine_shim.common.errors import PluginError
-from engine_shim.common.verdict import (
+from engine_shim.preflight.verdict import (
     SIDECAR,
     Drafter,
     InputError,
@@ -307,7 +307,7 @@ def _drafters(engine: _Engine) -> tuple[Drafter, ...]:
 
 
 def _memory(engine: _Engine) -> Memory:
-    from engine_shim.sglang.memory import page, share_of
+    from engine_shim.preflight.memory import page, share_of
     from engine_shim.sglang.server_args import SteeredConfiguration
 
     prediction = SteeredConfiguration(engine.settings).predict(engine.args)
