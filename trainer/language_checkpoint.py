@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engine_shim.sglang.training.blocks import DecoderShape, Rotary
 from engine_shim.sglang.training.configs import UnsupportedDrafterError, decoder_shape
 from engine_shim.sglang.training.language_model import FAMILIES, QWEN2, QWEN3, Family, LanguageModel
-from trainer.fused import join
+from trainer.checkpoint import join
 
 CONFIG: Final = "config.json"
 _WEIGHTS: Final = "model.safetensors"

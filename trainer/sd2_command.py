@@ -26,8 +26,7 @@ from trainer.language_checkpoint import (
     load_language_model,
     read_config,
 )
-from trainer.sd2_checkpoint import load_sd2, save_sd2
-from trainer.sd2_training import Offsets, Sd2Training, train_sd2
+from trainer.sd2 import Offsets, Sd2Training, load_sd2, save_sd2, train_sd2
 
 _log = structlog.get_logger(__name__)
 

@@ -20,12 +20,12 @@ from lab.cpu_engine.models._sd2 import distil, pretrain
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.cpu_engine.models.recipe import MIXTURE, SHALLOW, Sd2Recipe
+from lab.cpu_engine.models.targets import load_target
 from lab.harness.spread import Spread
 from lab.learning.blocks import Answers, accepted, answered
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Headline, Paper, Verdict
-from trainer.checkpoint import load_target
-from trainer.sd2_training import Offsets
+from trainer.sd2 import Offsets
 
 PRETRAINED, DISTILLED, STEERED = "pretrained", "distilled", "steered"
 FROZEN, BLOCKED = "steered, frozen", "steered, offsets in blocks"

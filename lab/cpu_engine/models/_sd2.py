@@ -19,7 +19,7 @@ from lab.cpu_engine.models.batches import training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.recipe import Sd2Recipe
 from lab.cpu_engine.models.schedule import LearningRate, StepBudget, fit
-from trainer.sd2_training import Sd2Training, train_sd2
+from trainer.sd2 import Sd2Training, train_sd2
 
 _WINDOWS: Final = 12
 _LENGTH: Final = 128

@@ -37,14 +37,9 @@ from lab.cpu_engine.models._target import cross_entropy, train_target
 from lab.cpu_engine.models.edits import KINDS, EncodedEdit, code_edits, save_edits
 from lab.cpu_engine.models.prompts import passage_file
 from lab.cpu_engine.models.recipe import EDITS, MIMO, SHALLOW, EditRecipe, Recipe
-from trainer.checkpoint import (
-    load_target,
-    save_dflash,
-    save_draft,
-    save_predictor,
-    save_target,
-)
-from trainer.sd2_checkpoint import save_sd2
+from lab.cpu_engine.models.targets import load_target, save_predictor, save_target
+from trainer.checkpoint import save_dflash, save_draft
+from trainer.sd2 import save_sd2
 
 TARGET = "target"
 HELD_OUT = "held_out"

@@ -16,7 +16,7 @@ from engine_shim.sglang.training.sd2 import (
     offsets,
 )
 from tests.support.training_rounds import LAYERS, SHAPE
-from trainer.sd2_checkpoint import load_sd2, save_sd2
+from trainer.sd2 import load_sd2, save_sd2
 
 DECODER = replace(SHAPE, layers=2, mlp=40)
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from engine_shim.sglang.training.eagle3 import Eagle3Student
-from engine_shim.sglang.training.qwen3 import Qwen3Target
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
+from lab.cpu_engine.models.targets import Qwen3Target, load_target
 from tests.support.engine import DRAFT, EAGLE3, TARGET, EngineProcess, Generated, serving
-from trainer.checkpoint import load_draft, load_target
+from trainer.checkpoint import load_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
