@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine_shim.sglang.training.blocks import DecoderShape
-from engine_shim.sglang.training.configs import (
+from engine_shim.sglang.training.chain import Eagle3Student
+from engine_shim.sglang.training.dflash import DFlashStudent
+from engine_shim.sglang.training.drafter_config import DFLASH, EAGLE3, EAGLE_LAYERS
+from engine_shim.sglang.training.students import (
     DECODER_KEYS,
     dflash_shape,
     draft_tokens,
     eagle3_shape,
 )
-from engine_shim.sglang.training.dflash import DFlashStudent
-from engine_shim.sglang.training.drafter_config import DFLASH, EAGLE3, EAGLE_LAYERS
-from engine_shim.sglang.training.eagle3 import Eagle3Student
 
 CONFIG: Final = "config.json"
 _WEIGHTS: Final = "model.safetensors"

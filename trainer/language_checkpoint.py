@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from engine_shim.sglang.training.blocks import DecoderShape, Rotary
-from engine_shim.sglang.training.configs import UnsupportedDrafterError, decoder_shape
 from engine_shim.sglang.training.language_model import FAMILIES, QWEN2, QWEN3, Family, LanguageModel
+from engine_shim.sglang.training.students import UnsupportedDrafterError, decoder_shape
 from trainer.checkpoint import join
 
 CONFIG: Final = "config.json"

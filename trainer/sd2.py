@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from engine_shim.sglang.training.blocks import Llama3Rope, Rotary
-from engine_shim.sglang.training.configs import UnsupportedDrafterError
 from engine_shim.sglang.training.drafter_config import EAGLE_LAYERS
 from engine_shim.sglang.training.language_model import LanguageModel
 from engine_shim.sglang.training.sd2 import (
@@ -29,6 +28,7 @@ from engine_shim.sglang.training.sd2 import (
     divergence,
     offsets,
 )
+from engine_shim.sglang.training.students import UnsupportedDrafterError
 from trainer.checkpoint import save_model, split
 from trainer.language_checkpoint import (
     ModelFolderError,

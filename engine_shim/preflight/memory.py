@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.server_args import ServerArgs
 
-    from engine_shim.sglang.graph_memory import Prediction, Reserve
+    from engine_shim.sglang.memory import Prediction, Reserve
 
 BAD_OPTIONS = 2
 NOTES = """\

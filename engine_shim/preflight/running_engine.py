@@ -25,6 +25,90 @@ _LARGEST_ANSWER: Final = 4 << 20
 _LONGEST_COMMAND: Final = 1 << 16
 _INSTEAD: Final = "give its flags after `--`, without --url"
 
+_SWITCHES: Final = frozenset(
+    {
+        "--disable-cuda-graph", "--disable-cuda-graph-padding", "--disable-decode-cuda-graph",
+        "--disable-overlap-schedule", "--disable-prefill-cuda-graph", "--disable-radix-cache",
+        "--enable-custom-logit-processor", "--enable-deterministic-inference",
+        "--enable-dp-attention", "--enable-dp-attention-local-control-broadcast",
+        "--enable-dp-lm-head", "--enable-hicache", "--enable-hierarchical-cache", "--enable-lora",
+        "--enable-mixed-chunk", "--enable-multi-layer-eagle", "--enable-pdmux",
+        "--enable-two-batch-overlap", "--skip-tokenizer-init", "--speculative-adaptive",
+        "--speculative-use-rejection-sampling",
+    }
+)  # fmt: skip
+# Above what any engine has, and far below what SGLang would need memory or time for.
+_RANKS: Final = (1, 4096)
+_BATCH: Final = (1, 65_536)
+_DRAFT: Final = (0, 1024)
+_TOKENS: Final = (1, 2**31 - 1)
+_CHUNK: Final = (-1, 2**31 - 1)
+_NUMBERS: Final = {
+    "--attention-context-parallel-size": _RANKS,
+    "--attention-data-parallel-size": _RANKS,
+    "--attn-cp-size": _RANKS,
+    "--attn-dp-size": _RANKS,
+    "--chunked-prefill-size": _CHUNK,
+    "--context-length": _TOKENS,
+    "--cuda-graph-max-bs": _BATCH,
+    "--cuda-graph-max-bs-decode": _BATCH,
+    "--cuda-graph-max-bs-prefill": _BATCH,
+    "--data-parallel-size": _RANKS,
+    "--disaggregation-decode-extra-slots": _BATCH,
+    "--dp": _RANKS,
+    "--dp-size": _RANKS,
+    "--ep": _RANKS,
+    "--ep-size": _RANKS,
+    "--expert-parallel-size": _RANKS,
+    "--max-prefill-tokens": _TOKENS,
+    "--max-running-requests": _BATCH,
+    "--max-total-tokens": _TOKENS,
+    "--page-size": _BATCH,
+    "--pipeline-parallel-size": _RANKS,
+    "--pp": _RANKS,
+    "--pp-size": _RANKS,
+    "--speculative-dflash-block-size": _DRAFT,
+    "--speculative-draft-window-size": _TOKENS,
+    "--speculative-eagle-topk": _DRAFT,
+    "--speculative-num-draft-tokens": _DRAFT,
+    "--speculative-num-steps": _DRAFT,
+    "--tensor-parallel-size": _RANKS,
+    "--tp": _RANKS,
+    "--tp-size": _RANKS,
+    "--triton-attention-num-kv-splits": _BATCH,
+    "--triton-attention-split-tile-size": _TOKENS,
+}
+# Batch sizes, as many as there are in _BATCH at most.
+_LISTS: Final = frozenset({"--cuda-graph-bs", "--cuda-graph-bs-decode", "--cuda-graph-bs-prefill"})
+_WORD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+# SGLang chooses between parts of its own by these.
+_WORDS: Final = {
+    **dict.fromkeys(
+        (
+            "--attention-backend", "--cuda-graph-backend-decode", "--cuda-graph-backend-prefill",
+            "--decode-attention-backend", "--disaggregation-mode", "--dtype",
+            "--elastic-ep-backend", "--kv-cache-dtype", "--prefill-attention-backend",
+            "--speculative-algorithm", "--speculative-attention-mode",
+            "--speculative-draft-attention-backend",
+        ),
+        _WORD,
+    ),
+    "--device": re.compile(r"cpu|cuda|hpu|mps|musa|npu|xpu"),
+    "--mem-fraction-static": re.compile(r"0?\.[0-9]{1,17}|1(\.0{1,17})?|0"),
+}  # fmt: skip
+# What the answer cannot do without, and the user has to give; each with its other names.
+MODEL: Final = ("--model-path", "--model")
+DRAFTER: Final = ("--speculative-draft-model-path", "--speculative-draft-model")
+# Only that there are adapters matters, not which.
+_STANDS_FOR: Final = {"--lora-paths": "--enable-lora"}
+_NAME: Final = re.compile(r"--[a-z0-9][a-z0-9-]{0,63}")
+_NUMBER: Final = re.compile(r"-?[0-9]{1,10}")
+_COUNT: Final = re.compile(r"([0-9]{1,10})(k|M|Ki|Mi)?")
+_MULTIPLES: Final = {None: 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
+# Names of flags that are shown; more are counted.
+_SHOWN_MAX: Final = 64
+_STRANGE: Final = "words that are no flag"
+
 
 def flags_of(url: str) -> TakenFlags:
     """Asks /server_info for the command line of an engine, and takes what is harmless of it.
@@ -128,91 +212,6 @@ def _answer(
 
 def _stranger(url: str, error: Exception) -> InputError:
     return InputError(f"{url}/server_info does not answer as SGLang does: {error}")
-
-
-_SWITCHES: Final = frozenset(
-    {
-        "--disable-cuda-graph", "--disable-cuda-graph-padding", "--disable-decode-cuda-graph",
-        "--disable-overlap-schedule", "--disable-prefill-cuda-graph", "--disable-radix-cache",
-        "--enable-custom-logit-processor", "--enable-deterministic-inference",
-        "--enable-dp-attention", "--enable-dp-attention-local-control-broadcast",
-        "--enable-dp-lm-head", "--enable-hicache", "--enable-hierarchical-cache", "--enable-lora",
-        "--enable-mixed-chunk", "--enable-multi-layer-eagle", "--enable-pdmux",
-        "--enable-two-batch-overlap", "--skip-tokenizer-init", "--speculative-adaptive",
-        "--speculative-use-rejection-sampling",
-    }
-)  # fmt: skip
-# Above what any engine has, and far below what SGLang would need memory or time for.
-_RANKS: Final = (1, 4096)
-_BATCH: Final = (1, 65_536)
-_DRAFT: Final = (0, 1024)
-_TOKENS: Final = (1, 2**31 - 1)
-_CHUNK: Final = (-1, 2**31 - 1)
-_NUMBERS: Final = {
-    "--attention-context-parallel-size": _RANKS,
-    "--attention-data-parallel-size": _RANKS,
-    "--attn-cp-size": _RANKS,
-    "--attn-dp-size": _RANKS,
-    "--chunked-prefill-size": _CHUNK,
-    "--context-length": _TOKENS,
-    "--cuda-graph-max-bs": _BATCH,
-    "--cuda-graph-max-bs-decode": _BATCH,
-    "--cuda-graph-max-bs-prefill": _BATCH,
-    "--data-parallel-size": _RANKS,
-    "--disaggregation-decode-extra-slots": _BATCH,
-    "--dp": _RANKS,
-    "--dp-size": _RANKS,
-    "--ep": _RANKS,
-    "--ep-size": _RANKS,
-    "--expert-parallel-size": _RANKS,
-    "--max-prefill-tokens": _TOKENS,
-    "--max-running-requests": _BATCH,
-    "--max-total-tokens": _TOKENS,
-    "--page-size": _BATCH,
-    "--pipeline-parallel-size": _RANKS,
-    "--pp": _RANKS,
-    "--pp-size": _RANKS,
-    "--speculative-dflash-block-size": _DRAFT,
-    "--speculative-draft-window-size": _TOKENS,
-    "--speculative-eagle-topk": _DRAFT,
-    "--speculative-num-draft-tokens": _DRAFT,
-    "--speculative-num-steps": _DRAFT,
-    "--tensor-parallel-size": _RANKS,
-    "--tp": _RANKS,
-    "--tp-size": _RANKS,
-    "--triton-attention-num-kv-splits": _BATCH,
-    "--triton-attention-split-tile-size": _TOKENS,
-}
-# Batch sizes, as many as there are in _BATCH at most.
-_LISTS: Final = frozenset({"--cuda-graph-bs", "--cuda-graph-bs-decode", "--cuda-graph-bs-prefill"})
-_WORD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-# SGLang chooses between parts of its own by these.
-_WORDS: Final = {
-    **dict.fromkeys(
-        (
-            "--attention-backend", "--cuda-graph-backend-decode", "--cuda-graph-backend-prefill",
-            "--decode-attention-backend", "--disaggregation-mode", "--dtype",
-            "--elastic-ep-backend", "--kv-cache-dtype", "--prefill-attention-backend",
-            "--speculative-algorithm", "--speculative-attention-mode",
-            "--speculative-draft-attention-backend",
-        ),
-        _WORD,
-    ),
-    "--device": re.compile(r"cpu|cuda|hpu|mps|musa|npu|xpu"),
-    "--mem-fraction-static": re.compile(r"0?\.[0-9]{1,17}|1(\.0{1,17})?|0"),
-}  # fmt: skip
-# What the answer cannot do without, and the user has to give; each with its other names.
-MODEL: Final = ("--model-path", "--model")
-DRAFTER: Final = ("--speculative-draft-model-path", "--speculative-draft-model")
-# Only that there are adapters matters, not which.
-_STANDS_FOR: Final = {"--lora-paths": "--enable-lora"}
-_NAME: Final = re.compile(r"--[a-z0-9][a-z0-9-]{0,63}")
-_NUMBER: Final = re.compile(r"-?[0-9]{1,10}")
-_COUNT: Final = re.compile(r"([0-9]{1,10})(k|M|Ki|Mi)?")
-_MULTIPLES: Final = {None: 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
-# Names of flags that are shown; more are counted.
-_SHOWN_MAX: Final = 64
-_STRANGE: Final = "words that are no flag"
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,7 +219,7 @@ def _checkpoint_checks(engine: _Engine) -> list[Check]:
     if engine.settings.class_key_file:
         found.append(_key_check(engine.settings.class_key_file))
     if engine.settings.online_updates:
-        from engine_shim.sglang.learning.online_start import refused_device
+        from engine_shim.sglang.learning.learning_steps import refused_device
 
         found.append(
             Check("online updates", "on", refused_device(view.device, several=view.tp_size > 1))
@@ -228,7 +228,7 @@ def _checkpoint_checks(engine: _Engine) -> list[Check]:
 
 
 def _key_check(file: str) -> Check:
-    from engine_shim.sglang.request_classes import read_key
+    from engine_shim.sglang.request_wishes import read_key
 
     def read() -> str:
         read_key(file)

@@ -13,6 +13,15 @@ from engine_shim.common.settings import ShimSettings
 # Where the documents put the sidecar's socket.
 SIDECAR: Final = "unix:/run/speculation/controller.sock"
 
+_ONLY_AT_THE_START: Final = (
+    "Only the start itself can tell whether the engine's package lets every hook take, and whether "
+    "the drafter drafts. If something is missing then, the engine does not start and names it."
+)
+_LEFT_OUT: Final = (
+    "They are not taken from a running engine, because they may name code, files or secrets; what "
+    "matters of them goes after `--`."
+)
+
 
 class InputError(ValueError):
     """Options that say nothing about an engine; the message says why."""
@@ -110,16 +119,6 @@ def _text(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(int(value)) if isinstance(value, bool) else str(value)
-
-
-_ONLY_AT_THE_START: Final = (
-    "Only the start itself can tell whether the engine's package lets every hook take, and whether "
-    "the drafter drafts. If something is missing then, the engine does not start and names it."
-)
-_LEFT_OUT: Final = (
-    "They are not taken from a running engine, because they may name code, files or secrets; what "
-    "matters of them goes after `--`."
-)
 
 
 def page(verdict: Verdict, width: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine_shim.sglang.training.eagle3 import Eagle3Student
+from engine_shim.sglang.training.chain import Eagle3Student
 from engine_shim.sglang.training.signals import Signal
 from engine_shim.sglang.training.students import DraftStudent
 from lab.cpu_engine.engine_command import MODELS

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from engine_shim.sglang.training.chain import Eagle3Student
 from engine_shim.sglang.training.dflash import DFlashStudent
-from engine_shim.sglang.training.eagle3 import Eagle3Student
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.cpu_engine.models.targets import load_target
 from tests.support.canvas_recorder import CANVASES

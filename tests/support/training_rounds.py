@@ -6,9 +6,8 @@ import torch
 from torch.nn import functional
 
 from engine_shim.sglang.training.blocks import DecoderShape
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student, MtpShape, MtpStudent
 from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
-from engine_shim.sglang.training.mtp import MtpShape, MtpStudent
 from engine_shim.sglang.training.online import Round
 from engine_shim.sglang.training.signals import Signal
 from lab.cpu_engine.models.targets import Qwen3Target

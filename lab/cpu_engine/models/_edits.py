@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_shim.sglang.training.eagle3 import Eagle3Student
+from engine_shim.sglang.training.chain import Eagle3Student
 from lab.cpu_engine.models.corpus import DOCUMENT_TOKEN_ID, VOCABULARY_SIZE
 from lab.cpu_engine.models.distill import agreement, discounted, step_divergences, teach
 from lab.cpu_engine.models.edits import KINDS, EditSampler, EditSplit, EncodedEdit

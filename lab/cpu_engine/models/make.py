@@ -22,7 +22,7 @@ import torch
 from tokenizers import Tokenizer
 
 from engine_shim.sglang.training.blocks import DecoderShape
-from engine_shim.sglang.training.eagle3 import Eagle3Student
+from engine_shim.sglang.training.chain import Eagle3Student
 from lab.cpu_engine.models import corpus
 from lab.cpu_engine.models._draft import (
     agreement_by_domain,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine_shim.sglang.training.blocks import DecoderShape
-from engine_shim.sglang.training.configs import decoder_shape, mtp_shape
+from engine_shim.sglang.training.chain import MtpStudent
 from engine_shim.sglang.training.language_model import (
     QWEN2,
     QWEN3,
@@ -19,7 +19,7 @@ from engine_shim.sglang.training.language_model import (
     Family,
     LanguageModel,
 )
-from engine_shim.sglang.training.mtp import MtpStudent
+from engine_shim.sglang.training.students import decoder_shape, mtp_shape
 from trainer.checkpoint import CONFIG, join, read_model, save_model, save_weights, split
 
 _PREDICTOR: Final = "mtp.safetensors"

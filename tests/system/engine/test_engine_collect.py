@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.sglang.learning.canvases import PROMPT
-from engine_shim.sglang.training.eagle3 import Eagle3Student
+from engine_shim.sglang.learning.signal_runs import PROMPT
+from engine_shim.sglang.training.chain import Eagle3Student
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.versions import FOLDER, Versions
 from lab.cpu_engine.models.prompts import held_out_prompts

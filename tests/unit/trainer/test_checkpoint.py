@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from engine_shim.sglang.training.blocks import DecoderShape
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student
 from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
 from lab.cpu_engine.models.targets import (
     Qwen3Target,
     save_target,

@@ -12,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student, MtpShape, MtpStudent
 from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.sglang.training.drafter_config import EAGLE_LAYERS
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
-from engine_shim.sglang.training.mtp import MtpShape, MtpStudent
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.students import DraftStudent
 from engine_shim.sglang.training.versions import FOLDER, VersionError, Versions

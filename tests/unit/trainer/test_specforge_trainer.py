@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student
 from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent, position_weights
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.sglang.training.online import divergence
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.students import DraftStudent

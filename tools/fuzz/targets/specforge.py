@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student
 from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.sglang.training.versions import VersionError, Versions
 from lab.cpu_engine.models.targets import save_target
 from tests.support.training_rounds import SHAPE, make_target, with_draft_vocabulary

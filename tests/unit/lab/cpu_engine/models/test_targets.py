@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from engine_shim.sglang.training.blocks import DecoderShape
+from engine_shim.sglang.training.chain import MtpShape, MtpStudent
 from engine_shim.sglang.training.language_model import DecoderLayer
-from engine_shim.sglang.training.mtp import MtpShape, MtpStudent
 from lab.cpu_engine.models.targets import (
     Qwen2Target,
     Qwen3Target,
