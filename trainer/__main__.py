@@ -1,4 +1,4 @@
-"""Runs `speculation-trainer`: trainers of drafters, the hand-off to SpecForge.
+"""The command `speculation-trainer` trains drafters, and hands them on to SpecForge.
 
 All but `sd2` need the folder that the engine writes its signals to; no target model, and no SGLang.
 """

@@ -1,4 +1,4 @@
-"""`speculation-trainer sd2`: makes an SD2 drafter from a pretrained one.
+"""The command `speculation-trainer sd2` makes an SD2 drafter from a pretrained one.
 
 Both models run in plain torch on one device, as in the paper: its loss needs the target's whole
 distribution at every position, of which collected signals keep only the likeliest tokens.

@@ -1,4 +1,4 @@
-"""What an engine says of its steering: the link's state, who decides, and what it has lost.
+"""Says how an engine is steered: the link's state, who decides, and what it has lost.
 
 The state is in plain values, for the engine's own interfaces.  Who decides (the sidecar, its last
 plan, or the safe default) is logged.  What the engine can no longer do is kept, logged once, and

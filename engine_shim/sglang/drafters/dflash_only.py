@@ -23,7 +23,7 @@ from engine_shim.sglang.api import hook_check, sglang_api
 from engine_shim.sglang.drafters import target_capture
 from engine_shim.sglang.drafters.dflash import DFlashDrafter
 from engine_shim.sglang.drafters.dflash_checkpoint import draft_config, other_width
-from engine_shim.sglang.drafters.target_capture import emit_for_block
+from engine_shim.sglang.drafters.hidden_states import emit_for_block
 
 
 class DFlashOnlyWorker(EagleDraftWorkerBase):

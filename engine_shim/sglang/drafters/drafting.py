@@ -1,4 +1,4 @@
-"""What the plugin's own drafters share: an end at their first error, and SGLang's verification."""
+"""Gives the plugin's own drafters an end at their first error, and SGLang's verification."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from engine_shim.sglang.api import hook_check, sglang_api
 from engine_shim.sglang.drafters.dflash import DFlashDrafter
 from engine_shim.sglang.drafters.dflash_checkpoint import lengths_of_block
 from engine_shim.sglang.drafters.drafting import fits
-from engine_shim.sglang.drafters.target_capture import SharedCapture
+from engine_shim.sglang.drafters.hidden_states import SharedCapture
 
 
 class DualDrafter:

@@ -1,4 +1,4 @@
-"""Has a target emit the hidden states that drafters read, where SGLang's model does not.
+"""Has a target emit the hidden states that a DFlash drafter reads, where SGLang's model does not.
 
 SGLang asks a target for `set_dflash_layers_to_capture`.  Several models that have an MTP head of
 their own lack it: some offer the same for EAGLE3 (GLM-4.5, LongCat), and MiMo's layers can emit
@@ -6,11 +6,6 @@ their inputs, but its outer model does not pass them on.
 
 A model emits the inputs of layers, so that the output of its last layer is missing.  Several models
 emit that as well, most do not (Llama, Qwen): here the final norm of any model gives it.
-
-EAGLE3 and DFlash read the outputs of different target layers, and SGLang's two settings for them
-overwrite each other.  With both drafters the target emits the union in one pass, in layer order,
-and each drafter gets its own columns; a drafter that reads the last hidden state (EAGLE, MTP) gets
-it as one more group.
 """
 
 from __future__ import annotations
@@ -19,13 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
 from torch import nn
 
 from engine_shim.common.errors import UnsupportedEngineError
-from engine_shim.sglang.drafters import dflash_checkpoint
-from engine_shim.sglang.drafters.dflash_checkpoint import draft_config, loops
+from engine_shim.sglang.drafters.dflash_checkpoint import loops
 
 # Models whose `forward` hands on what the layers return as it is, be it one tensor or two parts.
 _HANDS_ON = frozenset({"MiMoForCausalLM"})
@@ -152,100 +145,3 @@ def _emit_last(model: nn.Module, holder: Any) -> None:
 
     norm.register_forward_hook(keep)
     holder.register_forward_hook(append)
-
-
-class SharedCapture:
-    """Divides the columns of what the target emits between the drafters.
-
-    model_path, revision: of the DFlash checkpoint.
-    """
-
-    def __init__(self, model_path: str, revision: str | None) -> None:
-        self._model_path = model_path
-        self._revision = revision
-        self._config: ModelConfig | None = None
-        self._hidden_size = 0
-        # Groups of columns that each drafter reads, on the target's device once that was built.
-        self._own = torch.empty(0, dtype=torch.int64)
-        self._block = torch.empty(0, dtype=torch.int64)
-        self._appends_last = False
-
-    @property
-    def block_config(self) -> ModelConfig:
-        """Returns the configuration of the DFlash checkpoint, once the target was built."""
-        assert self._config is not None
-        return self._config
-
-    def around_resolve(self, original: Callable[..., Any], **arguments: Any) -> Any:
-        """Wraps `resolve_spec_aux_hidden_state_config`, to add the DFlash layers."""
-        found = original(**arguments)
-        if arguments["is_draft_worker"] or not arguments["spec_algorithm"].is_eagle():
-            return found
-        self._config = draft_config(arguments["server_args"], self._model_path, self._revision)
-        target = arguments["model_config"]
-        layers = emit_for_block(found, self._config, target)
-        # SGLang sizes the KV cache by the drafter's layers: both drafters' count.
-        found.eagle_draft_num_layers = (found.eagle_draft_num_layers or 0) + layers
-        self._hidden_size = target.hidden_size
-        return found
-
-    def around_configure(
-        self, original: Callable[..., None], *, model: Any, **arguments: Any
-    ) -> None:
-        """Wraps `configure_aux_hidden_state_capture`, to set the union of both drafters.
-
-        Raises UnsupportedEngineError for a target that cannot emit what DFlash reads.
-        """
-        if self._config is None or not arguments["dflash_use_aux_hidden_state"]:
-            original(model=model, **arguments)
-            return
-        enable(model)
-        holder = holder_of(model)
-        holder.layers_to_capture = []
-        original(model=model, **{**arguments, "dflash_use_aux_hidden_state": False})
-        wanted_own = sorted(holder.layers_to_capture)
-        only_block = {**arguments, "eagle_use_aux_hidden_state": False}
-        wanted_block = configure_block(original, model=model, **only_block)
-        union = sorted({*wanted_own, *wanted_block})
-        # The last layer's output is added to what the layers emit.
-        holder.layers_to_capture = [layer for layer in union if layer < emittable(holder)]
-        own = [union.index(layer) for layer in wanted_own]
-        self._appends_last = not own
-        device = next(model.parameters()).device
-        self._own = torch.tensor(own or [len(union)], device=device)
-        self._block = torch.tensor([union.index(layer) for layer in wanted_block], device=device)
-
-    def around_store(
-        self, original: Callable[..., Any], processor: Any, hidden: Any, before_norm: Any,
-        aux: Any, *rest: Any,
-    ) -> Any:  # fmt: skip
-        """Wraps `LogitsProcessor._get_hidden_states_to_store`, to add the last hidden state."""
-        mode = rest[-1].capture_hidden_mode
-        if self._appends_last and aux is not None and mode.is_full():
-            # SGLang would store either of them, and a model may say that its last one is another.
-            last = hidden if before_norm is None else before_norm
-            return torch.cat([pack_aux_hidden_states(aux), last], dim=-1)
-        return original(processor, hidden, before_norm, aux, *rest)
-
-    def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[rows, groups * H] to what the engine's own drafter reads, and what DFlash reads."""
-        groups = hidden.view(hidden.shape[0], -1, self._hidden_size)
-        # Indexing with a list would copy the list to the device, and wait for that.
-        return (
-            groups.index_select(1, self._own).flatten(1),
-            groups.index_select(1, self._block).flatten(1),
-        )
-
-
-def emit_for_block(found: Any, block: ModelConfig, target: ModelConfig) -> int:
-    """Has a target emit what a DFlash checkpoint reads; the drafter's number of layers.
-
-    found: SGLang's `SpecAuxHiddenStateConfig`.  Whether the checkpoint fits the target was checked
-    before the target was built.  Raises UnsupportedEngineError for a config without its layers.
-    """
-    layers = dflash_checkpoint.block_config(block).layers
-    if layers is None:
-        raise UnsupportedEngineError(f"{block.model_path}: its config has no num_hidden_layers")
-    found.dflash_use_aux_hidden_state = True
-    found.dflash_target_layer_ids = list(dflash_checkpoint.emitted_layers(block, target))
-    return layers
