@@ -19,14 +19,24 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine_shim.sglang.training.language_model import LanguageModel
-from engine_shim.sglang.training.sd2 import STEERED, Sd2Draft, Sd2Shape, divergence, offsets
-from trainer.language_checkpoint import (
+from engine_shim.sglang.training.blocks import STEERED
+from trainer.language_model import (
+    LanguageModel,
     ModelFolderError,
     load_language_model,
     read_config,
 )
-from trainer.sd2 import Offsets, Sd2Training, load_sd2, save_sd2, train_sd2
+from trainer.sd2 import (
+    Offsets,
+    Sd2Draft,
+    Sd2Shape,
+    Sd2Training,
+    divergence,
+    load_sd2,
+    offsets,
+    save_sd2,
+    train_sd2,
+)
 
 _log = structlog.get_logger(__name__)
 

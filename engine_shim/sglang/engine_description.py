@@ -19,7 +19,7 @@ from engine_shim.common.process import default_engine_id, processor_name, revisi
 from engine_shim.sglang.api import sglang_api, versions
 from engine_shim.sglang.drafters.dflash_checkpoint import lengths_of_block
 from engine_shim.sglang.drafters.row_counts import Role
-from engine_shim.sglang.training.sd2 import STEERED
+from engine_shim.sglang.training.blocks import STEERED
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from engine_shim.common.checks import Check
 from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.drafters.dflash_checkpoint import layer_count
+from engine_shim.sglang.training.blocks import STEERED
 from engine_shim.sglang.training.drafter_config import (
     DEFAULT_FEATURES,
     EAGLE_LAYERS,
@@ -20,7 +21,6 @@ from engine_shim.sglang.training.drafter_config import (
     Eagle3Config,
     read_eagle3,
 )
-from engine_shim.sglang.training.sd2 import STEERED
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_shim.sglang.training.language_model import DecoderLayer
+from engine_shim.sglang.training.blocks import DecoderLayer
 from lab.cpu_engine.models.batches import held_out_sampler, training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.prompts import DOMAINS

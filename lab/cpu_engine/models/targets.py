@@ -10,17 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine_shim.sglang.training.blocks import DecoderShape
+from engine_shim.sglang.training.blocks import QWEN2, QWEN3, DecoderLayer, DecoderShape, Family
 from engine_shim.sglang.training.chain import MtpStudent
-from engine_shim.sglang.training.language_model import (
-    QWEN2,
-    QWEN3,
-    DecoderLayer,
-    Family,
-    LanguageModel,
-)
 from engine_shim.sglang.training.students import decoder_shape, mtp_shape
 from trainer.checkpoint import CONFIG, join, read_model, save_model, save_weights, split
+from trainer.language_model import LanguageModel
 
 _PREDICTOR: Final = "mtp.safetensors"
 _PREDICTOR_LAYER: Final = "model.mtp_layers.0."

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_shim.sglang.training.sd2 import greedy_chain
 from lab.cpu_engine.engine_command import SHALLOW
 from lab.cpu_engine.models.targets import load_target
 from speculation.v1.engine_pb2 import DRAFTER_KIND_STANDALONE
@@ -21,7 +20,7 @@ from tests.support.prompts_in_flight import (
     play_any_order,
 )
 from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
-from trainer.sd2 import load_sd2
+from trainer.sd2 import greedy_chain, load_sd2
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

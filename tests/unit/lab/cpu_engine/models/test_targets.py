@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from engine_shim.sglang.training.blocks import DecoderShape
+from engine_shim.sglang.training.blocks import DecoderLayer, DecoderShape
 from engine_shim.sglang.training.chain import MtpShape, MtpStudent
-from engine_shim.sglang.training.language_model import DecoderLayer
 from lab.cpu_engine.models.targets import (
     Qwen2Target,
     Qwen3Target,
