@@ -22,6 +22,7 @@ from engine_shim.preflight.verdict import (
     InputError,
     Memory,
     Verdict,
+    flags_behind,
     variables_of,
 )
 from engine_shim.sglang.api import versions
@@ -123,11 +124,7 @@ def _parsed(flags: Sequence[str]) -> tuple[ServerArgs, bool]:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils.common import get_device
 
-    options = list(flags)
-    for launcher in _LAUNCHERS:
-        if tuple(options[: len(launcher)]) == launcher:
-            options = options[len(launcher) :]
-            break
+    options = flags_behind(_LAUNCHERS, flags)
     assumed = False
     if not any(option.split("=")[0] == "--device" for option in options):
         try:

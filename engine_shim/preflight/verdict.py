@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -100,6 +100,14 @@ class Verdict:
             "variables": dict(self.variables),
             "left_out": list(self.left_out),
         }
+
+
+def flags_behind(launchers: Iterable[Sequence[str]], words: Sequence[str]) -> list[str]:
+    """Returns the flags of a command line that may begin as one of the launchers does."""
+    for launcher in launchers:
+        if list(words[: len(launcher)]) == list(launcher):
+            return list(words[len(launcher) :])
+    return list(words)
 
 
 def variables_of(settings: ShimSettings, gammas: tuple[int, ...]) -> dict[str, str]:
