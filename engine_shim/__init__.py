@@ -1,3 +1,3 @@
-"""Runs inside or beside an engine: the link to the sidecar, the hooks in SGLang, training."""
+"""Runs inside or beside an engine: the link to the sidecar, the plugins of SGLang and vLLM."""
 
 __version__ = "0.1.0"

@@ -15,6 +15,7 @@ from mkdocs.structure.files import File, Files
 _PAGES = (
     "*.md", "docs/*.md", "proto/**/*.md", "profiles/*.md", "controller/**/*.md",
     "engine_shim/**/*.md", "lab/**/*.md", "tests/**/*.md", "deploy/**/*.md",
+    "trainer/**/*.md",
 )  # fmt: skip
 _LINK = re.compile(r"\]\(([^)#\s]+)")
 _HOME = "README.md"

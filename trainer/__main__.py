@@ -1,4 +1,4 @@
-"""Runs `python -m trainer`: trainers of drafters, the hand-off to SpecForge.
+"""The command `speculation-trainer` trains drafters, and hands them on to SpecForge.
 
 All but `sd2` need the folder that the engine writes its signals to; no target model, and no SGLang.
 """
@@ -39,7 +39,7 @@ _DONE, _CANNOT, _TAKEN = 0, 2, 3
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__)
+    parser = argparse.ArgumentParser(prog="speculation-trainer", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     environment = os.environ.get
     attend = commands.add_parser("attend", help="train when the engine's sidecar asks for it")

@@ -7,7 +7,7 @@ one layer, which published EAGLE3 checkpoints call ``midlayer``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,78 +16,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine_shim.sglang.training.blocks import DecoderShape
-from engine_shim.sglang.training.configs import (
+from engine_shim.sglang.training.chain import Eagle3Student
+from engine_shim.sglang.training.dflash import DFlashStudent
+from engine_shim.sglang.training.drafter_config import DFLASH, EAGLE3, EAGLE_LAYERS
+from engine_shim.sglang.training.students import (
     DECODER_KEYS,
-    decoder_shape,
     dflash_shape,
     draft_tokens,
     eagle3_shape,
-    mtp_shape,
 )
-from engine_shim.sglang.training.dflash import DFlashStudent
-from engine_shim.sglang.training.drafter_config import DFLASH, EAGLE3, EAGLE_LAYERS
-from engine_shim.sglang.training.eagle3 import Eagle3Student
-from engine_shim.sglang.training.language_model import QWEN2
-from engine_shim.sglang.training.mtp import MtpStudent
-from engine_shim.sglang.training.qwen3 import Qwen2Target, Qwen3Target
-from trainer.fused import join, split
 
-_CONFIG: Final = "config.json"
+CONFIG: Final = "config.json"
 _WEIGHTS: Final = "model.safetensors"
-_PREDICTOR: Final = "mtp.safetensors"
-_PREDICTOR_LAYER: Final = "model.mtp_layers.0."
-_MIMO: Final = "MiMoForCausalLM"
 _LIVE_LAYER: Final = "model.layers.0."
 _DRAFT_LAYER: Final = "midlayer."
 # What an EAGLE3 checkpoint holds beside the parameters of its student.
 _NOT_LEARNT: Final = ("d2t", "t2d", "embed_tokens.weight")
-
-
-def save_target(target: Qwen3Target, folder: Path) -> None:
-    """Writes ``target`` as a ``Qwen3ForCausalLM`` or ``MiMoForCausalLM`` checkpoint.
-
-    A MiMo's predictor comes from :func:`save_predictor`.
-    """
-    parts = dict(split(target.state_dict(), target.shape))
-    of_mimo: dict[str, Any] = {}
-    if target.family is QWEN2:
-        of_mimo = {"model_type": "qwen2", "attention_bias": True, "num_nextn_predict_layers": 1}
-    architecture = _MIMO if target.family is QWEN2 else "Qwen3ForCausalLM"
-    save_model(folder, target.shape, parts, architecture, tie_word_embeddings=True, **of_mimo)
-
-
-def load_target(folder: Path) -> Qwen3Target:
-    """Reads back :func:`save_target`, in float32 and ready for inference."""
-    config, parts = _read(folder)
-    kind = Qwen2Target if _MIMO in config["architectures"] else Qwen3Target
-    target = kind(decoder_shape(config))
-    target.load_state_dict(parts)
-    return target.eval()
-
-
-def save_predictor(student: MtpStudent, folder: Path) -> None:
-    """Adds the predictor of a MiMo to the folder of its target."""
-    parts = split(student.state_dict(), student.shape.decoder)
-    _save_weights(folder / _PREDICTOR, {_predictor_name(name): part for name, part in parts})
-
-
-def load_predictor(folder: Path, embedding: Tensor) -> MtpStudent:
-    """Reads back :func:`save_predictor`, in float32, beside the target's ``embedding``."""
-    config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    student = MtpStudent(mtp_shape(config), embedding.float())
-    stored = join(load_file(folder / _PREDICTOR))
-    student.load_state_dict({_live_predictor_name(name): part for name, part in stored.items()})
-    return student.eval()
-
-
-def _predictor_name(live: str) -> str:
-    return _PREDICTOR_LAYER + live.removeprefix("model.").removeprefix("mtp_block.")
-
-
-def _live_predictor_name(stored: str) -> str:
-    name = stored.removeprefix(_PREDICTOR_LAYER)
-    beside = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-    return f"model.{name}" if name.startswith(beside) else f"model.mtp_block.{name}"
 
 
 def save_draft(student: Eagle3Student, folder: Path) -> None:
@@ -122,7 +66,7 @@ def load_draft(folder: Path, embedding: Tensor, head: Tensor | None = None) -> E
     The embedding of a checkpoint is passed over, as SGLang does.  Raises UnsupportedDrafterError
     for one that has no student.
     """
-    config, parts = _read(folder)
+    config, parts = read_model(folder)
     shape = eagle3_shape(config)
     offsets = parts.get("d2t")
     # SGLang's hot_token_id.
@@ -165,7 +109,7 @@ def load_dflash(
     unnamed_layers: as in `dflash_shape`.  Raises UnsupportedDrafterError for one that has no
     student.
     """
-    config, parts = _read(folder)
+    config, parts = read_model(folder)
     shape = dflash_shape(config, unnamed_layers=unnamed_layers)
     student = DFlashStudent(shape, embedding.float(), head)
     student.load_state_dict(parts)
@@ -182,9 +126,9 @@ def _live_name(stored: str) -> str:
     return stored if stored.startswith("lm_head") else f"model.{stored}"
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_model(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Reads a checkpoint's config, and its weights with fused matrices in float32."""
-    config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     return config, join(load_file(folder / _WEIGHTS))
 
 
@@ -206,11 +150,12 @@ def save_model(
         **more,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _save_weights(folder / _WEIGHTS, parts)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_weights(folder / _WEIGHTS, parts)
 
 
-def _save_weights(file: Path, parts: Mapping[str, Tensor]) -> None:
+def save_weights(file: Path, parts: Mapping[str, Tensor]) -> None:
+    """Writes tensors, floating-point ones in bfloat16."""
     stored = {}
     for name, part in parts.items():
         dtype = torch.bfloat16 if part.is_floating_point() else part.dtype
@@ -218,3 +163,42 @@ def _save_weights(file: Path, parts: Mapping[str, Tensor]) -> None:
     save_file(stored, file, metadata={"format": "pt"})
     # safetensors writes for the owner only; an engine often runs as another user.
     file.chmod(0o644)
+
+
+def split(state: Mapping[str, Tensor], shape: DecoderShape) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, tensor) as a checkpoint stores a live model's state."""
+    for name, tensor in state.items():
+        if "qkv_proj" in name:
+            sizes = [shape.query_width, shape.kv_width, shape.kv_width]
+            for part, rows in zip(
+                ("q_proj", "k_proj", "v_proj"), torch.split(tensor, sizes), strict=True
+            ):
+                yield name.replace("qkv_proj", part), rows
+        elif "gate_up_proj" in name:
+            for part, rows in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
+                yield name.replace("gate_up_proj", part), rows
+        else:
+            yield name, tensor
+
+
+def join(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the state of a live model, in float32, of what a checkpoint stores.
+
+    Raises KeyError where a part of a fused matrix is missing.
+    """
+    state = {}
+    for name, part in parts.items():
+        if "q_proj" in name:
+            group = [
+                parts[name.replace("q_proj", piece)] for piece in ("q_proj", "k_proj", "v_proj")
+            ]
+            state[name.replace("q_proj", "qkv_proj")] = torch.cat(group)
+        elif "gate_proj" in name:
+            state[name.replace("gate_proj", "gate_up_proj")] = torch.cat(
+                [part, parts[name.replace("gate_proj", "up_proj")]]
+            )
+        elif not any(piece in name for piece in ("k_proj", "v_proj", "up_proj")):
+            state[name] = part
+    return {
+        name: part.float() if part.is_floating_point() else part for name, part in state.items()
+    }

@@ -1,4 +1,4 @@
-"""`python -m trainer sd2`: makes an SD2 drafter from a pretrained one.
+"""The command `speculation-trainer sd2` makes an SD2 drafter from a pretrained one.
 
 Both models run in plain torch on one device, as in the paper: its loss needs the target's whole
 distribution at every position, of which collected signals keep only the likeliest tokens.
@@ -19,15 +19,24 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine_shim.sglang.training.language_model import LanguageModel
-from engine_shim.sglang.training.sd2 import STEERED, Sd2Draft, Sd2Shape, divergence, offsets
-from trainer.language_checkpoint import (
+from engine_shim.sglang.training.blocks import STEERED
+from trainer.language_model import (
+    LanguageModel,
     ModelFolderError,
     load_language_model,
     read_config,
 )
-from trainer.sd2_checkpoint import load_sd2, save_sd2
-from trainer.sd2_training import Offsets, Sd2Training, train_sd2
+from trainer.sd2 import (
+    Offsets,
+    Sd2Draft,
+    Sd2Shape,
+    Sd2Training,
+    divergence,
+    load_sd2,
+    offsets,
+    save_sd2,
+    train_sd2,
+)
 
 _log = structlog.get_logger(__name__)
 
@@ -55,7 +64,7 @@ class TextsError(ValueError):
 
 
 def add_sd2_command(commands: Any) -> None:
-    """Adds the command to the subparsers of `python -m trainer`."""
+    """Adds the command to the subparsers of `speculation-trainer`."""
     parser = commands.add_parser(
         "sd2", help="train an SD2 drafter, which the target's hidden states steer"
     )

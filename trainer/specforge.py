@@ -23,12 +23,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from engine_shim.sglang.training.configs import dflash_shape, eagle3_shape
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student, MtpStudent
 from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent, loss_decay
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
-from engine_shim.sglang.training.mtp import MtpStudent
 from engine_shim.sglang.training.signals import Signal, readable, signal_paths
-from engine_shim.sglang.training.students import DraftStudent
+from engine_shim.sglang.training.students import DraftStudent, dflash_shape, eagle3_shape
 from engine_shim.sglang.training.versions import Made, VersionError, Versions, check_parameters
 from trainer.checkpoint import load_dflash, load_draft, save_dflash, save_draft
 from trainer.specforge_target import (

@@ -28,7 +28,6 @@ from controller.core.errors import SpeculationError
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings
 from controller.settings.listeners import Listener, clashes
-from controller.settings.service_links import service_links
 from controller.settings.sources import PREFIX, Sources, variable
 from controller.settings.yaml_file import (
     SettingsFile,
@@ -36,6 +35,7 @@ from controller.settings.yaml_file import (
     read_settings_file,
 )
 from controller.util.socket_paths import socket_path
+from speculation.service_links import service_links
 
 DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
 

@@ -12,9 +12,9 @@ RUN pip install --no-cache-dir -c requirements/constraints.txt ${TORCH_PIP_ARGS}
     pip install --no-cache-dir -c requirements/constraints.txt --no-deps sglang && \
     pip install --no-cache-dir -c requirements/constraints.txt -r requirements/sglang-cpu.txt && \
     pip install --no-cache-dir -c requirements/constraints.txt ./engine_shim && \
-    mkdir -p /opt/demo/lab && cp -r lab/__init__.py lab/cpu_engine /opt/demo/lab && \
+    mkdir -p /opt/demo && cp -r lab /opt/demo && \
     ln -s /opt/demo/lab/cpu_engine/models /models
-# The small models and the CPU engine are in no wheel.
+# The small models and the CPU engine are in no wheel; they need parts of the lab beside them.
 ENV PYTHONPATH=/opt/demo
 WORKDIR /
 USER 10002:10002

@@ -1,11 +1,12 @@
-# The shim on top of SGLang's own image; none of its packages is changed.
+# Shim and trainer on top of SGLang's own image; none of its packages is changed.
 #
 #   docker build -f deploy/docker/sglang.Dockerfile -t sglang-speculation:0.5.23-0.1.0 .
 ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.23
 FROM python:3.11.13-slim-bookworm AS build
 COPY . /source
 RUN pip install --no-cache-dir --require-hashes --only-binary :all: -r /source/requirements/lock/build.txt && \
-    pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels /source/engine_shim
+    pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels \
+        /source/engine_shim /source/trainer
 
 # hadolint ignore=DL3006
 FROM ${SGLANG_IMAGE}

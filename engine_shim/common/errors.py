@@ -1,4 +1,11 @@
-"""Errors of a shim.  All of them are raised while the engine starts, none in a step."""
+"""Errors of a shim, and how one ends a process.
+
+All of them are raised while the engine starts, none in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
 
 
 class PluginError(RuntimeError):
@@ -14,3 +21,17 @@ class UnsupportedEngineError(PluginError):
 
 class HookError(PluginError):
     """Something that the shim relies on did not take, or is not where it should be."""
+
+
+def register_or_exit(register: Callable[[], None]) -> None:
+    """Runs a plugin's registration.  Raises SystemExit with the reason of any error.
+
+    Engines log some errors of a plugin and start without it; one that looks steered and is not must
+    not start.
+    """
+    try:
+        register()
+    except Exception as error:
+        raise SystemExit(
+            f"speculation-controller: the engine does not start: {type(error).__name__}: {error}"
+        ) from error

@@ -14,12 +14,9 @@ from dataclasses import replace
 from typing import Final
 
 from engine_shim.common.errors import PluginError
-from engine_shim.common.verdict import InputError, Verdict
-from engine_shim.preflight.known_flags import DRAFTER, MODEL
-from engine_shim.preflight.page import page, printable
-from engine_shim.preflight.running_engine import flags_of
-from engine_shim.sglang import would_steer as sglang
-from engine_shim.vllm import would_steer as vllm
+from engine_shim.preflight import sglang, vllm
+from engine_shim.preflight.running_engine import DRAFTER, MODEL, flags_of
+from engine_shim.preflight.verdict import InputError, Verdict, page, printable
 
 STEERED, NOT_STEERED, BAD_INPUT = 0, 1, 2
 

@@ -6,15 +6,17 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import socket
 import ssl
 import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
-from engine_shim.common.verdict import InputError
 from engine_shim.link.sidecar_address import is_on_this_machine
-from engine_shim.preflight.known_flags import TakenFlags, taken_from
+from engine_shim.preflight.verdict import InputError
 
 # For the whole answer, however slowly it comes.
 PATIENCE_SECONDS: Final = 10.0
@@ -22,6 +24,90 @@ PATIENCE_SECONDS: Final = 10.0
 _LARGEST_ANSWER: Final = 4 << 20
 _LONGEST_COMMAND: Final = 1 << 16
 _INSTEAD: Final = "give its flags after `--`, without --url"
+
+_SWITCHES: Final = frozenset(
+    {
+        "--disable-cuda-graph", "--disable-cuda-graph-padding", "--disable-decode-cuda-graph",
+        "--disable-overlap-schedule", "--disable-prefill-cuda-graph", "--disable-radix-cache",
+        "--enable-custom-logit-processor", "--enable-deterministic-inference",
+        "--enable-dp-attention", "--enable-dp-attention-local-control-broadcast",
+        "--enable-dp-lm-head", "--enable-hicache", "--enable-hierarchical-cache", "--enable-lora",
+        "--enable-mixed-chunk", "--enable-multi-layer-eagle", "--enable-pdmux",
+        "--enable-two-batch-overlap", "--skip-tokenizer-init", "--speculative-adaptive",
+        "--speculative-use-rejection-sampling",
+    }
+)  # fmt: skip
+# Above what any engine has, and far below what SGLang would need memory or time for.
+_RANKS: Final = (1, 4096)
+_BATCH: Final = (1, 65_536)
+_DRAFT: Final = (0, 1024)
+_TOKENS: Final = (1, 2**31 - 1)
+_CHUNK: Final = (-1, 2**31 - 1)
+_NUMBERS: Final = {
+    "--attention-context-parallel-size": _RANKS,
+    "--attention-data-parallel-size": _RANKS,
+    "--attn-cp-size": _RANKS,
+    "--attn-dp-size": _RANKS,
+    "--chunked-prefill-size": _CHUNK,
+    "--context-length": _TOKENS,
+    "--cuda-graph-max-bs": _BATCH,
+    "--cuda-graph-max-bs-decode": _BATCH,
+    "--cuda-graph-max-bs-prefill": _BATCH,
+    "--data-parallel-size": _RANKS,
+    "--disaggregation-decode-extra-slots": _BATCH,
+    "--dp": _RANKS,
+    "--dp-size": _RANKS,
+    "--ep": _RANKS,
+    "--ep-size": _RANKS,
+    "--expert-parallel-size": _RANKS,
+    "--max-prefill-tokens": _TOKENS,
+    "--max-running-requests": _BATCH,
+    "--max-total-tokens": _TOKENS,
+    "--page-size": _BATCH,
+    "--pipeline-parallel-size": _RANKS,
+    "--pp": _RANKS,
+    "--pp-size": _RANKS,
+    "--speculative-dflash-block-size": _DRAFT,
+    "--speculative-draft-window-size": _TOKENS,
+    "--speculative-eagle-topk": _DRAFT,
+    "--speculative-num-draft-tokens": _DRAFT,
+    "--speculative-num-steps": _DRAFT,
+    "--tensor-parallel-size": _RANKS,
+    "--tp": _RANKS,
+    "--tp-size": _RANKS,
+    "--triton-attention-num-kv-splits": _BATCH,
+    "--triton-attention-split-tile-size": _TOKENS,
+}
+# Batch sizes, as many as there are in _BATCH at most.
+_LISTS: Final = frozenset({"--cuda-graph-bs", "--cuda-graph-bs-decode", "--cuda-graph-bs-prefill"})
+_WORD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+# SGLang chooses between parts of its own by these.
+_WORDS: Final = {
+    **dict.fromkeys(
+        (
+            "--attention-backend", "--cuda-graph-backend-decode", "--cuda-graph-backend-prefill",
+            "--decode-attention-backend", "--disaggregation-mode", "--dtype",
+            "--elastic-ep-backend", "--kv-cache-dtype", "--prefill-attention-backend",
+            "--speculative-algorithm", "--speculative-attention-mode",
+            "--speculative-draft-attention-backend",
+        ),
+        _WORD,
+    ),
+    "--device": re.compile(r"cpu|cuda|hpu|mps|musa|npu|xpu"),
+    "--mem-fraction-static": re.compile(r"0?\.[0-9]{1,17}|1(\.0{1,17})?|0"),
+}  # fmt: skip
+# What the answer cannot do without, and the user has to give; each with its other names.
+MODEL: Final = ("--model-path", "--model")
+DRAFTER: Final = ("--speculative-draft-model-path", "--speculative-draft-model")
+# Only that there are adapters matters, not which.
+_STANDS_FOR: Final = {"--lora-paths": "--enable-lora"}
+_NAME: Final = re.compile(r"--[a-z0-9][a-z0-9-]{0,63}")
+_NUMBER: Final = re.compile(r"-?[0-9]{1,10}")
+_COUNT: Final = re.compile(r"([0-9]{1,10})(k|M|Ki|Mi)?")
+_MULTIPLES: Final = {None: 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
+# Names of flags that are shown; more are counted.
+_SHOWN_MAX: Final = 64
+_STRANGE: Final = "words that are no flag"
 
 
 def flags_of(url: str) -> TakenFlags:
@@ -126,3 +212,88 @@ def _answer(
 
 def _stranger(url: str, error: Exception) -> InputError:
     return InputError(f"{url}/server_info does not answer as SGLang does: {error}")
+
+
+@dataclass(frozen=True, slots=True)
+class TakenFlags:
+    """Describes what was taken of an engine's command line.
+
+    flags: for SGLang's parser.  left_out: the names of all others, in order, each once.  model,
+    drafter: what the engine says that it loads, "" if it does not; never for SGLang.
+    """
+
+    flags: tuple[str, ...]
+    left_out: tuple[str, ...]
+    model: str = ""
+    drafter: str = ""
+
+
+def taken_from(words: Sequence[str]) -> TakenFlags:
+    """Reads a command line.  Raises InputError for a known flag with a value that it cannot have.
+
+    What stands before the first flag is how the engine was launched.
+    """
+    flags: list[str] = []
+    left_out: dict[str, None] = {}
+    paths = {MODEL: "", DRAFTER: ""}
+    for name, values in _options(words):
+        if name in _STANDS_FOR:
+            flags.append(_STANDS_FOR[name])
+        elif (known := _known(name, values)) is not None:
+            flags += [name, *known]
+        else:
+            left_out[name if _NAME.fullmatch(name) else _STRANGE] = None
+        for names in paths:
+            if name in names:
+                paths[names] = " ".join(values)
+    shown = [*left_out][:_SHOWN_MAX]
+    if len(left_out) > len(shown):
+        shown.append(f"{len(left_out) - len(shown)} more")
+    return TakenFlags(tuple(flags), tuple(shown), paths[MODEL], paths[DRAFTER])
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields each flag with its values."""
+    name, values = "", list[str]()
+    for word in words:
+        if not word.startswith("--"):
+            values.append(word)
+            continue
+        if name:
+            yield name, values
+        name, is_joined, value = word.partition("=")
+        values = [value] if is_joined else []
+    if name:
+        yield name, values
+
+
+def _known(name: str, values: list[str]) -> list[str] | None:
+    """Returns the values of a flag that is taken, None for another one."""
+    if name in _SWITCHES:
+        return _require(name, values, not values)
+    if name in _LISTS:
+        sizes = [_number(name, value, _BATCH) for value in values]
+        return _require(name, sizes, 0 < len(sizes) <= _BATCH[1])
+    if name in _NUMBERS:
+        _require(name, values, len(values) == 1)
+        return [_number(name, values[0], _NUMBERS[name])]
+    if name in _WORDS:
+        return _require(name, values, len(values) == 1 and _WORDS[name].fullmatch(values[0]))
+    return None
+
+
+def _number(name: str, value: str, limits: tuple[int, int]) -> str:
+    count = _COUNT.fullmatch(value)
+    if count is not None:
+        number = int(count[1]) * _MULTIPLES[count[2]]
+    else:
+        _require(name, [value], _NUMBER.fullmatch(value))
+        number = int(value)
+    _require(name, [value], limits[0] <= number <= limits[1])
+    return str(number)
+
+
+def _require(name: str, values: list[str], is_so: object) -> list[str]:
+    if not is_so:
+        raise InputError(f"{name} has {ascii(' '.join(values))[:80]}, which cannot be its value")
+    return values

@@ -1,16 +1,32 @@
-"""The policy object that SGLang's AdaptiveController asks for a draft length.
+"""The policy object that SGLang's AdaptiveController asks for a draft length, and the change to it.
 
-SGLang constructs it (in place of its own `AdaptiveSpeculativeParams`) before anything else of the
-plugin exists in the scheduler's process.  `EngineHooks` decides at the start of each decode step;
-SGLang asks for the decision once inside it.
+SGLang constructs the policy (in place of its own `AdaptiveSpeculativeParams`) before anything else
+of the plugin exists in the scheduler's process.  `EngineHooks` decides at the start of each decode
+step; SGLang asks for the decision once inside it.
+
+Between two steps the length changes quietly and without building anything.  SGLang's own
+`apply_runtime_state` writes a log line and an entry of an unbounded log at each switch, and
+rebuilds two constant tensors.  Fine for a switch a minute; here one may come with every step.
+Everything else is as in SGLang 0.5.23; a contract test notices when that changes.
 """
 
 from __future__ import annotations
 
-from engine_shim.common.source_log import log_source
+from typing import TYPE_CHECKING, Any, Final
+
+from engine_shim.common.status import log_source
 from engine_shim.link.plan_follower import StepChoice, safe_choice
 from engine_shim.sglang.api import hook_check, sglang_api
 from engine_shim.sglang.api.settings import load_settings
+
+if TYPE_CHECKING:
+    import torch
+
+    ChainBuffers = tuple["torch.Tensor | None", "torch.Tensor | None"]
+
+
+_STEPS: Final = "speculative_num_steps"
+_TOKENS: Final = "speculative_num_draft_tokens"
 
 
 class SteeredPolicy:
@@ -51,3 +67,79 @@ class SteeredPolicy:
     ) -> int | None:
         """Returns None always: acceptance is reported, and gamma changes only as a step begins."""
         return None
+
+
+class RuntimeSwitch:
+    """Switches draft lengths instead of `EAGLEWorkerV2.apply_runtime_state`; one per worker."""
+
+    def __init__(self) -> None:
+        self._chain_buffers: dict[int, ChainBuffers] = {}
+        self._spec: Any = None
+        self._logged: dict[str, int] = {}
+
+    def prepare(self, worker: Any, gammas: tuple[int, ...]) -> None:
+        """Builds the constant tensors of every draft length, and leaves the worker as it is."""
+        draft = worker.draft_worker
+        steps, tokens = draft.speculative_num_steps, draft.speculative_num_draft_tokens
+        for gamma in gammas:
+            draft.speculative_num_steps, draft.speculative_num_draft_tokens = gamma, gamma + 1
+            draft._rebuild_topk1_chain_buffers()
+            self._chain_buffers[gamma] = (
+                draft._topk1_parents_prealloc,
+                draft._topk1_score_indices_prealloc,
+            )
+        draft.speculative_num_steps, draft.speculative_num_draft_tokens = steps, tokens
+        self._use_chain_buffers(draft, steps)
+
+    def apply_runtime_state(self, worker: Any, state: Any) -> None:
+        """Puts a prepared `SpecRuntimeState` into use."""
+        gamma: int = state.speculative_num_steps
+        if worker.speculative_num_steps == gamma:
+            return
+        tokens: int = state.speculative_num_draft_tokens
+        worker.speculative_num_steps = gamma
+        worker.speculative_num_draft_tokens = tokens
+
+        draft = worker._draft_worker
+        runner = draft.draft_runner
+        draft.speculative_num_steps = gamma
+        draft.speculative_num_draft_tokens = tokens
+        draft.draft_attn_backend = state.draft_attn_backend
+        runner.draft_attn_backend = state.draft_attn_backend
+        draft.cuda_graph_runner = state.cuda_graph_runner
+        draft.draft_extend_attn_backend = state.draft_extend_attn_backend
+        if state.draft_extend_attn_backend is not None:
+            runner.attn_backend = state.draft_extend_attn_backend
+        draft.cuda_graph_runner_for_draft_extend = state.cuda_graph_runner_for_draft_extend
+        if gamma in self._chain_buffers:
+            self._use_chain_buffers(draft, gamma)
+        else:
+            draft._rebuild_topk1_chain_buffers()
+
+        target = worker._target_worker.model_runner
+        target.attn_backend = state.target_attn_backend
+        target.decode_cuda_graph_runner = state.target_graph_runner
+        self._publish(gamma, tokens)
+
+    def _use_chain_buffers(self, draft: Any, gamma: int) -> None:
+        parents, scores = self._chain_buffers[gamma]
+        draft._topk1_parents_prealloc = parents
+        draft._topk1_score_indices_prealloc = scores
+
+    def _publish(self, gamma: int, tokens: int) -> None:
+        """Writes both values into SGLang's configuration.
+
+        The first time through its front door, which logs them; from then on that one log entry is
+        kept up to date, so that `/server_info` shows what runs.
+        """
+        if self._spec is None:
+            from sglang.srt.runtime_context import get_context, get_spec
+
+            context: Any = get_context()
+            context.override(sglang_api.SWITCH_SOURCE, **{_STEPS: gamma, _TOKENS: tokens})
+            self._logged = context._overrides_log[-1][1]
+            self._spec = get_spec()
+            return
+        self._spec._set(_STEPS, gamma)
+        self._spec._set(_TOKENS, tokens)
+        self._logged[_STEPS], self._logged[_TOKENS] = gamma, tokens

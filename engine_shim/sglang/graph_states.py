@@ -1,21 +1,30 @@
-"""Prepares the draft lengths: a state for each, with graphs for its batches, and its cost."""
+"""Prepares the draft lengths: a state for each, with graphs for its batches, and its cost.
+
+SGLang builds the states of all draft lengths in the drafter's scope.  With data-parallel attention
+an EAGLE3 drafter runs on fewer ranks than its target (each rank drafts for itself), and a graph of
+the target that was captured there would gather from one rank only.  `around_init_cuda_graphs`
+builds the states when that scope is left, and the drafter's own part of each enters it again.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from engine_shim.sglang.api import sglang_api
-from engine_shim.sglang.attention_memory import MIB
-from engine_shim.sglang.graph_memory import Prediction
+from engine_shim.sglang.memory import MIB, Prediction
 
 _log = logging.getLogger(__name__)
+
+# The drafter's parts of `EAGLEWorkerV2.build_adaptive_runtime_state`.
+DRAFT_PARTS: Final = ("init_attention_backend", "_capture_cuda_graphs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +156,40 @@ def _largest_captured(state: Any) -> int:
 
 def _free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+def around_init_cuda_graphs(original: Callable[[Any], None], worker: Any) -> None:
+    """Wraps the method `EAGLEWorkerV2.init_cuda_graphs`."""
+    controller = worker.adaptive_controller
+    postponed: list[Callable[[], None]] = []
+
+    def postpone(**arguments: Any) -> None:
+        postponed.append(partial(type(controller).init_states, controller, **arguments))
+
+    controller.init_states = postpone
+    try:
+        original(worker)
+    finally:
+        del controller.init_states
+    with _parts_in_scope(worker.draft_worker):
+        for build in postponed:
+            build()
+
+
+@contextmanager
+def _parts_in_scope(draft: Any) -> Iterator[None]:
+    """Has the drafter's parts enter its scope, inside the block."""
+
+    def run(part: str) -> None:
+        with ExitStack() as stack:
+            for scope in (sglang_api.draft_scope(draft), *sglang_api.draft_moe_scopes()):
+                stack.enter_context(scope)
+            getattr(type(draft), part)(draft)
+
+    for part in DRAFT_PARTS:
+        setattr(draft, part, partial(run, part))
+    try:
+        yield
+    finally:
+        for part in DRAFT_PARTS:
+            delattr(draft, part)

@@ -29,10 +29,10 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_shim.common.status import link_status
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import Orders
-from engine_shim.sglang import lost_parts
 from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
 from engine_shim.sglang.drafters.row_counts import Role
 from engine_shim.sglang.eager_passes import NO_PASSES
+from engine_shim.sglang.engine_description import DFLASH_NAME
 from engine_shim.sglang.step_reports import (
     Launch,
     StepTap,
@@ -44,7 +44,7 @@ from engine_shim.sglang.step_reports import (
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
-    from engine_shim.common.losses import Losses
+    from engine_shim.common.status import Losses
     from engine_shim.link.engine_link import EngineLink
     from engine_shim.link.orders import Order
     from engine_shim.link.plan_follower import StepChoice
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from engine_shim.sglang.graph_states import GraphStates
     from engine_shim.sglang.learning.learning_steps import LearningSteps
     from engine_shim.sglang.request_wishes import RequestWishes
+
 
 # Places in the introduction: the engine's own drafter's, and a second one's.
 OWN, SECOND = 0, 1
@@ -182,7 +183,7 @@ class EngineHooks:
         if self.block is not None:
             self._report_lost_block(self.block)
         if rows is not None and rows.over:
-            lost_parts.lose_lookup(self.losses, rows)
+            lose_lookup(self.losses, rows)
         result.speculation_launch = launch
         return result
 
@@ -339,7 +340,7 @@ class EngineHooks:
     def _report_lost_block(self, block: DFlashDrafter) -> None:
         if not block.over:
             return
-        lost_parts.lose_block(self.losses, block, self.rows)
+        lose_block(self.losses, block, self.rows)
         if self.learning is not None and (self.dual is None or self.learning.learner == SECOND):
             self.learning.stop(block.over)
 
@@ -364,3 +365,16 @@ class EngineHooks:
         self.sleep = None
         self.losses.lose(engine_pb2.CAPABILITY_SLEEP, reason_of(error))
         _log.exception("the drafter stays awake from now on; requests that it missed draft cold")
+
+
+def lose_block(losses: Losses, block: DFlashDrafter, rows: RowDrafting | None) -> None:
+    """Reports a DFlash drafter that no longer drafts, and its mixture with the lookup."""
+    losses.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, DFLASH_NAME)
+    if rows is not None and (mixture := rows.mixture_of(DFLASH_NAME)):
+        losses.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, mixture)
+
+
+def lose_lookup(losses: Losses, rows: RowDrafting) -> None:
+    """Reports a lookup that no longer drafts, and all mixtures with it."""
+    for name in rows.names:
+        losses.lose(engine_pb2.CAPABILITY_DRAFTER, rows.over, name)

@@ -7,7 +7,7 @@ would only log end the process here: a server that looks steered and is not must
 import os
 import sys
 
-from engine_shim.common.refusal import register_or_exit
+from engine_shim.common.errors import register_or_exit
 
 SIDECAR_VARIABLE = "SPECULATION_SIDECAR"
 

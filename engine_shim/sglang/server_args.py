@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 from engine_shim.common.checks import Check, checked, require
 from engine_shim.sglang.api import attention_dp, hook_check, sglang_api
 from engine_shim.sglang.api.attention import attention_shape
-from engine_shim.sglang.attention_memory import MIB
 from engine_shim.sglang.drafters.foreign_checkpoints import foreign_kind, raw_config
 from engine_shim.sglang.drafters.lookup import device_bytes
-from engine_shim.sglang.graph_memory import Prediction, reserve
-from engine_shim.sglang.learning.likeliest import WORKING_BYTES
+from engine_shim.sglang.learning.verified_step import WORKING_BYTES
+from engine_shim.sglang.memory import MIB, Prediction, reserve
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

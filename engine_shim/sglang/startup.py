@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, Final
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 import engine_shim
-from engine_shim.common.at_exit import at_exit
 from engine_shim.common.checks import require
 from engine_shim.common.errors import HookError, PluginError
-from engine_shim.common.losses import Losses
+from engine_shim.common.process import at_exit
+from engine_shim.common.status import Losses
 from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.errors import LinkStartError
 from engine_shim.link.orders import Orders
 from engine_shim.link.ranks import Ranks
 from engine_shim.link.secret import secret_of
-from engine_shim.sglang import eager_passes, target_scope
-from engine_shim.sglang.adaptive_policy import SteeredPolicy
+from engine_shim.sglang import eager_passes, graph_states
+from engine_shim.sglang.adaptive_policy import RuntimeSwitch, SteeredPolicy
 from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
-from engine_shim.sglang.drafters import eagle3_layers
+from engine_shim.sglang.drafters import foreign_checkpoints
 from engine_shim.sglang.drafters.drafter_fit import drafter_checks
 from engine_shim.sglang.drafters.idle_kv import IdleDrafter, cannot_sleep_reason
 from engine_shim.sglang.engine_description import (
@@ -40,9 +40,7 @@ from engine_shim.sglang.engine_description import (
 from engine_shim.sglang.graph_states import GraphStates
 from engine_shim.sglang.hooks import SECOND, EngineHooks
 from engine_shim.sglang.learning.learning_steps import LearningSteps
-from engine_shim.sglang.request_classes import RequestClasses, read_key
-from engine_shim.sglang.request_wishes import RequestWishes
-from engine_shim.sglang.runtime_switch import RuntimeSwitch
+from engine_shim.sglang.request_wishes import RequestClasses, RequestWishes, read_key
 from engine_shim.sglang.server_args import SteeredConfiguration
 from engine_shim.sglang.step_reports import StepTap
 from speculation.v1 import engine_pb2
@@ -94,7 +92,7 @@ class EngineStartup:
 
         require(drafter_checks(scheduler.server_args, self._settings))
         hook_check.register(
-            sglang_api.RESOLVE_CAPTURE, eagle3_layers.around_resolve, HookType.AROUND
+            sglang_api.RESOLVE_CAPTURE, foreign_checkpoints.around_resolve, HookType.AROUND
         )
         if sglang_api.is_dflash_only(scheduler.server_args):
             from engine_shim.sglang.drafters import dflash_only
@@ -112,7 +110,7 @@ class EngineStartup:
         )
         if attention_dp.is_on():
             hook_check.register(
-                sglang_api.INIT_GRAPHS, target_scope.around_init_cuda_graphs, HookType.AROUND
+                sglang_api.INIT_GRAPHS, graph_states.around_init_cuda_graphs, HookType.AROUND
             )
         dual = None
         if self._settings.dflash_model_path:
@@ -263,9 +261,9 @@ class EngineStartup:
             # On one rank, say: all of them have to know.
             losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, over)
             return None, None
-        from engine_shim.sglang.learning.online_start import updates_for
+        from engine_shim.sglang.learning.learning_steps import updates_for
         from engine_shim.sglang.learning.online_updates import OnlineUpdates
-        from engine_shim.sglang.training.configs import UnsupportedDrafterError
+        from engine_shim.sglang.training.students import UnsupportedDrafterError
 
         device, peers = scheduler.tp_worker.model_runner.device, ranks.peers()
         try:
@@ -291,7 +289,7 @@ class EngineStartup:
         from engine_shim.sglang.learning.deployment import Deployment
         from engine_shim.sglang.learning.signal_collector import collector_for
         from engine_shim.sglang.learning.student import live_drafter
-        from engine_shim.sglang.training.configs import UnsupportedDrafterError
+        from engine_shim.sglang.training.students import UnsupportedDrafterError
         from engine_shim.sglang.training.versions import VersionError
 
         runner, folder = scheduler.tp_worker.model_runner, self._settings.signals_folder

@@ -1,17 +1,33 @@
-"""Says what a step's draft length changes in each version of vLLM, as its source has it.
+"""Says what a step's draft length changes in each version of vLLM, and has drafters follow it.
 
 Verification follows the length everywhere: the scheduler leaves room for as many drafts.  What
 drafting costs depends on the version, on which of its two model runners an engine has, and on the
 method.  The table was read from the wheels; `signatures.json` holds what it rests on, and a
 contract test compares them.
+
+The changes to drafters, in the workers, are for vLLM's first model runner; the second one drafts a
+whole block by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import wraps
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any, Final
+
+from engine_shim.vllm import vllm_api
+
+FIRST_RUNNER: Final = 1
+SECOND_RUNNER: Final = 2
+# The method of vLLM's name "mtp" where the predictor has several modules, each a layer of its own.
+MTP_MODULES: Final = "mtp with several modules"
+_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
 
 
 class Drafting(StrEnum):
@@ -44,17 +60,12 @@ class DraftLength:
         return self.drafting is not Drafting.WHOLE and self.at_zero is not AtZero.WHOLE
 
 
-FIRST_RUNNER: Final = 1
-SECOND_RUNNER: Final = 2
-# The method of vLLM's name "mtp" where the predictor has several modules, each a layer of its own.
-MTP_MODULES: Final = "mtp with several modules"
-
 _SHORTER: Final = DraftLength(Drafting.SHORTER, AtZero.FIRST_FORWARD)
 _WHOLE: Final = DraftLength(Drafting.WHOLE, AtZero.WHOLE)
 _BLOCK: Final = DraftLength(Drafting.BLOCK, AtZero.WHOLE)
 
 # `gpu_model_runner.py`: every method is given the length; the plugin has DFlash draft a whole block
-# and the lookup search nothing at 0 (drafting.py).
+# and the lookup search nothing at 0 (`hook_drafting`).
 _FIRST: Final[Mapping[str, DraftLength]] = {
     "eagle": _SHORTER,
     "eagle3": _SHORTER,
@@ -187,4 +198,92 @@ def unread_layers(config: Any) -> str:
     )
 
 
-_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
+def hook_drafting() -> None:
+    """Wraps `propose` of DFlash and of the n-gram lookup, each once and as soon as it is imported.
+
+    Not earlier: where vLLM replaces Triton's kernels on a processor, it looks through everything
+    that is imported, and does not survive numba, which the lookup brings.
+    """
+    _on_import(vllm_api.DFLASH, vllm_api.PROPOSER, whole_block)
+    _on_import(vllm_api.NGRAM, vllm_api.NGRAM, no_search_for_nothing)
+
+
+def _on_import(owner: str, defined_by: str, wrapper: Callable[[Any], Any]) -> None:
+    def wrap() -> None:
+        vllm_api.require_contract(defined_by)
+        found = vllm_api.resolve(owner)
+        if not hasattr(found.propose, "speculation_controller"):
+            found.propose = wrapper(found.propose)
+
+    module = owner.rpartition(".")[0]
+    if module in sys.modules:
+        wrap()
+    elif not any(isinstance(f, _AfterImport) and f.module == module for f in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(module, wrap))
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds one module as usual, and calls `then` when it has been imported."""
+
+    def __init__(self, module: str, then: Callable[[], None]) -> None:
+        self.module, self._then = module, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.module:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._then)
+        return spec
+
+
+class _Loader(Loader):
+    """Loads a module as another loader does."""
+
+    def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._then()
+
+
+def whole_block(original: Any) -> Any:
+    """Has DFlash draft a block of its full length and hand on the first of its tokens.
+
+    The block was trained with that length, and a shorter one is accepted less often.
+    """
+
+    @wraps(original)
+    def propose(drafter: Any, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        full = drafter.speculative_config.num_speculative_tokens
+        if num_speculative_tokens in {0, full}:
+            return original(drafter, num_speculative_tokens, *args, **kwargs)
+        drafts = original(drafter, full, *args, **kwargs)
+        probabilities = getattr(drafter, "_last_draft_probs", None)
+        if probabilities is not None:
+            drafter._last_draft_probs = probabilities[:, :num_speculative_tokens].contiguous()
+        return drafts[:, :num_speculative_tokens].contiguous()
+
+    propose.speculation_controller = True  # type: ignore[attr-defined]
+    return propose
+
+
+def no_search_for_nothing(original: Any) -> Any:
+    """Has the lookup search nothing where no token is wanted: it has no state to keep up."""
+
+    @wraps(original)
+    def propose(
+        drafter: Any, num_speculative_tokens: int, sampled_token_ids: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if num_speculative_tokens == 0:
+            return [[] for _ in sampled_token_ids]
+        return original(drafter, num_speculative_tokens, sampled_token_ids, *args, **kwargs)
+
+    propose.speculation_controller = True  # type: ignore[attr-defined]
+    return propose

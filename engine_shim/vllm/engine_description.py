@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import engine_shim
-from engine_shim.common.naming import default_engine_id, revision_of
+from engine_shim.common.process import default_engine_id, revision_of
 from engine_shim.vllm import vllm_api
 from engine_shim.vllm.draft_lengths import FIRST_RUNNER, runner_of
 from speculation.v1 import engine_pb2

@@ -18,7 +18,7 @@ def register() -> None:
     """
     if not os.environ.get(SIDECAR_VARIABLE):
         return
-    from engine_shim.common.refusal import register_or_exit
+    from engine_shim.common.errors import register_or_exit
 
     register_or_exit(_register)
 
@@ -26,7 +26,7 @@ def register() -> None:
 def _register() -> None:
     from engine_shim.vllm import vllm_api
     from engine_shim.vllm.configuration import SteeredConfiguration
-    from engine_shim.vllm.drafting import hook_drafting
+    from engine_shim.vllm.draft_lengths import hook_drafting
     from engine_shim.vllm.settings import VllmSettings
 
     _log_as_vllm()

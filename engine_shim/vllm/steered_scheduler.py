@@ -18,12 +18,10 @@ from collections.abc import Iterable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from engine_shim.common.at_exit import at_exit
 from engine_shim.common.errors import HookError, UnsupportedEngineError
-from engine_shim.common.losses import Losses
+from engine_shim.common.process import at_exit
 from engine_shim.common.row_groups import SPECULATION
-from engine_shim.common.source_log import log_source
-from engine_shim.common.status import link_status
+from engine_shim.common.status import Losses, link_status, log_source
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.errors import LinkStartError
 from engine_shim.link.losses import reason_of

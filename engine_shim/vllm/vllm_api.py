@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from engine_shim.common.errors import HookError
-from engine_shim.common.naming import processor_name
+from engine_shim.common.process import processor_name
 
 TESTED: Final = ("0.32.0",)
 # Those whose source was read: they have all that is used, see the contract test.  What they do with

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_shim.sglang.training.language_model import DecoderLayer, LanguageModel
-from engine_shim.sglang.training.sd2 import Sd2Draft
+from engine_shim.sglang.training.blocks import DecoderLayer
+from trainer.language_model import LanguageModel
+from trainer.sd2 import Sd2Draft
 
 _EVERY = 8
 

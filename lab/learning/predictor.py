@@ -17,11 +17,11 @@ from lab.cpu_engine.models._draft import train_predictor
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.prompts import FOLDER, passage_file
 from lab.cpu_engine.models.schedule import StepBudget
+from lab.cpu_engine.models.targets import load_target, save_predictor
 from lab.harness.errors import HarnessError
 from lab.harness.spread import Spread
 from lab.learning.engines_at_work import Lab, LabSetting, running
 from lab.learning.headline import Headline, Paper, Verdict
-from trainer.checkpoint import load_target, save_predictor
 
 _DOMAIN = "csv"
 _GAMMA = 3

@@ -12,20 +12,19 @@ from typing import Any, Final
 import torch
 from tokenizers import Tokenizer
 
-from engine_shim.sglang.training.language_model import LanguageModel
-from engine_shim.sglang.training.sd2 import Sd2Draft
 from lab.cpu_engine.engine_command import SHALLOW as FOLDER
 from lab.cpu_engine.models import corpus
 from lab.cpu_engine.models._sd2 import distil, pretrain
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.cpu_engine.models.recipe import MIXTURE, SHALLOW, Sd2Recipe
+from lab.cpu_engine.models.targets import load_target
 from lab.harness.spread import Spread
 from lab.learning.blocks import Answers, accepted, answered
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Headline, Paper, Verdict
-from trainer.checkpoint import load_target
-from trainer.sd2_training import Offsets
+from trainer.language_model import LanguageModel
+from trainer.sd2 import Offsets, Sd2Draft
 
 PRETRAINED, DISTILLED, STEERED = "pretrained", "distilled", "steered"
 FROZEN, BLOCKED = "steered, frozen", "steered, offsets in blocks"

@@ -12,17 +12,16 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine_shim.sglang.training.eagle3 import Eagle3Student
-from engine_shim.sglang.training.qwen3 import Qwen3Target
+from engine_shim.sglang.training.chain import Eagle3Student
 from engine_shim.sglang.training.signals import Signal
 from engine_shim.sglang.training.students import DraftStudent
 from lab.cpu_engine.engine_command import MODELS
+from lab.cpu_engine.models.targets import Qwen3Target, load_target
 from lab.harness.spread import Spread
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Headline, Paper, Verdict
 from lab.learning.tide_signals import GAMMA, Collected, DomainServed, collected
 from trainer.adapt import AdaptSettings, acceptance_length, fine_tuned
-from trainer.checkpoint import load_target
 
 LOADED: Final = "as loaded"
 _SERVED: Final = (

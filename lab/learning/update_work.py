@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from controller.core.cost.roofline import device
 from controller.core.engine_spec import Arm
 from engine_shim.sglang.training.blocks import DecoderShape
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student
 from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.sglang.training.online import OnlineSettings
 from lab.cpu_engine.pace.step_costs import OWN, load_step_costs
 from lab.cpu_engine.pace.update_costs import DEVICE, OPTIMISER_BYTES, UTILISATION, WEIGHT_BYTES

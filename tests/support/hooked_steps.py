@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from engine_shim.common.losses import Losses
+from engine_shim.common.status import Losses
 from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import PlanPacket, ReportPacket, RowEntry

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 
 from engine_shim.sglang.training.signals import Signal
+from lab.cpu_engine.models.targets import load_target
 from tests.support.engine import DFLASH, TARGET, EngineProcess
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import Script, ScriptedSidecar
-from trainer.checkpoint import load_dflash, load_target, save_dflash
+from trainer.checkpoint import load_dflash, save_dflash
 
 
 def status(engine: EngineProcess, part: str) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from engine_shim.sglang.training.blocks import DecoderShape
-from engine_shim.sglang.training.configs import DECODER_KEYS
-from engine_shim.sglang.training.eagle3 import Eagle3Student
+from engine_shim.sglang.training.chain import Eagle3Student
+from engine_shim.sglang.training.students import DECODER_KEYS
 
 
 def config_of(shape: DecoderShape, **changes: Any) -> dict[str, Any]:

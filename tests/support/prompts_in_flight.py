@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from engine_shim.sglang.training.dflash import DFlashStudent
-from engine_shim.sglang.training.qwen3 import Qwen3Target
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
+from lab.cpu_engine.models.targets import Qwen3Target, load_target
 from speculation.v1.engine_pb2 import StepReport
 from tests.support.engine import DFLASH, TARGET, EngineProcess, Generated
 from tests.support.scripted_sidecar import Arm, Script, ScriptedSidecar
-from trainer.checkpoint import load_dflash, load_target
+from trainer.checkpoint import load_dflash
 
 PROMPTS = [
     prompt

@@ -11,8 +11,7 @@ import torch
 
 from engine_shim.link.orders import Orders
 from engine_shim.sglang.api.ranks import Peers
-from engine_shim.sglang.api.shards import Piece, Shard
-from engine_shim.sglang.learning.rank_shares import Gathered, RankShares
+from engine_shim.sglang.learning.rank_shares import Gathered, Piece, RankShares, Shard
 from engine_shim.sglang.learning.student import LiveDrafter
 
 SIZE = 2

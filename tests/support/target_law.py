@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lab.cpu_engine.models.targets import load_target
 from tests.support.engine import TARGET
-from trainer.checkpoint import load_target
 
 Row: TypeAlias = npt.NDArray[np.float64]
 Answer: TypeAlias = tuple[int, ...]

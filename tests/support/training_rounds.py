@@ -6,12 +6,11 @@ import torch
 from torch.nn import functional
 
 from engine_shim.sglang.training.blocks import DecoderShape
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student, MtpShape, MtpStudent
 from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
-from engine_shim.sglang.training.mtp import MtpShape, MtpStudent
 from engine_shim.sglang.training.online import Round
-from engine_shim.sglang.training.qwen3 import Qwen3Target
 from engine_shim.sglang.training.signals import Signal
+from lab.cpu_engine.models.targets import Qwen3Target
 
 SHAPE = DecoderShape(
     hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=3, vocabulary=40, max_positions=64

@@ -10,7 +10,7 @@ WAITS = {
     "is_other_target = not torch.equal(borrowed, self._borrowed_seen): equal": _CPU_ONLY,
     "learning/online_weights.py look: replaced = bool(self._weights.are_replaced()): __bool__"
     : _CPU_ONLY,
-    "learning/weights.py _compare: "
+    "learning/student.py _compare: "
     "if not torch.equal(live, weights[name].to(live.dtype)):: equal"
     : "Weights are compared on the CPU only.",
 }  # fmt: skip

@@ -6,8 +6,13 @@ import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from engine_shim.sglang.api import sglang_api, versions
-from engine_shim.sglang.attention_memory import MIB, MULTIPROCESSORS, Attention
-from engine_shim.sglang.graph_memory import AttentionShape, DrafterAttention
+from engine_shim.sglang.memory import (
+    MIB,
+    MULTIPROCESSORS,
+    Attention,
+    AttentionShape,
+    DrafterAttention,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

@@ -22,8 +22,7 @@ from engine_shim.link.losses import reason_of
 from engine_shim.sglang.api import fused_keys, sglang_api
 from engine_shim.sglang.api.transfer import to_device
 from engine_shim.sglang.drafters import dflash_checkpoint
-from engine_shim.sglang.drafters.attempts import Attempts
-from engine_shim.sglang.drafters.chains import verification_of
+from engine_shim.sglang.drafters.drafting import Attempts, verification_of
 
 
 class _DraftedError(Exception):

@@ -7,12 +7,13 @@ which an engine starts all the same.  Each was seen on SGLang 0.5.23.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from engine_shim.common.checks import Check
-from engine_shim.sglang.api import model_classes, sglang_api
-from engine_shim.sglang.api.model_classes import DFLASH, DSPARK, EAGLE, EAGLE3, NONE
+from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.drafters.dflash_checkpoint import layer_count
+from engine_shim.sglang.training.blocks import STEERED
 from engine_shim.sglang.training.drafter_config import (
     DEFAULT_FEATURES,
     EAGLE_LAYERS,
@@ -20,7 +21,6 @@ from engine_shim.sglang.training.drafter_config import (
     Eagle3Config,
     read_eagle3,
 )
-from engine_shim.sglang.training.sd2 import STEERED
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -28,11 +28,18 @@ if TYPE_CHECKING:
 
     from engine_shim.sglang.api.settings import PluginSettings
 
+
 # Rows by which vocabularies of one tokenizer differ: they are padded to multiples of up to 512, and
 # fine-tuning adds some hundred tokens.  Other tokenizers differ by thousands.
 SAME_TOKENIZER_ROWS: Final = 1024
 # The number of predictors, as configs call it.
 _PREDICTORS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+
+# How SGLang names classes that draft from the target's hidden states.
+_DRAFT_NAMES: Final = ("Eagle", "NextN", "MTP")
+_OWN_MODELS: Final = "sglang.srt.models."
+# What SGLang drafts with by the algorithm, in its order of flags; "" drafts by none.
+EAGLE3, EAGLE, DFLASH, DSPARK, NONE = "EAGLE3", "EAGLE", "DFLASH", "DSPARK", ""
 
 
 class Pair(NamedTuple):
@@ -68,10 +75,10 @@ def fit_check(topic: str, pair: Pair) -> Check:
     if STEERED.keys() & set(pair.architectures):
         # A class of ours, which SGLang's registry has once the engine starts.
         return Check(topic, found, next(_steered_obstacles(pair), ""))
-    model = model_classes.model_class(pair.architectures)
+    model = model_class(pair.architectures)
     if model is None:
         # A class that only this machine cannot import is judged where the engine starts.
-        declared = model_classes.is_declared(pair.architectures)
+        declared = is_declared(pair.architectures)
         return Check(topic, found, "" if declared else _no_class(pair))
     sizes = _block_obstacles if pair.algorithm == DFLASH else _head_obstacles
     for obstacles in (_class_obstacles(pair, model), sizes(pair, model)):
@@ -111,7 +118,7 @@ def _no_class(pair: Pair) -> str:
 
 
 def _right_classes(algorithm: str) -> str:
-    names = model_classes.drafters_of(algorithm)
+    names = drafters_of(algorithm)
     if algorithm == EAGLE:
         names = [name for name in names if "Eagle" in name]
         return (
@@ -123,7 +130,7 @@ def _right_classes(algorithm: str) -> str:
 
 def _class_obstacles(pair: Pair, model: type) -> Iterator[str]:
     """Finds what SGLang would call of the drafter or its target and their classes lack."""
-    drafts, wanted = model_classes.drafts_by(model), pair.algorithm
+    drafts, wanted = drafts_by(model), pair.algorithm
     name = model.__name__
     if wanted == DFLASH != drafts and drafts is not None:
         yield (
@@ -141,7 +148,7 @@ def _class_obstacles(pair: Pair, model: type) -> Iterator[str]:
     if wanted == DFLASH:
         return
     named = pair.target.hf_config.architectures or []
-    target = model_classes.model_class(named)
+    target = model_class(named)
     if target is None or "__getattr__" in vars(target):
         return
     if (
@@ -281,7 +288,7 @@ def _other_vocabulary(pair: Pair) -> str:
 
 def _useless(pair: Pair, model: type) -> Iterator[str]:
     """Finds what SGLang would run without a gain."""
-    drafts, draft, target = model_classes.drafts_by(model), pair.draft, pair.target
+    drafts, draft, target = drafts_by(model), pair.draft, pair.target
     if (drafts, pair.algorithm) == (EAGLE3, EAGLE) and pair.eagle3.uses_features:
         yield (
             f"{model.__name__} is an EAGLE3 drafter, which under EAGLE reads the wrong hidden "
@@ -309,11 +316,11 @@ def _may_be_eagle(pair: Pair) -> bool:
 
 
 def _advice(pair: Pair, model: type) -> str:
-    if model_classes.drafts_by(model) != NONE:
+    if drafts_by(model) != NONE:
         return ""
     right = f"{model.__name__}Eagle"
     what = f"SGLang loads it as a {model.__name__}, in which an EAGLE head drafts nothing of use"
-    if model_classes.model_class([right]) is None:
+    if model_class([right]) is None:
         return f"{what}: {_right_classes(EAGLE)}"
     return f"{what}: if it is one, write {right} into the architectures of its config.json"
 
@@ -374,3 +381,55 @@ def _checked(
 def _unreadable(error: Exception) -> str:
     words = " ".join(str(error).split())
     return f"its configuration cannot be read: {type(error).__name__}: {words}"
+
+
+def model_class(architectures: Sequence[str]) -> type | None:
+    """Returns the class that SGLang's registry has for the first architecture that it knows."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    known = ModelRegistry.get_supported_archs()
+    found: Any = next((ModelRegistry.models[name] for name in architectures if name in known), None)
+    return found if isinstance(found, type) else None
+
+
+def is_declared(architectures: Sequence[str]) -> bool:
+    """Whether SGLang's package has a class that this machine lacks a library for."""
+    from sglang.srt import models
+
+    declarations = tuple(f"class {name}(" for name in architectures)
+    return any(
+        declaration in file.read_text(encoding="utf-8")
+        for folder in models.__path__
+        for file in Path(folder).rglob("*.py")
+        for declaration in declarations
+    )
+
+
+def drafts_by(model: type) -> str | None:
+    """Returns the algorithm that SGLang drafts by with a class, NONE for a language model.
+
+    None for a class from elsewhere (SGLANG_EXTERNAL_MODEL_PACKAGE), of which nothing is known.
+    """
+    from sglang.srt.models.dflash import DFlashDraftModel
+
+    # Its classes build on DFlash's.
+    if "DSpark" in model.__name__:
+        return DSPARK
+    if issubclass(model, DFlashDraftModel):
+        return DFLASH
+    if hasattr(model, "get_hot_token_id"):
+        return EAGLE3
+    if not model.__module__.startswith(_OWN_MODELS):
+        return None
+    return EAGLE if any(part in model.__name__ for part in _DRAFT_NAMES) else NONE
+
+
+def drafters_of(algorithm: str) -> list[str]:
+    """Returns the names of SGLang's classes that draft by an algorithm."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    return sorted(
+        name
+        for name in ModelRegistry.get_supported_archs()
+        if isinstance(found := ModelRegistry.models[name], type) and drafts_by(found) == algorithm
+    )

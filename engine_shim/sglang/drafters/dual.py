@@ -17,9 +17,9 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.speculative import eagle_worker_v2
 
 from engine_shim.sglang.api import hook_check, sglang_api
-from engine_shim.sglang.drafters.chains import fits
 from engine_shim.sglang.drafters.dflash import DFlashDrafter
 from engine_shim.sglang.drafters.dflash_checkpoint import lengths_of_block
+from engine_shim.sglang.drafters.drafting import fits
 from engine_shim.sglang.drafters.hidden_states import SharedCapture
 
 

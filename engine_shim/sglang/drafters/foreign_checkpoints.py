@@ -1,11 +1,17 @@
-"""Recognises checkpoints of drafters that SGLang cannot run, by what is in their config.json."""
+"""Recognises checkpoints of drafters that SGLang cannot run, by what is in their config.json.
+
+And has an EAGLE3 drafter that names no layers of its target read the default ones.  A checkpoint
+may name an empty list (`eagle_aux_hidden_state_layer_ids: []`, as NVIDIA's ModelOpt writes it).
+SGLang's drafter takes that for the three default layers, its targets for none, and the first pass
+would end the engine.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -120,3 +126,11 @@ def _is_set(value: object) -> bool:
 
 def _is_id(value: object) -> bool:
     return value is not None and value is not False
+
+
+def around_resolve(original: Callable[..., Any], **arguments: Any) -> Any:
+    """Wraps `resolve_spec_aux_hidden_state_config`, to leave out an empty list of layers."""
+    found = original(**arguments)
+    if not found.eagle_aux_hidden_state_layer_ids:
+        found.eagle_aux_hidden_state_layer_ids = None
+    return found

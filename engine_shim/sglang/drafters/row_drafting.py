@@ -15,9 +15,7 @@ import torch
 
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.api import sglang_api
-from engine_shim.sglang.attention_memory import MIB
-from engine_shim.sglang.drafters.attempts import Attempts
-from engine_shim.sglang.drafters.chains import fits, verification_of
+from engine_shim.sglang.drafters.drafting import Attempts, fits, verification_of
 from engine_shim.sglang.drafters.lookup import Proposal, TokenHistory, device_bytes
 from engine_shim.sglang.drafters.row_choice import Drafted, RowChoice
 from engine_shim.sglang.drafters.row_counts import (
@@ -27,6 +25,7 @@ from engine_shim.sglang.drafters.row_counts import (
     count_rows,
     count_watched,
 )
+from engine_shim.sglang.memory import MIB
 
 if TYPE_CHECKING:
     from engine_shim.link.packets import RuleEntry

@@ -4,7 +4,7 @@ An independent language model that travels the road of an EAGLE3 drafter: SGLang
 verifier's hidden states, and carries what it returns from one draft step to the next.  What this
 one returns is its steering vector, so that all drafts of a round are steered by the last verified
 position.  SGLang carries vectors as wide as the drafter; `around_carried_width` makes that the
-verifier's width, which the steering vector has.  Equations: engine_shim.sglang.training.sd2.
+verifier's width, which the steering vector has.  Equations: trainer.sd2.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import nn
 from torch.nn import functional
 
 from engine_shim.common.errors import UnsupportedEngineError
+from engine_shim.sglang.training.blocks import STEERED
 from engine_shim.sglang.training.drafter_config import (
     NO_EAGLE_LAYERS,
     DrafterConfigError,
     read_eagle3,
 )
-from engine_shim.sglang.training.sd2 import STEERED
 
 
 class Sd2Mlp(nn.Module):

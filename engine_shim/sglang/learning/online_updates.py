@@ -1,6 +1,6 @@
 """Online updates of a drafter (test-time speculation) inside a serving engine.
 
-    after_verify    has what the round has verified brought to the host (readback.py), keeps what
+    after_verify    has what the round has verified brought to the host (windows.py), keeps what
                     has arrived there, and every `stride` rounds hands it to the trainer; puts the
                     last good weights back when acceptance fell
     before_step     between two steps: copies what the trainer has made into the serving drafter
@@ -26,11 +26,10 @@ from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import OrderKind, Orders
 from engine_shim.sglang.api.transfer import side_stream
 from engine_shim.sglang.learning.online_weights import OnlineWeights, Outcome
-from engine_shim.sglang.learning.readback import JUDGED, Readback, WeightChanges
 from engine_shim.sglang.learning.rollback_guard import GuardVerdict, RollbackGuard
 from engine_shim.sglang.learning.trainer_process import TrainerProcess, rings_for
 from engine_shim.sglang.learning.verified_step import UpdateStatus
-from engine_shim.sglang.learning.windows import Windows
+from engine_shim.sglang.learning.windows import JUDGED, Readback, WeightChanges, Windows
 from engine_shim.sglang.training.dflash import DFlashShape
 from engine_shim.sglang.training.exchange import Message, MessageKind
 
@@ -38,9 +37,9 @@ if TYPE_CHECKING:
     import torch
 
     from engine_shim.sglang.api.settings import PluginSettings
-    from engine_shim.sglang.learning.readback import HostRound
     from engine_shim.sglang.learning.student import LiveDrafter
     from engine_shim.sglang.learning.verified_step import Verification
+    from engine_shim.sglang.learning.windows import HostRound
 
 # Steps without drafts after which a drafter counts as unused.
 _UNUSED_STEPS: Final = 64

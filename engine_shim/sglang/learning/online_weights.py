@@ -25,7 +25,7 @@ import torch
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import OrderKind, Orders
 from engine_shim.sglang.api.transfer import SideStream, host_buffer
-from engine_shim.sglang.learning.weights import DrafterWeights, sample_of
+from engine_shim.sglang.learning.student import DrafterWeights, sample_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

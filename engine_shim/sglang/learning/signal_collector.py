@@ -24,16 +24,16 @@ import torch
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.api.transfer import launched
-from engine_shim.sglang.learning.canvases import (
+from engine_shim.sglang.learning.signal_runs import (
     Canvas,
     DeviceBudget,
     PromptCanvas,
+    SignalRuns,
     canvas_bytes,
     canvas_of,
     prompt_bytes,
     prompt_canvas_of,
 )
-from engine_shim.sglang.learning.signal_runs import SignalRuns
 from engine_shim.sglang.training.signals import SignalStore, SignalWriter
 
 if TYPE_CHECKING:

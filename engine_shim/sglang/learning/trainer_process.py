@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Final
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.api.transfer import lock_pages
 from engine_shim.sglang.training import trainer
-from engine_shim.sglang.training.exchange import Channel, Layout, Message, SharedTensors
-from engine_shim.sglang.training.rings import RingShape
+from engine_shim.sglang.training.exchange import Channel, Layout, Message, RingShape, SharedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

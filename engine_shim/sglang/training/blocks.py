@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -265,3 +265,42 @@ def initialise(module: nn.Module, deviation: float = 0.02) -> None:
     for parameter in module.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=deviation)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Says what the layers of one family of models have that others do not.
+
+    architecture, model_type: as checkpoints name them.  norm_heads: whether queries and keys are
+    normed.  bias: whether queries, keys and values have one.
+    """
+
+    architecture: str
+    model_type: str
+    norm_heads: bool = False
+    bias: bool = False
+
+
+LLAMA: Final = Family("LlamaForCausalLM", "llama")
+QWEN2: Final = Family("Qwen2ForCausalLM", "qwen2", bias=True)
+QWEN3: Final = Family("Qwen3ForCausalLM", "qwen3", norm_heads=True)
+FAMILIES: Final = (LLAMA, QWEN2, QWEN3)
+# As checkpoints name the steered drafters of SD2, by the family of each.
+STEERED: Final = {f"Steered{family.architecture}": family for family in FAMILIES}
+
+
+class DecoderLayer(PreNormLayer):
+    """A layer of one of the families."""
+
+    def __init__(self, shape: DecoderShape, family: Family = QWEN3) -> None:
+        super().__init__(shape, norm_heads=family.norm_heads, bias=family.bias)
+
+    def forward(
+        self, residual: Tensor, rotation: tuple[Tensor, Tensor], mlp_bias: Tensor | None = None
+    ) -> Tensor:
+        """Maps the residual stream [batch, length, hidden] to the next layer's."""
+        heads = self.self_attn.project(self.input_layernorm(residual), rotation)
+        # Rotation and norms leave autocast's bfloat16, the values do not: attention wants one type.
+        q, k, v = (head.transpose(1, 2).to(heads[2].dtype) for head in heads)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.finish(residual, attended.transpose(1, 2).flatten(2), mlp_bias)

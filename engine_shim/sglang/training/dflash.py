@@ -26,12 +26,12 @@ from torch.nn import functional
 
 from engine_shim.sglang.training.blocks import (
     BorrowingStudent,
+    DecoderLayer,
     DecoderShape,
     RmsNorm,
     Rotary,
     initialise,
 )
-from engine_shim.sglang.training.language_model import DecoderLayer
 
 
 @dataclass(frozen=True)

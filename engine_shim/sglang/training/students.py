@@ -1,4 +1,9 @@
-"""Makes drafters in plain torch, of each kind that can learn here.
+"""Makes drafters in plain torch, of each kind that can learn here, by a drafter's config.
+
+A config is a `config.json` as it was published, or what transformers has made of it.  SGLang's
+reading is that of its classes `LlamaForCausalLMEagle3`, `DFlashDraftModel` and `MiMoMTP`, their
+defaults included; :mod:`engine_shim.sglang.training.drafter_config` reads what only drafters have.
+What has no student here is refused.
 
 Whatever the kind, `unroll` gives the logits of each draft step from every row, what is `Borrowed`
 is never trained, and ``state_dict`` keys are the live model's parameter names.
@@ -6,14 +11,29 @@ is never trained, and ``state_dict`` keys are the live model's parameter names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Final
 
-from engine_shim.sglang.training.blocks import Borrowed, DecoderShape
+import torch
+from torch import Tensor
+
+from engine_shim.sglang.training.blocks import Borrowed, DecoderShape, Llama3Rope
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student, MtpShape, MtpStudent
 from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
-from engine_shim.sglang.training.mtp import MtpShape, MtpStudent
+from engine_shim.sglang.training.drafter_config import (
+    DFLASH,
+    DFLASH_FIELDS,
+    EAGLE3,
+    EAGLE3_FIELDS,
+    MTP_FIELDS,
+    DrafterConfigError,
+    architectures,
+    read_dflash,
+    read_eagle3,
+    unknown_fields,
+)
 
 DraftShape = Eagle3Shape | DFlashShape | MtpShape
 DraftStudent = Eagle3Student | DFlashStudent | MtpStudent
@@ -22,6 +42,30 @@ _KINDS: Final[dict[str, type[DraftShape]]] = {
     "eagle3": Eagle3Shape,
     "dflash": DFlashShape,
     "mtp": MtpShape,
+}
+
+# Fields of DecoderShape, and their names in a config.
+DECODER_KEYS: Final = {
+    "vocabulary": "vocab_size",
+    "hidden": "hidden_size",
+    "mlp": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_positions": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+    "rope_base": "rope_theta",
+}
+# What transformers takes where a config of a Llama does not say.
+_DEFAULTS: Final = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
+# Of an unscaled rotary embedding; the last one says nothing without scaling.
+_ROTARY_KEYS: Final = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
 }
 
 
@@ -48,3 +92,240 @@ def decoded(found: Mapping[str, Any]) -> DraftShape:
     if "feature_layers" in sizes:
         sizes["feature_layers"] = tuple(sizes["feature_layers"])
     return made(**sizes)
+
+
+class UnsupportedDrafterError(ValueError):
+    """A drafter that has no student; the message says why, and reads on after "the drafter: "."""
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raises UnsupportedDrafterError for whatever a malformed config makes fail inside."""
+    try:
+        yield
+    except UnsupportedDrafterError:
+        raise
+    except DrafterConfigError as error:
+        raise UnsupportedDrafterError(str(error)) from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UnsupportedDrafterError(f"its config cannot be read: {error!r}") from error
+
+
+@_refusing()
+def eagle3_shape(config: Mapping[str, Any]) -> Eagle3Shape:
+    """Takes the sizes of an EAGLE3 draft.  Raises UnsupportedDrafterError.
+
+    SGLang takes the head from the target where ``tie_word_embeddings`` is true or
+    ``draft_vocab_size`` is null.  The feature layers are those that the draft was trained for.
+    """
+    read = read_eagle3(config)
+    named = architectures(config) or (EAGLE3,)
+    tied, drafts = config.get("tie_word_embeddings"), config.get("draft_vocab_size")
+    own_head = not tied and drafts is not None
+    obstacles = {
+        f"it is a {', '.join(named)}, not a {EAGLE3}": EAGLE3 not in named,
+        "it reads the target's last hidden state only (use_aux_hidden_state is false)": (
+            not read.uses_features
+        ),
+        "its eagle_config has an empty list of target layers, for which SGLang has the target emit "
+        "none": read.captured_layers == (),
+        "its projections have biases": bool(
+            config.get("attention_bias") or config.get("mlp_bias") or config.get("bias")
+        ),
+        "it is a part of a Llama 4, with sizes of its own": config.get("model_type")
+        == "llama4_text",
+        **_unfollowed(unknown_fields(config, EAGLE3_FIELDS)),
+    }
+    decoder = _decoder_unless(obstacles, config)
+    _refuse(
+        {
+            f"it reads hidden states of {read.target_width} numbers, and its own have "
+            f"{decoder.hidden}": read.target_width != decoder.hidden,
+            f"it drafts {drafts} of {decoder.vocabulary} tokens with the target's embedding as "
+            "head": bool(tied) and drafts not in (None, decoder.vocabulary),
+        }
+    )
+    try:
+        shape = Eagle3Shape(
+            decoder,
+            read.named_layers or (),
+            draft_vocabulary=drafts if own_head and drafts != decoder.vocabulary else None,
+            own_head=own_head,
+            norm_before_fc=read.norm_before_fc,
+            fc_norm=read.fc_norm,
+            norm_output=read.norm_output,
+        )
+    except ValueError as error:
+        raise UnsupportedDrafterError(str(error)) from error
+    _refuse(
+        {
+            f"it reads {read.features} hidden states, and {shape.features} target layers are "
+            "captured": read.features != shape.features
+        }
+    )
+    return shape
+
+
+def draft_tokens(hot: Tensor | None, shape: Eagle3Shape) -> Tensor | None:
+    """Returns the draft vocabulary as `Borrowed.tokens`.  Raises UnsupportedDrafterError.
+
+    hot: SGLang's ``hot_token_id``, the target's id of each token that the draft has (``d2t`` plus
+    the draft's own id); None for a draft that keeps no such list, whose ids are the target's.
+    """
+    tokens = torch.arange(shape.drafts) if hot is None else hot.to(torch.int64)
+    size = shape.decoder.vocabulary
+    _refuse(
+        {
+            f"its d2t has {len(tokens)} tokens, its head {shape.drafts}": len(tokens)
+            != shape.drafts,
+            f"its d2t names tokens that the target's {size} do not contain": bool(
+                ((tokens < 0) | (tokens >= size)).any()
+            ),
+            "its d2t names a token twice": len(tokens.unique()) != len(tokens),
+        }
+    )
+    if len(tokens) == size and bool((tokens.cpu() == torch.arange(size)).all()):
+        return None
+    _refuse({"its d2t reorders the target's head": not shape.own_head})
+    return tokens
+
+
+@_refusing()
+def dflash_shape(
+    config: Mapping[str, Any],
+    *,
+    target_layers: int | None = None,
+    unnamed_layers: tuple[int, ...] = (),
+    unnamed_mask: int | None = None,
+) -> DFlashShape:
+    """Takes the sizes of a DFlash draft.  Raises UnsupportedDrafterError.
+
+    target_layers: how many the target has that it is served beside; None for what its config says.
+    unnamed_layers: the target's layers that it reads where its config names none and nothing says
+    how many there are.  unnamed_mask: the mask token's id where its config has none.
+    """
+    read = read_dflash(config)
+    named = architectures(config) or (DFLASH,)
+    types = set(config.get("layer_types") or ())
+    # transformers makes such layers of the two where the config does not list them.
+    windowed = bool(config.get("use_sliding_window") and config.get("sliding_window"))
+    mask = unnamed_mask if read.mask_id is None else read.mask_id
+    count = read.target_layers if target_layers is None else target_layers
+    layers = read.named_layers or unnamed_layers
+    if count is not None:
+        layers = read.feature_layers(count)
+    obstacles = {
+        f"it is a {', '.join(named)}, not a {DFLASH}": DFLASH not in named,
+        "its layers do not see the whole context (layer_types, sliding_window)": bool(
+            types - {"full_attention"} or (windowed and not types)
+        ),
+        "its blocks are causal (is_causal)": bool(config.get("is_causal")),
+        "its projections have biases (attention_bias)": bool(config.get("attention_bias")),
+        "it drafts a part of its vocabulary (draft_vocab_size)": (
+            config.get("draft_vocab_size") not in (None, config.get("vocab_size"))
+        ),
+        **_unfollowed(unknown_fields(config, DFLASH_FIELDS)),
+        "its config names no target_layer_ids": not layers,
+        "its config has no mask_token_id, and no tokenizer is here to look its mask_token up": (
+            mask is None
+        ),
+    }
+    decoder = _decoder_unless(obstacles, config)
+    assert mask is not None
+    try:
+        return DFlashShape(decoder, layers, read.block, mask)
+    except ValueError as error:
+        raise UnsupportedDrafterError(str(error)) from error
+
+
+@_refusing()
+def mtp_shape(config: Mapping[str, Any]) -> MtpShape:
+    """Takes a predictor's sizes from its target's config.  Raises UnsupportedDrafterError."""
+    obstacles = _unfollowed(unknown_fields(config, MTP_FIELDS))
+    return MtpShape(_decoder_unless(obstacles, {**config, "num_hidden_layers": 1}))
+
+
+def decoder_shape(config: Mapping[str, Any], *, may_stretch: bool = False) -> DecoderShape:
+    """Takes the sizes of the layers.  Raises UnsupportedDrafterError.
+
+    may_stretch: whether rotary positions may be scaled as Llama 3.1's.
+    """
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    pairs_halves = config.get("rope_is_neox_style", config.get("is_neox_style", True))
+    activation = config.get("hidden_act", "silu")
+    partial = rotary.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
+    scaling = _scaling(rotary)
+    rope = None
+    if may_stretch and scaling == "llama3":
+        rope, scaling = _llama3_rope(rotary), None
+    _refuse(
+        {
+            f"its rotary positions are scaled ({scaling}), which a student does not do": scaling
+            is not None,
+            f"it rotates {partial} of a head (partial_rotary_factor)": partial != 1,
+            "it rotates pairs of neighbours (rope_is_neox_style is false)": not pairs_halves,
+            f"its activation is {activation}, a student's silu": activation != "silu",
+        }
+    )
+    values = config.get("v_head_dim")
+    _refuse(
+        {
+            f"its values have {values} numbers, its keys {config.get('head_dim')}": (
+                values not in (None, 0, config.get("head_dim"))
+            )
+        }
+    )
+    found = {**_DEFAULTS, **{key: part for key, part in config.items() if part is not None}}
+    found["rope_theta"] = rotary.get("rope_theta") or found["rope_theta"]
+    try:
+        found.setdefault("num_key_value_heads", found["num_attention_heads"])
+        found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])
+        sizes = {field: found[key] for field, key in DECODER_KEYS.items()}
+        return DecoderShape(**sizes, rope=rope)
+    except KeyError as error:
+        raise UnsupportedDrafterError(f"its config has no {error.args[0]}") from error
+
+
+def _llama3_rope(rotary: Mapping[str, Any]) -> Llama3Rope:
+    """Reads the scaling of Llama 3.1.  Raises UnsupportedDrafterError."""
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    values = [rotary.get(name) for name in names]
+    numbers = [value for value in values if isinstance(value, int | float) and value > 0]
+    _refuse({"its llama3 scaling lacks a number above 0": len(numbers) != len(names)})
+    factor, low, high, original = numbers
+    _refuse({"its llama3 scaling has no frequencies between low and high": low >= high})
+    return Llama3Rope(factor, low, high, int(original))
+
+
+def _scaling(rotary: Mapping[str, Any]) -> str | None:
+    """Names the scaling of rotary positions; None if there is no scaling."""
+    if "mrope_section" in rotary:
+        # SGLang calls it "default" once it has read the config.
+        return "mrope"
+    kind = rotary.get("rope_type") or rotary.get("type")
+    if kind not in (None, "default"):
+        return str(kind)
+    unknown = sorted(rotary.keys() - _ROTARY_KEYS)
+    return f"{', '.join(unknown)} of an unknown type" if unknown else None
+
+
+def _unfollowed(fields: list[str]) -> dict[str, bool]:
+    """Makes an obstacle of the fields that `unknown_fields` has named."""
+    return {f"its config sets what a student does not follow: {', '.join(fields)}": bool(fields)}
+
+
+def _decoder_unless(obstacles: Mapping[str, bool], config: Mapping[str, Any]) -> DecoderShape:
+    """Takes the sizes of the layers.  Raises UnsupportedDrafterError, which names all obstacles."""
+    try:
+        decoder = decoder_shape(config)
+    except UnsupportedDrafterError as error:
+        _refuse({**obstacles, str(error): True})
+        raise
+    _refuse(obstacles)
+    return decoder
+
+
+def _refuse(obstacles: Mapping[str, bool]) -> None:
+    """Raises UnsupportedDrafterError with all obstacles that are there."""
+    if found := [reason for reason, is_so in obstacles.items() if is_so]:
+        raise UnsupportedDrafterError("; ".join(found))

@@ -24,9 +24,9 @@ from engine_shim.sglang.training.exchange import (
     Message,
     MessageKind,
     SharedTensors,
+    read_round,
 )
 from engine_shim.sglang.training.online import NotFiniteError, OnlineSettings, OnlineStudent, Round
-from engine_shim.sglang.training.rings import read_round
 from engine_shim.sglang.training.students import DraftShape, decoded, encoded, student_of
 
 # Below the engine's priority, which shares the processor.

@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student, MtpShape, MtpStudent
 from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent, position_weights
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
-from engine_shim.sglang.training.mtp import MtpShape, MtpStudent
-from engine_shim.sglang.training.qwen3 import Qwen3Target
 from lab.cpu_engine.models.batches import held_out_sampler, training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.distill import agreement, discounted, step_divergences, teach
 from lab.cpu_engine.models.prompts import DOMAINS
 from lab.cpu_engine.models.recipe import DraftRecipe
 from lab.cpu_engine.models.schedule import LearningRate, fit
+from lab.cpu_engine.models.targets import Qwen3Target
 
 _UNROLL: Final = 6
 _WINDOWS: Final = 8

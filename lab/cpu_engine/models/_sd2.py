@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_shim.sglang.training.language_model import LanguageModel
-from engine_shim.sglang.training.sd2 import Sd2Draft, Sd2Shape
 from lab.cpu_engine.models.batches import training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.recipe import Sd2Recipe
 from lab.cpu_engine.models.schedule import LearningRate, StepBudget, fit
-from trainer.sd2_training import Sd2Training, train_sd2
+from trainer.language_model import LanguageModel
+from trainer.sd2 import Sd2Draft, Sd2Shape, Sd2Training, train_sd2
 
 _WINDOWS: Final = 12
 _LENGTH: Final = 128

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_shim.sglang.training.eagle3 import Eagle3Student
-from engine_shim.sglang.training.mtp import MtpStudent
-from engine_shim.sglang.training.qwen3 import Qwen3Target
+from engine_shim.sglang.training.chain import Eagle3Student, MtpStudent
+from lab.cpu_engine.models.targets import Qwen3Target
 
 STEP_DISCOUNT = 0.8
 """Draft step j weighs this to the power j: it counts only once the earlier ones were accepted."""

@@ -22,7 +22,7 @@ import torch
 from tokenizers import Tokenizer
 
 from engine_shim.sglang.training.blocks import DecoderShape
-from engine_shim.sglang.training.eagle3 import Eagle3Student
+from engine_shim.sglang.training.chain import Eagle3Student
 from lab.cpu_engine.models import corpus
 from lab.cpu_engine.models._draft import (
     agreement_by_domain,
@@ -37,14 +37,9 @@ from lab.cpu_engine.models._target import cross_entropy, train_target
 from lab.cpu_engine.models.edits import KINDS, EncodedEdit, code_edits, save_edits
 from lab.cpu_engine.models.prompts import passage_file
 from lab.cpu_engine.models.recipe import EDITS, MIMO, SHALLOW, EditRecipe, Recipe
-from trainer.checkpoint import (
-    load_target,
-    save_dflash,
-    save_draft,
-    save_predictor,
-    save_target,
-)
-from trainer.sd2_checkpoint import save_sd2
+from lab.cpu_engine.models.targets import load_target, save_predictor, save_target
+from trainer.checkpoint import save_dflash, save_draft
+from trainer.sd2 import save_sd2
 
 TARGET = "target"
 HELD_OUT = "held_out"

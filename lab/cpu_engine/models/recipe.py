@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from engine_shim.sglang.training.blocks import DecoderShape, Llama3Rope
+from engine_shim.sglang.training.blocks import LLAMA, QWEN2, QWEN3, DecoderShape, Family, Llama3Rope
+from engine_shim.sglang.training.chain import Eagle3Shape, MtpShape
 from engine_shim.sglang.training.dflash import DFlashShape
-from engine_shim.sglang.training.eagle3 import Eagle3Shape
-from engine_shim.sglang.training.language_model import LLAMA, QWEN2, QWEN3, Family
-from engine_shim.sglang.training.mtp import MtpShape
-from engine_shim.sglang.training.sd2 import Sd2Shape
 from lab.cpu_engine.models.schedule import StepBudget
+from trainer.sd2 import Sd2Shape
 
 MIXTURE: Final[Mapping[str, float]] = {"code": 0.4, "prose": 0.25, "json": 0.2, "csv": 0.15}
 

@@ -98,7 +98,7 @@ class UpdateWatch:
 
     def writing(self, tensors: "Mapping[str, Tensor]", requests: int) -> None:
         """Takes note of how long the windows of a round are that is about to be handed over."""
-        from engine_shim.sglang.training.rings import SPANS
+        from engine_shim.sglang.training.exchange import SPANS
 
         _, starts, ends = tensors[SPANS][:requests].unbind(-1)
         self._positions = int((ends - starts).max()) if requests else 0

@@ -1,6 +1,6 @@
 """Has every arm replay its graphs at every batch size, and counts what synchronises.
 
-Also what the graphs of each draft length take, beside what `engine_shim.sglang.memory` predicts.
+Also what the graphs of each draft length take, beside what `engine_shim.preflight.memory` predicts.
 """
 
 from typing import Any

@@ -153,7 +153,7 @@ def show_served_weights() -> None:
 
     from engine_shim.sglang.api import ranks
     from engine_shim.sglang.learning.online_weights import OnlineWeights
-    from engine_shim.sglang.learning.weights import DrafterWeights
+    from engine_shim.sglang.learning.student import DrafterWeights
     from engine_shim.sglang.training.versions import Versions
 
     folder = Path(os.environ["SERVED_WEIGHTS"])

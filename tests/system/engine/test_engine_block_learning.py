@@ -16,6 +16,7 @@ import torch
 
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.versions import FOLDER, Versions
+from lab.cpu_engine.models.targets import load_target
 from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.learning_engine import (
@@ -32,7 +33,7 @@ from tests.support.rank_weights import check_served, made, shown
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.support.specforge_runs import PASSES, Run, trained
 from tests.support.waits import WAITS
-from trainer.checkpoint import load_dflash, load_target
+from trainer.checkpoint import load_dflash
 from trainer.specforge import export_signals, import_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.sglang.learning.canvases import PROMPT
-from engine_shim.sglang.training.eagle3 import Eagle3Student
+from engine_shim.sglang.learning.signal_runs import PROMPT
+from engine_shim.sglang.training.chain import Eagle3Student
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.versions import FOLDER, Versions
 from lab.cpu_engine.models.prompts import held_out_prompts
+from lab.cpu_engine.models.targets import load_target
 from tests.support.engine import EAGLE3, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.learning_engine import run_heard
 from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import Script, ScriptedSidecar
-from trainer.checkpoint import load_target
 
 MODEL = load_target(TARGET).requires_grad_(requires_grad=False)
 HEAD = MODEL.model.embed_tokens.weight.detach()

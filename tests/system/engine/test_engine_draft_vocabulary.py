@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine_shim.sglang.training.eagle3 import Eagle3Student
+from engine_shim.sglang.training.chain import Eagle3Student
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.versions import FOLDER, Versions
+from lab.cpu_engine.models.targets import load_target
 from tests.support.engine import CODE_ONLY, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.learning_engine import between_steps, status, wave
@@ -25,7 +26,7 @@ from tests.support.scripted_sidecar import ScriptedSidecar
 from tests.support.specforge_runs import PASSES, Run, trained
 from tests.support.training_rounds import with_draft_vocabulary
 from trainer.adapt import acceptance, served_acceptance
-from trainer.checkpoint import load_draft, load_target, save_draft
+from trainer.checkpoint import load_draft, save_draft
 from trainer.specforge import export_signals, import_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.cpu_engine.models.targets import load_target
 from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, TARGET, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import (
@@ -15,7 +16,7 @@ from tests.support.prompts_in_flight import (
     play,
 )
 from tests.support.scripted_sidecar import Arm, scripted_sidecar
-from trainer.checkpoint import load_dflash, load_target
+from trainer.checkpoint import load_dflash
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lab.cpu_engine.engine_command import MIMO
+from lab.cpu_engine.models.targets import load_predictor, load_target, save_predictor
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP
 from tests.support.engine import EAGER_NIGHTLY, MODES, MTP, EngineProcess, serving
 from tests.support.eventually import eventually
@@ -31,7 +32,7 @@ from tests.support.prompts_in_flight import (
 )
 from tests.support.rank_weights import check_served, made, shown
 from tests.support.scripted_sidecar import Arm, Script, ScriptedSidecar, scripted_sidecar
-from trainer.checkpoint import load_dflash, load_predictor, load_target, save_predictor
+from trainer.checkpoint import load_dflash
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -11,6 +11,7 @@ import pytest
 
 from engine_shim.sglang.training.versions import FOLDER, Versions
 from lab.cpu_engine.engine_command import SHALLOW
+from lab.cpu_engine.models.targets import load_target
 from tests.support.engine import (
     CODE_ONLY,
     EAGLE3,
@@ -24,7 +25,7 @@ from tests.support.eventually import eventually
 from tests.support.long_contexts import EVERYTHING, agreement, recorder
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
-from trainer.checkpoint import load_draft, load_target
+from trainer.checkpoint import load_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -19,6 +19,7 @@ import torch
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.versions import FOLDER, Made, Versions
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
+from lab.cpu_engine.models.targets import load_target
 from lab.cpu_engine.serve import with_cpu_defaults
 from tests.support.engine import (
     CODE_ONLY,
@@ -44,7 +45,7 @@ from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES
 from tests.support.rank_weights import check_served, is_same, joined, made, shown
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
-from trainer.checkpoint import load_draft, load_target
+from trainer.checkpoint import load_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

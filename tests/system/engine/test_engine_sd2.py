@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_shim.sglang.training.sd2 import greedy_chain
 from lab.cpu_engine.engine_command import SHALLOW
+from lab.cpu_engine.models.targets import load_target
 from speculation.v1.engine_pb2 import DRAFTER_KIND_STANDALONE
 from tests.support.engine import MODES, TARGET, EngineProcess, launched, serving
 from tests.support.eventually import eventually
@@ -20,8 +20,7 @@ from tests.support.prompts_in_flight import (
     play_any_order,
 )
 from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
-from trainer.checkpoint import load_target
-from trainer.sd2_checkpoint import load_sd2
+from trainer.sd2 import greedy_chain, load_sd2
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

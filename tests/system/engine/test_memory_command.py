@@ -1,4 +1,4 @@
-"""`python -m engine_shim.sglang.memory`, run as an operator does, against numbers of paper."""
+"""`python -m engine_shim.preflight.memory`, run as an operator does, against numbers of paper."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ from tests.support.model_configurations import latent_model, plain_model
 
 pytestmark = [pytest.mark.slow]
 
-COMMAND = "engine_shim.sglang.memory"
+COMMAND = "engine_shim.preflight.memory"
 PATIENCE_SECONDS = 240.0
 EAGLE3 = (
     "--model-path", str(TARGET), "--context-length", "2048", "--device", "cuda",

@@ -209,7 +209,7 @@ def test_the_sidecars_image_installs_serves_and_stops(root: Root, builder: Root)
             process.kill()
 
 
-def test_sglangs_image_gets_the_shim_and_keeps_every_package(
+def test_sglangs_image_gets_shim_and_trainer_and_keeps_every_package(
     root: Root, builder: Root, sglang_environment: Path
 ):
     build, final = stages(ROOT / "deploy" / "docker" / "sglang.Dockerfile")
@@ -228,7 +228,8 @@ def test_sglangs_image_gets_the_shim_and_keeps_every_package(
     root.user = "0:0"
     after = there()
     assert before.items() <= after.items()
-    assert "speculation-controller-shim" in after.keys() - before.keys()
+    added = after.keys() - before.keys()
+    assert {"speculation-controller-shim", "speculation-controller-trainer"} <= added
     found = root.run(
         "python3", "-c",
         "from importlib.metadata import entry_points\n"

@@ -113,9 +113,13 @@ class TestImages:
         assert "Usage" in run(tmp_path / "sidecar" / "bin" / "controller", "serve", "--help")
 
     def test_sglangs_image_gets_what_it_has_not_and_keeps_what_it_has(
-        self, tmp_path: Path, places: dict[str, Path], sglang_environment: Path, shim_wheel: Path
-    ):
-        places["wheels"] = shim_wheel.parent
+        self, tmp_path: Path, places: dict[str, Path], sglang_environment: Path, shim_wheel: Path,
+        trainer_wheel: Path,
+    ):  # fmt: skip
+        places["wheels"] = tmp_path / "both"
+        places["wheels"].mkdir()
+        for built in (shim_wheel, trainer_wheel):
+            shutil.copy(built, places["wheels"])
         # Versions of its own, under names as their authors write them.
         (packages,) = (tmp_path / "sglang" / "lib").glob("python3*/site-packages")
         for name, version in (("pydantic_settings", "2.7.0"), ("PyYAML", "6.0.2")):
@@ -134,6 +138,7 @@ class TestImages:
         assert before.items() <= after.items()
         added = dict(after.items() - before.items())
         assert added.pop("speculation-controller-shim") == PROJECT_VERSION
+        assert added.pop("speculation-controller-trainer") == PROJECT_VERSION
         assert added.items() <= entries("engine").items()
         assert "structlog" in added
         assert not {"redis", "rich", "typer", "prometheus-client"} & added.keys()

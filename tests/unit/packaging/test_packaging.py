@@ -1,8 +1,9 @@
-"""The two wheels: what they hold, on what they run, and what they do to their environments."""
+"""The wheels: what they hold, on what they run, and what they do to their environments."""
 
 import json
 import re
 import subprocess
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -28,6 +29,7 @@ from tools.faults import engine_program
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHIM = tomllib.loads((ROOT / "engine_shim" / "pyproject.toml").read_text())["project"]
+TRAINER = tomllib.loads((ROOT / "trainer" / "pyproject.toml").read_text())["project"]
 
 # What sglang 0.5.23 asks of gRPC on a GPU host, by way of its smg-grpc-servicer 0.14.
 SGLANG_GRPC_FLOOR = [
@@ -93,14 +95,20 @@ def test_the_shims_wheel_holds_its_package_and_the_contract_and_no_more(shim_whe
     assert {"engine_shim/py.typed", "speculation/py.typed"} <= held
 
 
+def test_the_trainers_wheel_holds_its_package_and_no_more(trainer_wheel: Path):
+    held = {name for name in contents(trainer_wheel) if ".dist-info/" not in name}
+    assert held == files("trainer") | {"trainer/LICENSE"}
+    assert "trainer/py.typed" in held
+
+
 def test_the_contract_comes_with_its_types():
     stubs = {f"speculation/v1/{name}_pb2.py" for name in ("engine", "plan", "service")}
     stubs.add("speculation/v1/service_pb2_grpc.py")
     assert stubs | {f"{name}i" for name in stubs} <= contract()
 
 
-def test_each_wheel_declares_its_own_entry_point_and_both_have_one_version(
-    wheel: Path, shim_wheel: Path
+def test_each_wheel_declares_its_own_entry_point_and_all_have_one_version(
+    wheel: Path, shim_wheel: Path, trainer_wheel: Path
 ):
     def declared(path: Path) -> str:
         name = "-".join(path.name.split("-")[:2])
@@ -111,7 +119,10 @@ def test_each_wheel_declares_its_own_entry_point_and_both_have_one_version(
     assert "sglang.srt.plugins" not in declared(wheel)
     assert "[sglang.srt.plugins]" in declared(shim_wheel)
     assert "[console_scripts]\nspeculation-would-steer = engine_shim." in declared(shim_wheel)
-    assert wheel.name.split("-")[1] == shim_wheel.name.split("-")[1] == controller.__version__
+    assert "speculation-trainer = trainer.__main__:main" in declared(trainer_wheel)
+    for built in (wheel, shim_wheel, trainer_wheel):
+        assert built.name.split("-")[1] == controller.__version__
+    assert f"speculation-controller-shim=={controller.__version__}" in TRAINER["dependencies"]
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -152,6 +163,24 @@ def test_the_shims_link_works_at_both_ends_of_its_dependency_range(
         said = run(python, engine_program.__file__, sidecar.target, said="1000\n1000\n")
     last = json.loads(said.splitlines()[-1])
     assert last == {"source": "plan", "gamma": 2}
+
+
+def test_the_trainer_runs_from_its_wheel_beside_the_shim_and_torch(
+    shim_wheel: Path, trainer_wheel: Path, tmp_path: Path
+):
+    python = environment(tmp_path / "venv")
+    pip(python, "install", "--no-compile", "--no-deps", shim_wheel, trainer_wheel)
+    # What both need, torch foremost, as it is installed here; this clone stays off the path.
+    (packages,) = (tmp_path / "venv" / "lib").glob("python3*/site-packages")
+    (packages / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    where = run(python, "-c", "import engine_shim, trainer; print(engine_shim, trainer)")
+    assert where.count(str(packages)) == 2
+    command = tmp_path / "venv" / "bin" / "speculation-trainer"
+    for task in ("attend", "export", "import", "sd2"):
+        assert f"usage: speculation-trainer {task}" in run(command, task, "--help")
+    asked = [str(command), "import", str(tmp_path / "none"), "--signals", str(tmp_path)]
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False, cwd="/")
+    assert answer.returncode == 2, answer.stderr
 
 
 def test_the_sidecars_image_is_as_small_as_the_page_says(wheel: Path):

@@ -7,9 +7,9 @@ import torch
 
 from engine_shim.sglang.training.dflash import DFlashStudent
 from engine_shim.sglang.training.online import NotFiniteError
-from engine_shim.sglang.training.qwen3 import Qwen3Target
 from engine_shim.sglang.training.signals import Signal
 from engine_shim.sglang.training.students import DraftStudent
+from lab.cpu_engine.models.targets import Qwen3Target
 from tests.support.training_rounds import (
     SHAPE,
     make_block_student,

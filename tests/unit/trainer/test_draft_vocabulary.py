@@ -8,12 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine_shim.sglang.training.configs import UnsupportedDrafterError
-from engine_shim.sglang.training.eagle3 import Eagle3Student
+from engine_shim.sglang.training.chain import Eagle3Student
 from engine_shim.sglang.training.online import OnlineSettings, OnlineStudent, divergence
-from engine_shim.sglang.training.qwen3 import Qwen3Target
-from engine_shim.sglang.training.students import decoded, encoded, student_of
+from engine_shim.sglang.training.students import (
+    UnsupportedDrafterError,
+    decoded,
+    encoded,
+    student_of,
+)
 from engine_shim.sglang.training.versions import Made, VersionError, Versions
+from lab.cpu_engine.models.targets import Qwen3Target
 from tests.support.training_rounds import (
     SHAPE,
     make_pruned_student,

@@ -8,15 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine_shim.sglang.training.sd2 import (
-    Sd2Draft,
-    Sd2Shape,
-    divergence,
-    greedy_chain,
-    offsets,
-)
 from tests.support.training_rounds import LAYERS, SHAPE
-from trainer.sd2_checkpoint import load_sd2, save_sd2
+from trainer.sd2 import Sd2Draft, Sd2Shape, divergence, greedy_chain, load_sd2, offsets, save_sd2
 
 DECODER = replace(SHAPE, layers=2, mlp=40)
 

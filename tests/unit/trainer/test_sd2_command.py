@@ -1,4 +1,4 @@
-"""`python -m trainer sd2`: a pretrained drafter becomes a steered one."""
+"""`speculation-trainer sd2`: a pretrained drafter becomes a steered one."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.__main__ import main
-from trainer.sd2_checkpoint import load_sd2
+from trainer.sd2 import load_sd2
 
 WORDS = 60
 

@@ -7,10 +7,17 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine_shim.sglang.training.language_model import LLAMA
-from engine_shim.sglang.training.sd2 import Sd2Draft, Sd2Shape, blocked_offsets
+from engine_shim.sglang.training.blocks import LLAMA
 from tests.support.training_rounds import LAYERS, SHAPE, make_target
-from trainer.sd2_training import DivergedError, Offsets, Sd2Training, train_sd2
+from trainer.sd2 import (
+    DivergedError,
+    Offsets,
+    Sd2Draft,
+    Sd2Shape,
+    Sd2Training,
+    blocked_offsets,
+    train_sd2,
+)
 
 NARROW = replace(SHAPE, layers=2, hidden=16, mlp=24, head_dim=8)
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student, MtpShape, MtpStudent
 from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.sglang.training.drafter_config import EAGLE_LAYERS
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
-from engine_shim.sglang.training.mtp import MtpShape, MtpStudent
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.students import DraftStudent
 from engine_shim.sglang.training.versions import FOLDER, VersionError, Versions
+from lab.cpu_engine.models.targets import save_target
 from tests.support.training_rounds import SHAPE, make_target, with_draft_vocabulary
-from trainer.checkpoint import save_dflash, save_draft, save_target
+from trainer.checkpoint import save_dflash, save_draft
 from trainer.specforge import (
     ExportError,
     dflash_sample,

@@ -15,15 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student
 from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent, position_weights
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.sglang.training.online import divergence
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.students import DraftStudent
 from engine_shim.sglang.training.versions import FOLDER, Versions
+from lab.cpu_engine.models.targets import save_target
 from tests.support.specforge_runs import Run, trained
 from tests.support.training_rounds import SHAPE, make_target, with_draft_vocabulary
-from trainer.checkpoint import load_dflash, load_draft, save_target
+from trainer.checkpoint import load_dflash, load_draft
 from trainer.specforge import export_signals, import_draft
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

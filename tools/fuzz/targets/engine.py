@@ -12,7 +12,6 @@ import torch
 from google.protobuf.message import DecodeError
 
 from engine_shim.common.errors import PluginError
-from engine_shim.common.verdict import InputError
 from engine_shim.link import packets
 from engine_shim.link.errors import LinkSettingsError, PacketError, UnusablePlanError
 from engine_shim.link.packets import (
@@ -26,6 +25,7 @@ from engine_shim.link.plan_follower import PlanFollower, safe_choice
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.wire import Translator, session_tag
 from engine_shim.preflight.running_engine import flags_in
+from engine_shim.preflight.verdict import InputError
 from engine_shim.sglang.api.settings import load_settings
 from engine_shim.sglang.training import signals
 from engine_shim.sglang.training.exchange import Channel, Message, MessageKind

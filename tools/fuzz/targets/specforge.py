@@ -7,14 +7,15 @@ from pathlib import Path
 
 import torch
 
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student
 from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.sglang.training.versions import VersionError, Versions
+from lab.cpu_engine.models.targets import save_target
 from tests.support.training_rounds import SHAPE, make_target, with_draft_vocabulary
 from tools.fuzz.mutation import Mutator, json_of
 from tools.fuzz.target import Feed, Target
 from tools.fuzz.targets.engine import safetensors_of
-from trainer.checkpoint import save_dflash, save_draft, save_target
+from trainer.checkpoint import save_dflash, save_draft
 from trainer.specforge import import_draft
 from trainer.specforge_target import TargetError, read_target, write_target
 

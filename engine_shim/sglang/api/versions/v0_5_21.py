@@ -5,6 +5,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
+from engine_shim.sglang.api.versions import v0_5_22 as newer
+
+# Data-parallel attention is refused.
+STEERS_ATTENTION_DP: Final = newer.STEERS_ATTENTION_DP
+attention_dp_is_on = newer.attention_dp_is_on
+without_attention_dp = newer.without_attention_dp
 INTERNAL_STATE: Final = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 
 
@@ -12,20 +18,6 @@ def internal_state(output: Any, _: tuple[Any, ...]) -> dict[str, Any]:
     """Does what 0.5.23's does."""
     state: dict[str, Any] = output.internal_state
     return state
-
-
-# The gathered sizes and the requests of each rank are untested here.
-STEERS_ATTENTION_DP: Final = False
-
-
-def attention_dp_is_on() -> bool:
-    """Returns False, because an engine with it was refused."""
-    return False
-
-
-def without_attention_dp() -> AbstractContextManager[None]:
-    """Needs no change, because it is refused."""
-    return nullcontext()
 
 
 def attention_ranks(view: Any) -> int:

@@ -5,7 +5,7 @@ from tests.support.service_harness import ENVIRONMENT
 
 FORKING = """
 import os, sys
-from engine_shim.common.at_exit import at_exit
+from engine_shim.common.process import at_exit
 at_exit(lambda: print("ended by", "the engine" if os.getpid() == engine else "its fork"))
 engine = os.getpid()
 if not os.fork():

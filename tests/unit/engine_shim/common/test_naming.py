@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_shim.common.naming import default_engine_id, processor_name, revision_of
+from engine_shim.common.process import default_engine_id, processor_name, revision_of
 
 
 @pytest.mark.parametrize("host", ["pod-7", "a b/c", "x" * 300, ""])

@@ -2,8 +2,7 @@
 
 import pytest
 
-from engine_shim.common.errors import UnsupportedEngineError
-from engine_shim.common.refusal import register_or_exit
+from engine_shim.common.errors import UnsupportedEngineError, register_or_exit
 from engine_shim.common.settings import ShimSettings
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine_shim.common.verdict import InputError
-from engine_shim.preflight.known_flags import TakenFlags
-from engine_shim.preflight.running_engine import flags_of
+from engine_shim.preflight.running_engine import TakenFlags, flags_of
+from engine_shim.preflight.verdict import InputError
 
 
 class _Server(HTTPServer):

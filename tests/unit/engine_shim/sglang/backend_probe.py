@@ -26,7 +26,7 @@ from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine_shim.sglang.attention_memory import MULTIPROCESSORS
+from engine_shim.sglang.memory import MULTIPROCESSORS
 
 META = "meta"
 MODES = {

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_shim.sglang.attention_memory import Attention, Place, Size, Use, backend
-from engine_shim.sglang.graph_memory import draft_passes
+from engine_shim.sglang.memory import Attention, Place, Size, Use, backend, draft_passes
 from tests.support.engine import forked
 from tests.support.model_configurations import latent_model, plain_model
 

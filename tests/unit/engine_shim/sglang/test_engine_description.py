@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine_shim.common.errors import UnsupportedEngineError
-from engine_shim.common.naming import default_engine_id
+from engine_shim.common.process import default_engine_id
 from engine_shim.sglang.api import sglang_api, versions
 from engine_shim.sglang.api.settings import PluginSettings
 from engine_shim.sglang.engine_description import introduce, learner_of

@@ -8,8 +8,13 @@ import pytest
 
 from engine_shim.sglang.api.sglang_api import DEFAULT_REQUESTS
 from engine_shim.sglang.api.versions import TESTED
-from engine_shim.sglang.attention_memory import Attention
-from engine_shim.sglang.graph_memory import AttentionShape, DrafterAttention, Prediction, reserve
+from engine_shim.sglang.memory import (
+    Attention,
+    AttentionShape,
+    DrafterAttention,
+    Prediction,
+    reserve,
+)
 from tests.support.installed_wheel import unpacked
 
 MODEL = Attention(

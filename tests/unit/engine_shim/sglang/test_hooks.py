@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.common.losses import Losses
+from engine_shim.common.status import Losses
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.sglang.drafters.idle_kv import IdleCounters
 from engine_shim.sglang.eager_passes import EagerPasses

@@ -14,7 +14,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from controller.core.step_report import MAX_LABEL_CHARACTERS
 from engine_shim.common.errors import PluginError
 from engine_shim.sglang.api.settings import load_settings
-from engine_shim.sglang.request_classes import (
+from engine_shim.sglang.request_wishes import (
     LABELS_MOST,
     OTHER,
     UNUSED_REQUESTS,

@@ -9,8 +9,7 @@ import torch
 from controller.core.step_report import MAX_REPORT_CLASSES
 from engine_shim.common.row_groups import CLASSES_MOST, classes_of, groups_with
 from engine_shim.link.packets import NO_DRAFTER, ClassEntry, GroupEntry
-from engine_shim.sglang.request_classes import RequestClasses
-from engine_shim.sglang.request_wishes import RequestWishes
+from engine_shim.sglang.request_wishes import RequestClasses, RequestWishes
 
 
 def request(params: object = None, **sampling: Any) -> SimpleNamespace:

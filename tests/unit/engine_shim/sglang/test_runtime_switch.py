@@ -8,9 +8,9 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 
+from engine_shim.sglang.adaptive_policy import RuntimeSwitch
 from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.api.versions import sglang_version
-from engine_shim.sglang.runtime_switch import RuntimeSwitch
 from tests.support.installed_wheel import Wheel
 
 GAMMAS = (0, 1, 3, 7)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine_shim.sglang import target_scope
+from engine_shim.sglang import graph_states
 from engine_shim.sglang.api import sglang_api
 
 scopes: list[str] = []
@@ -67,7 +67,7 @@ def _scopes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_part_is_built_in_its_own_scope() -> None:
     worker = Worker()
-    target_scope.around_init_cuda_graphs(Worker.init_cuda_graphs, worker)
+    graph_states.around_init_cuda_graphs(Worker.init_cuda_graphs, worker)
     inside = ("draft", "experts")
     assert worker.draft_worker.built == [
         ("attention", inside),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.vllm import drafting, vllm_api
-from engine_shim.vllm.drafting import no_search_for_nothing, whole_block
+from engine_shim.vllm import draft_lengths, vllm_api
+from engine_shim.vllm.draft_lengths import no_search_for_nothing, whole_block
 
 
 class Drafter:
@@ -87,6 +87,6 @@ def test_a_module_is_hooked_once_and_not_imported_for_it(module, early):
     if early:
         importlib.import_module(module)
     for _ in range(2):
-        drafting._on_import(f"{module}.Owner", "any", doubled)
+        draft_lengths._on_import(f"{module}.Owner", "any", doubled)
     assert (module in sys.modules) is early
     assert importlib.import_module(module).Owner().propose(3) == 6

@@ -14,7 +14,7 @@ import pytest
 import engine_shim
 from engine_shim.vllm import plugin, vllm_api
 from engine_shim.vllm.configuration import SteeredConfiguration
-from engine_shim.vllm.drafting import no_search_for_nothing, whole_block
+from engine_shim.vllm.draft_lengths import no_search_for_nothing, whole_block
 from engine_shim.vllm.settings import VllmSettings
 
 
@@ -54,7 +54,7 @@ def test_a_vllm_that_cannot_be_imported_ends_the_process(monkeypatch):
 
 def test_an_import_error_of_the_plugin_ends_the_process(monkeypatch):
     monkeypatch.setenv("SPECULATION_SIDECAR", "unix:/nowhere")
-    monkeypatch.setitem(sys.modules, "engine_shim.vllm.drafting", None)
+    monkeypatch.setitem(sys.modules, "engine_shim.vllm.draft_lengths", None)
     with pytest.raises(SystemExit, match="does not start: ModuleNotFoundError"):
         plugin.register()
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine_shim.sglang.training.language_model import LLAMA
-from engine_shim.sglang.training.sd2 import Sd2Draft, Sd2Shape, greedy_chain
+from engine_shim.sglang.training.blocks import LLAMA
 from lab.learning.blocks import CachedModel, accepted, answered
 from tests.support.training_rounds import LAYERS, SHAPE, make_target
+from trainer.sd2 import Sd2Draft, Sd2Shape, greedy_chain
 
 NARROW = replace(SHAPE, layers=2, hidden=16, mlp=24, head_dim=8)
 

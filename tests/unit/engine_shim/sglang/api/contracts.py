@@ -185,7 +185,7 @@ SAME_CODE = {
     sglang_api.RESOLVE_TOKENS: ("c2ed08738e6be120", "telemetry reads what it leaves on the result"),
 }
 ATTRIBUTES = {
-    # How the ranks share a layer's parameters (shards.py).
+    # How the ranks share a layer's parameters (rank_shares.py).
     f"{LAYERS}.linear.ColumnParallelLinear": {
         "output_partition_sizes",
         "output_size_per_partition",

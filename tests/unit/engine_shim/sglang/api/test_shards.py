@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.sglang.api.shards import Piece, Shard, shard_of
-from engine_shim.sglang.training.configs import UnsupportedDrafterError
+from engine_shim.sglang.learning.rank_shares import Piece, Shard, shard_of
+from engine_shim.sglang.training.students import UnsupportedDrafterError
 
 WIDTH = 6
 

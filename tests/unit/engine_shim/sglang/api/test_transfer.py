@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine_shim.sglang.api import transfer
-from engine_shim.sglang.learning.weights import DrafterWeights
+from engine_shim.sglang.learning.student import DrafterWeights
 from tests.support import late_copies
 
 

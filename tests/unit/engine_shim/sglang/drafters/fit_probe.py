@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from engine_shim.common.errors import PluginError
-from engine_shim.common.verdict import InputError
-from engine_shim.sglang import would_steer
+from engine_shim.preflight import sglang
+from engine_shim.preflight.verdict import InputError
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     for variables, flags in json.loads(asked.read_text()):
         os.environ.update(variables)
         try:
-            results.append(would_steer.verdict(flags).document())
+            results.append(sglang.verdict(flags).document())
         except (InputError, PluginError) as error:
             results.append({"error": str(error)})
         for name in variables:

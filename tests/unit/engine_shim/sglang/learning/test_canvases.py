@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.sglang.learning.canvases import Canvas, DeviceBudget, canvas_bytes, canvas_of
+from engine_shim.sglang.learning.signal_runs import Canvas, DeviceBudget, canvas_bytes, canvas_of
 from engine_shim.sglang.learning.verified_step import Verification
 
 REQUESTS, GAMMA, WIDTH, HIDDEN, VOCABULARY = 3, 2, 8, 6, 20

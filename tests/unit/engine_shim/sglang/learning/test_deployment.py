@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_shim.sglang.learning import deployment, learnt_versions
+from engine_shim.sglang.learning import deployment
 from engine_shim.sglang.learning.deployment import Deployment, DeploymentCounters
-from engine_shim.sglang.learning.student import LiveDrafter
-from engine_shim.sglang.learning.weights import DrafterWeights
+from engine_shim.sglang.learning.student import DrafterWeights, LiveDrafter
 from engine_shim.sglang.training.versions import FOLDER, Made, VersionError, Versions
 from tests.support.eventually import eventually
 from tests.support.training_rounds import make_student, make_target
@@ -171,7 +170,7 @@ def test_what_is_not_judged_yet_is_not_stored(engine: Engine):
 
 
 def test_what_cannot_be_stored_is_said_and_serves_on(engine: Engine, monkeypatch):
-    monkeypatch.setattr(learnt_versions, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(deployment, "_RETRY_SECONDS", 0.0)
     learner, base = Learner(engine, 1), engine.versions.folder / "base.safetensors"
     aside = base.rename(base.with_name("aside"))
     learner.steps(engine, 0, collecting=True)

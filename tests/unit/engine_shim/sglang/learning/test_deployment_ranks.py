@@ -11,8 +11,7 @@ import torch
 
 from engine_shim.sglang.learning import deployment
 from engine_shim.sglang.learning.deployment import Deployment
-from engine_shim.sglang.learning.student import LiveDrafter
-from engine_shim.sglang.learning.weights import DrafterWeights
+from engine_shim.sglang.learning.student import DrafterWeights, LiveDrafter
 from engine_shim.sglang.training.versions import FOLDER, Made, Versions
 from tests.support.eventually import eventually
 from tests.support.rank_pair import RankPair

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine_shim.sglang.learning import likeliest as module
-from engine_shim.sglang.learning.likeliest import likeliest
+from engine_shim.sglang.learning import verified_step as module
+from engine_shim.sglang.learning.verified_step import likeliest
 from tests.support.peak_memory import peak_bytes
 
 ROWS, VOCABULARY, TOP = 50, 300, 7

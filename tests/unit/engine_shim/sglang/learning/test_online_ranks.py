@@ -16,8 +16,7 @@ from engine_shim.sglang.api.settings import load_settings
 from engine_shim.sglang.learning import trainer_process
 from engine_shim.sglang.learning.online_updates import OnlineUpdates
 from engine_shim.sglang.learning.online_weights import OnlineWeights
-from engine_shim.sglang.learning.student import LiveDrafter
-from engine_shim.sglang.learning.weights import DrafterWeights
+from engine_shim.sglang.learning.student import DrafterWeights, LiveDrafter
 from engine_shim.sglang.training import trainer
 from engine_shim.sglang.training.exchange import Channel, SharedTensors
 from tests.support.rank_pair import HEAD, RankPair

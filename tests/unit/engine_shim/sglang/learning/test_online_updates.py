@@ -14,13 +14,13 @@ from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.link.orders import Orders
 from engine_shim.sglang.api.ranks import ALONE
 from engine_shim.sglang.api.settings import load_settings
-from engine_shim.sglang.learning.online_start import refused_device, updates_for
+from engine_shim.sglang.learning.learning_steps import refused_device, updates_for
 from engine_shim.sglang.learning.online_updates import OnlineCounters, OnlineUpdates
 from engine_shim.sglang.learning.student import LiveDrafter, live_drafter
 from engine_shim.sglang.learning.trainer_process import rings_for
 from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
 from engine_shim.sglang.training.blocks import Borrowed
-from engine_shim.sglang.training.configs import UnsupportedDrafterError
+from engine_shim.sglang.training.students import UnsupportedDrafterError
 from tests.support.eventually import eventually
 from tests.support.live_drafters import LlamaForCausalLMEagle3, worker_of
 from tests.support.training_rounds import (

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine_shim.sglang.api import transfer
-from engine_shim.sglang.learning.readback import HostRound, Readback, WeightChanges
 from engine_shim.sglang.learning.verified_step import Verification
-from engine_shim.sglang.training.rings import RingShape
+from engine_shim.sglang.learning.windows import HostRound, Readback, WeightChanges
+from engine_shim.sglang.training.exchange import RingShape
 from tests.support import late_copies
 
 WIDTH, TOP, VOCABULARY, GAMMA, ASKS = 6, 5, 50, 3, 3

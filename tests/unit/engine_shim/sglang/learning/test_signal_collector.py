@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from engine_shim.sglang.api.settings import PluginSettings
-from engine_shim.sglang.learning import canvases, likeliest, signal_collector
-from engine_shim.sglang.learning.canvases import PROMPT, Canvas
+from engine_shim.sglang.learning import signal_collector, signal_runs, verified_step
 from engine_shim.sglang.learning.signal_collector import ROUNDS, FinalStates, SignalCollector
-from engine_shim.sglang.learning.signal_runs import SignalRuns
+from engine_shim.sglang.learning.signal_runs import PROMPT, Canvas, SignalRuns
 from engine_shim.sglang.learning.verified_step import PromptPass, Verification
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from tests.support.eventually import eventually
@@ -122,7 +121,7 @@ def prompt(length: int, start: int = 0) -> PromptPass:
 def test_the_end_of_a_prompt_comes_before_what_was_verified(
     tmp_path: Path, collector: SignalCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(canvases, "PROMPT", 60)
+    monkeypatch.setattr(signal_runs, "PROMPT", 60)
     found = prompt(100)
     wanted = found.features[40:].bfloat16()
     collector.after_prefill(found)
@@ -282,7 +281,7 @@ def test_waiting_rounds_take_no_more_of_the_device_than_they_may(
     settings: PluginSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither do their logits, which take ten megabytes each, for a moment."""
-    monkeypatch.setattr(likeliest, "WORKING_BYTES", 1 << 20)
+    monkeypatch.setattr(verified_step, "WORKING_BYTES", 1 << 20)
     most = 10 << 20
     settings = settings.model_copy(update={"signals_device_megabytes": most >> 20})
     collector = SignalCollector(settings, None)
@@ -346,7 +345,7 @@ def test_what_has_been_read_is_on_the_device_no_more(
     made: list[weakref.ref[torch.Tensor]] = []
 
     def canvas_of(*arguments: Any) -> Canvas:
-        canvas = canvases.canvas_of(*arguments)
+        canvas = signal_runs.canvas_of(*arguments)
         made.append(weakref.ref(canvas.features))
         return canvas
 

@@ -6,8 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine_shim.sglang.learning.canvases import PROMPT, Canvas, PromptCanvas
-from engine_shim.sglang.learning.signal_runs import LEAST, SEGMENT, SignalRuns
+from engine_shim.sglang.learning.signal_runs import (
+    LEAST,
+    PROMPT,
+    SEGMENT,
+    Canvas,
+    PromptCanvas,
+    SignalRuns,
+)
 from engine_shim.sglang.training.signals import Signal
 
 GAMMA, TOP, WIDTH, VOCABULARY = 3, 4, 6, 12

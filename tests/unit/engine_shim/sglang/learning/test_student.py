@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.sglang.learning.student import live_drafter
-from engine_shim.sglang.learning.weights import DrafterWeights, WeightsDifferError
-from engine_shim.sglang.training.configs import UnsupportedDrafterError
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
-from engine_shim.sglang.training.students import student_of
+from engine_shim.sglang.learning.student import DrafterWeights, WeightsDifferError, live_drafter
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student
+from engine_shim.sglang.training.students import UnsupportedDrafterError, student_of
 from tests.support.live_drafters import LlamaForCausalLMEagle3, worker_of
 from tests.support.training_rounds import (
     SHAPE,

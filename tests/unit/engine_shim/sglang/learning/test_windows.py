@@ -10,12 +10,10 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine_shim.sglang.learning.readback import Readback, WeightChanges
 from engine_shim.sglang.learning.verified_step import Verification
-from engine_shim.sglang.learning.windows import LEAST, Windows
-from engine_shim.sglang.training.exchange import SharedTensors
+from engine_shim.sglang.learning.windows import LEAST, Readback, WeightChanges, Windows
+from engine_shim.sglang.training.exchange import RingShape, SharedTensors, read_round
 from engine_shim.sglang.training.online import Round
-from engine_shim.sglang.training.rings import RingShape, read_round
 
 VOCABULARY, WIDTH, LENGTH, TOP, MOST, CANVAS = 50, 6, 12, 5, 4, 9
 

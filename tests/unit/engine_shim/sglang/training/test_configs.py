@@ -14,22 +14,22 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig
 
 from engine_shim.sglang.api.versions import sglang_version
-from engine_shim.sglang.training.configs import (
+from engine_shim.sglang.training.chain import Eagle3Shape
+from engine_shim.sglang.training.dflash import DFlashShape
+from engine_shim.sglang.training.drafter_config import (
+    DFLASH_FIELDS,
+    EAGLE3_FIELDS,
+    EAGLE_LAYERS,
+    INERT,
+    MTP_FIELDS,
+    unknown_fields,
+)
+from engine_shim.sglang.training.students import (
     UnsupportedDrafterError,
     decoder_shape,
     dflash_shape,
     eagle3_shape,
     mtp_shape,
-)
-from engine_shim.sglang.training.dflash import DFlashShape
-from engine_shim.sglang.training.drafter_config import EAGLE_LAYERS
-from engine_shim.sglang.training.eagle3 import Eagle3Shape
-from engine_shim.sglang.training.known_fields import (
-    DFLASH_FIELDS,
-    EAGLE3_FIELDS,
-    INERT,
-    MTP_FIELDS,
-    unknown_fields,
 )
 from tests.support.installed_wheel import Wheel
 from tests.support.live_drafters import config_of

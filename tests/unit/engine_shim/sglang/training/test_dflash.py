@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_shim.sglang.training.blocks import DecoderShape
+from engine_shim.sglang.training.blocks import DecoderLayer, DecoderShape
 from engine_shim.sglang.training.dflash import (
     DFlashShape,
     DFlashStudent,
     loss_decay,
     position_weights,
 )
-from engine_shim.sglang.training.language_model import DecoderLayer
 
 DECODER = DecoderShape(
     hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=2, vocabulary=61, max_positions=64

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine_shim.sglang.training.blocks import DecoderShape
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student
 
 DECODER = DecoderShape(
     hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=1, vocabulary=61, max_positions=64

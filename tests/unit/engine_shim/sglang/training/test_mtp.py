@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine_shim.sglang.training.blocks import DecoderShape
-from engine_shim.sglang.training.mtp import MtpShape, MtpStudent
+from engine_shim.sglang.training.chain import MtpShape, MtpStudent
 from engine_shim.sglang.training.students import decoded, encoded, student_of
 
 DECODER = DecoderShape(

@@ -18,8 +18,8 @@ from engine_shim.sglang.training.online import (
     Round,
     divergence,
 )
-from engine_shim.sglang.training.qwen3 import Qwen3Target
 from engine_shim.sglang.training.students import DraftStudent
+from lab.cpu_engine.models.targets import Qwen3Target
 from tests.support.training_rounds import (
     SHAPE,
     make_block_student,

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from engine_shim.sglang.training import trainer
 from engine_shim.sglang.training.exchange import (
+    SPANS,
     Channel,
     Layout,
     Message,
     MessageKind,
+    RingRows,
+    RingShape,
     SharedTensors,
 )
 from engine_shim.sglang.training.online import OnlineSettings, Round
-from engine_shim.sglang.training.rings import SPANS, RingRows, RingShape
 from engine_shim.sglang.training.students import DraftStudent
 from tests.support.training_rounds import (
     SHAPE,

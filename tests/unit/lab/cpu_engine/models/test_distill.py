@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional
 
 from engine_shim.sglang.training.blocks import DecoderShape
-from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
-from engine_shim.sglang.training.qwen3 import Qwen3Target
+from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student
 from lab.cpu_engine.models.distill import Lesson, agreement, discounted, step_divergences, teach
 from lab.cpu_engine.models.schedule import LearningRate, StepBudget, train
+from lab.cpu_engine.models.targets import Qwen3Target
 
 SHAPE = DecoderShape(
     hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=3, vocabulary=40, max_positions=64

@@ -12,20 +12,15 @@ from tokenizers import Tokenizer
 
 import lab.cpu_engine.models
 from engine_shim.sglang.training.blocks import DecoderShape
-from engine_shim.sglang.training.qwen3 import Qwen2Target
 from lab.cpu_engine.models import corpus, edits
 from lab.cpu_engine.models.edits import KINDS, load_edits
 from lab.cpu_engine.models.make import make, make_edits
 from lab.cpu_engine.models.prompts import DOMAINS, LONGEST_PROMPT, PASSAGES, passage_file
 from lab.cpu_engine.models.recipe import DraftRecipe, EditRecipe, Recipe, Sd2Recipe
 from lab.cpu_engine.models.schedule import StepBudget
-from trainer.checkpoint import (
-    load_dflash,
-    load_draft,
-    load_predictor,
-    load_target,
-)
-from trainer.sd2_checkpoint import load_sd2
+from lab.cpu_engine.models.targets import Qwen2Target, load_predictor, load_target
+from trainer.checkpoint import load_dflash, load_draft
+from trainer.sd2 import load_sd2
 
 SHAPE = DecoderShape(hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=6)
 A_FEW = StepBudget(steps=2, seconds=60)

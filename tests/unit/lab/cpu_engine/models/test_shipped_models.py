@@ -13,19 +13,13 @@ from torch.nn import functional
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 import lab.cpu_engine.models
-from engine_shim.sglang.training.qwen3 import Qwen2Target, Qwen3Target
-from engine_shim.sglang.training.sd2 import divergence
 from lab.cpu_engine.models._target import branch_shares
 from lab.cpu_engine.models.distill import agreement, teach
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.cpu_engine.models.recipe import MIMO, SHALLOW, Recipe
-from trainer.checkpoint import (
-    load_dflash,
-    load_draft,
-    load_predictor,
-    load_target,
-)
-from trainer.sd2_checkpoint import load_sd2
+from lab.cpu_engine.models.targets import Qwen2Target, Qwen3Target, load_predictor, load_target
+from trainer.checkpoint import load_dflash, load_draft
+from trainer.sd2 import divergence, load_sd2
 
 MODELS = Path(lab.cpu_engine.models.__file__).parent
 SHALLOW_SET = MODELS / "shallow"

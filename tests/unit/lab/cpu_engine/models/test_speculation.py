@@ -1,6 +1,6 @@
 """The shipped pair in the real SGLang: lossless, and drafting exactly as the students were trained.
 
-If any convention of `engine_shim.sglang.training.eagle3` were off (position, token shift, norm,
+If any convention of `engine_shim.sglang.training.chain` were off (position, token shift, norm,
 feature layer), the student would still train, but the served draft would accept another number of
 tokens.
 """
@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_shim.sglang.training.eagle3 import Eagle3Student
-from engine_shim.sglang.training.qwen3 import Qwen3Target
+from engine_shim.sglang.training.chain import Eagle3Student
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
+from lab.cpu_engine.models.targets import Qwen3Target, load_target
 from tests.support.engine import DRAFT, EAGLE3, TARGET, EngineProcess, Generated, serving
-from trainer.checkpoint import load_draft, load_target
+from trainer.checkpoint import load_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

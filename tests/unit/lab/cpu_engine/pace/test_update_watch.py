@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine_shim.sglang.training import rings
+from engine_shim.sglang.training import exchange
 from engine_shim.sglang.training.exchange import Channel, Message, MessageKind
 from lab.cpu_engine.pace.model_clock import ModelClock
 from lab.cpu_engine.pace.update_costs import UpdateCosts
@@ -44,7 +44,7 @@ class Engine:
         self.watch.begin(0.0)
         landed = self.look()
         if hand_over:
-            self.watch.writing({rings.SPANS: SPANS}, 4)
+            self.watch.writing({exchange.SPANS: SPANS}, 4)
             self.watch.sending(ROUND)
             self.channel.send(ROUND)
         return landed, self.watch.end(STEP, DILATION)

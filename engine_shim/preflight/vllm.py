@@ -15,11 +15,12 @@ from typing import Any, Final
 
 from engine_shim.common.checks import Check, checked
 from engine_shim.common.errors import PluginError
-from engine_shim.common.verdict import (
+from engine_shim.preflight.verdict import (
     Drafter,
     InputError,
     Memory,
     Verdict,
+    flags_behind,
     variables_of,
 )
 from engine_shim.vllm import vllm_api
@@ -73,7 +74,7 @@ def verdict(flags: Sequence[str]) -> Verdict:
     refusal = ""
     try:
         observed.hook()
-        _make(list(flags))
+        _make(flags)
     except PluginError as error:
         refusal = str(error)
     except ImportError as error:
@@ -123,20 +124,16 @@ def _drafting(version: str, config: Any) -> str:
     return f"{known}. {concern[0].upper()}{concern[1:]}" if concern else known
 
 
-def _make(flags: list[str]) -> None:
+def _make(flags: Sequence[str]) -> None:
     """Makes the configuration that a server with these flags would have."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    for launcher in _LAUNCHERS:
-        if tuple(flags[: len(launcher)]) == launcher:
-            flags = flags[len(launcher) :]
-            break
     parser = vllm_api.server_parser()(FlexibleArgumentParser(prog="vllm serve"))
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            asked = parser.parse_args(flags)
+            asked = parser.parse_args(flags_behind(_LAUNCHERS, flags))
     except SystemExit as error:
         last = said.getvalue().strip().splitlines()[-1:]
         raise InputError(f"vLLM: {last[0] if last else 'no flags'}") from error

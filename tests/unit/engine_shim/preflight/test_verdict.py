@@ -6,9 +6,8 @@ import pytest
 
 from engine_shim.common.checks import Check, checked, require
 from engine_shim.common.errors import UnsupportedEngineError
-from engine_shim.common.verdict import Drafter, Memory, Verdict, variables_of
 from engine_shim.preflight.__main__ import parser
-from engine_shim.preflight.page import page
+from engine_shim.preflight.verdict import Drafter, Memory, Verdict, page, variables_of
 from engine_shim.sglang.api.settings import PluginSettings
 
 LONG = "the draft length can be steered for chains only, not for trees; set this option to 1"

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from engine_shim.common.checks import Check, checked
 from engine_shim.common.errors import PluginError
-from engine_shim.common.verdict import (
+from engine_shim.preflight.verdict import (
     SIDECAR,
     Drafter,
     InputError,
     Memory,
     Verdict,
+    flags_behind,
     variables_of,
 )
 from engine_shim.sglang.api import versions
@@ -123,11 +124,7 @@ def _parsed(flags: Sequence[str]) -> tuple[ServerArgs, bool]:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils.common import get_device
 
-    options = list(flags)
-    for launcher in _LAUNCHERS:
-        if tuple(options[: len(launcher)]) == launcher:
-            options = options[len(launcher) :]
-            break
+    options = flags_behind(_LAUNCHERS, flags)
     assumed = False
     if not any(option.split("=")[0] == "--device" for option in options):
         try:
@@ -219,7 +216,7 @@ def _checkpoint_checks(engine: _Engine) -> list[Check]:
     if engine.settings.class_key_file:
         found.append(_key_check(engine.settings.class_key_file))
     if engine.settings.online_updates:
-        from engine_shim.sglang.learning.online_start import refused_device
+        from engine_shim.sglang.learning.learning_steps import refused_device
 
         found.append(
             Check("online updates", "on", refused_device(view.device, several=view.tp_size > 1))
@@ -228,7 +225,7 @@ def _checkpoint_checks(engine: _Engine) -> list[Check]:
 
 
 def _key_check(file: str) -> Check:
-    from engine_shim.sglang.request_classes import read_key
+    from engine_shim.sglang.request_wishes import read_key
 
     def read() -> str:
         read_key(file)
@@ -307,7 +304,7 @@ def _drafters(engine: _Engine) -> tuple[Drafter, ...]:
 
 
 def _memory(engine: _Engine) -> Memory:
-    from engine_shim.sglang.memory import page, share_of
+    from engine_shim.preflight.memory import page, share_of
     from engine_shim.sglang.server_args import SteeredConfiguration
 
     prediction = SteeredConfiguration(engine.settings).predict(engine.args)

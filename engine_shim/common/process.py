@@ -1,9 +1,15 @@
-"""Names of an engine and of what it runs on."""
+"""Names an engine and what it runs on, and ends with it what it has started.
+
+What was started does not end with a fork of the engine.
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -27,3 +33,18 @@ def processor_name() -> str:
 def revision_of(model: str, revision: str | None) -> str:
     """Returns the revision of a model on a hub; "" for a local folder, which has none."""
     return "" if Path(model).is_dir() else revision or ""
+
+
+def at_exit(close: Callable[[], None]) -> None:
+    """Calls `close` when the interpreter of this very process ends.
+
+    A process that is forked from this one inherits what is registered, and would end the agent or
+    the trainer of the engine.
+    """
+    engine = os.getpid()
+
+    def close_own() -> None:
+        if os.getpid() == engine:
+            close()
+
+    atexit.register(close_own)

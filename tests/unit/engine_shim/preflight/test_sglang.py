@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine_shim.common.verdict import InputError
-from engine_shim.sglang import would_steer
+from engine_shim.preflight import sglang
+from engine_shim.preflight.verdict import InputError
 from engine_shim.sglang.api import hook_check, versions
 
 
@@ -20,7 +20,7 @@ def test_the_plugin_has_to_be_loaded(
 ) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", allowed)
     monkeypatch.setattr(hook_check, "registered_targets", lambda: targets)
-    found = would_steer._plugin_check().obstacle
+    found = sglang._plugin_check().obstacle
     assert found.startswith(obstacle)
     assert bool(found) == bool(obstacle)
 
@@ -28,7 +28,7 @@ def test_the_plugin_has_to_be_loaded(
 def test_without_sglang_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "sglang_version", lambda: "")
     with pytest.raises(InputError, match="SGLang is not installed in this environment"):
-        would_steer.verdict(["--model-path", "m"])
+        sglang.verdict(["--model-path", "m"])
 
 
 def test_another_version_is_the_only_thing_that_is_looked_at(
@@ -36,7 +36,7 @@ def test_another_version_is_the_only_thing_that_is_looked_at(
 ) -> None:
     monkeypatch.setenv("SPECULATION_SIDECAR", "unix:/nowhere")
     monkeypatch.setattr(versions, "sglang_version", lambda: "0.6.0")
-    found = would_steer.verdict(["--model-path", "m"])
+    found = sglang.verdict(["--model-path", "m"])
     assert not found.is_steered
     (check,) = found.checks
     assert "SGLang 0.6.0 is installed, the plugin is tested with 0.5.21" in check.obstacle

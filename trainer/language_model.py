@@ -1,9 +1,16 @@
-"""Reads language models of others: folders with a config and safetensors, one file or several."""
+"""Language models in plain torch: targets, and the drafters that are models of their own.
+
+Architectures: Llama 3 (arXiv:2407.21783), Qwen2 technical report (arXiv:2407.10671) and Qwen3
+technical report (arXiv:2505.09388); numerically the same as transformers' ``LlamaForCausalLM``,
+``Qwen2ForCausalLM`` and ``Qwen3ForCausalLM``.  Published ones are read from folders with a config
+and safetensors, one file or several.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -11,11 +18,21 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn import functional
 
-from engine_shim.sglang.training.blocks import DecoderShape, Rotary
-from engine_shim.sglang.training.configs import UnsupportedDrafterError, decoder_shape
-from engine_shim.sglang.training.language_model import FAMILIES, QWEN2, QWEN3, Family, LanguageModel
-from trainer.fused import join
+from engine_shim.sglang.training.blocks import (
+    FAMILIES,
+    QWEN2,
+    QWEN3,
+    DecoderLayer,
+    DecoderShape,
+    Family,
+    RmsNorm,
+    Rotary,
+    initialise,
+)
+from engine_shim.sglang.training.students import UnsupportedDrafterError, decoder_shape
+from trainer.checkpoint import join
 
 CONFIG: Final = "config.json"
 _WEIGHTS: Final = "model.safetensors"
@@ -24,6 +41,72 @@ _MOST_LAYERS: Final = 1000
 _SIZES: Final = (
     "hidden", "heads", "kv_heads", "head_dim", "mlp", "layers", "vocabulary", "max_positions",
 )  # fmt: skip
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm, which a checkpoint calls ``model``."""
+
+    def __init__(self, shape: DecoderShape, family: Family) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.layers = nn.ModuleList(DecoderLayer(shape, family) for _ in range(shape.layers))
+        self.norm = RmsNorm(shape.hidden, shape.norm_epsilon)
+
+
+class LanguageModel(nn.Module):
+    """A decoder of one of the families with its head.
+
+    tied: whether the embedding is the head.
+    """
+
+    def __init__(self, shape: DecoderShape, family: Family, *, tied: bool = True) -> None:
+        super().__init__()
+        self.shape = shape
+        self.family = family
+        self.model = Decoder(shape, family)
+        self.lm_head = None if tied else nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        self.rotary = Rotary(shape)
+        initialise(self)
+        # The residual stream sums 2 * layers branches: scaled so that its variance does not grow
+        # with depth.
+        for layer in self.model.layers:
+            assert isinstance(layer, DecoderLayer)
+            for branch in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                nn.init.normal_(branch.weight, std=0.02 / math.sqrt(2 * shape.layers))
+
+    @property
+    def head(self) -> Tensor:
+        """Returns the weight of the head, [vocabulary, hidden]."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Maps tokens [batch, length] to next-token logits [batch, length, vocabulary]."""
+        return self.logits_and_features(tokens, ())[0]
+
+    def logits_and_features(
+        self, tokens: Tensor, feature_layers: Collection[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Returns logits, and the residual stream after each layer in ``feature_layers``.
+
+        Features come in ascending order of layer, each [batch, length, hidden].  Layer ``k`` means
+        the *output* of layer ``k``, counted from zero, which is how SGLang reads
+        ``eagle_aux_hidden_state_layer_ids``.
+        """
+        hidden, features = self.hidden_and_features(tokens, feature_layers)
+        return functional.linear(hidden, self.head), features
+
+    def hidden_and_features(
+        self, tokens: Tensor, feature_layers: Collection[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Returns what the head reads, [batch, length, hidden], and the features."""
+        rotation = self.rotary.at(torch.arange(tokens.shape[1], device=tokens.device))
+        residual = self.model.embed_tokens(tokens)
+        features = []
+        for index, layer in enumerate(self.model.layers):
+            residual = layer(residual, rotation)
+            if index in feature_layers:
+                features.append(residual)
+        return self.model.norm(residual), features
 
 
 class ModelFolderError(ValueError):

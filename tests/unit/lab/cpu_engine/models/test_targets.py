@@ -7,13 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from engine_shim.sglang.training.blocks import DecoderShape
-from engine_shim.sglang.training.language_model import DecoderLayer
-from engine_shim.sglang.training.qwen3 import Qwen2Target, Qwen3Target, grow
-from trainer.checkpoint import load_target, save_target
+from engine_shim.sglang.training.blocks import DecoderLayer, DecoderShape
+from engine_shim.sglang.training.chain import MtpShape, MtpStudent
+from lab.cpu_engine.models.targets import (
+    Qwen2Target,
+    Qwen3Target,
+    grow,
+    load_predictor,
+    load_target,
+    save_predictor,
+    save_target,
+)
 
 SHAPE = DecoderShape(
     hidden=48, heads=6, kv_heads=2, head_dim=16, mlp=64, layers=3, vocabulary=97, max_positions=128
@@ -125,3 +133,42 @@ def test_growing_to_fewer_layers_is_refused(target: Qwen3Target) -> None:
 def test_a_single_layer_has_nothing_to_split() -> None:
     with pytest.raises(ValueError, match="start from two or more"):
         grow(Qwen3Target(SHAPE.with_layers(1)), 4)
+
+
+def test_a_target_comes_back_as_its_bfloat16_rounding(tmp_path: Path) -> None:
+    target = Qwen3Target(SHAPE)
+    save_target(target, tmp_path)
+    back = load_target(tmp_path)
+    assert back.shape == SHAPE
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor.bfloat16().float()), name
+
+
+def test_a_predictor_comes_back_from_the_folder_of_its_target(tmp_path: Path) -> None:
+    target = Qwen2Target(SHAPE)
+    save_target(target, tmp_path)
+    student = MtpStudent(MtpShape(SHAPE.with_layers(1)), target.model.embed_tokens.weight)
+    save_predictor(student, tmp_path)
+    back = load_predictor(tmp_path, student.embedding)
+    assert back.shape == student.shape
+    assert set(back.state_dict()) == set(student.state_dict())
+    for name, tensor in student.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor.bfloat16().float()), name
+
+
+def test_a_predictors_file_holds_exactly_the_published_names(tmp_path: Path) -> None:
+    target = Qwen2Target(SHAPE)
+    save_target(target, tmp_path)
+    student = MtpStudent(MtpShape(SHAPE.with_layers(1)), target.model.embed_tokens.weight)
+    save_predictor(student, tmp_path)
+    projections = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
+    biases = ("q_proj.bias", "k_proj.bias", "v_proj.bias")
+    own = (
+        "token_layernorm.weight", "hidden_layernorm.weight", "input_proj.weight",
+        "final_layernorm.weight", "input_layernorm.weight", "post_attention_layernorm.weight",
+        "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
+        *(f"self_attn.{name}" for name in (*projections, *biases)),
+    )  # fmt: skip
+    assert set(load_file(tmp_path / "mtp.safetensors")) == {
+        f"model.mtp_layers.0.{name}" for name in own
+    }

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from trainer.language_checkpoint import ModelFolderError, load_language_model
+from trainer.language_model import ModelFolderError, load_language_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

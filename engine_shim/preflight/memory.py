@@ -1,0 +1,112 @@
+"""Predicts the memory that the draft lengths of a command line take, without starting an engine.
+
+    python -m engine_shim.preflight.memory --model-path MODEL --speculative-algorithm EAGLE3 ...
+
+It takes SGLang's options and reads SPECULATION_* from the environment.  Exit code 2: SGLang or the
+plugin refuses them, or SGLang is not installed here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from engine_shim.common.errors import PluginError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.server_args import ServerArgs
+
+    from engine_shim.sglang.memory import Prediction, Reserve
+
+BAD_OPTIONS = 2
+NOTES = """\
+batch: the largest one with a graph; 0 without graphs
+graphs: 2 MiB for each sequence of it, by SGLang's rule
+backends: what attention backends keep, with or without graphs
+tables: what they keep for graphs"""
+
+
+def table(reserves: Sequence[Reserve]) -> str:
+    """Returns one line for each further draft length and one for their sum, in MiB."""
+    names = ("length", "batch", "graphs", "backends", "tables", "total")
+    rows = [
+        (str(row.gamma), str(row.batch), row.graphs, row.backends, row.tables, row.total)
+        for row in reserves
+    ]
+    columns = ("graphs", "backends", "tables", "total")
+    sums = [sum(getattr(row, column) for row in reserves) for column in columns]
+    lines = ["".join(f"{name:>11}" for name in names)]
+    for gamma, batch, *sizes in (*rows, ("sum", "", *sums)):
+        lines.append(f"{gamma:>11}{batch:>11}" + "".join(f"{size:>11.1f}" for size in sizes))
+    return "\n".join(lines)
+
+
+def page(prediction: Prediction, share: str) -> str:
+    """Returns the table with what its reader has to know; `share`: a last sentence."""
+    shape = prediction.shape
+    parts = [f"MiB for {name}: {size:.1f}" for name, size in prediction.parts.items()]
+    start = f"MiB on each device, for each draft length beside {prediction.start}"
+    return "\n".join(
+        (
+            f"{start}, with which the engine starts.",
+            f"Attention backends: {shape.names}"
+            + ("." if shape.exact else "; their sizes are approximated."),
+            table(prediction.reserves),
+            NOTES,
+            *parts,
+            share,
+        )
+    )
+
+
+def predict(options: list[str]) -> str:
+    """Returns the page for SGLang's options.  Raises PluginError and what SGLang raises."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    from engine_shim.sglang.api.settings import load_settings
+    from engine_shim.sglang.server_args import SteeredConfiguration
+
+    os.environ.setdefault("SPECULATION_SIDECAR", "unix:/nowhere")
+    settings = load_settings()
+    load_plugins()
+    args = prepare_server_args(options)
+    args.resolve_once()
+    return page(SteeredConfiguration(settings).predict(args), share_of(args))
+
+
+def share_of(args: ServerArgs) -> str:
+    """Says of resolved arguments what share of the device SGLang takes, and who chose it."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.utils.common import get_device_memory_capacity
+
+    view: Any = resolving_view(args)
+    share = f"--mem-fraction-static {view.mem_fraction_static}: "
+    # The record's fields stay as the user wrote them.
+    if args.mem_fraction_static is not None:
+        return (
+            share + "as given, so SGLang leaves no room for this; the rest of the device has to do"
+        )
+    if get_device_memory_capacity(view.device) is None:
+        return share + "chosen without a device; run this where the engine will run"
+    return share + "chosen by SGLang for the device found here, with room for this"
+
+
+def main(options: list[str]) -> int:
+    """Prints the prediction; returns the exit code."""
+    try:
+        sys.stdout.write(predict(options) + "\n")
+    except ImportError as error:
+        sys.stderr.write(f"memory: run this in the engine's environment: {error}\n")
+        return BAD_OPTIONS
+    except (PluginError, ValueError, OSError, AssertionError, RuntimeError) as error:
+        sys.stderr.write(f"memory: {type(error).__name__}: {error}\n")
+        return BAD_OPTIONS
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,71 @@
+"""Gives the plugin's own drafters an end at their first error, and SGLang's verification."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
+
+from engine_shim.link.losses import reason_of
+from engine_shim.sglang.api import ranks
+
+Found = TypeVar("Found")
+
+_log = logging.getLogger(__name__)
+
+
+class Attempts:
+    """Is the base of what an engine can do without.
+
+    over: why it no longer works; "" while it does.
+    """
+
+    def __init__(self, end: str) -> None:
+        """Takes what the log says when it ends."""
+        self.over, self._end = "", end
+
+    def attempt(self, part: Callable[[], Found]) -> Found | None:
+        """Runs a part of the work; returns None once one has failed.
+
+        After the first error nothing of it runs any more.  Raises the error where other ranks would
+        continue with it.
+        """
+        if not self.over:
+            try:
+                return part()
+            except Exception as error:
+                if ranks.are_several():
+                    raise
+                self.over = reason_of(error)
+                _log.exception("%s", self._end)
+        return None
+
+
+def fits(draft: Any, batch: Any) -> bool:
+    """Whether a batch is no larger than the constant tensors of a draft worker allow."""
+    return bool(batch.seq_lens.shape[0] <= draft._topk1_parents_prealloc.shape[0])
+
+
+def verification_of(draft: Any, batch: Any, tokens: torch.Tensor) -> Any:
+    """Returns the `EagleVerifyInput` of tokens [B, gamma] for each request.
+
+    draft: the `EagleDraftWorker` (or what stands for it), set to gamma.
+    """
+    gamma, size = draft.speculative_num_steps, batch.seq_lens.shape[0]
+    return build_eagle_verify_input(
+        batch,
+        batch.spec_info,
+        draft._topk1_parents_prealloc[:size],
+        draft._topk1_score_indices_prealloc[:size],
+        tokens.contiguous(),
+        None,
+        target_worker=draft.target_worker,
+        topk=1,
+        num_steps=gamma,
+        num_draft_tokens=gamma + 1,
+        tree_mask_mode=draft.tree_mask_mode,
+        device=draft.device,
+    )
