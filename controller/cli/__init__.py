@@ -7,10 +7,8 @@ from typing import Annotated
 import typer
 
 from controller.cli import (
-    advise,
     completion,
     config,
-    convert,
     doctor,
     explain,
     incident_report,
@@ -20,7 +18,7 @@ from controller.cli import (
     profiles,
     replay,
     serve,
-    simulate,
+    simulator,
     top,
 )
 from controller.cli.output import Output, OutputOption, print_error, print_line, show_one
@@ -43,11 +41,9 @@ app.command("top")(top.top)
 app.add_typer(override.override, name="override")
 app.add_typer(policy.policy, name="policy")
 app.command("doctor")(doctor.doctor)
-app.command("simulate")(simulate.simulate)
+simulator.add_commands(app)
 app.command("replay")(replay.replay)
 app.command("report")(incident_report.report)
-app.command("convert")(convert.convert)
-app.command("advise")(advise.advise)
 
 
 def _print_version(asked: bool) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from controller.report.page import Cell, Marked, page, table
+from controller.recording.html_page import Cell, Marked, page, table
 from simulator.report.bars import OURS, bars, ours
 from simulator.report.plots import overview_plot, stationary_plot, timeline_plot
 from simulator.report.rows import (

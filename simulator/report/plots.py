@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 
-from controller.report.figures import new_figure, svg
+from controller.recording.html_page import new_figure, svg
 from simulator.report.bars import OURS, is_peer
 from simulator.results import SimulationReport, Timeline
 
