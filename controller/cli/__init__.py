@@ -18,14 +18,15 @@ from controller.cli import (
     profiles,
     replay,
     serve,
-    simulator,
     top,
 )
 from controller.cli.output import Output, OutputOption, print_error, print_line, show_one
+from controller.cli.simulator import WithSimulator
 from controller.util.exit_codes import Exit
 
 app = typer.Typer(
     name="controller",
+    cls=WithSimulator,
     help="Steers speculative decoding: how far should an LLM engine speculate, right now?",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -41,7 +42,6 @@ app.command("top")(top.top)
 app.add_typer(override.override, name="override")
 app.add_typer(policy.policy, name="policy")
 app.command("doctor")(doctor.doctor)
-simulator.add_commands(app)
 app.command("replay")(replay.replay)
 app.command("report")(incident_report.report)
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from controller.cli.output import print_error
 from controller.util.exit_codes import Exit
@@ -18,24 +20,27 @@ _SUMMARIES = {
 _ADVICE = "pip install speculation-controller-simulator"
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Adds the simulator's commands; where it is not installed, they say how to install it."""
-    installed = _installed()
-    for name, summary in _SUMMARIES.items():
-        if installed:
-            app.command(name)(installed[name])
-        else:
-            app.command(
-                name,
-                help=f"{summary} Not installed: {_ADVICE}",
-                context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-            )(_absent(name))
+class WithSimulator(TyperGroup):
+    """Commands, and those of the simulator: it stands on this package, so it is imported last."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        app, installed = typer.Typer(), _installed()
+        for name, summary in _SUMMARIES.items():
+            if installed:
+                app.command(name)(installed[name])
+            else:
+                app.command(
+                    name,
+                    help=f"{summary} Not installed: {_ADVICE}",
+                    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+                )(_absent(name))
+        self.commands.update(typer.main.get_group(app).commands)
 
 
 def _installed() -> Mapping[str, Callable[..., None]]:
     """The simulator's commands by name; {} where it is not installed."""
     try:
-        # By name, for the simulator stands on the sidecar, and never the reverse.
         found: Mapping[str, Callable[..., None]] = import_module(_MODULE).COMMANDS
     except ModuleNotFoundError as error:
         # Another distribution may have a package of that name.
