@@ -17,10 +17,10 @@ from simulator.scenarios.fields import (
     KindName,
     MeanLength,
     Number,
+    Place,
     Section,
     Share,
 )
-from simulator.scenarios.place import Place
 from simulator.sources import MeanTokens, Mixture
 from simulator.workload import AcceptanceSource
 

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from simulator.arrivals import poisson_seconds, read_arrivals
 from simulator.scenarios.fields import (
     BatchSize,
     Factor,
@@ -17,11 +16,11 @@ from simulator.scenarios.fields import (
     KindName,
     MeanLength,
     Number,
+    Place,
     Section,
     SeedNumber,
     Whole,
 )
-from simulator.scenarios.place import Place
 from simulator.scenarios.traffic import KindSection
 from simulator.sources import (
     ClosedSource,
@@ -30,6 +29,8 @@ from simulator.sources import (
     OpenSource,
     PhaseSpec,
     lengths,
+    poisson_seconds,
+    read_arrivals,
 )
 from simulator.surface import CostSurface
 from simulator.workload import AcceptanceSource, PhaseStart

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import controller
-from simulator.suite import standard
+from simulator.scenarios.scenario_file import standard
 from tests.support.fake_sidecar import FakeSidecar, plan
 from tests.unit.packaging.environments import (
     ROOT,
