@@ -51,7 +51,7 @@ def statics(surface: CostSurface, rules: Sequence[MixtureRule] = ()) -> dict[str
 def peers(scenario: Scenario, static_runs: Mapping[str, RunResult]) -> dict[str, Factory]:
     """Makes every peer; none of them knows what a mixture is, so they do not see its arms.
 
-    static_runs: of every static arm, in the order of `static_names`; they give the table in hindsight.
+    static_runs: of every static arm, in the order of `static_names`, which give the table.
     """
     surface = scenario.surface.plain
     # Every arm at gamma = 0 is the one static arm OFF.
