@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -32,8 +33,81 @@ def lengths(rng: np.random.Generator, requests: int, mean: float) -> NDArray[np.
     return np.maximum(8, np.rint(drawn)).astype(np.int64)
 
 
+# [positions] of uint8: accepted drafts by drafter, and the match lengths of a lookup if it has any.
+Drawn = tuple[dict[str, NDArray[np.uint8]], NDArray[np.uint8] | None]
+
+
+class DrawnSource(ABC):
+    """Draws requests and their acceptance; requests that are given no lengths have lognormal ones.
+
+    output_tokens_mean, context_tokens_mean: of their own lengths, see `lengths`.
+    """
+
+    output_tokens_mean: float
+    context_tokens_mean: float
+
+    @abstractmethod
+    def drawn(self, rng: np.random.Generator, output_tokens: NDArray[np.int64]) -> Drawn:
+        """Draws what is accepted of requests of these lengths, [requests]."""
+
+    def pool(
+        self,
+        rng: np.random.Generator,
+        requests: int,
+        output_tokens: NDArray[np.int64] | None = None,
+        context_tokens: NDArray[np.int64] | None = None,
+    ) -> RequestPool:
+        """Draws a pool, as `AcceptanceSource.pool` does."""
+        if output_tokens is None:
+            output_tokens = lengths(rng, requests, self.output_tokens_mean)
+        if context_tokens is None:
+            context_tokens = lengths(rng, requests, self.context_tokens_mean)
+        accepted, matches = self.drawn(rng, output_tokens)
+        return RequestPool(
+            context_tokens,
+            output_tokens,
+            np.cumsum(output_tokens) - output_tokens,
+            np.zeros(requests, dtype=np.int64),
+            accepted,
+            matches=matches,
+        )
+
+
+class _OfKinds(ABC):
+    """Requests of several kinds, each from a source; with their kind as class label if so."""
+
+    sources: tuple[AcceptanceSource, ...]
+    labelled = False
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Lists drafters that every kind knows."""
+        first, *others = self.sources
+        return tuple(d for d in first.drafters if all(d in other.drafters for other in others))
+
+    @abstractmethod
+    def kinds_of(self, rng: np.random.Generator, requests: int) -> NDArray[np.int64]:
+        """Returns [requests], the index of the source of each."""
+
+    def pool(
+        self,
+        rng: np.random.Generator,
+        requests: int,
+        output_tokens: NDArray[np.int64] | None = None,
+        context_tokens: NDArray[np.int64] | None = None,
+    ) -> RequestPool:
+        """Draws every request from the source of its kind, as `AcceptanceSource.pool` does."""
+        kinds = self.kinds_of(rng, requests)
+        pools = [s.pool(rng, requests, output_tokens, context_tokens) for s in self.sources]
+        pool = _chosen(pools, kinds)
+        if not self.labelled:
+            return pool
+        names = tuple(s.name for s in self.sources)
+        return replace(pool, labels=kinds, label_names=names)
+
+
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class Mixture(_OfKinds):
     """Requests of several kinds in random order, with their kind as class label if `labelled`."""
 
     name: str
@@ -41,57 +115,24 @@ class Mixture:
     weights: tuple[float, ...]
     labelled: bool = False
 
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        """Lists drafters that every kind knows."""
-        return _common_drafters(self.sources)
-
-    def pool(
-        self,
-        rng: np.random.Generator,
-        requests: int,
-        output_tokens: NDArray[np.int64] | None = None,
-        context_tokens: NDArray[np.int64] | None = None,
-    ) -> RequestPool:
-        """Draws every request from one source, drawn by weight."""
+    def kinds_of(self, rng: np.random.Generator, requests: int) -> NDArray[np.int64]:
+        """Draws kinds by weight."""
         share = np.array(self.weights) / sum(self.weights)
-        kinds = rng.choice(len(self.sources), size=requests, p=share)
-        pools = [s.pool(rng, requests, output_tokens, context_tokens) for s in self.sources]
-        pool = _chosen(pools, kinds)
-        if self.labelled:
-            names = tuple(s.name for s in self.sources)
-            return replace(pool, labels=kinds.astype(np.int64), label_names=names)
-        return pool
+        return rng.choice(len(self.sources), size=requests, p=share).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class KindByRequest:
+class KindByRequest(_OfKinds):
     """Requests of several kinds in a given order.  kinds: [requests], indices of `sources`."""
 
     name: str
     sources: tuple[AcceptanceSource, ...]
     kinds: NDArray[np.int64]
 
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        """Lists drafters that every kind knows."""
-        return _common_drafters(self.sources)
-
-    def pool(
-        self,
-        rng: np.random.Generator,
-        requests: int,
-        output_tokens: NDArray[np.int64] | None = None,
-        context_tokens: NDArray[np.int64] | None = None,
-    ) -> RequestPool:
-        """Draws request i from the source of its kind; requests past the last kind begin again."""
-        pools = [s.pool(rng, requests, output_tokens, context_tokens) for s in self.sources]
-        return _chosen(pools, np.resize(self.kinds, requests))
-
-
-def _common_drafters(sources: Sequence[AcceptanceSource]) -> tuple[str, ...]:
-    first, *others = sources
-    return tuple(d for d in first.drafters if all(d in other.drafters for other in others))
+    def kinds_of(self, rng: np.random.Generator, requests: int) -> NDArray[np.int64]:
+        """Returns the given kinds; requests past the last one begin again."""
+        del rng
+        return np.resize(self.kinds, requests)
 
 
 def _chosen(pools: Sequence[RequestPool], kinds: NDArray[np.int64]) -> RequestPool:
