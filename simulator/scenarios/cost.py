@@ -140,31 +140,18 @@ class CostSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        sources = {
-            "published": self.published,
-            "table": self.table,
-            "profile": self.profile,
-            "formula": self.formula,
+        source = self.the_one_of("published", "table", "profile", "formula")
+        meant = {
+            "gammas": {"published"},
+            "extrapolate": {"published"},
+            "kinds": {"table", "profile"},
+            "drafters": {"published", "profile"},
+            "seconds_per_kv_token": {"published", "table", "profile"},
+            "kv_reference": {"published", "table", "profile"},
         }
-        given = [name for name, value in sources.items() if value is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "nothing"
-            raise ValueError(f"one of {', '.join(sources)} is needed; there is {found}")
-        misplaced = [
-            name
-            for name, sources_with_it, is_given in (
-                ("gammas", ("published",), self.gammas is not None),
-                ("extrapolate", ("published",), self.extrapolate),
-                ("kinds", ("table", "profile"), bool(self.kinds)),
-                ("drafters", ("published", "profile"), self.drafters is not None),
-                ("seconds_per_kv_token", ("published", "table", "profile"),
-                 self.seconds_per_kv_token is not None),
-                ("kv_reference", ("published", "table", "profile"), self.kv_reference is not None),
-            )
-            if is_given and given[0] not in sources_with_it
-        ]  # fmt: skip
-        if misplaced:
-            raise ValueError(f"{misplaced[0]} has no meaning beside {given[0]}")
+        self.refuse_beside(
+            source, *(name for name, with_it in meant.items() if source not in with_it)
+        )
         return self
 
     def surface(self, max_batch_size: int | None, folder: Path, place: Place) -> CostSurface:

@@ -20,6 +20,24 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    def the_one_of(self, *names: str) -> str:
+        """Returns which of these fields is given.  Raises ValueError unless exactly one is."""
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) == 1:
+            return given[0]
+        if len(names) == 2:
+            raise ValueError(f"either {' or '.join(names)} is needed")
+        found = " and ".join(given) or "nothing"
+        raise ValueError(f"one of {', '.join(names)} is needed; there is {found}")
+
+    def refuse_beside(self, other: str, *names: str) -> None:
+        """Raises ValueError about the first of these fields that is not what it is by default."""
+        for name in names:
+            if getattr(self, name) != type(self).model_fields[name].get_default(
+                call_default_factory=True
+            ):
+                raise ValueError(f"{name} has no meaning beside {other}")
+
 
 def _number(value: Any) -> Any:
     # To pydantic true is the number 1, and "1" is one as well.

@@ -118,19 +118,9 @@ class EngineSection(Section):
 
     def options(self, switch_seconds: float) -> EngineOptions:
         """Returns what the engine is given."""
+        same = self.model_dump(exclude={"max_batch_size", "lag_steps", "step_noise"})
         return EngineOptions(
-            lag=self.lag_steps,
-            noise=self.step_noise,
-            outlier_share=self.outlier_share,
-            outlier_factor=self.outlier_factor,
-            pace=self.pace,
-            switch_seconds=switch_seconds,
-            warm_factor=self.warm_factor,
-            prefill=self.prefill,
-            prefill_chunk_tokens=self.prefill_chunk_tokens,
-            stale_after=self.stale_after,
-            stale_steps=self.stale_steps,
-            stale_acceptance=self.stale_acceptance,
+            lag=self.lag_steps, noise=self.step_noise, switch_seconds=switch_seconds, **same
         )
 
 
@@ -163,10 +153,8 @@ class ScenarioFile(Section):
 
     @model_validator(mode="after")
     def _one_workload(self) -> Self:
-        if (self.phases is None) == (self.arrivals is None):
-            raise ValueError("either phases or arrivals is needed")
-        if self.phases is None and self.repeat != 1:
-            raise ValueError("repeat has no meaning beside arrivals; they have their own")
+        if self.the_one_of("phases", "arrivals") == "arrivals":
+            self.refuse_beside("arrivals; they have their own", "repeat")
         return self
 
     def scenario(self, folder: Path | None = None, place: Place | None = None) -> Scenario:
