@@ -78,7 +78,7 @@ install() {
   rm -rf build/kubernetes-tools
   say "the products of this clone, in place, with their extras"
   pip install --no-compile "${constraints[@]}" -e '.[demo,otel,dev,docs]' -e ./engine_shim \
-    -e ./trainer
+    -e ./simulator -e ./trainer
 }
 
 python=$(find_python)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from controller.core.engine_spec import MAX_GAMMA
 from controller.core.plan import MixtureRule
 from simulator.errors import InvalidInputError
-from simulator.latency import RequestTimes
 from simulator.policy import IdleCounts, RowEvidence
+from simulator.results import RequestTimes
 from simulator.rows import RowChoice
 from simulator.surface import CostSurface
 from simulator.workload import (

@@ -22,10 +22,9 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.curves import require_curve, require_mean_tokens
+from simulator.curves import CurveSource
 from simulator.errors import InvalidInputError
-from simulator.sources import lengths
-from simulator.workload import RequestPool
+from simulator.sources import Drawn
 
 # The sample that thresholds are calibrated on; beyond its depth the last threshold serves.
 _REQUESTS, _POSITIONS, _DEPTH = 2048, 64, 24
@@ -77,7 +76,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(CurveSource):
     """Draws acceptance with memory.  curves: drafter -> conditional acceptance a_1, a_2, ...
 
     Positions deeper than the curve reject.  Lengths are those of `Curves`.  memory: drafter -> its
@@ -95,33 +94,13 @@ class Chain:
     context_tokens_mean: float = 384.0
 
     def __post_init__(self) -> None:
-        if not self.curves:
-            raise InvalidInputError(self.name, 0, "no drafter is named")
-        for drafter, curve in self.curves.items():
-            require_curve(f"{self.name}, {drafter or 'a drafter without name'}", curve)
-        for mean in (self.output_tokens_mean, self.context_tokens_mean):
-            require_mean_tokens(self.name, mean)
+        self.require_curves()
         if not 0 <= self.correlation <= 1:
             raise InvalidInputError("correlation", 0, f"{self.correlation} leaves 0..1")
 
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        """Drafters that have a curve."""
-        return tuple(self.curves)
-
-    def pool(
-        self,
-        rng: np.random.Generator,
-        requests: int,
-        output_tokens: NDArray[np.int64] | None = None,
-        context_tokens: NDArray[np.int64] | None = None,
-    ) -> RequestPool:
-        """Draws a pool, as `AcceptanceSource.pool` does."""
-        if output_tokens is None:
-            output_tokens = lengths(rng, requests, self.output_tokens_mean)
-        if context_tokens is None:
-            context_tokens = lengths(rng, requests, self.context_tokens_mean)
-        positions = int(output_tokens.sum())
+    def drawn(self, rng: np.random.Generator, output_tokens: NDArray[np.int64]) -> Drawn:
+        """Draws what the drafters share, then each drafter's own."""
+        requests, positions = len(output_tokens), int(output_tokens.sum())
         shared = _Draws.of(rng, requests, positions)
         accepted = {}
         for drafter, curve in self.curves.items():
@@ -129,13 +108,7 @@ class Chain:
             draws = _Draws.of(rng, requests, positions).mixed(shared, self.correlation)
             x = draws.difficulty(output_tokens, memory) / memory.deviation
             accepted[drafter] = _accepted(x, thresholds(tuple(curve), memory))
-        return RequestPool(
-            context_tokens,
-            output_tokens,
-            np.cumsum(output_tokens) - output_tokens,
-            np.zeros(requests, dtype=np.int64),
-            accepted,
-        )
+        return accepted, None
 
 
 @lru_cache(maxsize=256)

@@ -21,8 +21,7 @@ from controller.core.acceptance.mixtures import LEAST_MATCH, LONGEST_MATCH
 from controller.core.engine_spec import MAX_GAMMA
 from simulator.curves import require_mean_tokens
 from simulator.errors import InvalidInputError
-from simulator.sources import lengths
-from simulator.workload import RequestPool
+from simulator.sources import Drawn, DrawnSource
 
 _NEVER = 1e-3
 _SPAN_MOST = 1e6
@@ -31,7 +30,7 @@ _LONGER = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Copying:
+class Copying(DrawnSource):
     """Draws such requests for a drafting model and a lookup, by name.
 
     copied: share of the output that is copied, of the median request; copied_spread: standard
@@ -69,32 +68,22 @@ class Copying:
         for name in ("copied_spread", "easy_spread"):
             if not 0 <= getattr(self, name) <= 20:
                 raise InvalidInputError(name, 0, f"{getattr(self, name)} leaves 0..20")
-        for mean in (self.copied_tokens, self.output_tokens_mean, self.context_tokens_mean):
-            require_mean_tokens(self.name, mean)
+        means = (self.copied_tokens, self.output_tokens_mean, self.context_tokens_mean)
+        require_mean_tokens(self.name, *means)
 
     @property
     def drafters(self) -> tuple[str, ...]:
         """The model and the lookup."""
         return (self.model, self.lookup)
 
-    def pool(
-        self,
-        rng: np.random.Generator,
-        requests: int,
-        output_tokens: NDArray[np.int64] | None = None,
-        context_tokens: NDArray[np.int64] | None = None,
-    ) -> RequestPool:
-        """Draws a pool, as `AcceptanceSource.pool` does."""
-        if output_tokens is None:
-            output_tokens = lengths(rng, requests, self.output_tokens_mean)
-        if context_tokens is None:
-            context_tokens = lengths(rng, requests, self.context_tokens_mean)
+    def drawn(self, rng: np.random.Generator, output_tokens: NDArray[np.int64]) -> Drawn:
+        """Draws the spans, what the model finds easy, and what the lookup finds."""
         ends = np.cumsum(output_tokens)
         positions = int(output_tokens.sum())
         is_last = np.zeros(positions, dtype=bool)
         is_last[ends[output_tokens > 0] - 1] = True
         is_copied = self._spans(rng, output_tokens)
-        level = self.easy_spread * rng.standard_normal(requests)
+        level = self.easy_spread * rng.standard_normal(len(output_tokens))
         easy = _shifted(self.easy, level).repeat(output_tokens)
         easy_copied = _shifted(self.easy_copied, level).repeat(output_tokens)
         is_easy = rng.random(positions) < np.where(is_copied, easy_copied, easy)
@@ -103,17 +92,10 @@ class Copying:
         behind = _run_before(follows, is_last)
         found = behind >= LEAST_MATCH
         accepted = np.where(found, _run_from(follows, is_last), proposed)
-        return RequestPool(
-            context_tokens,
-            output_tokens,
-            ends - output_tokens,
-            np.zeros(requests, dtype=np.int64),
-            {
-                self.model: _as_lengths(_run_from(is_easy, is_last), MAX_GAMMA),
-                self.lookup: _as_lengths(accepted, MAX_GAMMA),
-            },
-            matches=_as_lengths(np.where(found, behind, matched), LONGEST_MATCH),
-        )
+        return {
+            self.model: _as_lengths(_run_from(is_easy, is_last), MAX_GAMMA),
+            self.lookup: _as_lengths(accepted, MAX_GAMMA),
+        }, _as_lengths(np.where(found, behind, matched), LONGEST_MATCH)
 
     def _spans(
         self, rng: np.random.Generator, output_tokens: NDArray[np.int64]

@@ -17,15 +17,35 @@ from controller.core.engine_spec import MAX_GAMMA
 from simulator.acceptance_trace import AcceptanceTrace
 from simulator.errors import InvalidInputError
 from simulator.reading import finite, shown
-from simulator.sources import lengths
-from simulator.workload import AcceptanceSource, RequestPool
+from simulator.sources import Drawn, DrawnSource
+from simulator.workload import AcceptanceSource
 
 _DRAFTER = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*=(.*)", re.DOTALL)
 _KIND = re.compile(r"\s*(geometric|positions|survival)\s*:(.*)", re.DOTALL)
 
 
+class CurveSource(DrawnSource):
+    """Draws acceptance from curves: drafter -> conditional acceptance a_1, a_2, ..."""
+
+    name: str
+    curves: Mapping[str, Sequence[float]]
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Drafters that have a curve."""
+        return tuple(self.curves)
+
+    def require_curves(self) -> None:
+        """Refuses curves and means that cannot be, with InvalidInputError; see `Curves`."""
+        if not self.curves:
+            raise InvalidInputError(self.name, 0, "no drafter is named")
+        for drafter, curve in self.curves.items():
+            require_curve(f"{self.name}, {drafter or 'a drafter without name'}", curve)
+        require_mean_tokens(self.name, self.output_tokens_mean, self.context_tokens_mean)
+
+
 @dataclass(frozen=True, slots=True)
-class Curves:
+class Curves(CurveSource):
     """Draws acceptance from curves.  curves: drafter -> conditional acceptance a_1, a_2, ...
 
     At every output position of a request a chain of drafts is drawn that ends at its first
@@ -42,39 +62,12 @@ class Curves:
     context_tokens_mean: float = 384.0
 
     def __post_init__(self) -> None:
-        if not self.curves:
-            raise InvalidInputError(self.name, 0, "no drafter is named")
-        for drafter, curve in self.curves.items():
-            require_curve(f"{self.name}, {drafter or 'a drafter without name'}", curve)
-        for mean in (self.output_tokens_mean, self.context_tokens_mean):
-            require_mean_tokens(self.name, mean)
+        self.require_curves()
 
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        """Drafters that have a curve."""
-        return tuple(self.curves)
-
-    def pool(
-        self,
-        rng: np.random.Generator,
-        requests: int,
-        output_tokens: NDArray[np.int64] | None = None,
-        context_tokens: NDArray[np.int64] | None = None,
-    ) -> RequestPool:
-        """Draws a pool, as `AcceptanceSource.pool` does.  Drafters draw independently."""
-        if output_tokens is None:
-            output_tokens = lengths(rng, requests, self.output_tokens_mean)
-        if context_tokens is None:
-            context_tokens = lengths(rng, requests, self.context_tokens_mean)
-        ends = np.cumsum(output_tokens)
-        positions = int(ends[-1]) if requests else 0
-        return RequestPool(
-            context_tokens,
-            output_tokens,
-            ends - output_tokens,
-            np.zeros(requests, dtype=np.int64),
-            {drafter: self.draw(drafter, rng, positions) for drafter in self.curves},
-        )
+    def drawn(self, rng: np.random.Generator, output_tokens: NDArray[np.int64]) -> Drawn:
+        """Draws every drafter independently."""
+        positions = int(output_tokens.sum())
+        return {drafter: self.draw(drafter, rng, positions) for drafter in self.curves}, None
 
     def draw(self, drafter: str, rng: np.random.Generator, positions: int) -> NDArray[np.uint8]:
         """[positions] accepted drafts: as many as there are k with u < s_k."""
@@ -106,10 +99,11 @@ def conditional(survival: Sequence[float]) -> list[float]:
     return curve
 
 
-def require_mean_tokens(where: str, mean: float) -> None:
+def require_mean_tokens(where: str, *means: float) -> None:
     """Refuses a mean that leaves 1..1e9 tokens, with InvalidInputError."""
-    if not 1 <= mean <= 1e9:
-        raise InvalidInputError(where, 0, f"{mean} is no mean number of tokens")
+    for mean in means:
+        if not 1 <= mean <= 1e9:
+            raise InvalidInputError(where, 0, f"{mean} is no mean number of tokens")
 
 
 def require_curve(where: str, values: Sequence[float]) -> None:

@@ -19,7 +19,6 @@ from controller.core.engine_spec import kept_together
 from controller.core.step_report import StepFlags
 from simulator.batch import Batch
 from simulator.errors import InvalidInputError
-from simulator.latency import Latencies
 from simulator.policy import (
     ArmChoice,
     Clairvoyant,
@@ -28,6 +27,7 @@ from simulator.policy import (
     Situation,
     StepRecord,
 )
+from simulator.results import Latencies
 from simulator.surface import MINIMAL_SHARE, CostSurface
 from simulator.workload import OpenLoop, Workload
 

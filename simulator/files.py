@@ -5,14 +5,13 @@ from pathlib import Path
 
 from controller.core.step_report import MAX_STEP_SECONDS
 from simulator import published
-from simulator.arrivals import read_arrivals
 from simulator.curves import parse_acceptance
 from simulator.engine import EngineOptions
 from simulator.errors import InvalidInputError
-from simulator.scenario import Scenario
-from simulator.scenarios.place import Place
-from simulator.scenarios.profile import ProfileSection
-from simulator.sources import ClosedSource, OpenSource, PhaseSpec
+from simulator.scenarios.cost import ProfileSection
+from simulator.scenarios.fields import Place
+from simulator.scenarios.scenario_file import Scenario
+from simulator.sources import ClosedSource, OpenSource, PhaseSpec, read_arrivals
 from simulator.step_costs import read_profile
 from simulator.surface import KINDS, CostSurface, csv_surface, profile_surface
 from simulator.workload import AcceptanceSource

@@ -1,11 +1,18 @@
-"""Makes the workloads of scenarios: phases, mixtures and arrivals from acceptance sources."""
+"""Makes the workloads of scenarios: phases, mixtures, and arrivals that are recorded or drawn."""
 
+import itertools
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.errors import InvalidInputError
+from simulator.reading import Row, csv_rows, finite, shown
 from simulator.workload import (
     AcceptanceSource,
     ClosedLoop,
@@ -15,9 +22,92 @@ from simulator.workload import (
     WorkloadPhase,
 )
 
+_TOKENS_MAX = 10_000_000
+_SECONDS_MAX = 1e12
+
+
+def lengths(rng: np.random.Generator, requests: int, mean: float) -> NDArray[np.int64]:
+    """[requests] lognormal lengths of this mean, at least 8 tokens."""
+    sigma = 0.5
+    drawn = rng.lognormal(np.log(mean) - sigma * sigma / 2, sigma, requests)
+    return np.maximum(8, np.rint(drawn)).astype(np.int64)
+
+
+# [positions] of uint8: accepted drafts by drafter, and the match lengths of a lookup if it has any.
+Drawn = tuple[dict[str, NDArray[np.uint8]], NDArray[np.uint8] | None]
+
+
+class DrawnSource(ABC):
+    """Draws requests and their acceptance; requests that are given no lengths have lognormal ones.
+
+    output_tokens_mean, context_tokens_mean: of their own lengths, see `lengths`.
+    """
+
+    output_tokens_mean: float
+    context_tokens_mean: float
+
+    @abstractmethod
+    def drawn(self, rng: np.random.Generator, output_tokens: NDArray[np.int64]) -> Drawn:
+        """Draws what is accepted of requests of these lengths, [requests]."""
+
+    def pool(
+        self,
+        rng: np.random.Generator,
+        requests: int,
+        output_tokens: NDArray[np.int64] | None = None,
+        context_tokens: NDArray[np.int64] | None = None,
+    ) -> RequestPool:
+        """Draws a pool, as `AcceptanceSource.pool` does."""
+        if output_tokens is None:
+            output_tokens = lengths(rng, requests, self.output_tokens_mean)
+        if context_tokens is None:
+            context_tokens = lengths(rng, requests, self.context_tokens_mean)
+        accepted, matches = self.drawn(rng, output_tokens)
+        return RequestPool(
+            context_tokens,
+            output_tokens,
+            np.cumsum(output_tokens) - output_tokens,
+            np.zeros(requests, dtype=np.int64),
+            accepted,
+            matches=matches,
+        )
+
+
+class _OfKinds(ABC):
+    """Requests of several kinds, each from a source; with their kind as class label if so."""
+
+    sources: tuple[AcceptanceSource, ...]
+    labelled = False
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Lists drafters that every kind knows."""
+        first, *others = self.sources
+        return tuple(d for d in first.drafters if all(d in other.drafters for other in others))
+
+    @abstractmethod
+    def kinds_of(self, rng: np.random.Generator, requests: int) -> NDArray[np.int64]:
+        """Returns [requests], the index of the source of each."""
+
+    def pool(
+        self,
+        rng: np.random.Generator,
+        requests: int,
+        output_tokens: NDArray[np.int64] | None = None,
+        context_tokens: NDArray[np.int64] | None = None,
+    ) -> RequestPool:
+        """Draws every request from the source of its kind, as `AcceptanceSource.pool` does."""
+        kinds = self.kinds_of(rng, requests)
+        pools = [s.pool(rng, requests, output_tokens, context_tokens) for s in self.sources]
+        pool = _chosen(pools, kinds)
+        if not self.labelled:
+            return pool
+        names = tuple(s.name for s in self.sources)
+        return replace(pool, labels=kinds, label_names=names)
+
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class Mixture(_OfKinds):
     """Requests of several kinds in random order, with their kind as class label if `labelled`."""
 
     name: str
@@ -25,57 +115,24 @@ class Mixture:
     weights: tuple[float, ...]
     labelled: bool = False
 
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        """Lists drafters that every kind knows."""
-        return _common_drafters(self.sources)
-
-    def pool(
-        self,
-        rng: np.random.Generator,
-        requests: int,
-        output_tokens: NDArray[np.int64] | None = None,
-        context_tokens: NDArray[np.int64] | None = None,
-    ) -> RequestPool:
-        """Draws every request from one source, drawn by weight."""
+    def kinds_of(self, rng: np.random.Generator, requests: int) -> NDArray[np.int64]:
+        """Draws kinds by weight."""
         share = np.array(self.weights) / sum(self.weights)
-        kinds = rng.choice(len(self.sources), size=requests, p=share)
-        pools = [s.pool(rng, requests, output_tokens, context_tokens) for s in self.sources]
-        pool = _chosen(pools, kinds)
-        if self.labelled:
-            names = tuple(s.name for s in self.sources)
-            return replace(pool, labels=kinds.astype(np.int64), label_names=names)
-        return pool
+        return rng.choice(len(self.sources), size=requests, p=share).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class KindByRequest:
+class KindByRequest(_OfKinds):
     """Requests of several kinds in a given order.  kinds: [requests], indices of `sources`."""
 
     name: str
     sources: tuple[AcceptanceSource, ...]
     kinds: NDArray[np.int64]
 
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        """Lists drafters that every kind knows."""
-        return _common_drafters(self.sources)
-
-    def pool(
-        self,
-        rng: np.random.Generator,
-        requests: int,
-        output_tokens: NDArray[np.int64] | None = None,
-        context_tokens: NDArray[np.int64] | None = None,
-    ) -> RequestPool:
-        """Draws request i from the source of its kind; requests past the last kind begin again."""
-        pools = [s.pool(rng, requests, output_tokens, context_tokens) for s in self.sources]
-        return _chosen(pools, np.resize(self.kinds, requests))
-
-
-def _common_drafters(sources: Sequence[AcceptanceSource]) -> tuple[str, ...]:
-    first, *others = sources
-    return tuple(d for d in first.drafters if all(d in other.drafters for other in others))
+    def kinds_of(self, rng: np.random.Generator, requests: int) -> NDArray[np.int64]:
+        """Returns the given kinds; requests past the last one begin again."""
+        del rng
+        return np.resize(self.kinds, requests)
 
 
 def _chosen(pools: Sequence[RequestPool], kinds: NDArray[np.int64]) -> RequestPool:
@@ -207,8 +264,88 @@ class OpenSource:
         return OpenLoop(pool, self.arrival_seconds, self.max_concurrency, self.window_seconds)
 
 
-def lengths(rng: np.random.Generator, requests: int, mean: float) -> NDArray[np.int64]:
-    """[requests] lognormal lengths of this mean, at least 8 tokens."""
-    sigma = 0.5
-    drawn = rng.lognormal(np.log(mean) - sigma * sigma / 2, sigma, requests)
-    return np.maximum(8, np.rint(drawn)).astype(np.int64)
+_TIME, _CONTEXT, _OUTPUT = "timestamp", "contexttokens", "generatedtokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Requests in the order in which they come.
+
+    arrival_seconds: [requests] of float64, ascending, from 0.  context_tokens, output_tokens:
+    [requests] of int64.
+    """
+
+    arrival_seconds: NDArray[np.float64]
+    context_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+
+
+def read_arrivals(path: str | Path, limit: int | None = None, speed: float = 1.0) -> Arrivals:
+    """Reads a CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as Azure's LLM traces have.
+
+    Column names in any case and order, further columns are left out.  TIMESTAMP: ISO 8601 (a blank
+    for the T, more than six decimals and a time zone are all right) or seconds as a number, the
+    same in all rows.  limit: only the first so many requests are read.  speed: 2 makes the requests
+    come twice as fast.
+
+    Raises InvalidInputError with the line: a column, field or number that is missing, a time that
+    is invalid or lies before the one above it, an output below 1; and for a file without a request.
+    """
+    if limit is not None and limit < 1:
+        raise InvalidInputError(path, 0, f"a limit of {limit} leaves no request")
+    if not (math.isfinite(speed) and speed > 0):
+        raise InvalidInputError(path, 0, f"a speed of {speed} is out of range, 1 is as recorded")
+    times: list[float | datetime] = []
+    seconds: list[float] = []
+    contexts: list[int] = []
+    outputs: list[int] = []
+    rows = csv_rows(Path(path), (_TIME, _CONTEXT, _OUTPUT), others=True)
+    for row in itertools.islice(rows, limit):
+        times.append(_time(row))
+        seconds.append(_since(row, times[0], times[-1]))
+        if len(seconds) > 1 and seconds[-1] < seconds[-2]:
+            raise row.fault(f"{_TIME} {shown(row.text(_TIME))} lies before that of the row above")
+        contexts.append(row.whole(_CONTEXT, 0, _TOKENS_MAX))
+        outputs.append(row.whole(_OUTPUT, 1, _TOKENS_MAX))
+    return Arrivals(
+        np.array(seconds, dtype=np.float64) / speed,
+        np.array(contexts, dtype=np.int64),
+        np.array(outputs, dtype=np.int64),
+    )
+
+
+def poisson_seconds(
+    rng: np.random.Generator, rates: Sequence[tuple[int, float]]
+) -> NDArray[np.float64]:
+    """[requests] arrival times of a Poisson process, ascending, in seconds from its beginning.
+
+    rates: (seconds, requests per second) one after the other.
+    """
+    per_second = np.repeat([rate for _, rate in rates], [seconds for seconds, _ in rates])
+    counts = rng.poisson(per_second)
+    return np.sort(np.repeat(np.arange(len(counts)), counts) + rng.random(counts.sum()))
+
+
+def _time(row: Row) -> float | datetime:
+    text = row.text(_TIME)
+    seconds = finite(text)
+    if seconds is None:
+        try:
+            return datetime.fromisoformat(text)
+        except ValueError as error:
+            raise row.fault(
+                f"{_TIME} {shown(text)} is neither a time nor a number of seconds"
+            ) from error
+    if abs(seconds) > _SECONDS_MAX:
+        raise row.fault(f"{_TIME} {shown(text)} is not a number of seconds")
+    return seconds
+
+
+def _since(row: Row, first: float | datetime, now: float | datetime) -> float:
+    if isinstance(first, float) and isinstance(now, float):
+        return now - first
+    if isinstance(first, datetime) and isinstance(now, datetime):
+        if (first.tzinfo is None) == (now.tzinfo is None):
+            return (now - first).total_seconds()
+        raise row.fault(f"{_TIME}: some rows name a time zone and some do not")
+    raise row.fault(f"{_TIME}: some rows are numbers of seconds and some are dates")

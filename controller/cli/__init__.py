@@ -7,10 +7,8 @@ from typing import Annotated
 import typer
 
 from controller.cli import (
-    advise,
     completion,
     config,
-    convert,
     doctor,
     explain,
     incident_report,
@@ -20,14 +18,15 @@ from controller.cli import (
     profiles,
     replay,
     serve,
-    simulate,
     top,
 )
 from controller.cli.output import Output, OutputOption, print_error, print_line, show_one
+from controller.cli.simulator import WithSimulator
 from controller.util.exit_codes import Exit
 
 app = typer.Typer(
     name="controller",
+    cls=WithSimulator,
     help="Steers speculative decoding: how far should an LLM engine speculate, right now?",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -43,11 +42,8 @@ app.command("top")(top.top)
 app.add_typer(override.override, name="override")
 app.add_typer(policy.policy, name="policy")
 app.command("doctor")(doctor.doctor)
-app.command("simulate")(simulate.simulate)
 app.command("replay")(replay.replay)
 app.command("report")(incident_report.report)
-app.command("convert")(convert.convert)
-app.command("advise")(advise.advise)
 
 
 def _print_version(asked: bool) -> None:

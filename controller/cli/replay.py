@@ -128,7 +128,7 @@ def _profile(path: Path) -> "Profile":
 
 
 def _print(verdict: "ReplayVerdict") -> None:
-    from controller.report.page import time_text
+    from controller.recording.html_page import time_text
 
     seconds = verdict.ended_at - verdict.began_at
     print_line(
@@ -170,7 +170,7 @@ def _print_comparison(found: "Comparison", *, wide: bool) -> None:
 
 
 def _stretches(found: "Comparison") -> TextTable:
-    from controller.report.page import time_text
+    from controller.recording.html_page import time_text
 
     longest = sorted(found.stretches, key=lambda s: s.seconds, reverse=True)[:_SHOWN]
     rest = len(found.stretches) + found.more_stretches - len(longest)

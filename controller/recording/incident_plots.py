@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.recording.html_page import new_figure, svg
 from controller.recording.window import Window
-from controller.report.figures import new_figure, svg
 
 _POINTS = 400
 _COLOURS = (

@@ -8,10 +8,10 @@ import numpy as np
 import controller
 from controller.core.engine_spec import Arm
 from controller.recording.events import NoteKind
+from controller.recording.html_page import Cell, Marked, page, table, time_text
 from controller.recording.incident_plots import timeline
 from controller.recording.replay import ReplayVerdict
 from controller.recording.window import Began, Window, changed_constants
-from controller.report.page import Cell, Marked, page, table, time_text
 from controller.wire.override_text import rule_text, scope_text
 from controller.wire.overrides import override_to_proto
 

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from controller.report.figures import new_figure, svg
-from controller.report.page import page as html_page
-from controller.report.page import table
+from controller.recording.html_page import new_figure, svg, table
+from controller.recording.html_page import page as html_page
 from lab.learning.headline import Verdict, verdict_text
 
 

@@ -22,7 +22,7 @@ from simulator.curves import Curves, geometric
 from simulator.engine import EngineOptions, RunResult, simulate
 from simulator.peers.static import Static
 from simulator.policy import Policy
-from simulator.published_tide import TIDE_MODELS
+from simulator.published import TIDE_MODELS
 from simulator.surface import CostSurface, profile_sizes
 from simulator.workload import ClosedLoop, PhaseStart, WorkloadPhase
 

@@ -12,7 +12,7 @@ from lab.cpu_engine.pace.step_costs import StepCosts
 from lab.paced.day import Stream, as_workload
 from lab.paced.engines import PREFILL_CHUNK_TOKENS
 from simulator.comparison.contestants import static_names
-from simulator.comparison.hindsight import SegmentSchedule, best_by_segment
+from simulator.comparison.oracle import SegmentSchedule, best_by_segment
 from simulator.engine import EngineOptions, Prefill, RunResult, simulate
 from simulator.peers.static import Static
 

@@ -8,7 +8,6 @@ import typer
 from rich.console import Console, RenderableType
 
 from controller.core.errors import SpeculationError
-from controller.core.training.gpu_allocation import Demand, Pool, evaluate
 from controller.util.exit_codes import Exit
 from lab.papers import row_rules, rows
 from lab.papers.drafters import reproduce_drafters
@@ -16,6 +15,7 @@ from lab.papers.memory import compare
 from lab.papers.reproductions import tables
 from lab.papers.tide import reproduce_tide
 from lab.papers.tts import reproduce_tts
+from simulator.gpu_allocation import Demand, Pool, evaluate
 
 # TIDE's mixed pools (arXiv 2602.05145, section 5.5 and appendix A.4).  Of Figures 10 and 12 only
 # what the text states in numbers can be compared; the bars are drawn, not tabled.

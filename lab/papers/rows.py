@@ -25,10 +25,9 @@ from simulator.acceptance_trace import AcceptanceTrace, RecordedRequest
 from simulator.comparison.contestants import controller, statics
 from simulator.comparison.truth import Truth
 from simulator.engine import EngineOptions, RunResult, simulate
-from simulator.scenario import Scenario
-from simulator.scenarios.cost import SWITCH_SECONDS, CostSection
-from simulator.scenarios.place import Place
-from simulator.scenarios.profile import ProfileSection
+from simulator.scenarios.cost import SWITCH_SECONDS, CostSection, ProfileSection
+from simulator.scenarios.fields import Place
+from simulator.scenarios.scenario_file import Scenario
 from simulator.sources import ClosedSource, PhaseSpec
 from simulator.surface import CostSurface
 

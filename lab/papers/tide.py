@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simulator.published_tide import TIDE_MODELS, TideModel
+from simulator.published import TIDE_MODELS, TideModel
 
 # The draft length of all of the paper's experiments.
 GAMMA = 3

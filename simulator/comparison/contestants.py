@@ -5,22 +5,14 @@ from functools import partial
 
 from controller.core.plan import MixtureRule
 from controller.core.settings import PlannerSettings
-from simulator.comparison.hindsight import (
-    SegmentSchedule,
-    best_by_segment,
-    clairvoyants,
-    segment_classes,
-)
-from simulator.comparison.truth import Truth
 from simulator.controller_policy import ControllerPolicy
 from simulator.engine import RunResult
 from simulator.peers import standard_peers
 from simulator.peers.static import Static
-from simulator.peers.vllm_schedule import best_table
+from simulator.peers.vllm import best_table
 from simulator.policy import Policy
-from simulator.scenario import Scenario
+from simulator.scenarios.scenario_file import Scenario
 from simulator.surface import CostSurface
-from simulator.workload import Workload
 
 OURS = "controller"
 ORACLE = "oracle"
@@ -56,33 +48,10 @@ def statics(surface: CostSurface, rules: Sequence[MixtureRule] = ()) -> dict[str
     }
 
 
-def oracle_candidates(
-    scenario: Scenario, workload: Workload, truth: Truth, static_runs: Mapping[str, RunResult]
-) -> dict[str, Factory]:
-    """Makes what competes with the static arms for being the oracle.
-
-    static_runs: of every static arm, in the order of `static_names`.
-    """
-    found = clairvoyants(scenario.surface, scenario.options, truth.expected_by_pool(), truth.rules)
-    index = list(static_names(scenario.surface).values())
-    best = best_by_segment(list(static_runs.values()), segment_classes(workload))
-    schedule = [index[i] for i in best]
-    if len(set(schedule)) > 1:
-        found["schedule"] = partial(SegmentSchedule, schedule, truth.rules)
-    return found
-
-
-def by_request_candidates(scenario: Scenario, truth: Truth) -> dict[str, Factory]:
-    """Makes what knows of every running request which kind it is; {} where all are alike."""
-    if not truth.mixed:
-        return {}
-    return clairvoyants(scenario.surface, scenario.options, truth.expected_by_kind(), truth.rules)
-
-
 def peers(scenario: Scenario, static_runs: Mapping[str, RunResult]) -> dict[str, Factory]:
     """Makes every peer; none of them knows what a mixture is, so they do not see its arms.
 
-    static_runs: see `oracle_candidates`; they give the table in hindsight.
+    static_runs: of every static arm, in the order of `static_names`, which give the table.
     """
     surface = scenario.surface.plain
     # Every arm at gamma = 0 is the one static arm OFF.

@@ -10,6 +10,7 @@ from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from controller.core.settings import PlannerSettings
 from controller.util.process_pool import make_process_pool
@@ -17,29 +18,31 @@ from simulator.comparison.contestants import (
     BY_REQUEST,
     ORACLE,
     OURS,
-    by_request_candidates,
     controller,
-    oracle_candidates,
     peers,
     policy_names,
     statics,
 )
-from simulator.comparison.recovery import recovery_steps
+from simulator.comparison.oracle import by_request_candidates, oracle_candidates
 from simulator.comparison.truth import Truth
 from simulator.controller_policy import ControllerPolicy
 from simulator.engine import RunResult, Trace, simulate
 from simulator.errors import InvalidInputError
-from simulator.latency import spread
 from simulator.peers.sglang_adaptive import PeerUnavailableError
 from simulator.policy import Policy
-from simulator.results import Latency, PolicyOrigin, Timeline
-from simulator.scenario import Scenario
-from simulator.surface import CostSurface
+from simulator.results import Latency, PolicyOrigin, Timeline, spread
+from simulator.scenarios.scenario_file import Scenario
+from simulator.surface import MINIMAL_SHARE, CostSurface
 from simulator.workload import ClosedLoop
 
 _POINTS = 200
 # 64 bits: far more than chance equality of a few thousand runs takes.
 _DIGEST_DIGITS = 16
+
+
+# A policy has recovered when the mean of so many steps reaches this share of the best arm.
+_RECOVERED_STEPS = 10
+_RECOVERED_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,3 +237,39 @@ def _coarse(surface: CostSurface, run: RunResult) -> tuple[tuple[float, ...], ..
         ),
         tuple(round(float(batch_sizes[p].mean()), 3) for p in parts),
     )
+
+
+def recovery_steps(workload: ClosedLoop, truth: Truth, run: RunResult) -> list[float]:
+    """Counts the steps after every sudden change until the run's arms match the best one again.
+
+    Good: the mean true value of `_RECOVERED_STEPS` steps reaches `_RECOVERED_SHARE` of the best
+    arm's at the same batch and context.  A phase in which that never comes counts whole.
+    Changes that seep in with the requests (not `at_once`, another pool) have no such moment.
+    """
+    trace = run.trace
+    starts = [*trace.phase_starts, (len(trace.arms), -1)]
+    found = []
+    for (_, before), (first, phase), (end, _) in zip(starts, starts[1:], starts[2:], strict=False):
+        now, then = workload.phases[phase], workload.phases[before]
+        if not now.at_once and now.pool is not then.pool:
+            continue
+        quality = _quality(truth.of(now.pool).expected, truth.surface, run, first, end)
+        window = np.convolve(quality, np.ones(_RECOVERED_STEPS) / _RECOVERED_STEPS, "valid")
+        good = np.flatnonzero(window >= _RECOVERED_SHARE)
+        found.append(float(good[0]) if len(good) else float(end - first))
+    return found
+
+
+def _quality(
+    expected: NDArray[np.float64], surface: CostSurface, run: RunResult, first: int, end: int
+) -> NDArray[np.float64]:
+    """[steps] true value of the arm that ran over the best arm's, at the step's batch and kv."""
+    trace = run.trace
+    arms = np.array(trace.arms[first:end])
+    batch = np.array(trace.batch_sizes[first:end])
+    kv = np.array(trace.kv_tokens[first:end])
+    plain = surface.seconds[:, np.minimum(batch, surface.max_batch_size)]
+    context = surface.kv_seconds[:, None] * (kv - batch * surface.kv_reference)
+    rates = (1 + expected)[:, None] / np.maximum(plain + context, MINIMAL_SHARE * plain)
+    quality: NDArray[np.float64] = rates[arms, np.arange(len(arms))] / rates.max(axis=0)
+    return quality

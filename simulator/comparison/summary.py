@@ -6,15 +6,15 @@ from collections.abc import Collection, Sequence
 
 from simulator.comparison.contestants import OFF, ORACLE, OURS
 from simulator.comparison.run import SeedRun
-from simulator.latency import Spread
 from simulator.results import (
     Latency,
     PolicyOrigin,
     PolicyReport,
     ScenarioReport,
+    Spread,
     SustainedLoad,
 )
-from simulator.scenario import Scenario
+from simulator.scenarios.scenario_file import Scenario
 
 # Student's t, 97.5 %, by degrees of freedom (1, 2, ...); beyond, the normal value is close.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)

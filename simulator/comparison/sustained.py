@@ -17,20 +17,19 @@ from simulator.comparison.contestants import (
     ORACLE,
     OURS,
     Factory,
-    by_request_candidates,
     controller,
     peers,
     policy_names,
     statics,
 )
-from simulator.comparison.hindsight import clairvoyants
+from simulator.comparison.oracle import by_request_candidates, clairvoyants
 from simulator.comparison.truth import Truth
 from simulator.engine import RunResult, simulate
 from simulator.errors import InvalidInputError
 from simulator.peers.sglang_adaptive import PeerUnavailableError
 from simulator.policy import Policy
 from simulator.results import SustainedLoad
-from simulator.scenario import Scenario
+from simulator.scenarios.scenario_file import Scenario
 from simulator.workload import OpenLoop
 
 # Speeds of the arrivals that are tried lie between 1/_FARTHEST and _FARTHEST.

@@ -8,13 +8,11 @@ from controller.core.engine_spec import MAX_BATCH_SIZE, Arm
 from simulator.peers.bandit_ucb import UcbBandit
 from simulator.peers.common import first_drafter, speculating_arm
 from simulator.peers.full_information import FullInformationChoice
-from simulator.peers.goodput_probe import GoodputProbe
-from simulator.peers.hill_climber import HillClimber
+from simulator.peers.hill_climber import GoodputProbe, HillClimber
 from simulator.peers.sglang_adaptive import SGLangAdaptive
 from simulator.peers.tide import TideThreshold
 from simulator.peers.trtllm_gate import THRESHOLD, SpeculationGate, break_even_rate
-from simulator.peers.vllm_adaptive_k import AdaptiveK
-from simulator.peers.vllm_schedule import BatchSchedule, Table
+from simulator.peers.vllm import AdaptiveK, BatchSchedule, Table
 from simulator.policy import Policy
 
 PeerFactory = Callable[[], Policy]

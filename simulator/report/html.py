@@ -1,12 +1,14 @@
-"""A report as one self-contained page: no script, no network, light and dark, printable."""
+"""A report as one self-contained page, printable, with plots as inline SVG drawn by matplotlib."""
 
+import re
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from controller.report.page import Cell, Marked, page, table
-from simulator.report.bars import OURS, bars, ours
-from simulator.report.plots import overview_plot, stationary_plot, timeline_plot
-from simulator.report.rows import (
+import numpy as np
+
+from controller.recording.html_page import Cell, Marked, new_figure, page, svg, table
+from simulator.report.bars import OURS, bars, is_peer, ours
+from simulator.report.text import (
     LATENCY_COLUMNS,
     OVERVIEW_COLUMNS,
     SCENARIO_COLUMNS,
@@ -16,7 +18,7 @@ from simulator.report.rows import (
     scenario_row,
     sustained_rows,
 )
-from simulator.results import ScenarioReport, SimulationReport
+from simulator.results import ScenarioReport, SimulationReport, Timeline
 
 
 def render_html(report: SimulationReport) -> str:
@@ -73,3 +75,80 @@ def _scenario(scenario: ScenarioReport) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     return table(head, rows, marked=[row[0] == OURS for row in rows])
+
+
+_OURS_COLOUR, _ORACLE_COLOUR = "#0b6e4f", "#c8553d"
+_PEER_COLOURS = ("#4062bb", "#e0a030", "#8d5a97", "#59a5d8", "#7a7a7a", "#b8c04a", "#d98c8c")
+_STATIONARY = re.compile(r"stationary/(?P<cost>[^/]+)/(?P<kind>[^/]+)/B=(?P<batch>\d+)")
+
+
+def overview_plot(report: SimulationReport) -> str:
+    """Ratio to the oracle of the controller and every peer, a line a moving scenario."""
+    scenarios = [s for s in report.scenarios if s.shifting] or list(report.scenarios[:40])
+    names = list(dict.fromkeys(p.name for s in scenarios for p in s.policies if is_peer(p)))
+    figure = new_figure(9.5, 1.2 + 0.27 * len(scenarios))
+    axes = figure.subplots()
+    rows = np.arange(len(scenarios))
+    for colour, name in zip(_PEER_COLOURS, names, strict=False):
+        points = [
+            next((p.ratio_to_oracle for p in s.policies if p.name == name), np.nan)
+            for s in scenarios
+        ]
+        axes.scatter(points, rows, s=22, color=colour, label=name, alpha=0.85)
+    ours = [
+        next((p.ratio_to_oracle for p in s.policies if p.name == OURS), np.nan) for s in scenarios
+    ]
+    axes.scatter(ours, rows, s=46, color=_OURS_COLOUR, marker="D", label=OURS, zorder=3)
+    axes.axvline(1.0, color=_ORACLE_COLOUR, linewidth=1, linestyle="--")
+    axes.set_yticks(rows, [s.name for s in scenarios], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("score, relative to the oracle")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.08 - 0.6 / len(scenarios)),
+                ncols=4, frameon=False)  # fmt: skip
+    return svg(figure, "ratio to the oracle by scenario and policy")
+
+
+def stationary_plot(report: SimulationReport) -> str:
+    """The controller's ratio to the oracle over costs, acceptance and batch; "" without cells."""
+    cells = {
+        (found["cost"], found["kind"], int(found["batch"])): p.ratio_to_oracle
+        for s in report.scenarios
+        for p in s.policies
+        if p.name == OURS and (found := _STATIONARY.fullmatch(s.name))
+    }
+    if not cells:
+        return ""
+    rows = list(dict.fromkeys((cost, kind) for cost, kind, _ in cells))
+    columns = sorted({batch for _, _, batch in cells})
+    table = np.array([[cells.get((*row, b), np.nan) for b in columns] for row in rows])
+    figure = new_figure(9.5, 1.0 + 0.27 * len(rows))
+    axes = figure.subplots()
+    image = axes.imshow(table, aspect="auto", vmin=0.97, vmax=1.01, cmap="RdYlGn")
+    for (i, j), value in np.ndenumerate(table):
+        if np.isfinite(value):
+            axes.text(j, i, f"{value:.3f}", ha="center", va="center", fontsize=7)
+    axes.set_xticks(range(len(columns)), [f"B = {b}" for b in columns])
+    axes.set_yticks(range(len(rows)), [f"{cost}, {kind}" for cost, kind in rows], fontsize=8)
+    figure.colorbar(image, ax=axes, label="controller / oracle, stationary", shrink=0.6)
+    return svg(figure, "stationary cells: controller over oracle")
+
+
+def timeline_plot(line: Timeline) -> str:
+    """Batch, draft length and rate over virtual time, ours beside the oracle."""
+    figure = new_figure(9.5, 5.0)
+    batch, gamma, rate = figure.subplots(3, 1, sharex=True)
+    batch.step(line.seconds, line.batch_size, color="#555555", where="pre")
+    batch.set_ylabel("batch size")
+    gamma.step(line.oracle_seconds, line.oracle_gamma, color=_ORACLE_COLOUR, where="pre",
+               label="oracle", alpha=0.8)  # fmt: skip
+    gamma.step(line.seconds, line.gamma, color=_OURS_COLOUR, where="pre", label=OURS)
+    gamma.set_ylabel("draft length")
+    gamma.legend(fontsize=8, frameon=False, ncols=2, loc="upper right")
+    rate.plot(line.oracle_seconds, line.oracle_rate, color=_ORACLE_COLOUR, alpha=0.8)
+    rate.plot(line.seconds, line.rate, color=_OURS_COLOUR)
+    rate.set_ylabel("tokens/s")
+    rate.set_xlabel("virtual seconds")
+    for axes in (batch, gamma, rate):
+        axes.grid(alpha=0.3)
+    return svg(figure, "batch size, draft length and rate over time")

@@ -1,6 +1,9 @@
-"""Defines the section `cost`: what a step truly costs on the simulated engine."""
+"""Defines the sections `cost` and `profile`: what a step truly costs, and what is believed."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
+from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Self
@@ -9,26 +12,39 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from controller.core.cost.profile import Profile
 from controller.core.engine_spec import MAX_ARMS, MAX_DRAFTERS, DrafterSpec
 from controller.core.errors import InvalidEngineError
 from controller.core.model_shapes import DrafterKind
 from controller.core.step_report import MAX_STEP_SECONDS
 from simulator import published
+from simulator.controller_policy import FINGERPRINT
 from simulator.errors import InvalidInputError
-from simulator.mixtures import MixtureCost, with_mixtures
 from simulator.scenarios.fields import (
+    BatchSizeKey,
     DrafterName,
     Factor,
     FileName,
     Gamma,
+    GammaKey,
+    LogSpread,
     MeanLength,
+    Place,
     Seconds,
     Section,
+    SeedNumber,
     Share,
 )
-from simulator.scenarios.place import Place
 from simulator.step_costs import read_profile
-from simulator.surface import KINDS, CostSurface, csv_surface, profile_surface
+from simulator.surface import (
+    KINDS,
+    CostSurface,
+    MixtureCost,
+    csv_surface,
+    profile_sizes,
+    profile_surface,
+    with_mixtures,
+)
 
 # Costs of a formula reach this batch unless the engine's limit is given.
 _FORMULA_BATCH = 64
@@ -124,31 +140,18 @@ class CostSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        sources = {
-            "published": self.published,
-            "table": self.table,
-            "profile": self.profile,
-            "formula": self.formula,
+        source = self.the_one_of("published", "table", "profile", "formula")
+        meant = {
+            "gammas": {"published"},
+            "extrapolate": {"published"},
+            "kinds": {"table", "profile"},
+            "drafters": {"published", "profile"},
+            "seconds_per_kv_token": {"published", "table", "profile"},
+            "kv_reference": {"published", "table", "profile"},
         }
-        given = [name for name, value in sources.items() if value is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "nothing"
-            raise ValueError(f"one of {', '.join(sources)} is needed; there is {found}")
-        misplaced = [
-            name
-            for name, sources_with_it, is_given in (
-                ("gammas", ("published",), self.gammas is not None),
-                ("extrapolate", ("published",), self.extrapolate),
-                ("kinds", ("table", "profile"), bool(self.kinds)),
-                ("drafters", ("published", "profile"), self.drafters is not None),
-                ("seconds_per_kv_token", ("published", "table", "profile"),
-                 self.seconds_per_kv_token is not None),
-                ("kv_reference", ("published", "table", "profile"), self.kv_reference is not None),
-            )
-            if is_given and given[0] not in sources_with_it
-        ]  # fmt: skip
-        if misplaced:
-            raise ValueError(f"{misplaced[0]} has no meaning beside {given[0]}")
+        self.refuse_beside(
+            source, *(name for name, with_it in meant.items() if source not in with_it)
+        )
         return self
 
     def surface(self, max_batch_size: int | None, folder: Path, place: Place) -> CostSurface:
@@ -267,3 +270,91 @@ def formula_surface(name: str, formula: CostFormula, max_batch_size: int) -> Cos
         catch_up_seconds_per_token=max(d.seconds_per_token for d in formula.drafters.values()),
         catch_up_pass_seconds=max(d.seconds_per_pass for d in formula.drafters.values()),
     )
+
+
+class NoiseShape(Enum):
+    """Names how the error of a measured cell is distributed."""
+
+    LOGNORMAL = "lognormal"
+    UNIFORM = "uniform"
+
+
+class ProfileSection(Section):
+    """Describes how the profile differs from the truth; by default as a careful measurement does.
+
+    factor: on all costs.  drafting: on all cells at gamma > 0.  by_arm: drafter -> gamma -> factor.
+    by_batch_size: batch size -> factor, linear in log B in between and constant beyond.
+    noise: error of each cell, drawn once: the standard deviation of its logarithm (lognormal), or
+    the largest relative error (uniform).  noise_seed: of the draw.
+    context_term: whether the profile knows the price of context.  kv_tokens_per_sequence: context
+    at which it was measured, tokens; by default that at which the costs are given.
+
+    Cells are measured at batch sizes 1, 2, 4, ... and the engine's limit, gamma = 0 included.
+    """
+
+    factor: Factor = 1.0
+    drafting: Factor = 1.0
+    by_arm: dict[DrafterName, dict[GammaKey, Factor]] = Field(default_factory=dict)
+    by_batch_size: dict[BatchSizeKey, Factor] = Field(default_factory=dict)
+    noise: LogSpread = 0.01
+    noise_shape: NoiseShape = NoiseShape.LOGNORMAL
+    noise_seed: SeedNumber = 0
+    context_term: bool = True
+    kv_tokens_per_sequence: MeanLength | None = None
+
+    @model_validator(mode="after")
+    def _costs_stay_above_zero(self) -> Self:
+        if self.noise_shape is NoiseShape.UNIFORM and self.noise >= 1:
+            raise ValueError(f"a uniform noise of {self.noise:g} would make costs negative")
+        return self
+
+    def measured(self, surface: CostSurface, place: Place) -> Profile:
+        """Makes what `controller profile` would have written.  Raises InvalidInputError."""
+        for drafter, factors in self.by_arm.items():
+            known = {arm.gamma for arm in surface.arms if arm.drafter == drafter}
+            for gamma in factors:
+                if gamma not in known:
+                    fault = f"there is no arm of {drafter!r} with draft length {gamma}"
+                    raise place.fault(("profile", "by_arm", drafter), fault)
+        sizes = profile_sizes(surface.max_batch_size)
+        exact = surface.profile(
+            FINGERPRINT,
+            sizes,
+            self._factors(surface, sizes),
+            self.kv_tokens_per_sequence,
+            self.context_term,
+        )
+        if self.factor == 1:
+            return exact
+        return replace(
+            exact,
+            seconds_per_kv_token=self.factor * exact.seconds_per_kv_token,
+            catch_up_seconds_per_token=self.factor * exact.catch_up_seconds_per_token,
+        )
+
+    def _factors(self, surface: CostSurface, sizes: list[int]) -> NDArray[np.float64]:
+        """Returns [arms, sizes] what the profile says over what is true."""
+        rng = np.random.default_rng(self.noise_seed)
+        shape = (len(surface.arms), len(sizes))
+        if self.noise_shape is NoiseShape.UNIFORM:
+            factors = rng.uniform(1 - self.noise, 1 + self.noise, shape)
+        else:
+            factors = rng.lognormal(0.0, self.noise, shape)
+        for i, arm in enumerate(surface.arms):
+            drafting = self.drafting if arm.gamma else 1.0
+            factors[i] *= (
+                self.factor * drafting * self.by_arm.get(arm.drafter, {}).get(arm.gamma, 1.0)
+            )
+        return factors * _over_batch(self.by_batch_size, sizes)
+
+
+def _over_batch(factors: Mapping[int, float], sizes: list[int]) -> NDArray[np.float64]:
+    """[sizes] factors between those that are given."""
+    if not factors:
+        return np.ones(len(sizes))
+    known = sorted(factors)
+    at = [math.log(size) for size in sizes]
+    found: NDArray[np.float64] = np.interp(
+        at, [math.log(size) for size in known], [factors[size] for size in known]
+    )
+    return found

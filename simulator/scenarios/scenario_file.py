@@ -1,25 +1,45 @@
-"""Defines a scenario file, and makes the scenario that it describes."""
+"""Scenarios as files: what is in one, reading one, and those of the standard suite.
 
+YAML text becomes a checked `ScenarioFile`, with the place of every field, and that a `Scenario`.
+The suite has published costs, drawn acceptance, and everything that is known to go wrong; each of
+its scenarios is a file in `standard`, small enough to be read in one sitting.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+import yaml
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
+from controller.core.cost.profile import Profile
+from controller.util.strict_yaml import (
+    StrictLoader,
+    StrictYamlError,
+    fault,
+    load_mapping,
+    read_text,
+)
 from simulator.engine import EngineOptions, Prefill
-from simulator.scenario import Scenario
-from simulator.scenarios.cost import CostSection
+from simulator.errors import InvalidInputError
+from simulator.reading import shown
+from simulator.scenarios.cost import CostSection, ProfileSection
 from simulator.scenarios.fields import (
     BatchSize,
+    FieldPath,
     KindName,
     LogSpread,
     Number,
+    Place,
     Seconds,
     Section,
     Share,
     Whole,
 )
-from simulator.scenarios.place import Place
-from simulator.scenarios.profile import ProfileSection
 from simulator.scenarios.traffic import KindSection, sources
 from simulator.scenarios.work import (
     ArrivalsSection,
@@ -29,7 +49,39 @@ from simulator.scenarios.work import (
 )
 from simulator.sources import ClosedSource, OpenSource
 from simulator.surface import CostSurface
-from simulator.workload import AcceptanceSource
+from simulator.workload import AcceptanceSource, Workload
+
+_MAX_BYTES = 1024 * 1024
+_MAX_KEY = 128
+FOLDER = Path(__file__).parent / "standard"
+_NAME = re.compile(r"^name:(.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Describes what is run, with all policies, `seeds` times.
+
+    workload: makes the workload of a seed; equal seeds make equal workloads.
+    profile: what the controller (and every peer that needs costs) was told; None = nothing.
+    max_batch_size: the engine's limit, which the plan's table reaches.
+    shifting: the best arm changes while it runs.
+    sustained_tpot_p99_seconds: bound on the 99th percentile of the time per output token, counted
+    from a request's arrival, under which `comparison.sustained` searches the load that each policy
+    sustains; None = no search.
+    """
+
+    name: str
+    group: str
+    description: str
+    surface: CostSurface
+    workload: Callable[[int], Workload]
+    profile: Profile | None
+    max_batch_size: int
+    shifting: bool
+    seeds: int = 2
+    options: EngineOptions = field(default_factory=EngineOptions)
+    sustained_tpot_p99_seconds: float | None = None
+
 
 _DEFAULT = EngineOptions()
 _ABOVE_ONE = Annotated[Number, Field(ge=1, le=10_000)]
@@ -66,19 +118,9 @@ class EngineSection(Section):
 
     def options(self, switch_seconds: float) -> EngineOptions:
         """Returns what the engine is given."""
+        same = self.model_dump(exclude={"max_batch_size", "lag_steps", "step_noise"})
         return EngineOptions(
-            lag=self.lag_steps,
-            noise=self.step_noise,
-            outlier_share=self.outlier_share,
-            outlier_factor=self.outlier_factor,
-            pace=self.pace,
-            switch_seconds=switch_seconds,
-            warm_factor=self.warm_factor,
-            prefill=self.prefill,
-            prefill_chunk_tokens=self.prefill_chunk_tokens,
-            stale_after=self.stale_after,
-            stale_steps=self.stale_steps,
-            stale_acceptance=self.stale_acceptance,
+            lag=self.lag_steps, noise=self.step_noise, switch_seconds=switch_seconds, **same
         )
 
 
@@ -111,10 +153,8 @@ class ScenarioFile(Section):
 
     @model_validator(mode="after")
     def _one_workload(self) -> Self:
-        if (self.phases is None) == (self.arrivals is None):
-            raise ValueError("either phases or arrivals is needed")
-        if self.phases is None and self.repeat != 1:
-            raise ValueError("repeat has no meaning beside arrivals; they have their own")
+        if self.the_one_of("phases", "arrivals") == "arrivals":
+            self.refuse_beside("arrivals; they have their own", "repeat")
         return self
 
     def scenario(self, folder: Path | None = None, place: Place | None = None) -> Scenario:
@@ -160,3 +200,115 @@ def _require_drafters(
     if missing:
         fault = f"has no acceptance for drafter {missing[0]!r}, only for {list(source.drafters)}"
         raise place.fault(path, fault)
+
+
+class _Loader(StrictLoader):
+    depth_max: ClassVar[int] = 12
+    too_deep: ClassVar[str] = "no field of a scenario is that deep"
+
+
+# YAML 1.1 takes 1e-6 and 1.5e3 for texts, because a point or a sign is missing.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def read_scenario_file(path: Path) -> tuple[ScenarioFile, Place]:
+    """Reads and checks a file.
+
+    Raises InvalidInputError, which names the file, the line and the field.
+    """
+    try:
+        text = read_text(path, _MAX_BYTES)
+        found = load_mapping(text, _Loader, _lines)
+    except StrictYamlError as error:
+        raise InvalidInputError(path, error.line, str(error)) from error
+    values, lines = found or ({}, {})
+    place = Place(path, lines)
+    return parse_scenario(values, place), place
+
+
+def load_scenario(path: Path) -> Scenario:
+    """Makes the scenario of a file.  Raises InvalidInputError, which names file and field."""
+    file, place = read_scenario_file(path)
+    return file.scenario(path.parent, place)
+
+
+def parse_scenario(values: Mapping[str, Any], place: Place) -> ScenarioFile:
+    """Checks values as they are in a file.  Raises InvalidInputError about the first bad field."""
+    try:
+        return ScenarioFile.model_validate(values)
+    except ValidationError as error:
+        raise _first_fault(error.errors(include_url=False), place) from error
+
+
+def _first_fault(errors: list[ErrorDetails], place: Place) -> InvalidInputError:
+    # An unknown field is likely the cause of the one that is missing.
+    first = min(errors, key=lambda item: item["type"] != "extra_forbidden")
+    path = tuple(part for part in first["loc"] if part != "[key]")
+    if first["type"] == "extra_forbidden":
+        return place.fault(path, "is not a field here; see docs/simulation.md for those there are")
+    if first["type"] == "missing":
+        return place.fault(path, "is missing")
+    text = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    value = first["input"]
+    quoted = "" if isinstance(value, dict | list) else f", not {shown(value)}"
+    return place.fault(path, f"{text}{quoted}")
+
+
+def _lines(root: yaml.MappingNode) -> dict[FieldPath, int]:
+    """Returns the line of every key and list item.  Raises MarkedYAMLError for a repeated key."""
+    lines: dict[FieldPath, int] = {}
+
+    def walk(node: yaml.Node, path: FieldPath) -> None:
+        if isinstance(node, yaml.SequenceNode):
+            for i, item in enumerate(node.value):
+                lines[*path, i] = item.start_mark.line + 1
+                walk(item, (*path, i))
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode) or not 1 <= len(key.value) <= _MAX_KEY:
+                    raise fault(key, "this key is not a name; is there a space after its colon?")
+                field = (*path, key.value)
+                if field in lines:
+                    raise fault(
+                        key, f"{key.value} is set twice, first in line {lines[field]}; remove one"
+                    )
+                lines[field] = key.start_mark.line + 1
+                walk(value, field)
+
+    walk(root, ())
+    return lines
+
+
+def standard(part: str = "") -> list[Scenario]:
+    """Loads the scenarios whose name contains `part`, in the order of the report."""
+    return [load_scenario(path) for name, path in _files().items() if part in name]
+
+
+def scenario_text(name: str) -> str:
+    """Returns the file of a scenario.  Raises InvalidInputError, which lists the names."""
+    path = _files().get(name)
+    if path is None:
+        fault = f"{name!r} is not in the suite; there are: {', '.join(_files())}"
+        raise InvalidInputError("--dump-scenario", 0, fault)
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def _files() -> dict[str, Path]:
+    """Name -> file.  Only the line with the name is read, because most are not asked for."""
+    found: dict[str, Path] = {}
+    for path in sorted(FOLDER.rglob("*.yaml"), key=_order):
+        match = _NAME.search(path.read_text(encoding="utf-8"))
+        assert match is not None, f"{path} has no name"
+        found[str(yaml.safe_load(match[1]))] = path
+    return found
+
+
+def _order(path: Path) -> list[tuple[int, str]]:
+    """Sorts numbers in file names by their value."""
+    parts = re.split(r"(\d+)", str(path.relative_to(FOLDER).with_suffix("")))
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]

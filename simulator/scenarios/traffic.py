@@ -1,6 +1,7 @@
 """Defines the section `traffic`: named kinds of requests, and which drafts they accept."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -17,10 +18,10 @@ from simulator.scenarios.fields import (
     KindName,
     MeanLength,
     Number,
+    Place,
     Section,
     Share,
 )
-from simulator.scenarios.place import Place
 from simulator.sources import MeanTokens, Mixture
 from simulator.workload import AcceptanceSource
 
@@ -41,13 +42,7 @@ class DrafterMemorySection(Section):
 
     def memory(self) -> Memory:
         """Returns the memory.  Raises InvalidInputError for values out of range."""
-        return Memory(
-            self.level_spread,
-            self.drift_spread,
-            self.drift_requests,
-            self.passage_spread,
-            self.passage_tokens,
-        )
+        return Memory(**{field.name: getattr(self, field.name) for field in fields(Memory)})
 
 
 class MemorySection(DrafterMemorySection):
@@ -81,8 +76,7 @@ class TraceSection(Section):
 
     @model_validator(mode="after")
     def _one_format(self) -> Self:
-        if (self.requests is None) == (self.rounds is None):
-            raise ValueError("either requests or rounds is needed")
+        self.the_one_of("requests", "rounds")
         return self
 
     def source(self, folder: Path) -> AcceptanceTrace:
@@ -138,15 +132,11 @@ class KindSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        sources = ("geometric", "positions", "survival", "copying", "trace", "mix")
-        given = [name for name in sources if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "nothing"
-            raise ValueError(f"one of {', '.join(sources)} is needed; there is {found}")
-        if self.memory is not None and given[0] in {"copying", "trace", "mix"}:
-            raise ValueError(f"memory has no meaning beside {given[0]}")
-        if self.labelled and given[0] != "mix":
-            raise ValueError(f"labelled has no meaning beside {given[0]}")
+        source = self.the_one_of("geometric", "positions", "survival", "copying", "trace", "mix")
+        if source in {"copying", "trace", "mix"}:
+            self.refuse_beside(source, "memory")
+        if source != "mix":
+            self.refuse_beside(source, "labelled")
         return self
 
     @property

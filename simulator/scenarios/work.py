@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from simulator.arrivals import poisson_seconds, read_arrivals
 from simulator.scenarios.fields import (
     BatchSize,
     Factor,
@@ -17,11 +16,11 @@ from simulator.scenarios.fields import (
     KindName,
     MeanLength,
     Number,
+    Place,
     Section,
     SeedNumber,
     Whole,
 )
-from simulator.scenarios.place import Place
 from simulator.scenarios.traffic import KindSection
 from simulator.sources import (
     ClosedSource,
@@ -30,6 +29,8 @@ from simulator.sources import (
     OpenSource,
     PhaseSpec,
     lengths,
+    poisson_seconds,
+    read_arrivals,
 )
 from simulator.surface import CostSurface
 from simulator.workload import AcceptanceSource, PhaseStart
@@ -66,8 +67,7 @@ class PhaseSection(Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
-        if (self.tokens is None) == (self.steps is None):
-            raise ValueError("either tokens or steps is needed")
+        self.the_one_of("tokens", "steps")
         return self
 
 
@@ -103,22 +103,10 @@ class ArrivalsSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.file is None) == (self.rates is None):
-            raise ValueError("either file or rates is needed")
-        own = {
-            "limit": self.limit is not None,
-            "speed": self.speed != 1,
-        }
-        drawn = {
-            "repeat": self.repeat != 1,
-            "context_tokens_mean": self.context_tokens_mean is not None,
-            "output_tokens_mean": self.output_tokens_mean is not None,
-        }
-        for name, given in (own if self.file is None else drawn).items():
-            if given:
-                raise ValueError(
-                    f"{name} has no meaning beside {'rates' if self.rates else 'file'}"
-                )
+        if self.the_one_of("file", "rates") == "rates":
+            self.refuse_beside("rates", "limit", "speed")
+        else:
+            self.refuse_beside("file", "repeat", "context_tokens_mean", "output_tokens_mean")
         return self
 
 

@@ -19,7 +19,7 @@ from simulator.comparison.contestants import controller
 from simulator.comparison.truth import Truth
 from simulator.engine import EngineOptions, simulate
 from simulator.policy import ArmChoice, Policy, Situation, StepRecord
-from simulator.scenario import Scenario
+from simulator.scenarios.scenario_file import Scenario
 from simulator.surface import CostSurface
 from simulator.workload import ClosedLoop, RequestPool, Workload
 

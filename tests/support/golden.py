@@ -19,9 +19,8 @@ from typing import Any, Final, TypeAlias
 
 from simulator.comparison.run import SeedRun, run_all
 from simulator.comparison.summary import summarise
-from simulator.report.json_text import to_values
-from simulator.results import ScenarioReport, SimulationReport
-from simulator.suite import standard
+from simulator.results import ScenarioReport, SimulationReport, to_values
+from simulator.scenarios.scenario_file import standard
 
 GOLDEN = Path(__file__).with_name("golden.json")
 RELATIVE: Final = 1e-9

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from simulator import published
 from simulator.scenarios.cost import CostSection
-from simulator.scenarios.place import Place
+from simulator.scenarios.fields import Place
 from simulator.step_costs import COLUMNS
 
 _SIZES = (64, 8, 32, 128)

@@ -14,9 +14,8 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from simulator.scenario import Scenario
-from simulator.scenarios.place import Place
-from simulator.scenarios.read import parse_scenario
+from simulator.scenarios.fields import Place
+from simulator.scenarios.scenario_file import Scenario, parse_scenario
 from tests.support.random_costs import Cost, costs, graded
 
 Draw = st.DrawFn

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from simulator.controller_policy import ControllerPolicy
 from simulator.engine import simulate
 from simulator.peers.static import Static
-from simulator.scenario import Scenario
-from simulator.suite import standard
+from simulator.scenarios.scenario_file import Scenario, standard
 from tools.bench.measurement import Measurement, run
 
 _SCENARIOS = ("load+traffic/h100", "traffic/B=16", "load/scout")

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from controller.core.training import gpu_allocation
+from simulator import gpu_allocation
 from tests.system.concurrency.dealing import run
 
 

@@ -30,6 +30,12 @@ def trainer_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _built(ROOT / "trainer", tmp_path_factory.mktemp("trainer-wheel"))
 
 
+@pytest.fixture(scope="session")
+def simulator_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The simulator's."""
+    return _built(ROOT / "simulator", tmp_path_factory.mktemp("simulator-wheel"))
+
+
 @pytest.fixture
 def sglang_environment(tmp_path: Path) -> Path:
     """Interpreter of an environment that looks to pip like one with SGLang and without us.

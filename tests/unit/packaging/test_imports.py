@@ -51,6 +51,7 @@ def test_the_layers_hold(tree: Path):
         ("simulator/engine.py", "import simulator.peers.static", "simulat"),
         ("controller/core/cost/table.py", "import controller.core.planning.planner", "core"),
         ("controller/cli/doctor.py", "import lab.papers.tide", "lab"),
+        ("controller/cli/simulator.py", "from simulator.commands import advise", "imported there"),
         ("engine_shim/link/errors.py", "import controller.core.errors", "shim"),
         ("engine_shim/common/status.py", "import engine_shim.sglang.hooks", "shim"),
         ("engine_shim/common/process.py", "import torch", "share"),

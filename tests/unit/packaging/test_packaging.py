@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import controller
+from simulator.scenarios.scenario_file import standard
 from tests.support.fake_sidecar import FakeSidecar, plan
 from tests.unit.packaging.environments import (
     ROOT,
@@ -30,6 +31,7 @@ from tools.faults import engine_program
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHIM = tomllib.loads((ROOT / "engine_shim" / "pyproject.toml").read_text())["project"]
 TRAINER = tomllib.loads((ROOT / "trainer" / "pyproject.toml").read_text())["project"]
+SIMULATOR = tomllib.loads((ROOT / "simulator" / "pyproject.toml").read_text())["project"]
 
 # What sglang 0.5.23 asks of gRPC on a GPU host, by way of its smg-grpc-servicer 0.14.
 SGLANG_GRPC_FLOOR = [
@@ -101,6 +103,15 @@ def test_the_trainers_wheel_holds_its_package_and_no_more(trainer_wheel: Path):
     assert "trainer/py.typed" in held
 
 
+def test_the_simulators_wheel_holds_its_package_and_the_scenarios_and_no_more(
+    simulator_wheel: Path,
+):
+    held = {name for name in contents(simulator_wheel) if ".dist-info/" not in name}
+    assert held == files("simulator") | {"simulator/LICENSE"}
+    assert "simulator/py.typed" in held
+    assert sum(name.endswith(".yaml") for name in held) == len(standard())
+
+
 def test_the_contract_comes_with_its_types():
     stubs = {f"speculation/v1/{name}_pb2.py" for name in ("engine", "plan", "service")}
     stubs.add("speculation/v1/service_pb2_grpc.py")
@@ -108,7 +119,7 @@ def test_the_contract_comes_with_its_types():
 
 
 def test_each_wheel_declares_its_own_entry_point_and_all_have_one_version(
-    wheel: Path, shim_wheel: Path, trainer_wheel: Path
+    wheel: Path, shim_wheel: Path, simulator_wheel: Path, trainer_wheel: Path
 ):
     def declared(path: Path) -> str:
         name = "-".join(path.name.split("-")[:2])
@@ -120,9 +131,38 @@ def test_each_wheel_declares_its_own_entry_point_and_all_have_one_version(
     assert "[sglang.srt.plugins]" in declared(shim_wheel)
     assert "[console_scripts]\nspeculation-would-steer = engine_shim." in declared(shim_wheel)
     assert "speculation-trainer = trainer.__main__:main" in declared(trainer_wheel)
-    for built in (wheel, shim_wheel, trainer_wheel):
+    for built in (wheel, shim_wheel, simulator_wheel, trainer_wheel):
         assert built.name.split("-")[1] == controller.__version__
     assert f"speculation-controller-shim=={controller.__version__}" in TRAINER["dependencies"]
+    assert SIMULATOR["dependencies"] == [f"speculation-controller=={controller.__version__}"]
+
+
+def test_the_sidecar_names_the_simulators_commands_and_has_them_once_it_is_installed(
+    wheel: Path, simulator_wheel: Path, tmp_path: Path
+):
+    python = environment(tmp_path / "venv")
+    command = tmp_path / "venv" / "bin" / "controller"
+    pip(python, "install", "--no-compile", wheel)
+    assert {"simulate", "convert", "advise"} <= set(run(command, "--help").split())
+    asked = ("advise", "--pool", "H100:8:6.76:2.44")
+    for words in (("simulate", "--suite", "standard"), ("convert", "a", "b", "--force"), asked):
+        refused = subprocess.run(
+            [command, *words], capture_output=True, text=True, check=False, cwd="/"
+        )
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert refused.stderr == (
+            f"controller {words[0]}: the simulator is not installed: "
+            "pip install speculation-controller-simulator\n"
+        )
+    assert "pip install speculation-controller-simulator" in run(command, "simulate", "--help")
+    pip(python, "install", "--no-compile", "--no-deps", simulator_wheel)
+    assert "pays from a speedup" in run(command, *asked)
+    assert run(command, "simulate", "--dump-scenario", "bursts").startswith("name: bursts")
+    line = (
+        "--acceptance geometric:0.7 --cost h100-llama3.1-8b --concurrency 1 --tokens 50 --seeds 1"
+    )
+    assert "oracle" in run(command, "simulate", *line.split())
+    assert "matplotlib" not in installed(python)
 
 
 @pytest.mark.parametrize("end", ENDS)

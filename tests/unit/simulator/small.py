@@ -8,7 +8,7 @@ from controller.core.engine_spec import DrafterSpec
 from controller.core.model_shapes import DrafterKind
 from simulator.controller_policy import FINGERPRINT
 from simulator.curves import Curves
-from simulator.scenario import Scenario
+from simulator.scenarios.scenario_file import Scenario
 from simulator.sources import ClosedSource, OpenSource, PhaseSpec, lengths
 from simulator.surface import CostSurface
 from simulator.workload import PhaseStart

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from simulator.engine import EngineOptions
 from simulator.peers.static import Static
 from simulator.policy import ArmChoice
-from simulator.scenarios.place import Place
-from simulator.scenarios.read import load_scenario, parse_scenario
+from simulator.scenarios.fields import Place
+from simulator.scenarios.scenario_file import load_scenario, parse_scenario
 from tests.support.against_off import against_off
 from tests.support.dealing import dealt
 from tests.support.random_scenarios import scenarios

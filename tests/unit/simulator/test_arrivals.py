@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.arrivals import read_arrivals
 from simulator.errors import InvalidInputError
+from simulator.sources import read_arrivals
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 

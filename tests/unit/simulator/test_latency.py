@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from simulator.latency import RequestTimes, spread
+from simulator.results import RequestTimes, spread
 
 
 def test_latencies_are_of_finished_requests_and_tpot_of_those_of_several_tokens():

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.match_lengths import match_lengths
+from simulator.acceptance_trace import match_lengths
 
 
 def found(tokens, first):

@@ -7,14 +7,13 @@ import pytest
 
 from controller.core.engine_spec import Arm
 from simulator.comparison.contestants import controller, peers, policy_names, statics
-from simulator.comparison.row_rules import hindsight_rules, mixture_steps
-from simulator.comparison.truth import Truth
+from simulator.comparison.truth import Truth, hindsight_rules, mixture_steps
 from simulator.copying import Copying
 from simulator.engine import EngineOptions, simulate
 from simulator.errors import InvalidInputError
-from simulator.mixtures import MixtureCost, with_mixtures
 from simulator.peers.static import Static
-from simulator.suite import standard
+from simulator.scenarios.scenario_file import standard
+from simulator.surface import MixtureCost, with_mixtures
 from simulator.workload import ClosedLoop, WorkloadPhase
 
 EDITING = standard("rows/editing")[0]

@@ -6,7 +6,7 @@ import pytest
 from controller.core.engine_spec import Arm
 from simulator import published
 from simulator.errors import InvalidInputError
-from simulator.published_tide import TIDE_MODELS
+from simulator.published import TIDE_MODELS
 
 LLAMA, QWEN = "h100-llama3.1-8b", "b200-qwen3.6-35b-a3b"
 

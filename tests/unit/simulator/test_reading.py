@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.acceptance_trace import AcceptanceTrace
-from simulator.arrivals import read_arrivals
 from simulator.curves import parse_acceptance
 from simulator.errors import InvalidInputError
 from simulator.reading import csv_rows, text_lines
+from simulator.sources import read_arrivals
 from simulator.step_costs import read_profile, read_step_costs
 
 READERS: dict[str, Callable[[Any], object]] = {

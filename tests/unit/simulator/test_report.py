@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from controller.cli.output import print_table, print_words
 from simulator.errors import InvalidInputError
-from simulator.latency import Spread
 from simulator.report import bars, from_json, render_html, render_text, to_json
 from simulator.results import (
     Latency,
@@ -19,6 +18,7 @@ from simulator.results import (
     PolicyReport,
     ScenarioReport,
     SimulationReport,
+    Spread,
     SustainedLoad,
     Timeline,
 )

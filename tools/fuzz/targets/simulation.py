@@ -10,11 +10,10 @@ from controller.core.errors import SpeculationError
 from lab.papers.drafters import read_grid
 from simulator import published_qwen
 from simulator.acceptance_trace import AcceptanceTrace
-from simulator.arrivals import read_arrivals
 from simulator.curves import parse_acceptance
-from simulator.scenarios.read import load_scenario
+from simulator.scenarios.scenario_file import load_scenario, scenario_text
+from simulator.sources import read_arrivals
 from simulator.step_costs import read_profile
-from simulator.suite import scenario_text
 from simulator.surface import csv_surface, profile_surface
 from tests.support.service_harness import make_profile
 from tools.fuzz.mutation import json_of, text_of

@@ -215,7 +215,8 @@ DONE_ELSEWHERE = {
     "serve": "test_serve.py", "profile": "../profiling/test_profile_command.py",
     "profile pull": "test_profiles.py", "override watch": "test_override.py",
     "override clear": "test_override.py", "doctor": "../doctor/test_doctor.py",
-    "simulate": "test_simulate.py", "replay": "test_replay.py", "report": "test_replay.py",
+    "simulate": "../../simulator/commands/test_simulate.py",
+    "replay": "test_replay.py", "report": "test_replay.py",
 }  # fmt: skip
 
 

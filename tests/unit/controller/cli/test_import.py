@@ -7,7 +7,8 @@ from tests.support.service_harness import ENVIRONMENT
 PROGRAM = """
 import json, sys, time
 began = time.perf_counter()
-import controller.cli
+import typer, controller.cli
+typer.main.get_command(controller.cli.app)
 print(json.dumps({"seconds": time.perf_counter() - began, "modules": sorted(sys.modules)}))
 """
 

@@ -12,9 +12,8 @@ from controller.core.step_report import StepReport
 from controller.recording.counterfactual import _as_of, _is_unseen
 from controller.recording.event_log import EventLog, Queue
 from controller.recording.events import Moment, Noted, NoteKind
+from controller.recording.html_page import new_figure, svg, time_text
 from controller.recording.incident_plots import plain
-from controller.report.figures import new_figure, svg
-from controller.report.page import time_text
 
 NOTE = Moment(1.0, Noted(NoteKind.STREAM_OPENED))
 

@@ -11,7 +11,7 @@ from lab.learning.headline import Verdict
 from lab.learning.tide import judged_matrix, judged_time
 from lab.learning.tide_control import described_eq5, eq5, judged_domains
 from lab.learning.tide_signals import DomainServed
-from simulator.published_tide import TIDE_MODELS
+from simulator.published import TIDE_MODELS
 
 
 def test_what_was_accepted_gives_the_curve_and_the_length():

@@ -9,7 +9,7 @@ from lab.papers.drafters import reproduce_drafters
 from lab.papers.reproductions import tables
 from lab.papers.tide import reproduce_tide
 from simulator import published_qwen
-from simulator.published_tide import TIDE_MODELS
+from simulator.published import TIDE_MODELS
 
 
 def text_of(report):

@@ -18,7 +18,7 @@ from lab.papers.tide import (
     speedup_point,
 )
 from simulator import published
-from simulator.published_tide import TIDE_MODELS
+from simulator.published import TIDE_MODELS
 
 REPORT = reproduce_tide()
 

@@ -5,9 +5,8 @@ import pytest
 
 from controller.core.engine.engine_controller import EngineController
 from simulator.comparison.contestants import static_names
-from simulator.comparison.hindsight import best_by_segment
-from simulator.comparison.recovery import recovery_steps
-from simulator.comparison.run import run_all, run_seed
+from simulator.comparison.oracle import best_by_segment
+from simulator.comparison.run import recovery_steps, run_all, run_seed
 from simulator.comparison.summary import summarise
 from simulator.comparison.truth import Truth
 from simulator.controller_policy import ControllerPolicy

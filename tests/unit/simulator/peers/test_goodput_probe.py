@@ -3,7 +3,7 @@
 import pytest
 
 from controller.core.engine_spec import Arm
-from simulator.peers.goodput_probe import GoodputProbe
+from simulator.peers.hill_climber import GoodputProbe
 from tests.unit.simulator.peers.loop import ARMS, Loop, best_arm, constant
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from controller.core.engine_spec import Arm
 from simulator.errors import InvalidInputError
-from simulator.peers.vllm_adaptive_k import AdaptiveK
+from simulator.peers.vllm import AdaptiveK
 from tests.unit.simulator.peers.loop import (
     ARMS,
     GAMMAS,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from simulator.errors import InvalidInputError
 from simulator.peers.common import octave
 from simulator.peers.static import Static
-from simulator.peers.vllm_schedule import BatchSchedule, best_table
+from simulator.peers.vllm import BatchSchedule, best_table
 from tests.unit.simulator.peers.loop import ARMS, Loop
 
 TABLE = ((1, 4, 4), (5, 16, 2), (33, 64, 0))

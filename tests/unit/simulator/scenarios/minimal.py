@@ -3,9 +3,8 @@
 import copy
 from typing import Any
 
-from simulator.scenarios.place import Place
-from simulator.scenarios.read import parse_scenario
-from simulator.scenarios.scenario_file import ScenarioFile
+from simulator.scenarios.fields import Place
+from simulator.scenarios.scenario_file import ScenarioFile, parse_scenario
 
 FORMULA = {
     "step": {"base_seconds": 0.005, "seconds_per_token": 2e-5, "seconds_per_kv_token": 1e-8},

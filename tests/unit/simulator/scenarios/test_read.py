@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from simulator.errors import InvalidInputError
-from simulator.scenarios.read import load_scenario, read_scenario_file
+from simulator.scenarios.scenario_file import load_scenario, read_scenario_file
 from simulator.workload import OpenLoop
 from tests.unit.simulator.scenarios.minimal import values
 

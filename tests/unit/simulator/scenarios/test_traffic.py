@@ -8,7 +8,7 @@ import pytest
 from simulator.chain import Chain, Memory
 from simulator.copying import Copying
 from simulator.errors import InvalidInputError
-from simulator.scenarios.place import Place
+from simulator.scenarios.fields import Place
 from simulator.scenarios.traffic import KindSection, sources
 from simulator.sources import MeanTokens
 

@@ -5,9 +5,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from controller.cli.convert import convert
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine_spec import Fingerprint
+from simulator.commands.convert import convert
 
 DRAFTERS = (DrafterIdentity("mtp", "models/mtp", "r1"), DrafterIdentity("dflash"))
 CELLS = tuple(

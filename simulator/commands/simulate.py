@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from simulator.results import SimulationReport
-    from simulator.scenario import Scenario
+    from simulator.scenarios.scenario_file import Scenario
 
 
 def simulate(
@@ -171,7 +171,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _dump(name: str) -> None:
-    from simulator.suite import scenario_text
+    from simulator.scenarios.scenario_file import scenario_text
 
     print_lines(scenario_text(name).removesuffix("\n"))
 
@@ -183,8 +183,7 @@ def _scenarios(
 
     from simulator import files
     from simulator.errors import InvalidInputError
-    from simulator.scenarios.read import load_scenario
-    from simulator.suite import standard
+    from simulator.scenarios.scenario_file import load_scenario, standard
 
     assert isinstance(given, files.SimulationRequest)
     if not (paths or suite or given.acceptance):

@@ -8,7 +8,7 @@ from controller.cli.output import Output, OutputOption, print_error, print_line,
 from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
-    from controller.core.training.gpu_allocation import Pool
+    from simulator.gpu_allocation import Pool
 
 
 def advise(
@@ -37,7 +37,7 @@ def advise(
 
     Exit codes: 0 done, 2 bad input, with one line on standard error.
     """
-    from controller.core.training.gpu_allocation import Demand, InvalidPoolError, allocate
+    from simulator.gpu_allocation import Demand, InvalidPoolError, allocate
 
     try:
         pools = [_pool(text) for text in pool or []]
@@ -69,7 +69,7 @@ def advise(
 
 
 def _pool(text: str) -> "Pool":
-    from controller.core.training.gpu_allocation import InvalidPoolError, Pool
+    from simulator.gpu_allocation import InvalidPoolError, Pool
 
     parts = text.split(":")
     try:

@@ -5,12 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from simulator.comparison.contestants import oracle_candidates, statics
-from simulator.comparison.hindsight import (
+from simulator.comparison.contestants import statics
+from simulator.comparison.oracle import (
     BestArm,
     SegmentSchedule,
     best_by_segment,
     clairvoyants,
+    oracle_candidates,
     segment_classes,
 )
 from simulator.comparison.run import run_seed

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.core.training.gpu_allocation import (
+from simulator.gpu_allocation import (
     Demand,
     InvalidPoolError,
     Pool,

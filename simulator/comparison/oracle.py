@@ -4,16 +4,19 @@ None of them is the optimum by construction: what a step is best at is not all t
 switch has a price.  So several are run, and the oracle is the one with the best score.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.plan import MixtureRule
+from simulator.comparison.contestants import Factory, static_names
+from simulator.comparison.truth import Truth
 from simulator.engine import EngineOptions, RunResult
-from simulator.policy import ArmChoice, Policy, Situation, StepRecord
+from simulator.policy import ArmChoice, Situation, StepRecord
 from simulator.results import PolicyOrigin
+from simulator.scenarios.scenario_file import Scenario
 from simulator.surface import CostSurface
 from simulator.workload import OpenLoop, Workload
 
@@ -168,7 +171,7 @@ def clairvoyants(
     options: EngineOptions,
     expected: NDArray[np.float64],
     rules: Sequence[MixtureRule] = (),
-) -> dict[str, Callable[[], Policy]]:
+) -> dict[str, Factory]:
     """Names the policies that know every step; those alone that differ on this engine.
 
     expected, rules: see `BestArm`.
@@ -177,7 +180,7 @@ def clairvoyants(
     catching_up = surface.catch_up_seconds(1.0) > 0
     priced = options.switch_seconds > 0 or catching_up
     best = partial(BestArm, surface, options, expected, rules)
-    found: dict[str, Callable[[], Policy]] = {"best arm": best}
+    found: dict[str, Factory] = {"best arm": best}
     if priced and len(drafters) > 1:
         found |= {f"only {drafter}": partial(best, drafter=drafter) for drafter in drafters}
     if catching_up or options.stale_steps > 0:
@@ -185,3 +188,26 @@ def clairvoyants(
     if priced:
         found |= {f"patience {share:g}": partial(best, patience=share) for share in _PATIENCE}
     return found
+
+
+def oracle_candidates(
+    scenario: Scenario, workload: Workload, truth: Truth, static_runs: Mapping[str, RunResult]
+) -> dict[str, Factory]:
+    """Makes what competes with the static arms for being the oracle.
+
+    static_runs: of every static arm, in the order of `static_names`.
+    """
+    found = clairvoyants(scenario.surface, scenario.options, truth.expected_by_pool(), truth.rules)
+    index = list(static_names(scenario.surface).values())
+    best = best_by_segment(list(static_runs.values()), segment_classes(workload))
+    schedule = [index[i] for i in best]
+    if len(set(schedule)) > 1:
+        found["schedule"] = partial(SegmentSchedule, schedule, truth.rules)
+    return found
+
+
+def by_request_candidates(scenario: Scenario, truth: Truth) -> dict[str, Factory]:
+    """Makes what knows of every running request which kind it is; {} where all are alike."""
+    if not truth.mixed:
+        return {}
+    return clairvoyants(scenario.surface, scenario.options, truth.expected_by_kind(), truth.rules)

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from controller.cli.simulate import simulate
+from simulator.commands.simulate import simulate
 
 app = typer.Typer()
 app.command()(simulate)

@@ -1,10 +1,20 @@
-"""One self-contained page: no script, no network, light and dark, printable, usable by keyboard."""
+"""One self-contained page: no script, no network, light and dark, printable, usable by keyboard.
 
+Its figures are inline SVG, drawn by matplotlib.
+"""
+
+import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from controller.core.errors import SpeculationError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --good: #2a7f3f; --bad: #b3261e; }
@@ -83,3 +93,33 @@ def time_text(wall_seconds: float) -> str:
     except (ValueError, OverflowError, OSError):
         return "-"
     return moment.isoformat(sep=" ", timespec="milliseconds").replace("+00:00", "Z")
+
+
+class MissingPlotsError(SpeculationError):
+    """matplotlib is not installed."""
+
+    def __init__(self) -> None:
+        super().__init__("the page's plots need matplotlib: pip install matplotlib")
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """Makes a figure of so many inches.  Raises MissingPlotsError."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingPlotsError from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def svg(figure: "Figure", title: str) -> str:
+    """Renders a figure as inline SVG; title: the text for screen readers."""
+    import matplotlib as mpl
+
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "controller"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    # Without prolog, and without the references to schemes and licences: nothing to fetch.
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)

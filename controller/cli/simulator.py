@@ -1,0 +1,58 @@
+"""The commands of the simulator, a distribution of its own that need not be installed."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from controller.cli.output import print_error
+from controller.util.exit_codes import Exit
+
+_MODULE = "simulator.commands"
+# What `--help` says of those that are not installed.
+_SUMMARIES = {
+    "simulate": "Compares the controller with every static choice, hindsight, and the peers.",
+    "convert": "Writes a profile's cells as batch_size,num_draft_tokens,step_seconds, or back.",
+    "advise": "Tells which GPUs should train, and from which speedup on it pays.",
+}
+_ADVICE = "pip install speculation-controller-simulator"
+
+
+class WithSimulator(TyperGroup):
+    """Commands, and those of the simulator: it stands on this package, so it is imported last."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        app, installed = typer.Typer(), _installed()
+        for name, summary in _SUMMARIES.items():
+            if installed:
+                app.command(name)(installed[name])
+            else:
+                app.command(
+                    name,
+                    help=f"{summary} Not installed: {_ADVICE}",
+                    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+                )(_absent(name))
+        self.commands.update(typer.main.get_group(app).commands)
+
+
+def _installed() -> Mapping[str, Callable[..., None]]:
+    """The simulator's commands by name; {} where it is not installed."""
+    try:
+        found: Mapping[str, Callable[..., None]] = import_module(_MODULE).COMMANDS
+    except ModuleNotFoundError as error:
+        # Another distribution may have a package of that name.
+        if error.name not in {_MODULE, _MODULE.partition(".")[0]}:
+            raise
+        return {}
+    return found
+
+
+def _absent(name: str) -> Callable[[], None]:
+    def refuse() -> None:
+        print_error(f"controller {name}: the simulator is not installed: {_ADVICE}")
+        raise typer.Exit(Exit.USAGE)
+
+    return refuse
