@@ -45,11 +45,11 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
             "seeds": [play.stream.seed for play in outcome.plays[STEERED]],
             "phases": [
                 {
-                    "phase": phase.plan.name,
-                    "kinds": list(phase.plan.kinds),
-                    "concurrency": phase.plan.concurrency,
+                    "phase": phase.name,
+                    "kinds": list(phase.domains),
+                    "concurrency": phase.concurrency,
                     "requests": len(phase.requests),
-                    "tokens": sum(r.id.output_tokens for r in phase.requests),
+                    "tokens": phase.new_tokens,
                 }
                 for phase in outcome.stream.phases
             ],
@@ -59,7 +59,7 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
 
 def _label(outcome: DemoOutcome) -> dict[str, Any]:
     """Says what is imposed, drawn, measured and real, for a reader and for the picture."""
-    kinds = sorted({k for phase in outcome.stream.phases for k in phase.plan.kinds})
+    kinds = sorted({k for phase in outcome.stream.phases for k in phase.domains})
     drawn = {
         kind: CLASSES[kind].source if kind in CLASSES else "published with the table"
         for kind in kinds
@@ -122,7 +122,7 @@ def _run(outcome: DemoOutcome, policy: str) -> dict[str, Any]:
 
 def _play(play: StreamPlay) -> dict[str, Any]:
     steps = play.decode_steps
-    origin = play.played.began[0]
+    origin = play.edges[0][0]
     every = max(1, len(steps) // _SAMPLES_MAX)
     return {
         "tokens_per_second": round(play.tokens_per_second, 2),
@@ -139,7 +139,7 @@ def _play(play: StreamPlay) -> dict[str, Any]:
             {choice: round(share, 4) for choice, share in play.choices(number).items()}
             for number in range(len(play.stream.phases))
         ],
-        "began": [round((began - origin) / play.dilation, 3) for began in play.played.began],
+        "began": [round((began - origin) / play.dilation, 3) for began, _ in play.edges],
         "samples": [_sample(step, play) for step in steps[::every]],
         "probe_samples": [_sample(step, play) for step in steps if step.probe],
     }
@@ -151,5 +151,5 @@ def _arm(step: LoggedStep) -> tuple[str, int, bool]:
 
 def _sample(step: LoggedStep, play: StreamPlay) -> list[Any]:
     """Seconds since the stream began, batch size, draft length, drafter."""
-    began = (step.began - play.played.began[0]) / play.dilation
+    began = (step.began - play.edges[0][0]) / play.dilation
     return [round(began, 3), step.batch_size, step.gamma, step.drafter]

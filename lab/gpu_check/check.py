@@ -28,9 +28,8 @@ from lab.gpu_check.scale import Scale
 from lab.gpu_check.shapes import Shape
 from lab.harness.engines import Harness, Workplace, launch_engine
 from lab.harness.errors import EngineFailedError
-from lab.harness.load_generator import PhasePlay, Play, paired_ratio
+from lab.harness.load_generator import PhasePlay, Play, StreamPhase, paired_ratio
 from lab.harness.sidecar import Pin, SidecarHandle
-from lab.harness.stream import StreamPhase
 from lab.harness.terminal import Terminal
 
 Arm = tuple[str, int]

@@ -11,7 +11,7 @@ from lab.gpu_check.engines import SHAPE_ENGINES
 from lab.gpu_check.load import warm_up_loads
 from lab.gpu_check.scale import Scale
 from lab.gpu_check.shapes import Load, Shape
-from lab.harness.stream import StreamPhase
+from lab.harness.load_generator import StreamPhase
 
 Arm = tuple[str, int]
 

@@ -5,14 +5,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import grpc
 
 from controller.client.paging import every_page
-from lab.harness.background_thread import BackgroundThread
 from lab.harness.errors import HarnessError
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 
@@ -20,28 +18,9 @@ from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 OWN_DRAFTER = "eagle3"
 
 _CALL_SECONDS = 5.0
-_WATCH_SECONDS = 0.1
 # A busy machine delays reports by a second or two.
 _REPORTS_SECONDS = 60.0
 _LOOK_SECONDS = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class GammaSample:
-    """The last step that the engine had reported at a moment (monotonic clock)."""
-
-    at: float
-    step: int
-    batch_size: int
-    gamma: int
-    probe: bool
-    unsteered: bool
-    drafter: str = OWN_DRAFTER
-
-    @property
-    def choice(self) -> str:
-        """Names what ran: "0", or the drafter and its draft length."""
-        return f"{self.drafter} {self.gamma}" if self.gamma else "0"
 
 
 class SidecarHandle:
@@ -184,52 +163,6 @@ class Pin:
                 )
             time.sleep(_LOOK_SECONDS)
         return found
-
-
-class GammaWatch(BackgroundThread):
-    """Asks ten times a second which step ran last, on a thread, while the context is open.
-
-    rounds: how often it has asked.
-    """
-
-    def __init__(self, sidecar: SidecarHandle) -> None:
-        super().__init__("gamma-watch", _CALL_SECONDS)
-        self._sidecar = sidecar
-        self._samples: list[GammaSample] = []
-        self._last_step = 0
-        self.rounds = 0
-
-    @property
-    def samples(self) -> tuple[GammaSample, ...]:
-        """The steps seen so far, none of them twice."""
-        return tuple(self._samples)
-
-    def __enter__(self) -> Self:
-        self._last_step = self._sidecar.status().last_report.step
-        return super().__enter__()
-
-    def _run(self) -> None:
-        while not self._stop.wait(_WATCH_SECONDS):
-            self.rounds += 1
-            try:
-                status = self._sidecar.status()
-            except HarnessError:
-                continue  # a sample is missing; the play's own result tells whether more is
-            report = status.last_report
-            if report.step == self._last_step:
-                continue
-            self._last_step = report.step
-            self._samples.append(
-                GammaSample(
-                    time.monotonic(),
-                    report.step,
-                    report.batch_size,
-                    report.gamma,
-                    report.probe_id != 0,
-                    report.flags.unsteered,
-                    report.drafter,
-                )
-            )
 
 
 def _operators_address(address: str) -> str:

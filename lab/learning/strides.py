@@ -13,9 +13,8 @@ from typing import Any, Final
 from controller.core.training.stride_planner import STRIDES
 from lab.cpu_engine.pace.update_costs import UpdateCosts
 from lab.harness.spread import Spread
-from lab.learning.engines_at_work import LabSetting
+from lab.learning.engines_at_work import LabSetting, PacedLab, StreamPlay, paced
 from lab.learning.headline import Curve, Headline, Paper, Verdict
-from lab.learning.paced_lab import PacedLab, StreamPlay, paced
 
 # The student as published, and a more expensive one.
 SCALES: Final = (1.0, 4.0)

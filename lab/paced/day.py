@@ -1,7 +1,6 @@
 """The streams that are played: which classes, at which concurrency, with which seeds.
 
-A stream is a closed loop of so many sequences; when all requests of a phase have begun, the next
-phase's limit holds and what still runs ends beside it, as traffic does.
+Their phases overlap, see `play_overlapping`.
 
 DAY was written down, with its seed, before any policy was run on it.  UNSEEN_DAY is for tests:
 nobody has looked at how it comes out.
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId
+from lab.harness.load_generator import StreamPhase, StreamRequest
 from simulator.workload import ClosedLoop, RequestPool, WorkloadPhase
 
 _FIRST_ID, _VOCABULARY = 16, 120
@@ -39,22 +39,6 @@ class PhasePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A request to be played."""
-
-    id: RequestId
-    prompt: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A phase with its requests."""
-
-    plan: PhasePlan
-    requests: tuple[Request, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Stream:
     """Holds the requests that every policy is given.
 
@@ -63,7 +47,7 @@ class Stream:
 
     name: str
     seed: int
-    phases: tuple[Phase, ...]
+    phases: tuple[StreamPhase, ...]
 
     @property
     def requests(self) -> int:
@@ -73,12 +57,12 @@ class Stream:
     @property
     def tokens(self) -> int:
         """Counts the tokens that are decoded."""
-        return sum(r.id.output_tokens for phase in self.phases for r in phase.requests)
+        return sum(phase.new_tokens for phase in self.phases)
 
     @property
     def max_concurrency(self) -> int:
         """Returns the most sequences at a time."""
-        return max(phase.plan.concurrency for phase in self.phases)
+        return max(phase.concurrency for phase in self.phases)
 
 
 # One compressed day, paced as an H100.
@@ -110,7 +94,7 @@ def build_stream(name: str, plans: Sequence[PhasePlan], seed: int) -> Stream:
     rng = np.random.default_rng([seed, 17])
     # A request's draws depend on its id: another seed has other numbers.
     number = seed * _NUMBERS
-    phases: list[Phase] = []
+    phases: list[StreamPhase] = []
     for plan in plans:
         count = max(plan.concurrency, plan.requests)
         outputs = _lengths(rng, count, plan.output_tokens)
@@ -120,10 +104,16 @@ def build_stream(name: str, plans: Sequence[PhasePlan], seed: int) -> Stream:
         requests = []
         for kind, output, prompt in zip(kinds, outputs, prompts, strict=True):
             tokens = rng.integers(_FIRST_ID, _VOCABULARY, prompt)
-            requests.append(Request(RequestId(kind, number, int(output)), tuple(tokens.tolist())))
+            requests.append(drawn_request(kind, number, int(output), tokens.tolist()))
             number += 1
-        phases.append(Phase(plan, tuple(requests)))
+        phases.append(StreamPhase(plan.name, plan.concurrency, tuple(requests)))
     return Stream(name, seed, tuple(phases))
+
+
+def drawn_request(kind: str, number: int, tokens: int, prompt: Sequence[int]) -> StreamRequest:
+    """Makes a request by whose id an engine draws its acceptance.  tokens: of the answer."""
+    rid = str(RequestId(kind, number, tokens))
+    return StreamRequest(number, kind, tuple(prompt), tokens, rid)
 
 
 def warm_up_stream(kinds: Sequence[str], concurrency: int) -> Stream:
@@ -145,20 +135,21 @@ def as_workload(
     drawn = DrawnAcceptance(curves)
     phases = []
     for phase in stream.phases:
-        output = np.array([r.id.output_tokens - 1 for r in phase.requests], dtype=np.int64)
-        kinds = sorted({r.id.kind for r in phase.requests})
-        labels = np.array([kinds.index(r.id.kind) for r in phase.requests], dtype=np.int64)
+        output = np.array([r.new_tokens - 1 for r in phase.requests], dtype=np.int64)
+        kinds = phase.domains
+        labels = np.array([kinds.index(r.domain) for r in phase.requests], dtype=np.int64)
         accepted: dict[str, NDArray[np.uint8]] = {
             drafter: np.concatenate(
-                [drawn.accepted(r.id, drafter)[: r.id.output_tokens - 1] for r in phase.requests]
+                [
+                    drawn.accepted(RequestId(r.domain, r.index, r.new_tokens), drafter)[:-1]
+                    for r in phase.requests
+                ]
             )
             for drafter in drafters
         }
         context = np.array([len(r.prompt) + 1 for r in phase.requests], dtype=np.int64)
-        pool = RequestPool(
-            context, output, np.cumsum(output) - output, labels, accepted, tuple(kinds)
-        )
-        phases.append(WorkloadPhase(phase.plan.name, pool, phase.plan.concurrency, None))
+        pool = RequestPool(context, output, np.cumsum(output) - output, labels, accepted, kinds)
+        phases.append(WorkloadPhase(phase.name, pool, phase.concurrency, None))
     return ClosedLoop(tuple(phases))
 
 

@@ -157,9 +157,8 @@ def play_seconds(stream: Stream, prices: Prices) -> float:
     """Estimates the seconds of a play: no policy of any use is slower than plain decoding."""
     seconds = prices.request * stream.requests
     for phase in stream.phases:
-        size = phase.plan.concurrency
-        tokens = sum(request.id.output_tokens for request in phase.requests)
-        seconds += tokens / size * (prices.step + prices.sequence * (size - 1))
+        size = phase.concurrency
+        seconds += phase.new_tokens / size * (prices.step + prices.sequence * (size - 1))
     return seconds
 
 

@@ -35,8 +35,7 @@ from lab.paced.engines import ADAPTIVE, OFF, STEERED, is_steered, static
 from lab.paced.lost_time import StepValues, lost_time
 from lab.paced.oracle import Oracle, compute
 from lab.paced.plays import StreamPlay
-from lab.paced.run import profile_sizes
-from lab.paced.stream_harness import StreamHarness
+from lab.paced.run import StreamHarness, profile_sizes
 from lab.paced.traffic import own_curves
 from simulator.errors import InvalidInputError
 

@@ -15,10 +15,9 @@ from lab.gpu_check.parts.part import Document, Part
 from lab.gpu_check.plan import Planner
 from lab.gpu_check.small_engines import PLAIN
 from lab.harness.errors import HarnessError
-from lab.harness.load_generator import Answer, Play
+from lab.harness.load_generator import Answer, Play, StreamPhase
 from lab.harness.random_arms import RandomArms
 from lab.harness.sidecar import SidecarHandle
-from lab.harness.stream import StreamPhase
 
 # Plays a stream on the engine of a policy.
 Player = Callable[[str, Sequence[StreamPhase], str], Play]
@@ -130,7 +129,7 @@ class Comparison:
         request = next(
             answer.request for answer in self._expected if answer.request.index == first.prompt
         )
-        stream = [StreamPhase("again", request.domain, 1, (request,))]
+        stream = [StreamPhase("again", 1, (request,))]
         again = []
         for drafter, gamma in self._arms:
             with sidecar.pinned(gamma, drafter):

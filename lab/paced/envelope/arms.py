@@ -6,9 +6,9 @@ from math import ceil
 import numpy as np
 
 from controller.core.engine_spec import Arm
-from lab.cpu_engine.pace.acceptance import RequestId
 from lab.cpu_engine.pace.step_costs import OWN, SECOND, StepCosts
-from lab.paced.day import Phase, PhasePlan, Request, Stream
+from lab.harness.load_generator import StreamPhase
+from lab.paced.day import Stream, drawn_request
 from simulator import published_qwen
 
 TABLE = "b200-qwen3.6-35b-a3b"
@@ -85,19 +85,10 @@ def closed_loop(
     requests = concurrency * ceil(least_tokens / (concurrency * output_tokens))
     rng = np.random.default_rng([SEED, concurrency])
     prompts = rng.integers(_VOCABULARY.start, _VOCABULARY.stop, (requests, prompt_tokens))
-    plan = PhasePlan(name, (_CLASS,), concurrency, requests, output_tokens, prompt_tokens)
     # Other streams draw other luck: a request's number is part of what its acceptance comes from.
     first = 0 if name == "envelope" else 1_000_000
-    return Stream(
-        name,
-        SEED,
-        (
-            Phase(
-                plan,
-                tuple(
-                    Request(RequestId(_CLASS, first + number, output_tokens), tuple(prompt))
-                    for number, prompt in enumerate(prompts.tolist())
-                ),
-            ),
-        ),
+    drawn = tuple(
+        drawn_request(_CLASS, first + number, output_tokens, prompt)
+        for number, prompt in enumerate(prompts.tolist())
     )
+    return Stream(name, SEED, (StreamPhase(name, concurrency, drawn),))

@@ -190,7 +190,7 @@ class _Sweep(PacedHarness):
         for _ in range(2):
             with self._terminal.working(text) as work:
                 steps = self.play_once(OFF if policy == OFF else STEERED, stream).decode_steps
-                found = measure(policy, arm, steps, phase.plan.concurrency, self.dilation)
+                found = measure(policy, arm, steps, phase.concurrency, self.dilation)
                 work.result = (
                     f"{found.rate:.0f} tokens/s, {found.steps} steps, {found.late_share:.1%} late"
                 )
@@ -198,6 +198,6 @@ class _Sweep(PacedHarness):
                 return found
         larger = dilation_to_try(self._options.dilation, found, self.dilation)
         raise HarnessError(
-            f"{policy} at {phase.plan.concurrency}: {found.late_share:.1%} of the steps took the "
+            f"{policy} at {phase.concurrency}: {found.late_share:.1%} of the steps took the "
             f"machine longer than their pace allows, twice; try --dilation {larger}"
         )

@@ -20,7 +20,7 @@ def test_one_request_after_the_other(tmp_path):
     curves = {"sure": {"eagle3": (1.0,)}, "never": {"eagle3": (0.0,)}}
     found = compute(stream, curves, costs)
     requests = [phase.requests for phase in stream.phases]
-    tokens = [[r.id.output_tokens - 1 for r in phase] for phase in requests]
+    tokens = [[r.new_tokens - 1 for r in phase] for phase in requests]
     prefill = sum(costs.prefill_seconds(len(r.prompt) + 1) for phase in requests for r in phase)
     plain = 0.010 * (sum(tokens[0]) + sum(tokens[1])) + prefill
     assert found.statics[Arm("eagle3", 0)].rate == pytest.approx(
