@@ -12,7 +12,7 @@ from lab.harness.errors import HarnessError
 from lab.harness.processes import end_on_sigterm
 from lab.harness.requirements import require
 from lab.harness.terminal import Terminal
-from lab.paced.day import DAY, DAY_SEED, UNSEEN_DAY, UNSEEN_SEED, build_stream
+from lab.paced.traffic import DAY, DAY_SEED, UNSEEN_DAY, UNSEEN_SEED, build_stream
 
 EXIT_FAILED = 1
 EXIT_NOT_EXACT = 3
@@ -21,7 +21,7 @@ _FULL_SEEDS = 3
 
 
 class StreamName(Enum):
-    """The streams that there are: see lab/paced/day.py."""
+    """The streams that there are: see lab/paced/traffic.py."""
 
     DAY = "day"
     UNSEEN = "unseen"

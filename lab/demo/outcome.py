@@ -7,12 +7,11 @@ from typing import Any
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.pace.step_costs import OWN, StepCosts
 from lab.demo.exact import ExactPlay
-from lab.harness.spread import Spread
-from lab.paced.day import Stream
+from lab.harness.measured import Spread
 from lab.paced.engines import STEERED
-from lab.paced.lost_time import LostTime
-from lab.paced.oracle import Oracle
+from lab.paced.lost_time import LostTime, Oracle
 from lab.paced.plays import StreamPlay
+from lab.paced.traffic import Stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from typing import Any
 
 from lab.demo.outcome import DemoOutcome, arm_name
 from lab.harness.terminal import Terminal
-from lab.paced.day import Stream
 from lab.paced.engines import ADAPTIVE, STEERED
-from lab.paced.oracle import Oracle
+from lab.paced.lost_time import Oracle
+from lab.paced.traffic import Stream
 
 # Choices that ran less are left out of the table.
 _LEAST_SHOWN = 0.05

@@ -7,7 +7,7 @@ from typing import Any
 from lab.cpu_engine.pace.step_log import LoggedStep
 from lab.demo.outcome import DemoOutcome, arm_name
 from lab.paced.engines import STEERED
-from lab.paced.oracle import Oracle
+from lab.paced.lost_time import Oracle
 from lab.paced.plays import StreamPlay
 from lab.paced.traffic import CLASSES
 

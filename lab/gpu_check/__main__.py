@@ -15,7 +15,7 @@ from lab.gpu_check.run import choose_scale, planned_parts, run
 from lab.gpu_check.scale import SCALES, parse_scale
 from lab.gpu_check.shapes import EMULATED, QWEN3_8B, SHAPES, SMALL, load_shape
 from lab.harness.errors import HarnessError
-from lab.harness.machine import gpus
+from lab.harness.measured import gpus
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
 

@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from lab.harness.machine import gpus
+from lab.harness.measured import gpus
 
 
 class Device(Enum):

@@ -22,7 +22,7 @@ from lab.gpu_check.plan import PlannedPart, Planner, plan, total_seconds
 from lab.gpu_check.scale import WITHOUT_GPU, Scale, largest_that_fits
 from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
-from lab.harness.machine import run_facts, write_result
+from lab.harness.measured import run_facts, write_result
 from lab.harness.terminal import Terminal
 
 # Of the budget, for the end of the engines and the page.

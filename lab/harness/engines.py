@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.harness.crash_dumps import without_crash_dumps
+from lab.harness.engine_environment import without_crash_dumps
 from lab.harness.errors import EngineFailedError, HarnessError
 from lab.harness.load_generator import (
     REQUEST_SECONDS,
@@ -20,8 +20,7 @@ from lab.harness.load_generator import (
     play,
     play_overlapping,
 )
-from lab.harness.ports import free_port
-from lab.harness.processes import Child, Popen, answers_http
+from lab.harness.processes import Child, Popen, answers_http, free_port
 from lab.harness.sidecar import SidecarHandle
 from lab.harness.terminal import Terminal
 

@@ -20,7 +20,7 @@ from typing import Any, Self
 import aiohttp
 
 from lab.harness.errors import EngineFailedError, LostRequestError
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 
 # Nothing in a stream takes a tenth of these; a request that does is lost.
 REQUEST_SECONDS = 120.0

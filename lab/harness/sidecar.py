@@ -1,12 +1,15 @@
-"""Connects to the sidecar, to watch what it decides and to pin an engine for a while."""
+"""Connects to the sidecar: to watch what it decides, to pin an engine, to override its policy."""
 
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import grpc
 
@@ -21,6 +24,10 @@ _CALL_SECONDS = 5.0
 # A busy machine delays reports by a second or two.
 _REPORTS_SECONDS = 60.0
 _LOOK_SECONDS = 0.01
+# Only ends a hang.
+_COMMAND_SECONDS: Final = 120.0
+# A name is not taken twice.
+_numbers = count()
 
 
 class SidecarHandle:
@@ -181,3 +188,30 @@ def _drain(
             reports.extend(response.reports)
     except grpc.RpcError:
         return  # the stream is over, which is all that is waited for
+
+
+@contextmanager
+def overridden(address: str, *rule: str) -> Iterator[None]:
+    """Sets a fleet-wide override with these options of `controller override set`, then clears it.
+
+    address: of the sidecar.  Raises HarnessError where the sidecar refuses.
+    """
+    name = f"lab-{next(_numbers)}"
+    author = ("--author", "lab", "--reason", "a measurement")
+    _controller(address, "override", "set", "--id", name, "--fleet", *rule, *author)
+    try:
+        yield
+    finally:
+        _controller(address, "override", "clear", name, *author)
+
+
+def _controller(address: str, *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "controller.cli", *arguments, "--address", address],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_COMMAND_SECONDS,
+    )
+    if done.returncode:
+        raise HarnessError(f"controller {' '.join(arguments)}: {done.stderr.strip()}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from lab.harness.errors import HarnessError
-from lab.harness.machine import run_facts, write_result
+from lab.harness.measured import run_facts, write_result
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
 from lab.learning import predictor, report, sd2, strides, tide, tide_control, tts

@@ -14,8 +14,8 @@ from typing import Final
 from lab.cpu_engine.engine_command import SHALLOW, eagle3_flags
 from lab.cpu_engine.lockstep import LOCKSTEP_VARIABLE
 from lab.harness.errors import HarnessError
+from lab.harness.measured import Spread
 from lab.harness.sidecar import tokens_of
-from lab.harness.spread import Spread
 from lab.learning.engines_at_work import Lab, LabSetting, running
 from speculation.v1 import engine_pb2
 

@@ -22,8 +22,7 @@ from lab.harness.engines import (
     wait_serving,
 )
 from lab.harness.load_generator import StreamPhase, StreamRequest, acceptance_length
-from lab.harness.overrides import overridden
-from lab.harness.sidecar import Pin, SidecarHandle
+from lab.harness.sidecar import Pin, SidecarHandle, overridden
 from lab.harness.terminal import Terminal
 from lab.paced.run import dilated_planner
 

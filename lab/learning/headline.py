@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from lab.harness.machine import run_facts
+from lab.harness.measured import run_facts
 from lab.harness.terminal import Terminal
 
 KEPT: Final = Path(__file__).resolve().parents[2] / "docs/results"

@@ -18,7 +18,7 @@ from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.prompts import FOLDER, passage_file
 from lab.cpu_engine.models.schedule import StepBudget
 from lab.harness.errors import HarnessError
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 from lab.learning.engines_at_work import Lab, LabSetting, running
 from lab.learning.headline import Headline, Paper, Verdict
 from trainer.checkpoint import load_target, save_predictor

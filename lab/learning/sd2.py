@@ -20,7 +20,7 @@ from lab.cpu_engine.models._sd2 import distil, pretrain
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.cpu_engine.models.recipe import MIXTURE, SHALLOW, Sd2Recipe
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 from lab.learning.blocks import Answers, accepted, answered
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Headline, Paper, Verdict

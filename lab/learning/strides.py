@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from controller.core.training.stride_planner import STRIDES
 from lab.cpu_engine.pace.update_costs import UpdateCosts
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 from lab.learning.engines_at_work import LabSetting, PacedLab, StreamPlay, paced
 from lab.learning.headline import Curve, Headline, Paper, Verdict
 

@@ -17,7 +17,7 @@ from engine_shim.sglang.training.qwen3 import Qwen3Target
 from engine_shim.sglang.training.signals import Signal
 from engine_shim.sglang.training.students import DraftStudent
 from lab.cpu_engine.engine_command import MODELS
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Headline, Paper, Verdict
 from lab.learning.tide_signals import GAMMA, Collected, DomainServed, collected

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Curve, Headline, Paper, Verdict
 from lab.learning.tide import by_domain

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from engine_shim.sglang.training.online import OnlineSettings
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 from lab.learning.counted import (
     SHORT_TRAINED,
     STRIDE,

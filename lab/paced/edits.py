@@ -24,14 +24,13 @@ from lab.cpu_engine.pace.step_costs import LOOKUP, OWN, load_step_costs
 from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
 from lab.harness.load_generator import StreamPhase
-from lab.harness.machine import run_facts, write_result
+from lab.harness.measured import Spread, run_facts, write_result
 from lab.harness.processes import end_on_sigterm, preferred
-from lab.harness.spread import Spread
 from lab.harness.terminal import Terminal
-from lab.paced.day import Stream, drawn_request
 from lab.paced.engines import OFF, STEERED
 from lab.paced.plays import LATE_SHARE_MAX, StreamPlay
 from lab.paced.run import PacedHarness
+from lab.paced.traffic import Stream, drawn_request
 
 TABLE = "h100-llama3.1-8b"
 MODELS = Path(__file__).parents[1] / "cpu_engine" / "models" / "code-edits"

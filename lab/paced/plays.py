@@ -8,7 +8,7 @@ import numpy as np
 
 from lab.cpu_engine.pace.step_log import LoggedStep, LogPart
 from lab.harness.load_generator import Play
-from lab.paced.day import Stream
+from lab.paced.traffic import Stream
 
 # A result with more late passes than this is no result.
 LATE_SHARE_MAX = 0.01

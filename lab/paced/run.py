@@ -22,10 +22,10 @@ from lab.harness.errors import HarnessError
 from lab.harness.sidecar import SidecarHandle
 from lab.harness.terminal import Terminal
 from lab.paced import engines
-from lab.paced.day import Stream, warm_up_stream
 from lab.paced.engines import Setting, is_steered
 from lab.paced.lost_time import DecidedPlan, decided_plans
 from lab.paced.plays import LATE_SHARE_MAX, StreamPlay
+from lab.paced.traffic import Stream, warm_up_stream
 
 # Dilations to choose from.
 DILATIONS = (3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0)

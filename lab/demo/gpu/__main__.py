@@ -12,7 +12,7 @@ from lab.demo.gpu.run import BudgetReachedError, GpuDemoOptions, plan, run
 from lab.gpu_check.device import Device
 from lab.gpu_check.shapes import EMULATED, QWEN3_8B, SMALL
 from lab.harness.errors import HarnessError
-from lab.harness.machine import gpus
+from lab.harness.measured import gpus
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
 

@@ -11,7 +11,7 @@ from lab.demo.gpu.plan import DaySetting
 from lab.gpu_check.device import Device
 from lab.gpu_check.engines import cuda_options
 from lab.gpu_check.shapes import ModelFolders
-from lab.harness.engine_plugins import register_plugins
+from lab.harness.engine_environment import register_plugins
 from lab.harness.engines import Engine, Workplace, launch_engine
 from lab.paced.engines import (
     PREFILL_CHUNK_TOKENS,

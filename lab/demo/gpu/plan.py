@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from lab.gpu_check import budget
 from lab.gpu_check.shapes import EMULATED, QWEN3_8B, SMALL, Shape
-from lab.paced.day import DAY, DAY_SEED, PhasePlan, Stream, build_stream, warm_up_stream
 from lab.paced.engines import ADAPTIVE, OFF, STEERED
+from lab.paced.traffic import DAY, DAY_SEED, PhasePlan, Stream, build_stream, warm_up_stream
 
 # The best static draft length, before the costs are known.
 STATIC_BEST = "static-best"

@@ -17,7 +17,7 @@ from lab.gpu_check.parts.part import Document, Part
 from lab.gpu_check.plan import Planner
 from lab.gpu_check.small_engines import LEARNING, LEARNING_GAMMA, PLAIN
 from lab.harness.load_generator import StreamPhase, StreamRequest, acceptance_length
-from lab.harness.overrides import overridden
+from lab.harness.sidecar import overridden
 
 # What is asked of the sidecar: that draft length, and an update every few steps.
 RULE = ("--gamma", str(LEARNING_GAMMA), "--regime", "online:2")

@@ -20,7 +20,7 @@ from lab.gpu_check.plan import Planner
 from lab.gpu_check.shapes import Shape
 from lab.gpu_check.tables import spread, table
 from lab.harness.load_generator import Play
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 
 _BATCH_SIZES = (1, 8, 64)
 _SEED = 12

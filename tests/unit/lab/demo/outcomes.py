@@ -6,10 +6,9 @@ from lab.cpu_engine.pace.step_log import LoggedRequest, LoggedStep, LogPart
 from lab.demo.exact import ExactPlay, Mismatch
 from lab.demo.outcome import DemoOutcome
 from lab.harness.load_generator import Answer, PhasePlay, Play, StreamPhase
-from lab.paced.day import Stream, drawn_request
-from lab.paced.lost_time import LostTime
-from lab.paced.oracle import Computed, Oracle
+from lab.paced.lost_time import Computed, LostTime, Oracle
 from lab.paced.plays import StreamPlay
+from lab.paced.traffic import Stream, drawn_request
 
 DILATION = 2.0
 STREAM = Stream(

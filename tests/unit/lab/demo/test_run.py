@@ -11,7 +11,7 @@ from lab.demo.run import DemoOptions, run
 from lab.harness.errors import EngineFailedError, HarnessError
 from lab.harness.terminal import Terminal
 from lab.paced import engines
-from lab.paced.day import UNSEEN_DAY, UNSEEN_SEED, build_stream
+from lab.paced.traffic import UNSEEN_DAY, UNSEEN_SEED, build_stream
 from tests.support.left_behind import find_children
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 from lab.harness.terminal import Terminal
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Verdict

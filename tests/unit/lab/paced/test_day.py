@@ -5,7 +5,8 @@ import pytest
 
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance
 from lab.cpu_engine.pace.step_costs import load_step_costs
-from lab.paced.day import (
+from lab.paced.lost_time import compute
+from lab.paced.traffic import (
     DAY,
     DAY_SEED,
     UNSEEN_DAY,
@@ -13,9 +14,8 @@ from lab.paced.day import (
     PhasePlan,
     as_workload,
     build_stream,
+    own_curves,
 )
-from lab.paced.oracle import compute
-from lab.paced.traffic import own_curves
 
 H100 = "h100-llama3.1-8b"
 GAMMAS = (0, 1, 2, 3, 4, 5, 7)

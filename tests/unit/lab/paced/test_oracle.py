@@ -4,8 +4,8 @@ import pytest
 
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.pace.step_costs import load_step_costs
-from lab.paced.day import PhasePlan, build_stream
-from lab.paced.oracle import compute
+from lab.paced.lost_time import compute
+from lab.paced.traffic import PhasePlan, build_stream
 
 CSV = "batch_size,num_draft_tokens,step_seconds\n1,1,0.010\n1,2,0.012\n2,1,0.011\n2,2,0.016\n"
 

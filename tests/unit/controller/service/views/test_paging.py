@@ -14,7 +14,7 @@ from controller.service.net.errors import NoSessionError
 from controller.service.net.limits import Turns
 from controller.service.sessions.counters import COUNT_MAX
 from controller.service.views import paging
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import engine_pb2, service_pb2
 from tests.support.service_harness import (
     Running,

@@ -4,7 +4,7 @@ import pytest
 
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.pace.step_costs import load_step_costs
-from lab.paced.envelope.arms import (
+from lab.paced.envelope.outcome import (
     CONCURRENCIES,
     GAMMAS,
     PLAIN,
