@@ -12,8 +12,8 @@ from typing import Any
 
 from lab.cpu_engine.pace.pacer import Pace
 from lab.cpu_engine.pace.step_costs import OWN
-from lab.demo import exact, picture, report, result
-from lab.demo.outcome import DemoOutcome
+from lab.demo import exact, picture, report
+from lab.demo.outcome import DemoOutcome, as_json
 from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
 from lab.harness.measured import run_facts, write_result
@@ -62,7 +62,7 @@ def run(options: DemoOptions, terminal: Terminal) -> DemoOutcome:
             found = exact.run(outcome.policies, place, terminal, options.streams[0].seed)
             outcome = replace(outcome, exact=found)
     seconds = round(time.monotonic() - began, 1)
-    document = {**facts, "seconds": seconds, **result.as_json(outcome)}
+    document = {**facts, "seconds": seconds, **as_json(outcome)}
     write_result(document, options.output)
     picture.draw(document, options.output / "demo.png")
     return outcome

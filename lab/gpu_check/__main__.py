@@ -7,13 +7,20 @@ from typing import Annotated
 import typer
 
 from lab.gpu_check import page
+from lab.gpu_check.budget import total_seconds
 from lab.gpu_check.check import GpuCheckOptions
-from lab.gpu_check.device import Device
 from lab.gpu_check.parts import ALL, DEFAULT_PARTS, PARTS, UnknownPartError, parse_parts
-from lab.gpu_check.plan import total_seconds
 from lab.gpu_check.run import choose_scale, planned_parts, run
-from lab.gpu_check.scale import SCALES, parse_scale
-from lab.gpu_check.shapes import EMULATED, QWEN3_8B, SHAPES, SMALL, load_shape
+from lab.gpu_check.shapes import (
+    EMULATED,
+    QWEN3_8B,
+    SCALES,
+    SHAPES,
+    SMALL,
+    Device,
+    load_shape,
+    parse_scale,
+)
 from lab.harness.errors import HarnessError
 from lab.harness.measured import gpus
 from lab.harness.processes import end_on_sigterm

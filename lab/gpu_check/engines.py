@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from lab.cpu_engine.engine_command import eagle3_flags
 from lab.cpu_engine.forking import popen
-from lab.gpu_check.device import Device
-from lab.gpu_check.shapes import ModelFolders, Shape
+from lab.gpu_check.shapes import Device, ModelFolders, Shape
 from lab.gpu_check.small_engines import chain_captures
 from lab.harness.engines import Engine, Workplace, launch_engine
 

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from lab.cpu_engine.engine_command import MODELS, eagle3_flags
-from lab.gpu_check.device import Device
-from lab.gpu_check.scale import Scale
+from lab.gpu_check.shapes import Device, Scale
 
 PLAIN, EXACT, NO_OVERLAP, LEARNING = "plain", "exact", "exact-no-overlap", "learning"
 PLAIN_BFLOAT16, EXACT_BFLOAT16 = "plain-bfloat16", "exact-bfloat16"

@@ -13,7 +13,7 @@ from lab.harness.errors import HarnessError
 from lab.harness.measured import run_facts, write_result
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
-from lab.learning import predictor, report, sd2, strides, tide, tide_control, tts
+from lab.learning import headline, predictor, sd2, strides, tide, tide_control, tts
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import KEPT, Headline, keep
 
@@ -74,7 +74,7 @@ def lab(
             document["seconds"] = round(time.monotonic() - started, 1)
             # After every claim: what was found is kept whatever comes next.
             write_result(document, output)
-            (output / "report.html").write_text(report.page(document), encoding="utf-8")
+            (output / "report.html").write_text(headline.page(document), encoding="utf-8")
     terminal.say(f"\n{output / 'report.html'}  {output / 'result.json'}  {output / 'logs'}/")
 
 

@@ -12,7 +12,7 @@ from lab.cpu_engine.forking import popen
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.cpu_engine.pace.pacer import VARIABLE, Pace
 from lab.cpu_engine.pace.step_log import LoggedStep, await_log, read_log
-from lab.cpu_engine.pace.update_costs import UpdateCosts
+from lab.cpu_engine.pace.updates import UpdateCosts
 from lab.harness.engines import (
     Engine,
     Workplace,

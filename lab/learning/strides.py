@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from controller.core.training.stride_planner import STRIDES
-from lab.cpu_engine.pace.update_costs import UpdateCosts
+from lab.cpu_engine.pace.updates import UpdateCosts
 from lab.harness.measured import Spread
 from lab.learning.engines_at_work import LabSetting, PacedLab, StreamPlay, paced
 from lab.learning.headline import Curve, Headline, Paper, Verdict
@@ -35,6 +35,10 @@ _FIXED: Final = ("off", "online:50", "online:20", "online:5")
 BAR: Final = 0.97
 _PROFILE_SECONDS: Final = 10.0
 _SIDE_BY_SIDE: Final = 2
+# Tokens and seconds of a stream's first half and of its second.
+Halves = tuple[tuple[int, float], tuple[int, float]]
+# By seed.
+Streams = Sequence[Halves]
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +256,6 @@ def _engine(setting: LabSetting, name: str, title: str) -> Iterator[PacedLab]:
         setting, title, stream.draft, gammas, UpdateCosts(), stream.batch, sidecar=profiles
     ) as lab:
         yield lab
-
-
-# Tokens and seconds of a stream's first half and of its second.
-Halves = tuple[tuple[int, float], tuple[int, float]]
-# By seed.
-Streams = Sequence[Halves]
 
 
 def choice_headline(found: Mapping[str, Mapping[str, Streams]]) -> Headline:

@@ -19,10 +19,10 @@ from lab.learning.counted import (
     gain,
     learning,
     net,
+    update_price,
 )
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Curve, Headline, Paper, Verdict
-from lab.learning.update_work import update_price
 
 _WINDOW: Final = "SPECULATION_ONLINE_WINDOW"
 _WINDOWS: Final = (48, 256, 512, 1536)
@@ -37,6 +37,16 @@ _NOISE: Final = 0.02
 _ENGINE: Final = (
     f"The real SGLang with the target of six layers at γ = 3, one request at a time, each from the "
     f"weights as loaded, an update of every {STRIDE}th round, which lands before the next step"
+)
+
+_PRICES: Final = (
+    "drafter", "optimiser steps", "tokens a verification", "gain", "price", "priced gain",
+)  # fmt: skip
+_PRICED: Final = (
+    "The price is that of an update of one request for published drafters of 8B models on an H100, "
+    "in steps of the paced model: its arithmetic is counted, and what it moves in memory is that "
+    f"of the paced engine. The priced gain is what is left if every {STRIDE}th step takes so much "
+    "longer."
 )
 
 
@@ -224,17 +234,6 @@ def window(setting: LabSetting) -> Headline:
         tuple(curves),
         ("positions of the window", "gain of tokens a verification"),
     )  # fmt: skip
-
-
-_PRICES: Final = (
-    "drafter", "optimiser steps", "tokens a verification", "gain", "price", "priced gain",
-)  # fmt: skip
-_PRICED: Final = (
-    "The price is that of an update of one request for published drafters of 8B models on an H100, "
-    "in steps of the paced model: its arithmetic is counted, and what it moves in memory is that "
-    f"of the paced engine. The priced gain is what is left if every {STRIDE}th step takes so much "
-    "longer."
-)
 
 
 def _by(

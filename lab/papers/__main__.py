@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from controller.core.errors import SpeculationError
 from controller.core.training.gpu_allocation import Demand, Pool, evaluate
 from controller.util.exit_codes import Exit
-from lab.papers import row_rules, rows
+from lab.papers import rows
 from lab.papers.drafters import reproduce_drafters
 from lab.papers.memory import compare
 from lab.papers.reproductions import tables
@@ -22,6 +22,9 @@ from lab.papers.tts import reproduce_tts
 
 # Inference and training rate of one card, over an MI250's (Figure 11, as the text gives them).
 _RATES = {"H100": (6.76, 2.44), "MI300X": (4.42, 1.77), "MI250": (1.0, 1.0)}
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +44,6 @@ _STATED = (
     _StatedGain("H100", 8, "MI250", 4, 1.30, 1.22),  # Figure 10, Science
     _StatedGain("H100", 4, "MI250", 1, 1.30, 1.26),  # Figure 12
     _StatedGain("MI300X", 2, "MI250", 1, 1.10, 0.99),  # Figure 12
-)
-
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False
 )
 
 
@@ -158,7 +157,7 @@ def row_rules_command(
 ) -> None:
     """Compares rules that choose a drafter for each row, on recorded requests."""
     try:
-        _show(row_rules.compare(files, [int(size) for size in batch_sizes.split(",")]))
+        _show(rows.compare(files, [int(size) for size in batch_sizes.split(",")]))
     except (SpeculationError, ValueError) as error:
         typer.echo(f"lab.papers row-rules: {' '.join(str(error).splitlines())}", err=True)
         raise typer.Exit(Exit.USAGE) from error

@@ -15,10 +15,9 @@ from torch.nn import functional
 
 from engine_shim.sglang.training.language_model import LanguageModel
 from engine_shim.sglang.training.sd2 import Sd2Draft, Sd2Shape
-from lab.cpu_engine.models.batches import training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.recipe import Sd2Recipe
-from lab.cpu_engine.models.schedule import LearningRate, StepBudget, fit
+from lab.cpu_engine.models.schedule import LearningRate, StepBudget, fit, training_sampler
 from trainer.sd2_training import Sd2Training, train_sd2
 
 _WINDOWS: Final = 12

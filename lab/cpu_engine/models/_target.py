@@ -14,11 +14,16 @@ from torch.nn import functional
 
 from engine_shim.sglang.training.language_model import DecoderLayer
 from engine_shim.sglang.training.qwen3 import Qwen2Target, Qwen3Target, grow
-from lab.cpu_engine.models.batches import held_out_sampler, training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.prompts import DOMAINS
 from lab.cpu_engine.models.recipe import MIXTURE, Recipe
-from lab.cpu_engine.models.schedule import LearningRate, StepBudget, fit
+from lab.cpu_engine.models.schedule import (
+    LearningRate,
+    StepBudget,
+    fit,
+    held_out_sampler,
+    training_sampler,
+)
 
 _WINDOWS: Final = 10
 _LENGTH: Final = 192

@@ -9,8 +9,7 @@ import typer
 
 from lab.demo.gpu.plan import SETTINGS, Piece, total
 from lab.demo.gpu.run import BudgetReachedError, GpuDemoOptions, plan, run
-from lab.gpu_check.device import Device
-from lab.gpu_check.shapes import EMULATED, QWEN3_8B, SMALL
+from lab.gpu_check.shapes import EMULATED, QWEN3_8B, SMALL, Device
 from lab.harness.errors import HarnessError
 from lab.harness.measured import gpus
 from lab.harness.processes import end_on_sigterm

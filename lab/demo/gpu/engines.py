@@ -8,9 +8,8 @@ from pathlib import Path
 from lab.cpu_engine.forking import popen
 from lab.demo.gpu import engine_watch
 from lab.demo.gpu.plan import DaySetting
-from lab.gpu_check.device import Device
 from lab.gpu_check.engines import cuda_options
-from lab.gpu_check.shapes import ModelFolders
+from lab.gpu_check.shapes import Device, ModelFolders
 from lab.harness.engine_environment import register_plugins
 from lab.harness.engines import Engine, Workplace, launch_engine
 from lab.paced.engines import (

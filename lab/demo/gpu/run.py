@@ -11,7 +11,7 @@ from typing import Any
 
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.pace.step_costs import OWN, StepCosts, load_step_costs
-from lab.demo import report, result
+from lab.demo import report
 from lab.demo.gpu import engines, page
 from lab.demo.gpu.plan import (
     ORDER,
@@ -24,8 +24,8 @@ from lab.demo.gpu.plan import (
     planned_share,
     total,
 )
-from lab.demo.outcome import DemoOutcome
-from lab.gpu_check.device import Device
+from lab.demo.outcome import DemoOutcome, as_json
+from lab.gpu_check.shapes import Device
 from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
 from lab.harness.measured import run_facts, write_result
@@ -127,7 +127,7 @@ class _Record:
     def write(self) -> None:
         """Writes result.json and page.md."""
         if self.outcome is not None:
-            self.document |= result.as_json(self.outcome)
+            self.document |= as_json(self.outcome)
         self.document["seconds"] = round(time.monotonic() - self._began, 1)
         write_result(self.document, self._output)
         (self._output / "page.md").write_text(page.markdown(self.document), encoding="utf-8")

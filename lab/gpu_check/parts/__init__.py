@@ -2,16 +2,14 @@
 
 from collections.abc import Mapping
 
-from lab.gpu_check.parts.arms import ArmsPart
-from lab.gpu_check.parts.asleep import AsleepPart
+from lab.gpu_check.parts.arms import ArmsPart, AsleepPart
 from lab.gpu_check.parts.costs import CostsPart
-from lab.gpu_check.parts.exact import ExactPart
+from lab.gpu_check.parts.exact import ExactPart, RoundingPart
 from lab.gpu_check.parts.graphs import GraphsPart
 from lab.gpu_check.parts.learning import LearningPart
 from lab.gpu_check.parts.outage import OutagePart
 from lab.gpu_check.parts.overhead import OverheadPart
 from lab.gpu_check.parts.part import Part
-from lab.gpu_check.parts.rounding import RoundingPart
 from lab.gpu_check.parts.switches import SwitchesPart
 from lab.harness.errors import HarnessError
 

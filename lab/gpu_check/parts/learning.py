@@ -9,12 +9,11 @@ from typing import Any
 
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.gpu_check import comparison, syncs
-from lab.gpu_check.budget import Work
+from lab.gpu_check.budget import Planner, Work
 from lab.gpu_check.check import Check
 from lab.gpu_check.comparison import Difference
-from lab.gpu_check.device import Device
 from lab.gpu_check.parts.part import Document, Part
-from lab.gpu_check.plan import Planner
+from lab.gpu_check.shapes import Device
 from lab.gpu_check.small_engines import LEARNING, LEARNING_GAMMA, PLAIN
 from lab.harness.load_generator import StreamPhase, StreamRequest, acceptance_length
 from lab.harness.sidecar import overridden

@@ -6,7 +6,7 @@ import pytest
 
 from lab.gpu_check import comparison
 from lab.gpu_check.comparison import ROUNDING, WRONG
-from lab.gpu_check.device import Device
+from lab.gpu_check.shapes import Device
 from lab.gpu_check.small_engines import arms
 from lab.harness.load_generator import Answer, StreamRequest
 from lab.harness.random_arms import RandomArms

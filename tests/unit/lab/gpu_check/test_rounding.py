@@ -1,4 +1,4 @@
-from lab.gpu_check.parts.rounding import count_differing
+from lab.gpu_check.parts.exact import count_differing
 from lab.harness.load_generator import Answer, StreamRequest
 
 

@@ -7,7 +7,7 @@ import torch
 
 from engine_shim.sglang.training.language_model import LLAMA
 from engine_shim.sglang.training.sd2 import Sd2Draft, Sd2Shape, greedy_chain
-from lab.learning.blocks import CachedModel, accepted, answered
+from lab.learning.sd2 import CachedModel, accepted, answered
 from tests.support.training_rounds import LAYERS, SHAPE, make_target
 
 NARROW = replace(SHAPE, layers=2, hidden=16, mlp=24, head_dim=8)

@@ -9,7 +9,7 @@ from torch.nn import functional
 from engine_shim.sglang.training.blocks import DecoderShape
 from engine_shim.sglang.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.sglang.training.qwen3 import Qwen3Target
-from lab.cpu_engine.models.distill import Lesson, agreement, discounted, step_divergences, teach
+from lab.cpu_engine.models._draft import Lesson, agreement, discounted, step_divergences, teach
 from lab.cpu_engine.models.schedule import LearningRate, StepBudget, train
 
 SHAPE = DecoderShape(

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 import lab.cpu_engine.models
 from engine_shim.sglang.training.qwen3 import Qwen2Target, Qwen3Target
 from engine_shim.sglang.training.sd2 import divergence
+from lab.cpu_engine.models._draft import agreement, teach
 from lab.cpu_engine.models._target import branch_shares
-from lab.cpu_engine.models.distill import agreement, teach
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.cpu_engine.models.recipe import MIMO, SHALLOW, Recipe
 from trainer.checkpoint import (
