@@ -52,6 +52,17 @@ class StreamPhase:
     concurrency: int
     requests: tuple[StreamRequest, ...]
 
+    @classmethod
+    def of_prompts(
+        cls, domain: str, concurrency: int, prompts: Sequence[Sequence[int]], new_tokens: int
+    ) -> Self:
+        """Makes the phase of a stream that has no other: prompts of one domain, like answers."""
+        requests = (
+            StreamRequest(index, domain, tuple(prompt), new_tokens)
+            for index, prompt in enumerate(prompts)
+        )
+        return cls(domain, concurrency, tuple(requests))
+
     @property
     def new_tokens(self) -> int:
         """Tokens that the phase decodes."""

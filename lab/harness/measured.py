@@ -145,6 +145,11 @@ class Spread:
         """The largest value."""
         return max(self.values)
 
+    def text(self, digits: int = 2, to: str = " to ") -> str:
+        """The median with the lowest and the highest value, for a table."""
+        low, high = f"{self.low:.{digits}f}", f"{self.high:.{digits}f}"
+        return f"{self.median:.{digits}f} ({low}{to}{high})"
+
     def as_json(self) -> dict[str, Any]:
         """The spread as it stands in a result file."""
         return {

@@ -21,7 +21,7 @@ from lab.harness.engines import (
     measure_profile,
     wait_serving,
 )
-from lab.harness.load_generator import StreamPhase, StreamRequest, acceptance_length
+from lab.harness.load_generator import StreamPhase, acceptance_length
 from lab.harness.sidecar import Pin, SidecarHandle, overridden
 from lab.harness.terminal import Terminal
 from lab.paced.run import dilated_planner
@@ -75,11 +75,7 @@ class Lab:
     def generate(self, domain: str, count: int, new_tokens: int, seed: int) -> Played:
         """Sends `count` requests at once and decodes them greedily."""
         prompts = held_out_prompts(domain, count, _PROMPT_TOKENS, seed)
-        requests = tuple(
-            StreamRequest(index, domain, tuple(prompt), new_tokens)
-            for index, prompt in enumerate(prompts)
-        )
-        played = self._engine.play([StreamPhase(domain, count, requests)])
+        played = self._engine.play([StreamPhase.of_prompts(domain, count, prompts, new_tokens)])
         answers = played.answers
         return Played(
             played.tokens_per_second,

@@ -63,7 +63,7 @@ def predictor(setting: LabSetting) -> Headline:
         "without updates before and after.",
         ("drafter", "updates", "tokens a verification before", "after", "ratio"),
         tuple(
-            (name, str(row.updates), _text(row.before), _text(row.after), _text(row.ratio))
+            (name, str(row.updates), row.before.text(), row.after.text(), row.ratio.text())
             for name, row in found.items()
         ),
         Verdict.REPRODUCES if ratio.low > 1 else verdict,
@@ -93,10 +93,6 @@ class _Learnt:
     def ratio(self) -> Spread:
         pairs = zip(self.before.values, self.after.values, strict=True)
         return Spread(tuple(after / before for before, after in pairs))
-
-
-def _text(spread: Spread) -> str:
-    return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
 
 
 def _code_only(setting: LabSetting, steps: int) -> Path:

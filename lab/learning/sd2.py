@@ -321,7 +321,7 @@ def _headline(
     count, new_tokens = _size(setting)
     rows = []
     for name, row in cells.items():
-        rows.append((name, *(_text(spread) for spread in row.values())))
+        rows.append((name, *(spread.text(to="–") for spread in row.values())))
     kinds = [
         f"T = {at:.0f}, {'seen' if names == SEEN else 'new'}"
         for at, names in next(iter(cells.values()))
@@ -345,10 +345,6 @@ def _headline(
             for name, row in cells.items()
         },
     )
-
-
-def _text(spread: Spread) -> str:
-    return f"{spread.median:.2f} ({spread.low:.2f}–{spread.high:.2f})"
 
 
 def _steps(setting: LabSetting) -> tuple[int, int]:

@@ -162,7 +162,10 @@ def strides_headline(
                 *(
                     text
                     for figures in found.values()
-                    for text in (_text(figures[stride].lengths, 2), _text(figures[stride].speeds))
+                    for text in (
+                        figures[stride].lengths.text(2, "–"),
+                        figures[stride].speeds.text(0, "–"),
+                    )
                 ),
             )
             for stride in next(iter(found.values()))
@@ -210,11 +213,6 @@ def _is_interior(figures: Mapping[int, StrideFigures]) -> bool:
 
 def _name(stride: int) -> str:
     return str(stride) if stride else "off"
-
-
-def _text(spread: Spread, digits: int = 0) -> str:
-    low, high = f"{spread.low:.{digits}f}", f"{spread.high:.{digits}f}"
-    return f"{spread.median:.{digits}f} ({low}–{high})"
 
 
 def tts_choice(setting: LabSetting) -> Headline:
@@ -281,8 +279,8 @@ def choice_headline(found: Mapping[str, Mapping[str, Streams]]) -> Headline:
             (
                 name,
                 best.removeprefix("online:"),
-                *(_text(speeds[choice]) for choice in (best, OWN)),
-                *(_text(ratio, 3) for ratio in over.values()),
+                *(speeds[choice].text(0, "–") for choice in (best, OWN)),
+                *(ratio.text(3, "–") for ratio in over.values()),
             )
         )
         facts[name] = _facts(best, speeds, over)

@@ -70,11 +70,11 @@ def matrix(setting: LabSetting) -> Headline:
         "3, and 15% to 40% by the text (appendix A.1).",
         f"{_SERVED}; tokens a verification on the held-out signals, counted as the engine steps",
         ("evaluated on", LOADED, *(f"trained on {domain}" for domain in domains)),
-        tuple((domain, *(_text(one) for one in row.values())) for domain, row in spread.items()),
+        tuple((domain, *(one.text() for one in row.values())) for domain, row in spread.items()),
         verdict,
-        f"{because} Prompts in the signals, mean over the domains: {_text(uses['context'])} tokens "
-        f"a verification where they are context in training, {_text(uses['left out'])} where they "
-        f"are left out, {_text(uses['taught'])} where the token that follows each position is "
+        f"{because} Prompts in the signals, mean over the domains: {uses['context'].text()} tokens "
+        f"a verification where they are context in training, {uses['left out'].text()} where they "
+        f"are left out, {uses['taught'].text()} where the token that follows each position is "
         "taught.",
         {
             "acceptance length": {
@@ -149,9 +149,9 @@ def training_time(setting: LabSetting) -> Headline:
         "the drafter's training and of the target's passes over the same positions, counted",
         ("hidden states", "work over that of training alone", "tokens a verification after it"),
         (
-            ("kept while serving", "1", _text(quality["kept"])),
-            ("prefill once", _text(offline), _text(quality["computed"])),
-            ("prefill in each epoch", _text(online), "the same"),
+            ("kept while serving", "1", quality["kept"].text()),
+            ("prefill once", offline.text(), quality["computed"].text()),
+            ("prefill in each epoch", online.text(), "the same"),
         ),
         verdict,
         because,
@@ -242,10 +242,6 @@ def _computed(target: Qwen3Target, signal: Signal, layers: Sequence[int]) -> Sig
     logs, tokens = logits.log_softmax(-1).topk(signal.top_tokens.shape[1])
     states = torch.cat(features, dim=-1)[0].to(signal.features.dtype)
     return replace(signal, features=states, top_tokens=tokens.int(), top_logs=logs)
-
-
-def _text(spread: Spread) -> str:
-    return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
 
 
 def by_domain(found: Sequence[dict[str, DomainServed]]) -> dict[str, Any]:

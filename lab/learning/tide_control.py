@@ -59,7 +59,7 @@ def eq5(setting: LabSetting) -> Headline:
         rows.append(
             (
                 str(batch), f"{needed:.3f}",
-                f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})",
+                found.text(3),
                 f"{errors[batch]:+.1%}",
             )
         )  # fmt: skip
@@ -128,7 +128,7 @@ def domains(setting: LabSetting) -> Headline:
         for title in served[0]
     }
     rows = tuple(
-        (title, lengths.get(title, ""), *(_ratio(one) for one in over.values()))
+        (title, lengths.get(title, ""), *(one.text(3) for one in over.values()))
         for title, over in ratios.items()
     )
     verdict, because = judged_domains(ratios)
@@ -250,7 +250,3 @@ def _speeds(run: RunResult, domains: int) -> list[float]:
     tokens = np.array(run.segment_tokens).reshape(_TURNS, domains).sum(0)
     seconds = np.array(run.segment_seconds).reshape(_TURNS, domains).sum(0)
     return [*(tokens / seconds).tolist(), run.rate]
-
-
-def _ratio(spread: Spread) -> str:
-    return f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"

@@ -71,8 +71,8 @@ def length(setting: LabSetting) -> Headline:
         grows[drafter.name] = gains[-1].median > gains[0].median + _NOISE and gains[-1].low > 1
         for (first, last), found in zip(bounds, gains, strict=True):
             alone, learnt = (_accepted(which, first, last) for which in (off, on))
-            row = drafter.name, f"{first - _PROMPT} to {last - _PROMPT}", _text(alone)
-            rows.append((*row, _text(learnt), _text(found)))
+            row = drafter.name, f"{first - _PROMPT} to {last - _PROMPT}", alone.text()
+            rows.append((*row, learnt.text(), found.text()))
         ends = [float(last - _PROMPT) for _, last in bounds]
         medians = [one.median for one in gains]
         curves.append(Curve(drafter.name, tuple(zip(ends, medians, strict=True))))
@@ -128,9 +128,9 @@ def steps(setting: LabSetting) -> Headline:
         nets = {count: net(found.steps, off.steps, prices[count]) for count, found in by.items()}
         gained[drafter.name] = {count: one.median for count, one in gains.items()}
         priced[drafter.name] = nets
-        rows.append((drafter.name, "off", _text(_accepted(off)), "1", "0", "1"))
+        rows.append((drafter.name, "off", _accepted(off).text(), "1", "0", "1"))
         for count, found in by.items():
-            cells = _text(_accepted(found)), _text(gains[count]), f"{prices[count]:.2f}"
+            cells = _accepted(found).text(), gains[count].text(), f"{prices[count]:.2f}"
             rows.append((drafter.name, f"K = {count}", *cells, f"{nets[count]:.2f}"))
         facts[drafter.name] = _facts(off, by, prices)
     verdict, because = judged_steps(gained, priced)
@@ -199,7 +199,7 @@ def window(setting: LabSetting) -> Headline:
         prices = {size: update_price(drafter.name, min(size, tokens)) for size in by}
         for size, found in by.items():
             nets[size].append(net(found.steps, off.steps, prices[size]))
-            cells = *(_text(part[size]) for part in parts), _text(gain(found.steps, off.steps))
+            cells = *(part[size].text() for part in parts), gain(found.steps, off.steps).text()
             priced = f"{prices[size]:.2f}", f"{nets[size][-1]:.2f}"
             rows.append((drafter.name, str(size), *cells, *priced))
         points = tuple((float(size), gain(one.steps, off.steps).median) for size, one in by.items())
@@ -290,10 +290,6 @@ def _by_update(found: Answers, off: Answers) -> list[list[float]]:
 
 def _accepted(answers: Answers, first: int = 0, last: int = 1 << 20) -> Spread:
     return Spread(tuple(acceptance(one, first, last) for one in answers.steps))
-
-
-def _text(spread: Spread) -> str:
-    return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
 
 
 def _names(compared: tuple[Drafter, ...]) -> str:

@@ -20,7 +20,7 @@ from lab.cpu_engine.engine_command import MODELS, eagle3_flags, engine_command
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.harness.engines import Engine, Workplace, launch_engine
 from lab.harness.errors import EngineFailedError, HarnessError
-from lab.harness.load_generator import PATIENT_REQUEST_SECONDS, StreamPhase, StreamRequest
+from lab.harness.load_generator import PATIENT_REQUEST_SECONDS, StreamPhase
 from lab.harness.processes import end_on_sigterm
 from simulator.acceptance_trace import read_requests
 from simulator.errors import InvalidInputError
@@ -75,11 +75,7 @@ def measured(prompts: Sequence[Sequence[int]], engine: Engine) -> list[float]:
 
     Raises EngineFailedError when the engine refuses a request or reports no counts.
     """
-    requests = tuple(
-        StreamRequest(index, "held out", tuple(prompt), _NEW_TOKENS)
-        for index, prompt in enumerate(prompts)
-    )
-    stream = [StreamPhase("at once", len(requests), requests)]
+    stream = [StreamPhase.of_prompts("held out", len(prompts), prompts, _NEW_TOKENS)]
     counts = np.zeros(DRAFTS + 1, dtype=np.int64)
     for answer in engine.play(stream, request_seconds=PATIENT_REQUEST_SECONDS).answers:
         if not answer.accepted_counts:

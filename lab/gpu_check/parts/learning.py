@@ -15,7 +15,7 @@ from lab.gpu_check.comparison import Difference
 from lab.gpu_check.parts.part import Document, Part
 from lab.gpu_check.shapes import Device
 from lab.gpu_check.small_engines import LEARNING, LEARNING_GAMMA, PLAIN
-from lab.harness.load_generator import StreamPhase, StreamRequest, acceptance_length
+from lab.harness.load_generator import StreamPhase, acceptance_length
 from lab.harness.sidecar import overridden
 
 # What is asked of the sidecar: that draft length, and an update every few steps.
@@ -121,11 +121,7 @@ def build_stream(device: Device) -> tuple[StreamPhase, ...]:
     """Builds requests for CSV, a few at a time."""
     requests, new_tokens, _ = _sizes(device)
     prompts = held_out_prompts(_DOMAIN, requests, _PROMPT_TOKENS, 1)
-    asked = [
-        StreamRequest(index, _DOMAIN, tuple(prompt), new_tokens)
-        for index, prompt in enumerate(prompts)
-    ]
-    return (StreamPhase(LEARNING, _BATCH, tuple(asked)),)
+    return (StreamPhase.of_prompts(_DOMAIN, _BATCH, prompts, new_tokens),)
 
 
 def _sizes(device: Device) -> tuple[int, int, int]:
