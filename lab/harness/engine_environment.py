@@ -1,4 +1,4 @@
-"""What the processes of an SGLang engine find in their environment.
+"""Makes what the processes of an SGLang engine find in their environment.
 
 Plugins: SGLang finds them by the entry points of installed distributions.  The lab is in no wheel,
 so a run writes the metadata of a distribution into a folder on the engines' path.

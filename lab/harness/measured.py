@@ -1,4 +1,4 @@
-"""What a result says of how it was measured: where, beside what, and with which spread.
+"""Tells how a result was measured: where, beside what, and with which spread.
 
 Other programs that keep cores busy make a measurement doubtful.
 """

@@ -1,4 +1,4 @@
-"""What could have been gained on a stream, and where a steered engine lost time.
+"""Finds what could have been gained on a stream, and where a steered engine lost time.
 
 What the imposed table makes of a stream, with every static arm and with an oracle's, is computed
 before anything runs: the simulator replays the stream with the engine's own draws, costs and order

@@ -1,4 +1,4 @@
-"""The traffic: classes of requests with measured acceptance, and the streams that are played.
+"""Has the classes of requests with their measured acceptance, and makes streams of them.
 
 The public traces and this repository's own small models give the classes' numbers again:
 
