@@ -12,8 +12,7 @@ import numpy as np
 from lab.harness.measured import Spread
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Curve, Headline, Paper, Verdict
-from lab.learning.tide import by_domain
-from lab.learning.tide_signals import GAMMA, DomainServed, collected
+from lab.learning.tide import GAMMA, DomainServed, by_domain, collected
 from lab.papers.tide import cost_ratio, reproduce_tide
 from simulator import published
 from simulator.comparison.contestants import OFF
