@@ -18,28 +18,24 @@ from lab.gpu_check.shapes import (
     SHAPES,
     SMALL,
     Device,
+    OnCpu,
+    OnEmulatedCuda,
+    SglangOptions,
     load_shape,
     parse_scale,
 )
 from lab.harness.errors import HarnessError
 from lab.harness.measured import gpus
 from lab.harness.processes import end_on_sigterm
-from lab.harness.terminal import Terminal
+from lab.harness.terminal import EXIT_FAILED, Terminal
 
-EXIT_FAILED = 1  # a wrong token, or a check that could not go on
+# A wrong token, too, ends with EXIT_FAILED.
 EXIT_USAGE = 2  # an option that cannot be used, or no GPU
 EXIT_PROBLEM = 3  # eager steps, lost requests, or a drafter that does not learn
 
 
 def check(
-    options: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="-- OPTIONS OF SGLANG",
-            show_default=False,
-            help="Further options of SGLang for the large engines; they follow --.",
-        ),
-    ] = None,
+    options: SglangOptions = None,
     minutes: Annotated[float, typer.Option(min=0.5, help="Budget of the whole check.")] = 10.0,
     parts: Annotated[
         str,
@@ -77,19 +73,8 @@ def check(
     keep_profile: Annotated[
         Path | None, typer.Option(help="Folder that gets the profile of a GPU as well.")
     ] = None,
-    cpu: Annotated[
-        bool,
-        typer.Option("--cpu", help="Try the check out on this processor: SGLang's CPU paths."),
-    ] = False,
-    emulated: Annotated[
-        bool,
-        typer.Option(
-            "--emulated",
-            envvar="LAB_EMULATED_CUDA",
-            help="Try the check out on this processor: SGLang's CUDA paths, with tiny models "
-            "whatever the shape.",
-        ),
-    ] = False,
+    cpu: OnCpu = False,
+    emulated: OnEmulatedCuda = False,
 ) -> None:
     """Measures SGLang with CUDA graphs: exact tokens, costs, and steered against other policies."""
     end_on_sigterm()
@@ -124,10 +109,8 @@ def check(
         )
         raise typer.Exit(EXIT_USAGE)
     try:
-        found = run(asked, terminal)
-    except HarnessError as error:
-        terminal.say(f"\nThe check failed: {error}")
-        raise typer.Exit(EXIT_FAILED) from error
+        with terminal.failing("The check failed"):
+            found = run(asked, terminal)
     except (KeyboardInterrupt, SystemExit):
         terminal.say_stopped(output / "page.md")
         raise

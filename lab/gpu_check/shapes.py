@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from pydantic import TypeAdapter
 
 from lab.harness.errors import HarnessError
@@ -166,6 +167,29 @@ class Device(Enum):
     def names(self) -> list[str]:
         """Lists the devices, as a result file has them; empty without a GPU."""
         return gpus() if self is Device.GPU else []
+
+
+# What commands that start engines of a shape take.
+SglangOptions = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="-- OPTIONS OF SGLANG",
+        show_default=False,
+        help="Further options of SGLang for the engines of the shape; they follow --.",
+    ),
+]
+OnCpu = Annotated[
+    bool, typer.Option("--cpu", help="Try it out on this processor: SGLang's CPU paths.")
+]
+OnEmulatedCuda = Annotated[
+    bool,
+    typer.Option(
+        "--emulated",
+        envvar="LAB_EMULATED_CUDA",
+        help="Try it out on this processor: SGLang's CUDA paths, with tiny models whatever the "
+        "shape.",
+    ),
+]
 
 
 class UnknownScaleError(HarnessError):

@@ -22,7 +22,6 @@ from lab.cpu_engine.models.edits import EncodedEdit, load_edits
 from lab.cpu_engine.pace.pacer import Pace
 from lab.cpu_engine.pace.step_costs import LOOKUP, OWN, load_step_costs
 from lab.harness.engines import Workplace
-from lab.harness.errors import HarnessError
 from lab.harness.load_generator import StreamPhase
 from lab.harness.measured import Spread, run_facts, write_result
 from lab.harness.processes import end_on_sigterm, preferred
@@ -42,7 +41,6 @@ _SEED, _WARM_UP_SEED = 2211, 977
 _PROFILE_SECONDS = 20.0
 # Arms that ran less are left out of the table.
 _LEAST_SHOWN = 0.05
-EXIT_FAILED = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,11 +331,8 @@ def edits(
         output,
         1.0 if quick else LATE_SHARE_MAX,
     )
-    try:
+    with terminal.failing("The edits failed"):
         run(options, terminal)
-    except HarnessError as error:
-        terminal.say(f"\nThe edits failed: {error}")
-        raise typer.Exit(EXIT_FAILED) from error
     terminal.say(f"\n{output / 'result.json'}  {output / 'logs'}/")
 
 

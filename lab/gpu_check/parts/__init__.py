@@ -15,23 +15,13 @@ from lab.harness.errors import HarnessError
 
 ALL = "all"
 DEFAULT_PARTS = ("exact", "costs", "graphs", "rounding")
-# The name of `costs` in earlier versions.
-_ALIASES = {"profile": "costs"}
-
 
 # In the order of their worth, in which they run by default.
-PARTS: Mapping[str, Part] = {
-    "exact": ExactPart(),
-    "costs": CostsPart(),
-    "graphs": GraphsPart(),
-    "rounding": RoundingPart(),
-    "arms": ArmsPart(),
-    "asleep": AsleepPart(),
-    "switches": SwitchesPart(),
-    "overhead": OverheadPart(),
-    "outage": OutagePart(),
-    "learning": LearningPart(),
-}
+_ALL_PARTS: tuple[Part, ...] = (
+    ExactPart(), CostsPart(), GraphsPart(), RoundingPart(), ArmsPart(), AsleepPart(),
+    SwitchesPart(), OverheadPart(), OutagePart(), LearningPart(),
+)  # fmt: skip
+PARTS: Mapping[str, Part] = {part.KEY: part for part in _ALL_PARTS}
 
 
 class UnknownPartError(HarnessError):
@@ -43,8 +33,7 @@ def parse_parts(given: str) -> tuple[str, ...]:
 
     Raises UnknownPartError, also when no part is named.
     """
-    names = [name.strip() for name in given.split(",") if name.strip()]
-    wanted = [_ALIASES.get(name, name) for name in names]
+    wanted = [name.strip() for name in given.split(",") if name.strip()]
     if ALL in wanted:
         wanted = [*(name for name in wanted if name != ALL), *PARTS]
     unknown = [name for name in wanted if name not in PARTS]

@@ -13,7 +13,7 @@ Document = Mapping[str, Any]
 class Part(ABC):
     """One part of the check.
 
-    KEY: the name of what it finds in the result file.
+    KEY: its name, also of what it finds in the result file.
     """
 
     KEY: ClassVar[str]
