@@ -14,7 +14,7 @@ import numpy as np
 from lab.cpu_engine.engine_command import MODELS, engine_command
 from lab.cpu_engine.forking import popen
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
-from lab.harness.engines import Harness, Workplace, launch_engine, launch_sidecar, wait_serving
+from lab.harness.engines import Harness, Workplace, launch_engine
 from lab.harness.load_generator import Answer, StreamPhase, StreamRequest, acceptance_length
 from lab.harness.random_arms import RandomArms
 from lab.harness.sidecar import SidecarHandle
@@ -103,8 +103,7 @@ class _ExactPart(Harness):
     def start(self, policies: Sequence[str]) -> None:
         """Starts everything side by side, and waits for it."""
         with self._terminal.working("engines with the small trained models, without a pace"):
-            self._sidecar_child = self._stack.enter_context(launch_sidecar(self._place))
-            wait_serving(self._sidecar_child, self._sidecar)
+            self._start_sidecar(self._sidecar)
             for policy in policies:
                 self._keep(
                     launch_engine(

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -148,8 +148,7 @@ class PlannedPart:
 class Planner:
     """Counts, as `Check` does: engines that run already are not started again.
 
-    graph_sizes: () for those of shape and scale.  probabilities: drafter -> probability that a
-    draft is accepted if those before it were.
+    graph_sizes: () for those of shape and scale.
     """
 
     def __init__(
@@ -158,14 +157,12 @@ class Planner:
         scale: Scale,
         device: Device,
         graph_sizes: tuple[int, ...] = (),
-        probabilities: Mapping[str, float] = acceptance.ASSUMED,
     ) -> None:
         self.shape = shape
         self.scale = scale
         self.device = device
         self.graph_sizes = graph_sizes or scale.batch_sizes(shape)
         self.has_profile = False
-        self._probabilities = probabilities
         self._running: tuple[str, ...] = ()
 
     def only(self, *policies: str) -> Work:
@@ -206,7 +203,7 @@ class Planner:
     def tokens_a_step(self, arm: Arm) -> float:
         """Returns the tokens that a sequence gains in a step of an arm, by the assumed curve."""
         drafter, gamma = arm
-        probability = self._probabilities[drafter]
+        probability = acceptance.ASSUMED[drafter]
         return float(sum(probability**k for k in range(gamma + 1)))
 
 

@@ -5,7 +5,7 @@ And the command that serves one there.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,6 @@ def serve_command(
     port: int,
     model: Path,
     speculation: Mapping[str, Any] | None = None,
-    flags: Sequence[str] = (),
-    *,
-    max_batch_size: int = 8,
 ) -> list[str]:
     """Makes the command line; speculation: vLLM's `--speculative-config`.
 
@@ -68,9 +65,8 @@ def serve_command(
         "--dtype", "float32",
         "--enforce-eager",
         "--max-model-len", "1024",
-        "--max-num-seqs", str(max_batch_size),
+        "--max-num-seqs", "8",
         "--kv-cache-memory-bytes", str(128 << 20),
         "--no-enable-prefix-caching",
         *options,
-        *flags,
     ]  # fmt: skip

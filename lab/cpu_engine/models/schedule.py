@@ -5,9 +5,9 @@ The learning rate follows what is used of the budget.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lab.cpu_engine.models.corpus import Split
 
-_FASTER: Final = 10.0
 _REPORT_STEPS: Final = 50
 
 _log = logging.getLogger(__name__)
@@ -60,29 +59,21 @@ def train(
     rate: LearningRate,
     *,
     weight_decay: float = 0.05,
-    faster: Sequence[nn.Parameter] = (),
     on_step: Callable[[int, float], None] | None = None,
 ) -> int:
     """Minimises ``loss_of_step`` with AdamW over the trainable parameters of ``module``.
 
-    ``faster`` learn at ten times the rate, without decay: what is new in a module that is not.
     ``on_step`` is given (step, loss).  Returns the number of updates made.
     """
     parameters = list(module.parameters())
-    new = {id(parameter) for parameter in faster}
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if id(p) not in new], "factor": 1.0},
-        {"params": [p for p in parameters if id(p) in new], "factor": _FASTER, "weight_decay": 0.0},
-    ]
     optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True,
-    )  # fmt: skip
+        parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
+    )
     made = 0
     module.train()
     for step, used in budget.progress():
         for group in optimizer.param_groups:
-            group["lr"] = group["factor"] * rate.at(step, used)
+            group["lr"] = rate.at(step, used)
         loss = loss_of_step(step)
         optimizer.zero_grad()
         loss.backward()
@@ -101,9 +92,6 @@ def fit(
     loss_of_step: Callable[[], Tensor],
     budget: StepBudget,
     rate: LearningRate,
-    *,
-    weight_decay: float = 0.05,
-    faster: Sequence[nn.Parameter] = (),
 ) -> None:
     """Trains ``module`` as `train` does, and logs the loss on the way."""
     start = time.monotonic()
@@ -112,10 +100,7 @@ def fit(
         if (step + 1) % _REPORT_STEPS == 0:
             _log.info("step %d, %.0f s, loss %.3f", step + 1, time.monotonic() - start, loss)
 
-    steps = train(
-        module, lambda _: loss_of_step(), budget, rate,
-        weight_decay=weight_decay, faster=faster, on_step=report,
-    )  # fmt: skip
+    steps = train(module, lambda _: loss_of_step(), budget, rate, on_step=report)
     _log.info("%s: %d steps, %.0f s", name, steps, time.monotonic() - start)
 
 
