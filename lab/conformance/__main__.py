@@ -6,7 +6,7 @@ import grpc
 import typer
 
 from controller.util.printable import printable
-from lab.conformance.finding import Findings
+from lab.conformance.rules import Findings
 from lab.conformance.shim_side import ShimCheck
 from lab.conformance.sidecar_side import check_sidecar
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 
 from controller.core.errors import InvalidEngineError
 from controller.wire.engines import engine_from_proto
-from lab.conformance.finding import Findings
-from lab.conformance.reports import check_reports
+from lab.conformance.rules import Findings, check_reports
 from lab.harness.fake_sidecar import FakeSidecar
 from speculation.v1.engine_pb2 import EngineSpec, StepReport
 from speculation.v1.plan_pb2 import REASON_EXPLOIT, MixtureRule, Plan, PlanRow, Probe

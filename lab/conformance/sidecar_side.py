@@ -7,9 +7,7 @@ from queue import SimpleQueue
 
 import grpc
 
-from lab.conformance.finding import Findings
-from lab.conformance.plans import check_plan
-from lab.conformance.reports import row_for
+from lab.conformance.rules import Findings, check_plan, row_for
 from speculation.v1.engine_pb2 import (
     DRAFTER_KIND_DFLASH,
     DRAFTER_KIND_MIXTURE,

@@ -1,4 +1,4 @@
-"""Makes the commands with which the demo and the lab serve the shipped target on a CPU."""
+"""Makes the commands with which the lab serves models: the shipped ones, and others."""
 
 import os
 import sys
@@ -13,28 +13,45 @@ SHALLOW = _SHIPPED / "shallow"
 MIMO = _SHIPPED / "mimo"
 
 
-def engine_command(
-    port: int, max_batch_size: int, flags: Sequence[str], models: Path = MODELS
+def server_command(
+    module: str,
+    model: Path,
+    port: int,
+    max_batch_size: int,
+    flags: Sequence[str],
+    *,
+    max_tokens: int = 16384,
+    context: int = 2048,
 ) -> list[str]:
-    """Makes the command line; flags: of its speculation, and further ones.  models: the set.
+    """Makes the command line of an SGLang server.
 
-    It runs in float32, because in bfloat16 even SGLang's own speculation differs from plain
-    decoding by rounding.
+    module: that serves.  max_tokens: slots of the cache.  context: tokens of the longest sequence.
+    flags: further ones.
     """
     return [
-        sys.executable, "-m", "lab.cpu_engine.serve",
-        "--model-path", str(models / "target"),
-        "--dtype", "float32",
+        sys.executable, "-m", module,
+        "--model-path", str(model),
         "--host", "127.0.0.1",
         "--port", str(port),
         "--max-running-requests", str(max_batch_size),
-        "--max-total-tokens", "16384",
-        "--context-length", "2048",
+        "--max-total-tokens", str(max_tokens),
+        "--context-length", str(context),
         "--random-seed", "1",
-        "--skip-server-warmup",
         "--log-level-http", "warning",
         *flags,
     ]  # fmt: skip
+
+
+def engine_command(
+    port: int, max_batch_size: int, flags: Sequence[str], models: Path = MODELS
+) -> list[str]:
+    """Makes the command line for a shipped target; flags: of its speculation, and further ones.
+
+    It runs in float32, because in bfloat16 even SGLang's own speculation differs from plain
+    decoding by rounding.  models: the set.
+    """
+    own = ["--dtype", "float32", "--skip-server-warmup", *flags]
+    return server_command("lab.cpu_engine.serve", models / "target", port, max_batch_size, own)
 
 
 def eagle3_flags(draft: Path, gamma: int) -> list[str]:
@@ -53,4 +70,13 @@ def chain_flags(algorithm: str, draft: Path, gamma: int) -> list[str]:
         "--speculative-num-steps", str(gamma),
         "--speculative-eagle-topk", "1",
         "--speculative-num-draft-tokens", str(gamma + 1),
+    ]  # fmt: skip
+
+
+def adaptive_flags(algorithm: str, draft: Path) -> list[str]:
+    """Makes the flags for SGLang's own adaptive speculation."""
+    return [
+        "--speculative-algorithm", algorithm,
+        "--speculative-draft-model-path", str(draft),
+        "--speculative-adaptive",
     ]  # fmt: skip

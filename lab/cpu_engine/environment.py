@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from lab.harness.crash_dumps import without_crash_dumps
+from lab.harness.engine_environment import without_crash_dumps
 
 STANDIN_FOLDER = Path(__file__).resolve().parents[1] / "standin"
 STANDIN_PLUGIN = "sglang_cpu_standin"

@@ -7,7 +7,7 @@
 name, a step-cost CSV, or a profile (see lab/cpu_engine/pace).  ``--pace-log FILE`` has every step
 appended to a file.  Acceptance is the models' own.
 
-With LAB_LOCKSTEP=1 steps wait for the drafter's trainer (see lockstep.py).
+With LAB_LOCKSTEP=1 steps wait for the drafter's trainer (see serve.py).
 """
 
 import argparse
@@ -16,8 +16,9 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from select import select
+from typing import Final
 
-from lab.cpu_engine import lockstep
 from lab.cpu_engine.environment import PACE_VARIABLE, enter_cpu_environment
 
 _DEFAULTS: dict[str, tuple[str, ...]] = {
@@ -38,6 +39,9 @@ _GRAPHS: dict[str, tuple[str, ...]] = {
     "--cuda-graph-backend-prefill": ("disabled",),
     "--cuda-graph-bs-decode": ("1", "2", "4", "8"),
 }
+LOCKSTEP_VARIABLE: Final = "LAB_LOCKSTEP"
+# A trainer that takes longer has failed, and the engine serves without it.
+_MOST_SECONDS: Final = 120.0
 
 
 def with_cpu_defaults(arguments: Sequence[str]) -> list[str]:
@@ -85,13 +89,23 @@ def paced(arguments: Sequence[str]) -> list[str]:
 
 def main() -> None:
     """Serves until it is stopped, then ends the processes that SGLang started."""
-    if find_spec("sglang") is None:
-        raise SystemExit(
-            "lab.cpu_engine.serve needs SGLang, which cannot be imported. Run it with the "
-            "environment that `make setup` makes in the clone."
-        )
+    require_sglang("lab.cpu_engine.serve")
     arguments = paced(sys.argv[1:])
     enter_cpu_environment()
+    run_sglang(with_cpu_defaults(arguments))
+
+
+def require_sglang(command: str) -> None:
+    """Ends the command with one sentence where SGLang cannot be imported."""
+    if find_spec("sglang") is None:
+        raise SystemExit(
+            f"{command} needs SGLang, which cannot be imported. Run it with the environment that "
+            "`make setup` makes in the clone."
+        )
+
+
+def run_sglang(arguments: Sequence[str]) -> None:
+    """Runs SGLang's server in this process, whose environment is that of an engine."""
     # A plugin may only hook what is imported where it is loaded: the processes' own modules too,
     # for those that are forked.
     import sglang.srt.managers.detokenizer_manager
@@ -102,8 +116,8 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    lockstep.install()
-    server_args = prepare_server_args(with_cpu_defaults(arguments))
+    install_lockstep()
+    server_args = prepare_server_args(list(arguments))
     # A data-parallel controller starts its schedulers from threads, where a fork may hang; with
     # data-parallel attention it starts them from its main thread.
     if server_args.dp_size == 1 or server_args.enable_dp_attention:
@@ -122,6 +136,23 @@ def fork_processes() -> None:
     multiprocessing.set_start_method("fork")
     # SGLang sets its own, by this very name.
     multiprocessing.set_start_method = lambda *_, **__: None
+
+
+def install_lockstep() -> None:
+    """Wraps the plugin's updates if the variable asks for it; before SGLang forks its processes."""
+    if os.environ.get(LOCKSTEP_VARIABLE) != "1":
+        return
+    from engine_shim.sglang.learning.online_updates import OnlineUpdates
+
+    before_step = OnlineUpdates.before_step
+
+    def wait_before_step(self: OnlineUpdates) -> None:
+        channel = self._trainer._channel
+        if channel is not None and not self._idle:
+            select([channel._socket], [], [], _MOST_SECONDS)
+        before_step(self)
+
+    type.__setattr__(OnlineUpdates, "before_step", wait_before_step)
 
 
 # A spawned process imports this module again.

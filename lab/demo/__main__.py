@@ -8,20 +8,18 @@ import typer
 
 from lab.demo import report
 from lab.demo.run import DemoOptions, run
-from lab.harness.errors import HarnessError
 from lab.harness.processes import end_on_sigterm
 from lab.harness.requirements import require
 from lab.harness.terminal import Terminal
-from lab.paced.day import DAY, DAY_SEED, UNSEEN_DAY, UNSEEN_SEED, build_stream
+from lab.paced.traffic import DAY, DAY_SEED, UNSEEN_DAY, UNSEEN_SEED, build_stream
 
-EXIT_FAILED = 1
 EXIT_NOT_EXACT = 3
 _TABLE = "h100-llama3.1-8b"
 _FULL_SEEDS = 3
 
 
 class StreamName(Enum):
-    """The streams that there are: see lab/paced/day.py."""
+    """The streams that there are: see lab/paced/traffic.py."""
 
     DAY = "day"
     UNSEEN = "unseen"
@@ -65,11 +63,8 @@ def demo(
         unpaced=unpaced,
     )
     terminal = Terminal()
-    try:
+    with terminal.failing("The demo failed"):
         outcome = run(options, terminal)
-    except HarnessError as error:
-        terminal.say(f"\nThe demo failed: {error}")
-        raise typer.Exit(EXIT_FAILED) from error
     report.show(outcome, terminal)
     terminal.say(f"\n{output / 'result.json'}  {output / 'demo.png'}  {output / 'logs'}/")
     if not outcome.all_exact:

@@ -14,11 +14,10 @@ import numpy as np
 from lab.cpu_engine.engine_command import MODELS, engine_command
 from lab.cpu_engine.forking import popen
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
-from lab.harness.engines import Harness, Workplace, launch_engine, launch_sidecar, wait_serving
-from lab.harness.load_generator import Answer, acceptance_length
+from lab.harness.engines import Harness, Workplace, launch_engine
+from lab.harness.load_generator import Answer, StreamPhase, StreamRequest, acceptance_length
 from lab.harness.random_arms import RandomArms
 from lab.harness.sidecar import SidecarHandle
-from lab.harness.stream import StreamPhase, StreamRequest
 from lab.harness.terminal import Terminal
 from lab.paced.engines import STEERED, is_steered, speculation_flags
 
@@ -75,7 +74,7 @@ def build_stream(seed: int) -> tuple[StreamPhase, ...]:
             prompt = tuple(next(prompts[domain]))[:_PROMPT_TOKENS]
             requests.append(StreamRequest(index, domain, prompt, _NEW_TOKENS))
             index += 1
-        phases.append(StreamPhase(f"×{concurrency}", "mixed", concurrency, tuple(requests)))
+        phases.append(StreamPhase(f"×{concurrency}", concurrency, tuple(requests)))
     return tuple(phases)
 
 
@@ -104,8 +103,7 @@ class _ExactPart(Harness):
     def start(self, policies: Sequence[str]) -> None:
         """Starts everything side by side, and waits for it."""
         with self._terminal.working("engines with the small trained models, without a pace"):
-            self._sidecar_child = self._stack.enter_context(launch_sidecar(self._place))
-            wait_serving(self._sidecar_child, self._sidecar)
+            self._start_sidecar(self._sidecar)
             for policy in policies:
                 self._keep(
                     launch_engine(

@@ -1,18 +1,22 @@
-"""Holds what a demo has measured and computed, and makes the figures."""
+"""Holds what a demo has measured and computed, and makes the figures, for result.json too."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.pace.step_costs import OWN, StepCosts
+from lab.cpu_engine.pace.step_log import LoggedStep
 from lab.demo.exact import ExactPlay
-from lab.harness.spread import Spread
-from lab.paced.day import Stream
+from lab.harness.measured import Spread
 from lab.paced.engines import STEERED
-from lab.paced.lost_time import LostTime
-from lab.paced.oracle import Oracle
+from lab.paced.lost_time import LostTime, Oracle
 from lab.paced.plays import StreamPlay
+from lab.paced.traffic import CLASSES, Stream
+
+# A sample of the steps for gamma over time: so many at most.
+_SAMPLES_MAX = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +111,143 @@ class DemoOutcome:
 def arm_name(arm: Arm) -> str:
     """Names an arm for a person."""
     return f"{arm.drafter} {arm.gamma}" if arm.gamma else "0"
+
+
+def as_json(outcome: DemoOutcome) -> dict[str, Any]:
+    """The runs, ratios and draft lengths; the caller adds how and where it was run.
+
+    lab/demo/picture.py draws it.
+    """
+    return {
+        "label": _label(outcome),
+        "runs": [_run(outcome, policy) for policy in outcome.policies],
+        "ratios": {
+            f"steered/{policy}": {
+                **outcome.ratio(policy).as_json(),
+                "phases": [
+                    outcome.ratio(policy, number).as_json()
+                    for number in range(len(outcome.stream.phases))
+                ],
+            }
+            for policy in outcome.others
+        },
+        "oracle": [_oracle(oracle) for oracle in outcome.oracles],
+        "lost_time": [
+            {name: round(value, 5) for name, value in asdict(lost).items()}
+            | {"total": round(lost.total, 5)}
+            for lost in outcome.lost
+        ],
+        "exact": [asdict(play) for play in outcome.exact],
+        "stream": {
+            "name": outcome.stream.name,
+            "seeds": [play.stream.seed for play in outcome.plays[STEERED]],
+            "phases": [
+                {
+                    "phase": phase.name,
+                    "kinds": list(phase.domains),
+                    "concurrency": phase.concurrency,
+                    "requests": len(phase.requests),
+                    "tokens": phase.new_tokens,
+                }
+                for phase in outcome.stream.phases
+            ],
+        },
+    }
+
+
+def _label(outcome: DemoOutcome) -> dict[str, Any]:
+    """Says what is imposed, drawn, measured and real, for a reader and for the picture."""
+    kinds = sorted({k for phase in outcome.stream.phases for k in phase.domains})
+    drawn = {
+        kind: CLASSES[kind].source if kind in CLASSES else "published with the table"
+        for kind in kinds
+    }
+    source = outcome.costs.source
+    if not outcome.paced:
+        return {
+            "title": "Step times are those of this machine; the oracle is computed from the "
+            f"{source}.\nAcceptance is drawn from measured curves, alike for all policies.",
+            "measured": "the duration of every step: nothing is imposed",
+            "oracle": f"computed from the {source}",
+            "drawn": drawn,
+            "real": "SGLang with its kernels, graphs and schedule, the shim, the link, the sidecar",
+            "time": "",
+        }
+    return {
+        "title": f"Step times are imposed: {source}.\nAcceptance is drawn from measured curves; "
+        "scheduler, batching, shim, link and sidecar are real.",
+        "imposed": f"the duration of every step: {source}",
+        "drawn": drawn,
+        "real": "SGLang's scheduler and batching, the shim, the link, the sidecar, the profile",
+        "dilation": outcome.dilation,
+        "unit": "tokens/s, seconds and milliseconds are of the model's time",
+        "time": "of the model's time",
+    }
+
+
+def _oracle(oracle: Oracle) -> dict[str, Any]:
+    return {
+        "tokens_per_second": round(oracle.oracle.rate, 2),
+        "arms": [arm_name(arm) for arm in oracle.arms],
+        "phases": [round(rate, 2) for rate in oracle.oracle.phases],
+        "over_best_static": round(oracle.gain, 4),
+        "best_static": arm_name(oracle.best_static),
+        "statics": {arm_name(arm): round(found.rate, 2) for arm, found in oracle.statics.items()},
+    }
+
+
+def _run(outcome: DemoOutcome, policy: str) -> dict[str, Any]:
+    plays = outcome.plays[policy]
+    return {
+        "policy": policy,
+        "tokens_per_second": round(outcome.rates(policy).median, 2),
+        "exact": outcome.exactness(policy),
+        "rates": outcome.rates(policy).as_json(),
+        "share_of_oracle": outcome.share_of_oracle(policy).as_json(),
+        "time_over_costs": round(outcome.time_over_costs(policy), 4),
+        "phase_shares": [
+            round(outcome.phase_shares(policy, number).median, 4)
+            for number in range(len(outcome.stream.phases))
+        ],
+        "acceptance_length": round(plays[0].acceptance_length, 3),
+        "phases": [
+            outcome.phase_rates(policy, number).as_json()
+            for number in range(len(outcome.stream.phases))
+        ],
+        "repeats": [_play(play) for play in plays],
+    }
+
+
+def _play(play: StreamPlay) -> dict[str, Any]:
+    steps = play.decode_steps
+    origin = play.edges[0][0]
+    every = max(1, len(steps) // _SAMPLES_MAX)
+    return {
+        "tokens_per_second": round(play.tokens_per_second, 2),
+        "seconds": round(play.seconds, 3),
+        "steps": len(steps),
+        "late_share": round(play.late_share, 5),
+        "token_milliseconds": {f"p{p}": round(play.token_milliseconds(p), 3) for p in (50, 90, 99)},
+        "latency_seconds": {f"p{p}": round(play.latency_seconds(p), 3) for p in (50, 90, 99)},
+        "probes": sum(step.probe > 0 for step in steps),
+        "switches": sum(_arm(one) != _arm(next_one) for one, next_one in pairwise(steps)),
+        "shim_microseconds": round(1e6 * sum(s.shim_seconds for s in steps) / len(steps), 1),
+        "unsteered": sum(not step.steered for step in steps),
+        "choices": [
+            {choice: round(share, 4) for choice, share in play.choices(number).items()}
+            for number in range(len(play.stream.phases))
+        ],
+        "began": [round((began - origin) / play.dilation, 3) for began, _ in play.edges],
+        "samples": [_sample(step, play) for step in steps[::every]],
+        "probe_samples": [_sample(step, play) for step in steps if step.probe],
+    }
+
+
+def _arm(step: LoggedStep) -> tuple[str, int, bool]:
+    return (step.drafter if step.gamma else "", step.gamma, step.asleep)
+
+
+def _sample(step: LoggedStep, play: StreamPlay) -> list[Any]:
+    """Seconds since the stream began, batch size, draft length, drafter."""
+    began = (step.began - play.edges[0][0]) / play.dilation
+    return [round(began, 3), step.batch_size, step.gamma, step.drafter]

@@ -26,7 +26,7 @@ EXIT_FAILED = 1
 def draw(document: Mapping[str, Any], path: Path) -> None:
     """Writes a PNG.
 
-    document: what lab/demo/result.py makes of a demo.  Raises KeyError for another document.
+    document: what lab/demo/outcome.py makes of a demo.  Raises KeyError for another document.
     """
     import matplotlib as mpl
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from lab.demo.outcome import DemoOutcome, arm_name
 from lab.harness.terminal import Terminal
-from lab.paced.day import Stream
 from lab.paced.engines import ADAPTIVE, STEERED
-from lab.paced.oracle import Oracle
+from lab.paced.lost_time import Oracle
+from lab.paced.traffic import Stream
 
 # Choices that ran less are left out of the table.
 _LEAST_SHOWN = 0.05
@@ -22,7 +22,7 @@ def show_table(
     terminal.say("Acceptance is drawn from measured curves, alike for all policies.")
     terminal.say(
         f"{stream.requests} requests, {stream.tokens} tokens, "
-        + ", ".join(f"{phase.plan.name} ×{phase.plan.concurrency}" for phase in stream.phases)
+        + ", ".join(f"{phase.name} ×{phase.concurrency}" for phase in stream.phases)
     )
     terminal.say(
         f"The best arm of each phase ({', '.join(arm_name(arm) for arm in oracle.arms)}) has "
@@ -114,9 +114,9 @@ def _row(outcome: DemoOutcome, policy: str) -> list[str]:
 
 
 def _phase_row(outcome: DemoOutcome, number: int) -> list[str]:
-    plan = outcome.stream.phases[number].plan
+    phase = outcome.stream.phases[number]
     return [
-        f"{plan.name} ×{plan.concurrency}",
+        f"{phase.name} ×{phase.concurrency}",
         *(f"{outcome.phase_rates(p, number).median:.0f}" for p in outcome.policies),
         *(f"{outcome.ratio(p, number).median:.3f}" for p in outcome.others),
     ]
@@ -133,4 +133,4 @@ def _choice_row(outcome: DemoOutcome, number: int, policies: list[str]) -> list[
         ]
         cells.append(" ".join(shown))
     best = arm_name(outcome.oracles[0].arms[number]).removeprefix("eagle3 ")
-    return [outcome.stream.phases[number].plan.name, best, *cells]
+    return [outcome.stream.phases[number].name, best, *cells]

@@ -12,20 +12,18 @@ from typing import Any
 
 from lab.cpu_engine.pace.pacer import Pace
 from lab.cpu_engine.pace.step_costs import OWN
-from lab.demo import exact, picture, report, result
-from lab.demo.outcome import DemoOutcome
+from lab.demo import exact, picture, report
+from lab.demo.outcome import DemoOutcome, as_json
 from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
-from lab.harness.machine import run_facts, write_result
+from lab.harness.measured import run_facts, write_result
 from lab.harness.processes import preferred
 from lab.harness.terminal import Terminal
-from lab.paced.day import Stream
 from lab.paced.engines import ADAPTIVE, OFF, STEERED, static
-from lab.paced.lost_time import StepValues, lost_time
-from lab.paced.oracle import Oracle, compute
+from lab.paced.lost_time import Oracle, StepValues, compute, lost_time
 from lab.paced.plays import StreamPlay
 from lab.paced.run import DILATIONS, PacedHarness, profile_sizes
-from lab.paced.traffic import own_curves
+from lab.paced.traffic import Stream, own_curves
 from simulator.errors import InvalidInputError
 
 GAMMAS = (0, 1, 2, 3, 4, 5, 7)
@@ -64,7 +62,7 @@ def run(options: DemoOptions, terminal: Terminal) -> DemoOutcome:
             found = exact.run(outcome.policies, place, terminal, options.streams[0].seed)
             outcome = replace(outcome, exact=found)
     seconds = round(time.monotonic() - began, 1)
-    document = {**facts, "seconds": seconds, **result.as_json(outcome)}
+    document = {**facts, "seconds": seconds, **as_json(outcome)}
     write_result(document, options.output)
     picture.draw(document, options.output / "demo.png")
     return outcome

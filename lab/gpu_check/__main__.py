@@ -7,32 +7,35 @@ from typing import Annotated
 import typer
 
 from lab.gpu_check import page
+from lab.gpu_check.budget import total_seconds
 from lab.gpu_check.check import GpuCheckOptions
-from lab.gpu_check.device import Device
 from lab.gpu_check.parts import ALL, DEFAULT_PARTS, PARTS, UnknownPartError, parse_parts
-from lab.gpu_check.plan import total_seconds
 from lab.gpu_check.run import choose_scale, planned_parts, run
-from lab.gpu_check.scale import SCALES, parse_scale
-from lab.gpu_check.shapes import EMULATED, QWEN3_8B, SHAPES, SMALL, load_shape
+from lab.gpu_check.shapes import (
+    EMULATED,
+    QWEN3_8B,
+    SCALES,
+    SHAPES,
+    SMALL,
+    Device,
+    OnCpu,
+    OnEmulatedCuda,
+    SglangOptions,
+    load_shape,
+    parse_scale,
+)
 from lab.harness.errors import HarnessError
-from lab.harness.machine import gpus
+from lab.harness.measured import gpus
 from lab.harness.processes import end_on_sigterm
-from lab.harness.terminal import Terminal
+from lab.harness.terminal import EXIT_FAILED, Terminal
 
-EXIT_FAILED = 1  # a wrong token, or a check that could not go on
+# A wrong token, too, ends with EXIT_FAILED.
 EXIT_USAGE = 2  # an option that cannot be used, or no GPU
 EXIT_PROBLEM = 3  # eager steps, lost requests, or a drafter that does not learn
 
 
 def check(
-    options: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="-- OPTIONS OF SGLANG",
-            show_default=False,
-            help="Further options of SGLang for the large engines; they follow --.",
-        ),
-    ] = None,
+    options: SglangOptions = None,
     minutes: Annotated[float, typer.Option(min=0.5, help="Budget of the whole check.")] = 10.0,
     parts: Annotated[
         str,
@@ -70,19 +73,8 @@ def check(
     keep_profile: Annotated[
         Path | None, typer.Option(help="Folder that gets the profile of a GPU as well.")
     ] = None,
-    cpu: Annotated[
-        bool,
-        typer.Option("--cpu", help="Try the check out on this processor: SGLang's CPU paths."),
-    ] = False,
-    emulated: Annotated[
-        bool,
-        typer.Option(
-            "--emulated",
-            envvar="LAB_EMULATED_CUDA",
-            help="Try the check out on this processor: SGLang's CUDA paths, with tiny models "
-            "whatever the shape.",
-        ),
-    ] = False,
+    cpu: OnCpu = False,
+    emulated: OnEmulatedCuda = False,
 ) -> None:
     """Measures SGLang with CUDA graphs: exact tokens, costs, and steered against other policies."""
     end_on_sigterm()
@@ -117,10 +109,8 @@ def check(
         )
         raise typer.Exit(EXIT_USAGE)
     try:
-        found = run(asked, terminal)
-    except HarnessError as error:
-        terminal.say(f"\nThe check failed: {error}")
-        raise typer.Exit(EXIT_FAILED) from error
+        with terminal.failing("The check failed"):
+            found = run(asked, terminal)
     except (KeyboardInterrupt, SystemExit):
         terminal.say_stopped(output / "page.md")
         raise

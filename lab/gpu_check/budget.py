@@ -1,15 +1,22 @@
-"""Counts what a part of the check does, prices it, and watches the time that is left."""
+"""Counts what the parts of a check do, prices it before anything runs, and watches the time."""
 
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from lab.gpu_check import acceptance, engines, small_engines
+from lab.gpu_check.engines import SHAPE_ENGINES
+from lab.gpu_check.load import warm_up_loads
+from lab.gpu_check.shapes import Device, Load, Scale, Shape
 from lab.harness.errors import HarnessError
+from lab.harness.load_generator import StreamPhase
 
 PRICE_FILE = Path(__file__).parent / "prices.json"
+Arm = tuple[str, int]
 
 
 class OutOfTimeError(HarnessError):
@@ -127,3 +134,101 @@ class Tally:
             request=request_seconds,
             source=source,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPart:
+    """The counts of one part and their price in seconds."""
+
+    name: str
+    work: Work
+    seconds: float
+
+
+class Planner:
+    """Counts, as `Check` does: engines that run already are not started again.
+
+    graph_sizes: () for those of shape and scale.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        scale: Scale,
+        device: Device,
+        graph_sizes: tuple[int, ...] = (),
+    ) -> None:
+        self.shape = shape
+        self.scale = scale
+        self.device = device
+        self.graph_sizes = graph_sizes or scale.batch_sizes(shape)
+        self.has_profile = False
+        self._running: tuple[str, ...] = ()
+
+    def only(self, *policies: str) -> Work:
+        """Counts the starts of those of the engines that do not run; all others are stopped."""
+        work = Work()
+        for policy in policies:
+            if policy in self._running:
+                continue
+            work += Work(launches=1, captures=self.captures(policy))
+            if policy in SHAPE_ENGINES:
+                work += self.play(warm_up_loads(self.shape))
+        self._running = policies
+        return work
+
+    def captures(self, policy: str) -> int:
+        """Counts the CUDA graphs of an engine."""
+        if policy in small_engines.SMALL_ENGINES:
+            return small_engines.captures(policy, self.device)
+        return engines.captures(policy, self.shape, self.graph_sizes)
+
+    def play(
+        self,
+        loads: Iterable[Load | StreamPhase],
+        arm: Arm | None = None,
+        tokens_a_step: float = 0.0,
+    ) -> Work:
+        """Counts one play of loads, or of a stream.
+
+        arm: that runs, None for plain decoding.  tokens_a_step: instead of what the arm gives.
+        """
+        gain = tokens_a_step or (1.0 if arm is None else self.tokens_a_step(arm))
+        work = Work()
+        for load in map(_load_of, loads):
+            tokens = load.requests * load.new_tokens / load.concurrency
+            work += Work(passes=math.ceil(tokens / gain), requests=load.requests)
+        return work
+
+    def tokens_a_step(self, arm: Arm) -> float:
+        """Returns the tokens that a sequence gains in a step of an arm, by the assumed curve."""
+        drafter, gamma = arm
+        probability = acceptance.ASSUMED[drafter]
+        return float(sum(probability**k for k in range(gamma + 1)))
+
+
+def _load_of(load: Load | StreamPhase) -> Load:
+    """Returns a phase as so many like requests; its prompts do not count."""
+    if isinstance(load, Load):
+        return load
+    requests = len(load.requests)
+    return Load(load.concurrency, requests, 0, math.ceil(load.new_tokens / requests))
+
+
+def plan(
+    parts: Iterable[tuple[str, Callable[[Planner], Work]]], planner: Planner, prices: Prices
+) -> list[PlannedPart]:
+    """Counts and prices parts in the order in which they will run.
+
+    parts: name, and the function that counts.
+    """
+    planned = []
+    for name, count in parts:
+        work = count(planner)
+        planned.append(PlannedPart(name, work, prices.seconds(work)))
+    return planned
+
+
+def total_seconds(planned: Iterable[PlannedPart]) -> float:
+    """Adds the seconds."""
+    return sum(part.seconds for part in planned)

@@ -21,16 +21,13 @@ from lab.gpu_check import (
     syncs,
 )
 from lab.gpu_check.budget import Deadline, OutOfTimeError, Prices, Tally
-from lab.gpu_check.device import Device
 from lab.gpu_check.engines import PINNED, PINNED_NO_OVERLAP, STEERED, EngineSetting
 from lab.gpu_check.load import moving_stream, warm_up_stream
-from lab.gpu_check.scale import Scale
-from lab.gpu_check.shapes import Shape
+from lab.gpu_check.shapes import Device, Scale, Shape
 from lab.harness.engines import Harness, Workplace, launch_engine
 from lab.harness.errors import EngineFailedError
-from lab.harness.load_generator import PhasePlay, Play, paired_ratio
+from lab.harness.load_generator import PhasePlay, Play, StreamPhase, paired_ratio
 from lab.harness.sidecar import Pin, SidecarHandle
-from lab.harness.stream import StreamPhase
 from lab.harness.terminal import Terminal
 
 Arm = tuple[str, int]
@@ -40,6 +37,8 @@ Held = tuple[str, Arm | None]
 _STEERED_ENGINES = (STEERED, PINNED, PINNED_NO_OVERLAP, *small_engines.STEERED_SMALL)
 # A play is not begun when less is left, because what it would measure could not be written.
 _LEAST_SECONDS = 2.0
+# Parts that never have two engines of the shape at once.
+_PARTS_WITH_ONE_ENGINE = ("exact", "rounding", "learning", "outage", "costs", "graphs", "switches")
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,10 +281,6 @@ class Check(Harness):
         gammas = tuple(map(int, prepared))
         self.tally.captures += small_engines.chain_captures(gammas, len(sizes))
         self.tally.capture_seconds += sum(state["seconds"] for state in prepared.values())
-
-
-# Parts that never have two engines of the shape at once.
-_PARTS_WITH_ONE_ENGINE = ("exact", "rounding", "learning", "outage", "costs", "graphs", "switches")
 
 
 def decode_steps(played: PhasePlay) -> int:

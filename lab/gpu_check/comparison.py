@@ -12,8 +12,7 @@ from typing import Any
 
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.gpu_check.small_engines import MAX_BATCH
-from lab.harness.load_generator import Answer
-from lab.harness.stream import StreamPhase, StreamRequest
+from lab.harness.load_generator import Answer, StreamPhase, StreamRequest
 
 # Below this difference of the two best logprobs, a differing token is rounding.
 NEAR_TIE = 1e-3
@@ -65,8 +64,8 @@ def build_stream(prompts_per_domain: int, new_tokens: int) -> tuple[StreamPhase,
     ]
     alone, crowd = requests[:prompts_per_domain], requests[prompts_per_domain:]
     return (
-        StreamPhase("one at a time", "held out", 1, tuple(alone)),
-        StreamPhase("in batches", "held out", MAX_BATCH, tuple(crowd)),
+        StreamPhase("one at a time", 1, tuple(alone)),
+        StreamPhase("in batches", MAX_BATCH, tuple(crowd)),
     )
 
 

@@ -9,14 +9,12 @@ STEERED       both drafters, every draft length
 """
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lab.cpu_engine.engine_command import eagle3_flags
+from lab.cpu_engine.engine_command import adaptive_flags, eagle3_flags, server_command
 from lab.cpu_engine.forking import popen
-from lab.gpu_check.device import Device
-from lab.gpu_check.shapes import ModelFolders, Shape
+from lab.gpu_check.shapes import Device, ModelFolders, Shape
 from lab.gpu_check.small_engines import chain_captures
 from lab.harness.engines import Engine, Workplace, launch_engine
 
@@ -57,27 +55,22 @@ class EngineSetting:
 
 def command(policy: str, setting: EngineSetting, port: int) -> list[str]:
     """Makes the command line of an engine."""
-    shape = setting.shape
-    return [
-        sys.executable, "-m", setting.device.server_module,
-        "--model-path", str(setting.models.target),
+    shape, device = setting.shape, setting.device
+    flags = [
         "--load-format", "dummy",
         "--skip-tokenizer-init",
-        "--host", "127.0.0.1",
-        "--port", str(port),
-        "--max-running-requests", str(shape.max_batch),
-        "--max-total-tokens", str(setting.pool_tokens),
-        "--context-length", str(shape.context_length),
-        "--random-seed", "1",
-        "--log-level-http", "warning",
         # The engine that waits must leave the machine alone.
         "--sleep-on-idle",
-        *(_memory_options(policy, setting) if setting.device.takes_cuda_options else ()),
-        *cuda_options(setting.device),
+        *(_memory_options(policy, setting) if device.takes_cuda_options else ()),
+        *cuda_options(device),
         *speculation_flags(policy, setting),
         *(["--disable-overlap-schedule"] if policy.endswith("-no-overlap") else []),
         *setting.options,
     ]  # fmt: skip
+    return server_command(
+        device.server_module, setting.models.target, port, shape.max_batch, flags,
+        max_tokens=setting.pool_tokens, context=shape.context_length,
+    )  # fmt: skip
 
 
 def cuda_options(device: Device) -> list[str]:
@@ -105,11 +98,7 @@ def speculation_flags(policy: str, setting: EngineSetting) -> list[str]:
     if policy == OFF:
         return []
     if policy == ADAPTIVE:
-        return [
-            "--speculative-algorithm", "EAGLE3",
-            "--speculative-draft-model-path", str(setting.models.eagle3),
-            "--speculative-adaptive",
-        ]  # fmt: skip
+        return adaptive_flags("EAGLE3", setting.models.eagle3)
     return eagle3_flags(setting.models.eagle3, setting.shape.static_gamma)
 
 

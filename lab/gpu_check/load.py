@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from lab.gpu_check.shapes import Load, Shape
-from lab.harness.stream import StreamPhase, StreamRequest
+from lab.harness.load_generator import StreamPhase, StreamRequest
 
 # The first ids of a vocabulary are often special ones.
 _FIRST_ID = 16
@@ -30,7 +30,7 @@ def build_stream(shape: Shape, loads: Iterable[Load], seed: int) -> tuple[Stream
             requests.append(StreamRequest(index, "random", tuple(prompt), load.new_tokens))
             index += 1
         name = f"{number} ×{load.concurrency}, {load.prompt_tokens} tokens"
-        phases.append(StreamPhase(name, "random", load.concurrency, tuple(requests)))
+        phases.append(StreamPhase(name, load.concurrency, tuple(requests)))
     return tuple(phases)
 
 

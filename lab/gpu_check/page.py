@@ -4,10 +4,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from lab.gpu_check.device import Device
 from lab.gpu_check.parts import PARTS
-from lab.gpu_check.parts.part import Part
-from lab.gpu_check.tables import text_table
+from lab.gpu_check.parts.part import Part, text_table
+from lab.gpu_check.shapes import Device
 
 _PROBLEMS_SHOWN = 8
 _SMALL_MODELS = "`exact`, `rounding`, `learning` and `outage` use small trained models instead."

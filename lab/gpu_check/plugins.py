@@ -6,7 +6,7 @@ Each acts only in an engine that has its variable.
 from pathlib import Path
 
 from lab.gpu_check import acceptance, float32_rmsnorm, shim_time, syncs
-from lab.harness.engine_plugins import register_plugins
+from lab.harness.engine_environment import register_plugins
 
 MODULES = (acceptance, float32_rmsnorm, shim_time, syncs)
 

@@ -14,15 +14,21 @@ from typing import Any
 
 from controller.util.atomic_file import write_whole
 from lab.gpu_check import acceptance, page
-from lab.gpu_check.budget import PRICE_FILE, Deadline, OutOfTimeError
+from lab.gpu_check.budget import (
+    PRICE_FILE,
+    Deadline,
+    OutOfTimeError,
+    PlannedPart,
+    Planner,
+    plan,
+    total_seconds,
+)
 from lab.gpu_check.check import Check, GpuCheckOptions
-from lab.gpu_check.device import Device
 from lab.gpu_check.parts import PARTS
-from lab.gpu_check.plan import PlannedPart, Planner, plan, total_seconds
-from lab.gpu_check.scale import WITHOUT_GPU, Scale, largest_that_fits
+from lab.gpu_check.shapes import WITHOUT_GPU, Device, Scale, largest_that_fits
 from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
-from lab.harness.machine import run_facts, write_result
+from lab.harness.measured import run_facts, write_result
 from lab.harness.terminal import Terminal
 
 # Of the budget, for the end of the engines and the page.

@@ -1,20 +1,24 @@
-"""Defines models as far as their cost goes: shapes of published checkpoints without weights.
+"""Defines what a check runs: on which device, models of which shape, at which scale.
 
-Each shape is a JSON file beside this module.
+Shapes are models as far as their cost goes: published checkpoints without weights.  Each is a JSON
+file beside this module.  SGLang fills them in itself (`--load-format dummy`).  What such models say
+is noise, so how many drafts are accepted is drawn from a curve instead; see acceptance.py.
 
-SGLang fills them in itself (`--load-format dummy`).  What such models say is noise, so how many
-drafts are accepted is drawn from a curve instead; see acceptance.py.
+A scale fits a check to its budget: how many graphs, tokens and repeats the parts use.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from pydantic import TypeAdapter
 
 from lab.harness.errors import HarnessError
+from lab.harness.measured import gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +136,127 @@ SMALL = _load("small")
 EMULATED = _load("emulated")
 
 SHAPES = {shape.name: shape for shape in (QWEN3_8B, SMALL, EMULATED)}
+
+
+class Device(Enum):
+    """A GPU, SGLang's CUDA paths on a processor, or SGLang's CPU paths."""
+
+    GPU = "GPU"
+    EMULATED = "emulated CUDA"
+    CPU = "CPU"
+
+    @property
+    def server_module(self) -> str:
+        """The module that serves: SGLang's own, or a stand-in with the same options."""
+        return {
+            Device.GPU: "sglang.launch_server",
+            Device.EMULATED: "lab.cpu_engine.serve_emulated_cuda",
+            Device.CPU: "lab.cpu_engine.serve",
+        }[self]
+
+    @property
+    def takes_cuda_options(self) -> bool:
+        """Whether engines are given the options of a GPU: memory, backends, graphs."""
+        return self is not Device.CPU
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether SGLang has the overlap schedule there."""
+        return self is not Device.CPU
+
+    def names(self) -> list[str]:
+        """Lists the devices, as a result file has them; empty without a GPU."""
+        return gpus() if self is Device.GPU else []
+
+
+# What commands that start engines of a shape take.
+SglangOptions = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="-- OPTIONS OF SGLANG",
+        show_default=False,
+        help="Further options of SGLang for the engines of the shape; they follow --.",
+    ),
+]
+OnCpu = Annotated[
+    bool, typer.Option("--cpu", help="Try it out on this processor: SGLang's CPU paths.")
+]
+OnEmulatedCuda = Annotated[
+    bool,
+    typer.Option(
+        "--emulated",
+        envvar="LAB_EMULATED_CUDA",
+        help="Try it out on this processor: SGLang's CUDA paths, with tiny models whatever the "
+        "shape.",
+    ),
+]
+
+
+class UnknownScaleError(HarnessError):
+    """A scale was asked for that does not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExactSizes:
+    """Prompts of each domain, tokens of the longest answer, and plays of each engine."""
+
+    prompts: int
+    new_tokens: int
+    plays: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Sizes of the parts.
+
+    graph_every: of the shape's batch sizes every so many-th has a graph and a row in the cost
+    table, and the largest.  answer_share: of the length of the shape's answers.  repeats: pairs of
+    plays that are compared.  profile_seconds: for one cost table.  both_schedules: whether engines
+    without the overlap schedule are compared too.
+    """
+
+    name: str
+    graph_every: int
+    answer_share: float
+    repeats: int
+    profile_seconds: float
+    exact: ExactSizes
+    both_schedules: bool
+
+    def batch_sizes(self, shape: Shape) -> tuple[int, ...]:
+        """Returns the batch sizes that have graphs, ascending."""
+        sizes = shape.batch_sizes
+        return tuple(sorted({*sizes[:: self.graph_every], sizes[-1]}))
+
+
+# From what an hour allows to what fits ten minutes with an engine start of 45 s.
+SCALES = (
+    Scale("full", 1, 1.0, 3, 120.0, ExactSizes(4, 256, 3), both_schedules=True),
+    Scale("half", 1, 0.5, 2, 75.0, ExactSizes(2, 160, 2), both_schedules=True),
+    Scale("quarter", 1, 0.25, 1, 60.0, ExactSizes(2, 128, 1), both_schedules=False),
+    Scale("least", 2, 0.25, 1, 40.0, ExactSizes(1, 96, 1), both_schedules=False),
+)
+# Where a step takes hundredths of a second, or tenths, and its time means nothing.
+WITHOUT_GPU = {
+    Device.CPU: Scale("cpu", 1, 1.0, 1, 8.0, ExactSizes(2, 48, 1), both_schedules=False),
+    Device.EMULATED: Scale("emulated", 1, 1.0, 1, 6.0, ExactSizes(1, 24, 1), both_schedules=False),
+}
+
+
+def largest_that_fits(seconds: float, price: Callable[[Scale], float]) -> Scale:
+    """Returns the first of SCALES whose price is within the seconds, or the last one.
+
+    price: seconds of a whole check at a scale.
+    """
+    return next((scale for scale in SCALES if price(scale) <= seconds), SCALES[-1])
+
+
+def parse_scale(given: str) -> Scale | None:
+    """Returns the scale of that name, None for "".  Raises UnknownScaleError."""
+    if not given:
+        return None
+    found = next((scale for scale in SCALES if scale.name == given), None)
+    if found is None:
+        names = ", ".join(scale.name for scale in SCALES)
+        raise UnknownScaleError(f"--scale {given!r} is unknown: choose one of {names}")
+    return found

@@ -7,12 +7,10 @@ LEARNING      a drafter that learns online
 *_BFLOAT16    in bfloat16; FIXED is SGLang's own speculation with one draft length
 """
 
-import sys
 from collections.abc import Sequence
 
-from lab.cpu_engine.engine_command import MODELS, eagle3_flags
-from lab.gpu_check.device import Device
-from lab.gpu_check.scale import Scale
+from lab.cpu_engine.engine_command import MODELS, eagle3_flags, server_command
+from lab.gpu_check.shapes import Device, Scale
 
 PLAIN, EXACT, NO_OVERLAP, LEARNING = "plain", "exact", "exact-no-overlap", "learning"
 PLAIN_BFLOAT16, EXACT_BFLOAT16 = "plain-bfloat16", "exact-bfloat16"
@@ -75,24 +73,16 @@ def command(policy: str, port: int, options: Sequence[str], device: Device) -> l
     """Makes the command line of an engine; only its speculation differs from plain decoding's."""
     draft = MODELS / (_LEARNING_DRAFT if policy == LEARNING else _DRAFT)
     plain = policy in (PLAIN, PLAIN_BFLOAT16)
-    return [
-        sys.executable, "-m", device.server_module,
-        "--model-path", str(MODELS / "target"),
+    flags = [
         "--dtype", "bfloat16" if is_bfloat16(policy) else "float32",
         "--skip-tokenizer-init",
-        "--host", "127.0.0.1",
-        "--port", str(port),
-        "--max-running-requests", str(MAX_BATCH),
-        "--max-total-tokens", "16384",
-        "--context-length", "2048",
-        "--random-seed", "1",
-        "--log-level-http", "warning",
         "--sleep-on-idle",
         *(_cuda_options(device) if device.takes_cuda_options else ()),
         *([] if plain else eagle3_flags(draft, STARTUP_GAMMA)),
         *(["--disable-overlap-schedule"] if policy == NO_OVERLAP else []),
         *options,
     ]  # fmt: skip
+    return server_command(device.server_module, MODELS / "target", port, MAX_BATCH, flags)
 
 
 def _cuda_options(device: Device) -> list[str]:

@@ -4,18 +4,24 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lab.harness.crash_dumps import without_crash_dumps
+from lab.harness.engine_environment import without_crash_dumps
 from lab.harness.errors import EngineFailedError, HarnessError
-from lab.harness.load_generator import Play, play
-from lab.harness.ports import free_port
-from lab.harness.processes import Child, Popen, answers_http
+from lab.harness.load_generator import (
+    REQUEST_SECONDS,
+    Play,
+    Progress,
+    StreamPhase,
+    play,
+    play_overlapping,
+)
+from lab.harness.processes import Child, Popen, answers_http, free_port
 from lab.harness.sidecar import SidecarHandle
-from lab.harness.stream import StreamPhase
 from lab.harness.terminal import Terminal
 
 _SIDECAR_SECONDS = 60.0
@@ -72,11 +78,24 @@ class Engine:
             )
 
     def play(
-        self, stream: Sequence[StreamPhase], progress: Callable[[StreamPhase], None] | None = None
+        self,
+        stream: Sequence[StreamPhase],
+        progress: Progress | None = None,
+        request_seconds: float = REQUEST_SECONDS,
     ) -> Play:
-        """Plays a stream on the engine; an error ends with the last lines of the engine's log."""
+        """Plays a stream on the engine; an error ends with the last lines of the engine's log.
+
+        request_seconds: the longest that one may take.
+        """
+        return self._played(play(stream, self.url, progress, request_seconds))
+
+    def play_overlapping(self, stream: Sequence[StreamPhase]) -> Play:
+        """Plays a stream whose phases overlap; an error ends as that of `play`."""
+        return self._played(play_overlapping(stream, self.url))
+
+    def _played(self, playing: Coroutine[Any, Any, Play]) -> Play:
         try:
-            return asyncio.run(play(stream, self.url, progress))
+            return asyncio.run(playing)
         except EngineFailedError as error:
             raise EngineFailedError(f"{self.policy}: {error}\n{self.child.tail()}") from error
 
@@ -181,16 +200,6 @@ class Harness:
         self._engines[engine.policy] = engine
         self._stack.enter_context(engine.child)
         return engine
-
-    def _measure_profile(
-        self, policy: str, sidecar: SidecarHandle, budget_seconds: float, *options: str
-    ) -> str:
-        self._terminal.heading("Measuring step costs: controller profile")
-        with self._terminal.working(f"profile of the {policy} engine") as work:
-            return measure_profile(
-                self._place, self._engines[policy], sidecar, budget_seconds, *options,
-                update=work.update,
-            )  # fmt: skip
 
     def _play(self, policy: str, stream: Sequence[StreamPhase], text: str) -> Play:
         with self._terminal.working(text) as work:

@@ -1,4 +1,9 @@
-"""Plays a stream against one engine's HTTP API and keeps what it answered.
+"""Plays a stream of requests against one engine's HTTP API and keeps what it answered.
+
+A stream has phases.  A phase is a closed loop: so many requests at a time, the next one sent when
+one is answered.  `play` begins a phase when the last answer of the one before is in, so the batch
+also shrinks at the end of each burst; in `play_overlapping` the next phase's limit holds as soon as
+all requests of a phase have begun, and what still runs ends beside it, as traffic does.
 
 Token ids go in and come out, greedy and with `ignore_eos`, so that plays can be compared token by
 token.  Steps and accepted drafts are taken from SGLang's per-request counters; its
@@ -9,19 +14,65 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Self
 
 import aiohttp
 
 from lab.harness.errors import EngineFailedError, LostRequestError
-from lab.harness.foreign_load import ForeignLoad
-from lab.harness.spread import Spread
-from lab.harness.stream import StreamPhase, StreamRequest
+from lab.harness.measured import Spread
 
-# Nothing in the stream takes a tenth of this; a request that does is lost.
-_REQUEST_TIMEOUT_SECONDS = 120.0
+# Nothing in a stream takes a tenth of these; a request that does is lost.
+REQUEST_SECONDS = 120.0
+# Where a pace stretches the steps, or many wait in the engine's queue.
+PATIENT_REQUEST_SECONDS = 600.0
 # A phase that lost a request is played again so many times before the play fails.
 _REPLAYS_MAX = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRequest:
+    """One prompt (token ids) and how many tokens to decode, whatever they are.
+
+    index: in the stream.  rid: the id that the engine is given; "": it makes one.
+    """
+
+    index: int
+    domain: str
+    prompt: tuple[int, ...]
+    new_tokens: int
+    rid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPhase:
+    """Requests that are played `concurrency` at a time."""
+
+    name: str
+    concurrency: int
+    requests: tuple[StreamRequest, ...]
+
+    @classmethod
+    def of_prompts(
+        cls, domain: str, concurrency: int, prompts: Sequence[Sequence[int]], new_tokens: int
+    ) -> Self:
+        """Makes the phase of a stream that has no other: prompts of one domain, like answers."""
+        requests = (
+            StreamRequest(index, domain, tuple(prompt), new_tokens)
+            for index, prompt in enumerate(prompts)
+        )
+        return cls(domain, concurrency, tuple(requests))
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that the phase decodes."""
+        return sum(request.new_tokens for request in self.requests)
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The domains of its requests, sorted."""
+        return tuple(sorted({request.domain for request in self.requests}))
+
 
 Progress = Callable[[StreamPhase], None]
 
@@ -32,6 +83,7 @@ class Answer:
 
     verify_steps: decode steps that verified drafts of this sequence, 0 without speculation;
     accepted: draft tokens accepted in them; seconds: from sending to the whole answer.
+    accepted_counts: [drafts] verifications that accepted so many; empty without speculation.
     """
 
     request: StreamRequest
@@ -39,11 +91,15 @@ class Answer:
     verify_steps: int
     accepted: int
     seconds: float
+    accepted_counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PhasePlay:
-    """A phase as it was played; `started` is on the monotonic clock."""
+    """A phase as it was played: until its last answer, or until the next one began.
+
+    started: on the monotonic clock.
+    """
 
     phase: StreamPhase
     answers: tuple[Answer, ...]
@@ -65,13 +121,11 @@ class PhasePlay:
 class Play:
     """One pass over the stream.
 
-    foreign_cores: how many cores other programs kept busy meanwhile, on average.
     lost: one sentence for every time that a phase lost a request and was played again; `phases`
     holds only the attempt that was answered in full.
     """
 
     phases: tuple[PhasePlay, ...]
-    foreign_cores: float = 0.0
     lost: tuple[str, ...] = ()
 
     @property
@@ -128,7 +182,12 @@ def acceptance_length(answers: Sequence[Answer]) -> float:
     return 1.0 + sum(answer.accepted for answer in answers) / steps if steps else 1.0
 
 
-async def play(stream: Sequence[StreamPhase], url: str, progress: Progress | None = None) -> Play:
+async def play(
+    stream: Sequence[StreamPhase],
+    url: str,
+    progress: Progress | None = None,
+    request_seconds: float = REQUEST_SECONDS,
+) -> Play:
     """Plays the phases one after the other.
 
     The engine's prefix cache is emptied first, so that every play computes its prompts.  A phase
@@ -136,16 +195,38 @@ async def play(stream: Sequence[StreamPhase], url: str, progress: Progress | Non
     Raises EngineFailedError when the engine refuses a request, LostRequestError when the same phase
     loses requests time and again.
     """
-    async with engine_session(url, _REQUEST_TIMEOUT_SECONDS) as session:
+    async with engine_session(url, request_seconds) as session:
         await _flush_cache(session)
         played: list[PhasePlay] = []
         lost: list[str] = []
-        with ForeignLoad() as others:
+        for phase in stream:
+            if progress is not None:
+                progress(phase)
+            played.append(await _play_whole_phase(phase, session, lost))
+    return Play(tuple(played), tuple(lost))
+
+
+async def play_overlapping(stream: Sequence[StreamPhase], url: str) -> Play:
+    """Plays the phases as a closed loop whose limit moves, with an empty prefix cache.
+
+    Raises EngineFailedError when the engine refuses or loses a request.
+    """
+    began: list[float] = []
+    async with engine_session(url, PATIENT_REQUEST_SECONDS) as session:
+        await _flush_cache(session)
+        async with _ClosedLoop(session) as loop:
             for phase in stream:
-                if progress is not None:
-                    progress(phase)
-                played.append(await _play_whole_phase(phase, session, lost))
-    return Play(tuple(played), others.cores, tuple(lost))
+                began.append(time.monotonic())
+                await loop.send(phase)
+            await loop.drain()
+        began.append(time.monotonic())
+    answers = {answer.request.index: answer for answer in loop.answers}
+    return Play(
+        tuple(
+            PhasePlay(phase, tuple(answers[r.index] for r in phase.requests), begin, end - begin)
+            for phase, (begin, end) in zip(stream, pairwise(began), strict=True)
+        )
+    )
 
 
 async def _play_whole_phase(
@@ -182,29 +263,56 @@ async def _post(session: aiohttp.ClientSession, path: str, failure: str, **argum
 
 
 async def _play_phase(phase: StreamPhase, session: aiohttp.ClientSession) -> PhasePlay:
-    waiting = iter(phase.requests)
-    answers: list[Answer] = []
-
-    async def client() -> None:
-        for request in waiting:
-            answers.append(await _generate(request, session))  # noqa: PERF401  # as they come
-
     started = time.monotonic()
-    clients = [asyncio.create_task(client()) for _ in range(phase.concurrency)]
-    try:
-        await asyncio.gather(*clients)
-    finally:
-        # When one client failed, the others must not play on beside what comes next.
-        for task in clients:
-            task.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
+    async with _ClosedLoop(session) as loop:
+        await loop.send(phase)
+        await loop.drain()
     seconds = time.monotonic() - started
-    answers.sort(key=lambda answer: answer.request.index)
+    answers = sorted(loop.answers, key=lambda answer: answer.request.index)
     return PhasePlay(phase, tuple(answers), started, seconds)
 
 
+class _ClosedLoop:
+    """Sends requests while fewer than the limit run.  Leaving the context ends what still runs.
+
+    answers: so far, as they came.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._running: set[asyncio.Task[Answer]] = set()
+        self.answers: list[Answer] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        # When one request failed, the others must not go on beside what comes next.
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def send(self, phase: StreamPhase) -> None:
+        """Begins all requests of a phase, in order, at most its concurrency at a time."""
+        for request in phase.requests:
+            while len(self._running) >= phase.concurrency:
+                await self._collect()
+            self._running.add(asyncio.create_task(_generate(request, self._session)))
+
+    async def drain(self) -> None:
+        """Waits for all answers."""
+        while self._running:
+            await self._collect()
+
+    async def _collect(self) -> None:
+        done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            self._running.discard(task)
+            self.answers.append(task.result())
+
+
 async def _generate(request: StreamRequest, session: aiohttp.ClientSession) -> Answer:
-    body = {
+    body: dict[str, Any] = {
         "input_ids": list(request.prompt),
         "sampling_params": {
             "temperature": 0,
@@ -212,6 +320,8 @@ async def _generate(request: StreamRequest, session: aiohttp.ClientSession) -> A
             "ignore_eos": True,
         },
     }
+    if request.rid:
+        body["rid"] = request.rid
     sent = time.monotonic()
     try:
         async with session.post("/generate", json=body) as response:
@@ -236,4 +346,5 @@ async def _generate(request: StreamRequest, session: aiohttp.ClientSession) -> A
         int(meta.get("spec_verify_ct", 0)),
         int(meta.get("spec_num_correct_drafts", 0)),
         seconds,
+        tuple(meta.get("spec_correct_drafts_histogram") or ()),
     )

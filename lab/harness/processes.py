@@ -6,7 +6,9 @@ shim's agent) goes with it.  When this process is killed, a guard ends those ses
 
 import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -27,6 +29,9 @@ _GUARD = OrphanGuard()
 
 # Returns a process with the attributes and methods of `subprocess.Popen`.
 Popen = Callable[..., Any]
+# Below what Linux gives away by itself (32768 and up), and below what SGLang takes (22000 to
+# 29999): a port from there can be in use by the time the server wants it.
+_PORTS = range(10_000, 20_000)
 
 
 class Child:
@@ -237,3 +242,15 @@ def answers_http(url: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on now, and that is unlikely to be taken soon."""
+    for port in random.sample(_PORTS, k=len(_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free")

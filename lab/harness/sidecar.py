@@ -1,18 +1,19 @@
-"""Connects to the sidecar, to watch what it decides and to pin an engine for a while."""
+"""Connects to the sidecar: to watch what it decides, to pin an engine, to override its policy."""
 
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import grpc
 
 from controller.client.paging import every_page
-from lab.harness.background_thread import BackgroundThread
 from lab.harness.errors import HarnessError
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 
@@ -20,28 +21,13 @@ from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 OWN_DRAFTER = "eagle3"
 
 _CALL_SECONDS = 5.0
-_WATCH_SECONDS = 0.1
 # A busy machine delays reports by a second or two.
 _REPORTS_SECONDS = 60.0
 _LOOK_SECONDS = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class GammaSample:
-    """The last step that the engine had reported at a moment (monotonic clock)."""
-
-    at: float
-    step: int
-    batch_size: int
-    gamma: int
-    probe: bool
-    unsteered: bool
-    drafter: str = OWN_DRAFTER
-
-    @property
-    def choice(self) -> str:
-        """Names what ran: "0", or the drafter and its draft length."""
-        return f"{self.drafter} {self.gamma}" if self.gamma else "0"
+# Only ends a hang.
+_COMMAND_SECONDS: Final = 120.0
+# A name is not taken twice.
+_numbers = count()
 
 
 class SidecarHandle:
@@ -186,52 +172,6 @@ class Pin:
         return found
 
 
-class GammaWatch(BackgroundThread):
-    """Asks ten times a second which step ran last, on a thread, while the context is open.
-
-    rounds: how often it has asked.
-    """
-
-    def __init__(self, sidecar: SidecarHandle) -> None:
-        super().__init__("gamma-watch", _CALL_SECONDS)
-        self._sidecar = sidecar
-        self._samples: list[GammaSample] = []
-        self._last_step = 0
-        self.rounds = 0
-
-    @property
-    def samples(self) -> tuple[GammaSample, ...]:
-        """The steps seen so far, none of them twice."""
-        return tuple(self._samples)
-
-    def __enter__(self) -> Self:
-        self._last_step = self._sidecar.status().last_report.step
-        return super().__enter__()
-
-    def _run(self) -> None:
-        while not self._stop.wait(_WATCH_SECONDS):
-            self.rounds += 1
-            try:
-                status = self._sidecar.status()
-            except HarnessError:
-                continue  # a sample is missing; the play's own result tells whether more is
-            report = status.last_report
-            if report.step == self._last_step:
-                continue
-            self._last_step = report.step
-            self._samples.append(
-                GammaSample(
-                    time.monotonic(),
-                    report.step,
-                    report.batch_size,
-                    report.gamma,
-                    report.probe_id != 0,
-                    report.flags.unsteered,
-                    report.drafter,
-                )
-            )
-
-
 def _operators_address(address: str) -> str:
     """Returns the address beside the sidecar's own at which engines may be measured."""
     if not address.startswith("unix:"):
@@ -248,3 +188,30 @@ def _drain(
             reports.extend(response.reports)
     except grpc.RpcError:
         return  # the stream is over, which is all that is waited for
+
+
+@contextmanager
+def overridden(address: str, *rule: str) -> Iterator[None]:
+    """Sets a fleet-wide override with these options of `controller override set`, then clears it.
+
+    address: of the sidecar.  Raises HarnessError where the sidecar refuses.
+    """
+    name = f"lab-{next(_numbers)}"
+    author = ("--author", "lab", "--reason", "a measurement")
+    _controller(address, "override", "set", "--id", name, "--fleet", *rule, *author)
+    try:
+        yield
+    finally:
+        _controller(address, "override", "clear", name, *author)
+
+
+def _controller(address: str, *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "controller.cli", *arguments, "--address", address],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_COMMAND_SECONDS,
+    )
+    if done.returncode:
+        raise HarnessError(f"controller {' '.join(arguments)}: {done.stderr.strip()}")

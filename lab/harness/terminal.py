@@ -5,8 +5,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.table import Table
+
+from lab.harness.errors import HarnessError
+
+# Of every command of the lab.
+EXIT_FAILED = 1
 
 
 class Terminal:
@@ -26,6 +32,15 @@ class Terminal:
         """Prints that the run was told to end, and where its page is if there is one."""
         where = f"  What was found by then is in {page}." if page.exists() else ""
         self.say(f"\nStopped.{where}")
+
+    @contextmanager
+    def failing(self, text: str) -> Iterator[None]:
+        """Ends the command with the words and the reason where a run cannot go on."""
+        try:
+            yield
+        except HarnessError as error:
+            self.say(f"\n{text}: {error}")
+            raise typer.Exit(EXIT_FAILED) from error
 
     def heading(self, text: str) -> None:
         """Prints a line that begins a part."""

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from lab.harness.errors import HarnessError
-from lab.harness.machine import run_facts, write_result
+from lab.harness.measured import run_facts, write_result
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
-from lab.learning import predictor, report, sd2, strides, tide, tide_control, tts
+from lab.learning import headline, predictor, sd2, strides, tide, tide_control, tts
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import KEPT, Headline, keep
 
@@ -31,7 +30,6 @@ HEADLINES: dict[str, Callable[[LabSetting], Headline]] = {
     "tide-time": tide.training_time,
     **sd2.HEADLINES,
 }
-EXIT_FAILED = 1
 
 
 def lab(
@@ -60,13 +58,9 @@ def lab(
     with TemporaryDirectory(prefix="speculation-lab-") as scratch:
         setting = LabSetting(output, Path(scratch), quick, 1 if quick else seeds, terminal)
         for name in chosen:
-            try:
-                with terminal.working(name):
-                    began = time.monotonic()
-                    found = HEADLINES[name](setting)
-            except HarnessError as error:
-                terminal.say(f"\nThe lab failed in {name}: {error}")
-                raise typer.Exit(EXIT_FAILED) from error
+            with terminal.failing(f"The lab failed in {name}"), terminal.working(name):
+                began = time.monotonic()
+                found = HEADLINES[name](setting)
             found.show(name, terminal)
             if kept:
                 keep(name, found, setting.seeds, time.monotonic() - began, KEPT)
@@ -74,7 +68,7 @@ def lab(
             document["seconds"] = round(time.monotonic() - started, 1)
             # After every claim: what was found is kept whatever comes next.
             write_result(document, output)
-            (output / "report.html").write_text(report.page(document), encoding="utf-8")
+            (output / "report.html").write_text(headline.page(document), encoding="utf-8")
     terminal.say(f"\n{output / 'report.html'}  {output / 'result.json'}  {output / 'logs'}/")
 
 

@@ -1,13 +1,18 @@
-"""Runs a sidecar and one engine at a time, as the parts of the lab need them."""
+"""Runs a sidecar and one engine at a time, as the parts of the lab need them, paced or not."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
-from lab.cpu_engine.engine_command import MODELS, eagle3_flags, engine_command
+from lab.cpu_engine.engine_command import MODELS, SHALLOW, eagle3_flags, engine_command
 from lab.cpu_engine.forking import popen
 from lab.cpu_engine.models.prompts import held_out_prompts
+from lab.cpu_engine.pace.pacer import VARIABLE, Pace
+from lab.cpu_engine.pace.step_log import LoggedStep, await_log, read_log
+from lab.cpu_engine.pace.updates import UpdateCosts
 from lab.harness.engines import (
     Engine,
     Workplace,
@@ -16,17 +21,21 @@ from lab.harness.engines import (
     measure_profile,
     wait_serving,
 )
-from lab.harness.load_generator import acceptance_length
-from lab.harness.overrides import overridden
-from lab.harness.sidecar import Pin, SidecarHandle
-from lab.harness.stream import StreamPhase, StreamRequest
+from lab.harness.load_generator import StreamPhase, acceptance_length
+from lab.harness.sidecar import Pin, SidecarHandle, overridden
 from lab.harness.terminal import Terminal
+from lab.paced.run import dilated_planner
 
 ENGINE_ID = "lab"
 _READY_SECONDS = 150.0
 _PROMPT_TOKENS = 60
 _BATCH_MAX = 8
 _START_GAMMA = 3
+# The pace of an engine that has one.
+TABLE = "h100-llama3.1-8b"
+# Seconds of this machine that a second of the model takes, about: the sidecar's own times are
+# stretched by it.
+_DILATION = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +75,7 @@ class Lab:
     def generate(self, domain: str, count: int, new_tokens: int, seed: int) -> Played:
         """Sends `count` requests at once and decodes them greedily."""
         prompts = held_out_prompts(domain, count, _PROMPT_TOKENS, seed)
-        requests = tuple(
-            StreamRequest(index, domain, tuple(prompt), new_tokens)
-            for index, prompt in enumerate(prompts)
-        )
-        played = self._engine.play([StreamPhase(domain, domain, count, requests)])
+        played = self._engine.play([StreamPhase.of_prompts(domain, count, prompts, new_tokens)])
         answers = played.answers
         return Played(
             played.tokens_per_second,
@@ -139,3 +144,102 @@ def running(  # noqa: PLR0913 - the parts differ in all of these
         stack.enter_context(launched.child)
         launched.wait_ready(_READY_SECONDS, sidecar=client)
         yield Lab(launched, client, place)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlay:
+    """The passes of some requests, and their answers.  All seconds are the model's."""
+
+    steps: tuple[LoggedStep, ...]
+    answers: tuple[tuple[int, ...], ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(map(len, self.answers))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all passes, prefills included."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def halves(self) -> tuple[tuple[int, float], tuple[int, float]]:
+        """Tokens and seconds of the passes up to half of the tokens, and of the others."""
+        gained = [step.tokens if step.is_decode else 0 for step in self.steps]
+        reached = list(accumulate(gained))
+        cut = bisect_left(reached, sum(gained) / 2) + 1
+        return self._part(gained, 0, cut), self._part(gained, cut, len(gained))
+
+    def _part(self, gained: Sequence[int], begin: int, end: int) -> tuple[int, float]:
+        return sum(gained[begin:end]), sum(step.seconds for step in self.steps[begin:end])
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens of a sequence in a step that drafts; 1 without any."""
+        drafted = [step for step in self.steps if step.gamma > 0]
+        rows = sum(step.batch_size for step in drafted)
+        return 1 + sum(step.accepted for step in drafted) / rows if rows else 1.0
+
+    @property
+    def updates(self) -> int:
+        """Updates that landed in these passes."""
+        return self.steps[-1].updates - self.steps[0].updates if self.steps else 0
+
+
+class PacedLab:
+    """A running engine whose passes and updates have the prices of a GPU; `lab` steers it.
+
+    Nothing waits for these prices (see `Pace.held`): they are added up, and the engine reports
+    them.  So the figures do not depend on how quick this machine is, or on what else runs on it.
+    """
+
+    def __init__(self, lab: Lab, log: Path) -> None:
+        self.lab = lab
+        self._log = log
+
+    def play(self, domain: str, count: int, new_tokens: int, seed: int) -> StreamPlay:
+        """Sends `count` requests at once and decodes them greedily.  Raises HarnessError.
+
+        Nothing is held, so the machine decides how many passes go by before a request arrives.
+        Many more than the engine runs at once wait in its queue from the first passes on: then
+        the batch is full on every machine until the last ones.
+        """
+        begin = read_log(self._log).end
+        played = self.lab.generate(domain, count, new_tokens, seed)
+        return StreamPlay(await_log(self._log, begin, count).steps, played.tokens)
+
+
+@contextmanager
+def paced(
+    setting: LabSetting,
+    name: str,
+    draft: str,
+    gammas: Sequence[int],
+    updates: UpdateCosts,
+    batch_max: int,
+    engine: Mapping[str, str] | None = None,
+    sidecar: Mapping[str, str] | None = None,
+) -> Iterator[PacedLab]:
+    """Starts both, with online updates; ends them with the context.  Raises HarnessError.
+
+    draft: the drafter, of the shallow set: what a step costs is imposed, and its target is quick.
+    updates: their price.  engine, sidecar: further variables.
+    """
+    log = setting.scratch / f"{name}.jsonl"
+    pace = Pace(
+        TABLE,
+        1.0,
+        log=str(log),
+        gammas=tuple(gammas),
+        max_batch_size=batch_max,
+        updates=updates,
+        held=False,
+    )
+    variables = {VARIABLE: pace.as_json(), "SPECULATION_ONLINE_UPDATES": "1", **(engine or {})}
+    planner = {**dilated_planner(_DILATION), **(sidecar or {})}
+    own = SHALLOW / draft
+    with running(
+        setting, name, own, gammas, variables, planner, batch_max=batch_max, models=SHALLOW
+    ) as lab:
+        yield PacedLab(lab, log)

@@ -1,16 +1,24 @@
-"""A claim of a paper, and what small models show of it: a table, a verdict, its reason."""
+"""A claim of a paper, and what small models show of it: table, verdict, reason, and the page."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from html import escape
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from lab.harness.machine import run_facts
+from controller.recording.html_page import new_figure, svg, table
+from controller.recording.html_page import page as html_page
+from lab.harness.measured import run_facts
 from lab.harness.terminal import Terminal
 
 KEPT: Final = Path(__file__).resolve().parents[2] / "docs/results"
+# Claims that no paper has measured: there is nothing to reproduce, so their verdicts are worded
+# otherwise.  The stride that adapts is future work in the paper, the predictor is a drafter that it
+# does not look at, and the window is an approximation of this project.
+OWN_CLAIMS: Final = frozenset({"tts-choice", "tts-predictor", "tts-window"})
 
 
 class Paper(StrEnum):
@@ -34,10 +42,6 @@ class Verdict(StrEnum):
     UNCHECKED = "cannot be checked"
 
 
-# Claims that no paper has measured: there is nothing to reproduce, so their verdicts are worded
-# otherwise.  The stride that adapts is future work in the paper, the predictor is a drafter that it
-# does not look at, and the window is an approximation of this project.
-OWN_CLAIMS: Final = frozenset({"tts-choice", "tts-predictor", "tts-window"})
 _OWN_WORDS: Final = {
     Verdict.REPRODUCES: "holds here",
     Verdict.PARTLY: "holds here in part",
@@ -124,3 +128,41 @@ def kept_results(folder: Path) -> dict[str, Kept]:
     """Reads the results of a folder, by name.  Raises ValueError for a file that has no result."""
     paths = sorted(folder.glob("*.json"))
     return {path.stem: _KEPT.validate_json(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """Makes one self-contained HTML file."""
+    machine = result["machine"]
+    about = (
+        f"{machine['processor']}, {machine['cores']} cores; {result['seconds']:.0f} s; "
+        f"<code>{escape(' '.join(result['command']))}</code>. Ratios inside one claim can be "
+        "compared; times of different claims were taken at different moments."
+    )
+    body = [f"<h1>What updating and steering a drafter does</h1><p>{about}</p>"]
+    body += [
+        _claim(name, part)
+        for name, part in result.items()
+        if isinstance(part, dict) and "claim" in part
+    ]
+    return html_page("Lab", "".join(body))
+
+
+def _claim(name: str, found: Mapping[str, Any]) -> str:
+    """Makes the section of a `Headline`."""
+    title = f"{found['paper']}: {found['title']}"
+    words = [f"Claim: {found['claim']}", f"Here: {found['setup']}"]
+    words.append(f"It {verdict_text(name, Verdict(found['verdict']))}. {found['because']}")
+    picture = ""
+    if found["curves"]:
+        figure = new_figure(8, 3.6)
+        axes = figure.subplots()
+        for curve in found["curves"]:
+            across, up = zip(*curve["points"], strict=True)
+            axes.plot(across, up, marker="o", label=curve["label"])
+        axes.set_xlabel(found["axes"][0])
+        axes.set_ylabel(found["axes"][1])
+        axes.legend()
+        picture = svg(figure, title)
+    shown = table(found["columns"], found["rows"], label=title)
+    text = "".join(f"<p>{escape(one)}</p>" for one in words)
+    return f"<h2>{escape(title)}</h2>{picture}{shown}{text}"

@@ -19,7 +19,7 @@ from lab.cpu_engine.models.prompts import FOLDER, passage_file
 from lab.cpu_engine.models.schedule import StepBudget
 from lab.cpu_engine.models.targets import load_target, save_predictor
 from lab.harness.errors import HarnessError
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 from lab.learning.engines_at_work import Lab, LabSetting, running
 from lab.learning.headline import Headline, Paper, Verdict
 
@@ -63,7 +63,7 @@ def predictor(setting: LabSetting) -> Headline:
         "without updates before and after.",
         ("drafter", "updates", "tokens a verification before", "after", "ratio"),
         tuple(
-            (name, str(row.updates), _text(row.before), _text(row.after), _text(row.ratio))
+            (name, str(row.updates), row.before.text(), row.after.text(), row.ratio.text())
             for name, row in found.items()
         ),
         Verdict.REPRODUCES if ratio.low > 1 else verdict,
@@ -93,10 +93,6 @@ class _Learnt:
     def ratio(self) -> Spread:
         pairs = zip(self.before.values, self.after.values, strict=True)
         return Spread(tuple(after / before for before, after in pairs))
-
-
-def _text(spread: Spread) -> str:
-    return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
 
 
 def _code_only(setting: LabSetting, steps: int) -> Path:

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from controller.core.training.stride_planner import STRIDES
-from lab.cpu_engine.pace.update_costs import UpdateCosts
-from lab.harness.spread import Spread
-from lab.learning.engines_at_work import LabSetting
+from lab.cpu_engine.pace.updates import UpdateCosts
+from lab.harness.measured import Spread
+from lab.learning.engines_at_work import LabSetting, PacedLab, StreamPlay, paced
 from lab.learning.headline import Curve, Headline, Paper, Verdict
-from lab.learning.paced_lab import PacedLab, StreamPlay, paced
 
 # The student as published, and a more expensive one.
 SCALES: Final = (1.0, 4.0)
@@ -36,6 +35,10 @@ _FIXED: Final = ("off", "online:50", "online:20", "online:5")
 BAR: Final = 0.97
 _PROFILE_SECONDS: Final = 10.0
 _SIDE_BY_SIDE: Final = 2
+# Tokens and seconds of a stream's first half and of its second.
+Halves = tuple[tuple[int, float], tuple[int, float]]
+# By seed.
+Streams = Sequence[Halves]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,10 @@ def strides_headline(
                 *(
                     text
                     for figures in found.values()
-                    for text in (_text(figures[stride].lengths, 2), _text(figures[stride].speeds))
+                    for text in (
+                        figures[stride].lengths.text(2, "–"),
+                        figures[stride].speeds.text(0, "–"),
+                    )
                 ),
             )
             for stride in next(iter(found.values()))
@@ -209,11 +215,6 @@ def _name(stride: int) -> str:
     return str(stride) if stride else "off"
 
 
-def _text(spread: Spread, digits: int = 0) -> str:
-    low, high = f"{spread.low:.{digits}f}", f"{spread.high:.{digits}f}"
-    return f"{spread.median:.{digits}f} ({low}–{high})"
-
-
 def tts_choice(setting: LabSetting) -> Headline:
     """Compares the sidecar's choice with fixed strides, each on an engine of its own."""
     found: dict[str, dict[str, Streams]] = {}
@@ -255,12 +256,6 @@ def _engine(setting: LabSetting, name: str, title: str) -> Iterator[PacedLab]:
         yield lab
 
 
-# Tokens and seconds of a stream's first half and of its second.
-Halves = tuple[tuple[int, float], tuple[int, float]]
-# By seed.
-Streams = Sequence[Halves]
-
-
 def choice_headline(found: Mapping[str, Mapping[str, Streams]]) -> Headline:
     """Judges streams by choice.
 
@@ -284,8 +279,8 @@ def choice_headline(found: Mapping[str, Mapping[str, Streams]]) -> Headline:
             (
                 name,
                 best.removeprefix("online:"),
-                *(_text(speeds[choice]) for choice in (best, OWN)),
-                *(_text(ratio, 3) for ratio in over.values()),
+                *(speeds[choice].text(0, "–") for choice in (best, OWN)),
+                *(ratio.text(3, "–") for ratio in over.values()),
             )
         )
         facts[name] = _facts(best, speeds, over)

@@ -5,23 +5,30 @@ counted.  Where a claim is of speed, it is counted work: floating-point operatio
 a simulated engine whose every pass costs what a published table says.
 """
 
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine_shim.sglang.training.chain import Eagle3Student
-from engine_shim.sglang.training.signals import Signal
+from engine_shim.sglang.training.signals import Signal, load, signal_paths
 from engine_shim.sglang.training.students import DraftStudent
+from engine_shim.sglang.training.versions import FOLDER, Versions
 from lab.cpu_engine.engine_command import MODELS
+from lab.cpu_engine.models.prompts import DOMAINS
 from lab.cpu_engine.models.targets import Qwen3Target, load_target
-from lab.harness.spread import Spread
-from lab.learning.engines_at_work import LabSetting
+from lab.harness.errors import HarnessError
+from lab.harness.measured import Spread
+from lab.harness.sidecar import decoded_rows
+from lab.learning.engines_at_work import Lab, LabSetting, running
 from lab.learning.headline import Headline, Paper, Verdict
-from lab.learning.tide_signals import GAMMA, Collected, DomainServed, collected
-from trainer.adapt import AdaptSettings, acceptance_length, fine_tuned
+from trainer.adapt import AdaptSettings, acceptance_length, fine_tuned, split
 
 LOADED: Final = "as loaded"
 _SERVED: Final = (
@@ -35,6 +42,45 @@ _EPOCHS: Final = 3
 # Ratios of counted work from which time is saved, and saved as clearly as in Table 2.
 _SAVES: Final = 1.05
 _SAVES_CLEARLY: Final = 1.3
+# The draft length of all of the paper's experiments.
+GAMMA: Final = 3
+# Every so many-th signal is for evaluation.
+_HELD_OUT: Final = 4
+_DRAFT: Final = "draft-code"
+_TRIES: Final = 40
+_PAUSE_SECONDS: Final = 0.5
+_WARM_UP_TOKENS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DomainServed:
+    """Holds what the engine served of a domain, at gamma = 3.
+
+    train, held: its signals.  counts: sequences that accepted exactly k drafts in a step.
+    """
+
+    train: tuple[Signal, ...]
+    held: tuple[Signal, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def conditional(self) -> tuple[float, ...]:
+        """Computes a_1, a_2, ...: the share of each draft position that was accepted."""
+        reached = [sum(self.counts[k:]) for k in range(len(self.counts))]
+        return tuple(after / max(before, 1) for before, after in pairwise(reached))
+
+    @property
+    def acceptance_length(self) -> float:
+        """Computes the tokens of a verification."""
+        return 1 + sum(k * count for k, count in enumerate(self.counts)) / sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Holds the domains by name, and the drafter that served them all."""
+
+    domains: dict[str, DomainServed]
+    drafter: DraftStudent
 
 
 def matrix(setting: LabSetting) -> Headline:
@@ -69,11 +115,11 @@ def matrix(setting: LabSetting) -> Headline:
         "3, and 15% to 40% by the text (appendix A.1).",
         f"{_SERVED}; tokens a verification on the held-out signals, counted as the engine steps",
         ("evaluated on", LOADED, *(f"trained on {domain}" for domain in domains)),
-        tuple((domain, *(_text(one) for one in row.values())) for domain, row in spread.items()),
+        tuple((domain, *(one.text() for one in row.values())) for domain, row in spread.items()),
         verdict,
-        f"{because} Prompts in the signals, mean over the domains: {_text(uses['context'])} tokens "
-        f"a verification where they are context in training, {_text(uses['left out'])} where they "
-        f"are left out, {_text(uses['taught'])} where the token that follows each position is "
+        f"{because} Prompts in the signals, mean over the domains: {uses['context'].text()} tokens "
+        f"a verification where they are context in training, {uses['left out'].text()} where they "
+        f"are left out, {uses['taught'].text()} where the token that follows each position is "
         "taught.",
         {
             "acceptance length": {
@@ -148,9 +194,9 @@ def training_time(setting: LabSetting) -> Headline:
         "the drafter's training and of the target's passes over the same positions, counted",
         ("hidden states", "work over that of training alone", "tokens a verification after it"),
         (
-            ("kept while serving", "1", _text(quality["kept"])),
-            ("prefill once", _text(offline), _text(quality["computed"])),
-            ("prefill in each epoch", _text(online), "the same"),
+            ("kept while serving", "1", quality["kept"].text()),
+            ("prefill once", offline.text(), quality["computed"].text()),
+            ("prefill in each epoch", online.text(), "the same"),
         ),
         verdict,
         because,
@@ -243,10 +289,6 @@ def _computed(target: Qwen3Target, signal: Signal, layers: Sequence[int]) -> Sig
     return replace(signal, features=states, top_tokens=tokens.int(), top_logs=logs)
 
 
-def _text(spread: Spread) -> str:
-    return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
-
-
 def by_domain(found: Sequence[dict[str, DomainServed]]) -> dict[str, Any]:
     """Returns what was counted on the engine, as JSON has it."""
     return {
@@ -256,3 +298,49 @@ def by_domain(found: Sequence[dict[str, DomainServed]]) -> dict[str, Any]:
         }
         for domain in found[0]
     }
+
+
+@cache
+def collected(setting: LabSetting, seed: int) -> Collected:
+    """Serves every domain with a drafter of code, collecting; once for all parts of a run.
+
+    Raises HarnessError.
+    """
+    name = f"tide-{seed}"
+    folder = setting.scratch / f"{name}-signals"
+    variables = {"SPECULATION_SIGNALS_FOLDER": str(folder)}
+    domains = DOMAINS[-2:] if setting.quick else DOMAINS
+    with running(setting, name, MODELS / _DRAFT, (0, 1, GAMMA), variables) as lab:
+        served = {domain: _served(setting, lab, folder, domain, seed) for domain in domains}
+    return Collected(served, Versions(folder / FOLDER).student(0))
+
+
+def _served(setting: LabSetting, lab: Lab, folder: Path, domain: str, seed: int) -> DomainServed:
+    count, tokens = (4, 64) if setting.quick else (12, 128)
+    before = set(signal_paths(folder))
+    with lab.regime("collect"), lab.pinned(GAMMA) as pin:
+        # So that the engine has the plan before the prompts come.
+        lab.generate(domain, 1, _WARM_UP_TOKENS, 9000 + seed)
+        first = len(pin.reports_since(0, _WARM_UP_TOKENS - 1))
+        played = lab.generate(domain, count, tokens, 100 * seed)
+        # The prompts' steps make the first tokens, and no report.  The last steps may make more
+        # tokens than are asked for, so that a few of them may be missing.
+        decoded = sum(len(answer) - 1 for answer in played.tokens)
+        came = pin.reports_since(first, decoded)
+        reports = [report for report in came if report.gamma == GAMMA]
+    for _ in range(_TRIES):
+        # The end of the regime reaches the engine in a step.
+        lab.generate(domain, 1, 4, 9500 + seed)
+        paths = sorted(set(signal_paths(folder)) - before)
+        if len(paths) >= count:
+            break
+        time.sleep(_PAUSE_SECONDS)
+    else:
+        raise HarnessError(f"{len(paths)} of {count} signals of {domain} came")
+    train, held = split([load(path) for path in paths], _HELD_OUT)
+    counts = [0] * (GAMMA + 1)
+    for report in reports:
+        for accepted, sequences in enumerate(report.accepted_counts):
+            counts[accepted] += sequences
+        counts[0] -= sum(report.accepted_counts) - decoded_rows(report)
+    return DomainServed(tuple(train), tuple(held), tuple(counts))

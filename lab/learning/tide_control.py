@@ -9,11 +9,10 @@ from typing import Final
 
 import numpy as np
 
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Curve, Headline, Paper, Verdict
-from lab.learning.tide import by_domain
-from lab.learning.tide_signals import GAMMA, DomainServed, collected
+from lab.learning.tide import GAMMA, DomainServed, by_domain, collected
 from lab.papers.tide import cost_ratio, reproduce_tide
 from simulator import published
 from simulator.comparison.contestants import OFF
@@ -59,7 +58,7 @@ def eq5(setting: LabSetting) -> Headline:
         rows.append(
             (
                 str(batch), f"{needed:.3f}",
-                f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})",
+                found.text(3),
                 f"{errors[batch]:+.1%}",
             )
         )  # fmt: skip
@@ -128,7 +127,7 @@ def domains(setting: LabSetting) -> Headline:
         for title in served[0]
     }
     rows = tuple(
-        (title, lengths.get(title, ""), *(_ratio(one) for one in over.values()))
+        (title, lengths.get(title, ""), *(one.text(3) for one in over.values()))
         for title, over in ratios.items()
     )
     verdict, because = judged_domains(ratios)
@@ -250,7 +249,3 @@ def _speeds(run: RunResult, domains: int) -> list[float]:
     tokens = np.array(run.segment_tokens).reshape(_TURNS, domains).sum(0)
     seconds = np.array(run.segment_seconds).reshape(_TURNS, domains).sum(0)
     return [*(tokens / seconds).tolist(), run.rate]
-
-
-def _ratio(spread: Spread) -> str:
-    return f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"

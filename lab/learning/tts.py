@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from engine_shim.sglang.training.online import OnlineSettings
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 from lab.learning.counted import (
     SHORT_TRAINED,
     STRIDE,
@@ -19,10 +19,10 @@ from lab.learning.counted import (
     gain,
     learning,
     net,
+    update_price,
 )
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Curve, Headline, Paper, Verdict
-from lab.learning.update_work import update_price
 
 _WINDOW: Final = "SPECULATION_ONLINE_WINDOW"
 _WINDOWS: Final = (48, 256, 512, 1536)
@@ -37,6 +37,16 @@ _NOISE: Final = 0.02
 _ENGINE: Final = (
     f"The real SGLang with the target of six layers at γ = 3, one request at a time, each from the "
     f"weights as loaded, an update of every {STRIDE}th round, which lands before the next step"
+)
+
+_PRICES: Final = (
+    "drafter", "optimiser steps", "tokens a verification", "gain", "price", "priced gain",
+)  # fmt: skip
+_PRICED: Final = (
+    "The price is that of an update of one request for published drafters of 8B models on an H100, "
+    "in steps of the paced model: its arithmetic is counted, and what it moves in memory is that "
+    f"of the paced engine. The priced gain is what is left if every {STRIDE}th step takes so much "
+    "longer."
 )
 
 
@@ -61,8 +71,8 @@ def length(setting: LabSetting) -> Headline:
         grows[drafter.name] = gains[-1].median > gains[0].median + _NOISE and gains[-1].low > 1
         for (first, last), found in zip(bounds, gains, strict=True):
             alone, learnt = (_accepted(which, first, last) for which in (off, on))
-            row = drafter.name, f"{first - _PROMPT} to {last - _PROMPT}", _text(alone)
-            rows.append((*row, _text(learnt), _text(found)))
+            row = drafter.name, f"{first - _PROMPT} to {last - _PROMPT}", alone.text()
+            rows.append((*row, learnt.text(), found.text()))
         ends = [float(last - _PROMPT) for _, last in bounds]
         medians = [one.median for one in gains]
         curves.append(Curve(drafter.name, tuple(zip(ends, medians, strict=True))))
@@ -118,9 +128,9 @@ def steps(setting: LabSetting) -> Headline:
         nets = {count: net(found.steps, off.steps, prices[count]) for count, found in by.items()}
         gained[drafter.name] = {count: one.median for count, one in gains.items()}
         priced[drafter.name] = nets
-        rows.append((drafter.name, "off", _text(_accepted(off)), "1", "0", "1"))
+        rows.append((drafter.name, "off", _accepted(off).text(), "1", "0", "1"))
         for count, found in by.items():
-            cells = _text(_accepted(found)), _text(gains[count]), f"{prices[count]:.2f}"
+            cells = _accepted(found).text(), gains[count].text(), f"{prices[count]:.2f}"
             rows.append((drafter.name, f"K = {count}", *cells, f"{nets[count]:.2f}"))
         facts[drafter.name] = _facts(off, by, prices)
     verdict, because = judged_steps(gained, priced)
@@ -189,7 +199,7 @@ def window(setting: LabSetting) -> Headline:
         prices = {size: update_price(drafter.name, min(size, tokens)) for size in by}
         for size, found in by.items():
             nets[size].append(net(found.steps, off.steps, prices[size]))
-            cells = *(_text(part[size]) for part in parts), _text(gain(found.steps, off.steps))
+            cells = *(part[size].text() for part in parts), gain(found.steps, off.steps).text()
             priced = f"{prices[size]:.2f}", f"{nets[size][-1]:.2f}"
             rows.append((drafter.name, str(size), *cells, *priced))
         points = tuple((float(size), gain(one.steps, off.steps).median) for size, one in by.items())
@@ -224,17 +234,6 @@ def window(setting: LabSetting) -> Headline:
         tuple(curves),
         ("positions of the window", "gain of tokens a verification"),
     )  # fmt: skip
-
-
-_PRICES: Final = (
-    "drafter", "optimiser steps", "tokens a verification", "gain", "price", "priced gain",
-)  # fmt: skip
-_PRICED: Final = (
-    "The price is that of an update of one request for published drafters of 8B models on an H100, "
-    "in steps of the paced model: its arithmetic is counted, and what it moves in memory is that "
-    f"of the paced engine. The priced gain is what is left if every {STRIDE}th step takes so much "
-    "longer."
-)
 
 
 def _by(
@@ -291,10 +290,6 @@ def _by_update(found: Answers, off: Answers) -> list[list[float]]:
 
 def _accepted(answers: Answers, first: int = 0, last: int = 1 << 20) -> Spread:
     return Spread(tuple(acceptance(one, first, last) for one in answers.steps))
-
-
-def _text(spread: Spread) -> str:
-    return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
 
 
 def _names(compared: tuple[Drafter, ...]) -> str:

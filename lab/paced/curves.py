@@ -7,13 +7,11 @@ it measures this repository's code-only EAGLE3 drafter on the real SGLang, on te
 it was trained on (code) and of a kind that it has never seen (CSV).
 """
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated
 
-import aiohttp
 import numpy as np
 import typer
 from numpy.typing import NDArray
@@ -22,7 +20,7 @@ from lab.cpu_engine.engine_command import MODELS, eagle3_flags, engine_command
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.harness.engines import Engine, Workplace, launch_engine
 from lab.harness.errors import EngineFailedError, HarnessError
-from lab.harness.load_generator import engine_session
+from lab.harness.load_generator import PATIENT_REQUEST_SECONDS, StreamPhase
 from lab.harness.processes import end_on_sigterm
 from simulator.acceptance_trace import read_requests
 from simulator.errors import InvalidInputError
@@ -31,7 +29,7 @@ DRAFTS = 8
 _DOMAINS = ("code", "csv")
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS, _SEED = 32, 64, 160, 1
 _BATCH = 16
-_READY_SECONDS = _REQUEST_SECONDS = 600.0
+_READY_SECONDS = 600.0
 EXIT_FAILED = 1
 
 
@@ -77,35 +75,13 @@ def measured(prompts: Sequence[Sequence[int]], engine: Engine) -> list[float]:
 
     Raises EngineFailedError when the engine refuses a request or reports no counts.
     """
-    rows = asyncio.run(_histograms(prompts, engine.url))
+    stream = [StreamPhase.of_prompts("held out", len(prompts), prompts, _NEW_TOKENS)]
     counts = np.zeros(DRAFTS + 1, dtype=np.int64)
-    for row in rows:
-        counts[: len(row)] += row
+    for answer in engine.play(stream, request_seconds=PATIENT_REQUEST_SECONDS).answers:
+        if not answer.accepted_counts:
+            raise EngineFailedError("the engine reports no spec_correct_drafts_histogram")
+        counts[: len(answer.accepted_counts)] += answer.accepted_counts
     return survival(np.repeat(np.arange(DRAFTS + 1, dtype=np.uint8), counts))
-
-
-async def _histograms(prompts: Sequence[Sequence[int]], url: str) -> list[list[int]]:
-    async with engine_session(url, _REQUEST_SECONDS) as session:
-        return await asyncio.gather(*(_histogram(session, prompt) for prompt in prompts))
-
-
-async def _histogram(session: aiohttp.ClientSession, prompt: Sequence[int]) -> list[int]:
-    """[drafts] -> steps of one request that accepted so many."""
-    body = {
-        "input_ids": list(prompt),
-        "sampling_params": {"temperature": 0, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True},
-    }
-    try:
-        async with session.post("/generate", json=body) as response:
-            if response.status != 200:
-                raise EngineFailedError(f"{response.status} {(await response.text())[:200]}")
-            reply: dict[str, Any] = await response.json()
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise EngineFailedError(f"a request was lost: {error!r}") from error
-    counts: list[int] | None = reply["meta_info"].get("spec_correct_drafts_histogram")
-    if not counts:
-        raise EngineFailedError("the engine reports no spec_correct_drafts_histogram")
-    return counts
 
 
 def _measure_own() -> None:

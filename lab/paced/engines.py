@@ -6,12 +6,11 @@ Where the tokens matter, a small trained set is served.
 """
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lab.cpu_engine.engine_command import chain_flags
+from lab.cpu_engine.engine_command import adaptive_flags, chain_flags, server_command
 from lab.cpu_engine.forking import popen
 from lab.cpu_engine.pace.pacer import VARIABLE, Pace
 from lab.cpu_engine.pace.step_costs import OWN, SECOND
@@ -24,7 +23,9 @@ _START_GAMMA = 3
 READY_SECONDS = 240.0
 # SGLang would choose it by the device's memory; the simulator reads prompts in the same chunks.
 PREFILL_CHUNK_TOKENS = 8192
-_MAX_TOKENS, _CONTEXT = 196608, 2048
+_MAX_TOKENS = 196608
+# More than prompt and answer of the longest request.
+CONTEXT = 2048
 _SHAPE = Path(__file__).with_name("shape.json")
 
 
@@ -102,24 +103,19 @@ def log_path(policy: str, place: Workplace) -> Path:
 
 def command(policy: str, setting: Setting, port: int) -> list[str]:
     """Makes the command line of an engine."""
-    return [
-        sys.executable, "-m", "lab.cpu_engine.serve",
-        "--model-path", str(setting.target),
+    flags = [
         # In bfloat16 the tokens would depend on how many rows are verified together.
         *(("--dtype", "float32") if setting.trained else ("--load-format", "dummy")),
         "--skip-tokenizer-init",
-        "--host", "127.0.0.1",
-        "--port", str(port),
-        "--max-running-requests", str(setting.max_batch_size),
-        "--max-total-tokens", str(_MAX_TOKENS),
-        "--context-length", str(_CONTEXT),
         "--chunked-prefill-size", str(PREFILL_CHUNK_TOKENS),
-        "--random-seed", "1",
-        "--log-level-http", "warning",
         # On a CPU SGLang does not speculate with the overlap schedule: no engine has it.
         "--disable-overlap-schedule",
         *speculation_flags(policy, setting.draft, setting.algorithm),
     ]  # fmt: skip
+    return server_command(
+        "lab.cpu_engine.serve", setting.target, port, setting.max_batch_size, flags,
+        max_tokens=_MAX_TOKENS, context=CONTEXT,
+    )  # fmt: skip
 
 
 def speculation_flags(policy: str, draft: Path, algorithm: str = "EAGLE3") -> list[str]:
@@ -127,31 +123,37 @@ def speculation_flags(policy: str, draft: Path, algorithm: str = "EAGLE3") -> li
     if policy == OFF:
         return []
     if policy == ADAPTIVE:
-        return [
-            "--speculative-algorithm", algorithm,
-            "--speculative-draft-model-path", str(draft),
-            "--speculative-adaptive",
-        ]  # fmt: skip
+        return adaptive_flags(algorithm, draft)
     gamma = _START_GAMMA if is_steered(policy) else int(policy.removeprefix(_STATIC))
     return chain_flags(algorithm, draft, gamma)
 
 
 def environment(policy: str, setting: Setting, place: Workplace) -> dict[str, str]:
     """Makes the variables of an engine; only a steered one gets the sidecar's address."""
-    log = log_path(policy, place)
+    pace = replace(setting.pace, log=str(fresh_log(policy, place)))
+    variables = {VARIABLE: pace.as_json(), **steering(policy, setting.pace.gammas, place)}
+    if setting.second and is_steered(policy):
+        variables["SPECULATION_DFLASH_MODEL_PATH"] = str(setting.models / SECOND)
+    return variables
+
+
+def fresh_log(policy: str, place: Workplace) -> Path:
+    """Makes room for an engine's log; returns its absolute path."""
+    log = log_path(policy, place).absolute()
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
-    pace = replace(setting.pace, log=str(log.absolute()))
-    variables = {VARIABLE: pace.as_json()}
-    if is_steered(policy):
-        variables |= {
-            "SPECULATION_SIDECAR": place.address,
-            "SPECULATION_ENGINE_ID": policy,
-            "SPECULATION_GAMMAS": ",".join(map(str, setting.pace.gammas)),
-        }
-        if setting.second:
-            variables["SPECULATION_DFLASH_MODEL_PATH"] = str(setting.models / SECOND)
-    return variables
+    return log
+
+
+def steering(policy: str, gammas: Sequence[int], place: Workplace) -> dict[str, str]:
+    """Makes the variables of the plugin, none for an engine that is not steered."""
+    if not is_steered(policy):
+        return {}
+    return {
+        "SPECULATION_SIDECAR": place.address,
+        "SPECULATION_ENGINE_ID": policy,
+        "SPECULATION_GAMMAS": ",".join(map(str, gammas)),
+    }
 
 
 def launch(

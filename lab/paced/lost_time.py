@@ -1,7 +1,11 @@
-"""Where a steered engine lost time, step by step, against the best arm of each very step.
+"""Finds what could have been gained on a stream, and where a steered engine lost time.
 
-The imposed table and the classes' curves say what each arm would have gained in a step of this
-batch, context and mix of classes.  What the arm that ran gains less is lost, and has one cause:
+What the imposed table makes of a stream, with every static arm and with an oracle's, is computed
+before anything runs: the simulator replays the stream with the engine's own draws, costs and order
+of work.
+
+The table and the classes' curves also say what each arm would have gained in a step of some batch,
+context and mix of classes.  What the arm that ran gains less is lost, and has one cause:
 
   probing     the step was a probe
   switching   the switch itself, and a drafter that caught up
@@ -26,6 +30,12 @@ from controller.recording.events import Decided, Forced
 from controller.recording.recording import RecordingPart, find
 from lab.cpu_engine.pace.step_costs import OWN, SECOND, StepCosts
 from lab.cpu_engine.pace.step_log import LoggedStep
+from lab.paced.engines import PREFILL_CHUNK_TOKENS
+from lab.paced.traffic import Stream, as_workload
+from simulator.comparison.contestants import static_names
+from simulator.comparison.oracle import SegmentSchedule, best_by_segment
+from simulator.engine import EngineOptions, Prefill, RunResult, simulate
+from simulator.peers.static import Static
 from speculation.v1 import plan_pb2
 
 # An arm this near to the best one is a good one.
@@ -162,3 +172,59 @@ def _newest(
         while i < len(plans) and plans[i].seconds <= step.launched:
             i += 1
         yield plans[i - 1] if i else None
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Holds one policy's tokens per second: over the whole stream, and of each phase."""
+
+    rate: float
+    phases: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """Holds every static arm, and the oracle: it runs the best static arm of each phase.
+
+    arms: the oracle's, by phase.
+    """
+
+    statics: Mapping[Arm, Computed]
+    arms: tuple[Arm, ...]
+    oracle: Computed
+
+    @property
+    def best_static(self) -> Arm:
+        """The arm with the most tokens per second over the whole stream."""
+        return max(self.statics, key=lambda arm: self.statics[arm].rate)
+
+    @property
+    def gain(self) -> float:
+        """Tokens/s of the oracle over those of the best static arm."""
+        return self.oracle.rate / self.statics[self.best_static].rate
+
+
+def compute(
+    stream: Stream, curves: Mapping[str, Mapping[str, Sequence[float]]], costs: StepCosts
+) -> Oracle:
+    """Replays the stream with every static arm, then with the best arm of each phase."""
+    surface = costs.surface
+    workload = as_workload(stream, curves, [d.name for d in surface.drafters])
+    options = EngineOptions(
+        lag=0, noise=0.0, switch_seconds=costs.switch_seconds, warm_factor=costs.warm_factor,
+        prefill=Prefill.CHUNKED, prefill_chunk_tokens=PREFILL_CHUNK_TOKENS,
+    )  # fmt: skip
+    indices = list(static_names(surface).values())
+    runs = {
+        index: simulate(workload, surface, Static(surface.arms, index), options, stream.seed)
+        for index in indices
+    }
+    best = [indices[i] for i in best_by_segment(list(runs.values()))]
+    found = simulate(workload, surface, SegmentSchedule(best), options, stream.seed)
+    statics = {surface.arms[index]: _computed(run) for index, run in runs.items()}
+    return Oracle(statics, tuple(surface.arms[index] for index in best), _computed(found))
+
+
+def _computed(run: RunResult) -> Computed:
+    pairs = zip(run.segment_tokens, run.segment_seconds, strict=True)
+    return Computed(run.rate, tuple(tokens / seconds for tokens, seconds in pairs))

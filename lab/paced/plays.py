@@ -7,8 +7,8 @@ from functools import cached_property
 import numpy as np
 
 from lab.cpu_engine.pace.step_log import LoggedStep, LogPart
-from lab.paced.day import Stream
-from lab.paced.player import Played
+from lab.harness.load_generator import Play
+from lab.paced.traffic import Stream
 
 # A result with more late passes than this is no result.
 LATE_SHARE_MAX = 0.01
@@ -24,13 +24,13 @@ class StreamPlay:
     policy: str
     stream: Stream
     dilation: float
-    played: Played
+    played: Play
     log: LogPart
 
     @property
     def seconds(self) -> float:
         """Seconds of the model's time, from the first request to the last answer."""
-        return (self.played.ended - self.played.began[0]) / self.dilation
+        return self.played.seconds / self.dilation
 
     @property
     def tokens_per_second(self) -> float:
@@ -56,9 +56,7 @@ class StreamPlay:
     @cached_property
     def edges(self) -> tuple[tuple[float, float], ...]:
         """Begin and end of each phase, on the machine's clock."""
-        return tuple(
-            zip(self.played.began, (*self.played.began[1:], self.played.ended), strict=True)
-        )
+        return tuple((phase.started, phase.started + phase.seconds) for phase in self.played.phases)
 
     def steps_of(self, phase: int) -> tuple[LoggedStep, ...]:
         """The decode steps that began in a phase, counted from 0."""
@@ -89,7 +87,7 @@ class StreamPlay:
 
     def latency_seconds(self, percentile: float) -> float:
         """A percentile over requests from sending to the whole answer, seconds of the model."""
-        values = [request.answered - request.sent for request in self.played.served]
+        values = [answer.seconds for answer in self.played.answers]
         return float(np.percentile(values, percentile)) / self.dilation
 
 

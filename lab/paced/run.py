@@ -1,5 +1,9 @@
-"""Runs policies on paced engines, two at a time: start, dilation, profile, plays."""
+"""Runs policies on engines that log their passes: start, dilation, profile, plays.
 
+A `StreamHarness` takes engines at any pace; a `PacedHarness` has paced ones, two at a time.
+"""
+
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -7,19 +11,21 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lab.cpu_engine.pace.pacer import Pace
-from lab.cpu_engine.pace.step_log import LoggedStep
-from lab.harness.engines import Workplace
+from lab.cpu_engine.pace.step_log import LoggedStep, await_log, read_log
+from lab.harness.engines import Harness, Workplace, launch_sidecar, measure_profile, wait_serving
 from lab.harness.errors import HarnessError
+from lab.harness.sidecar import SidecarHandle
 from lab.harness.terminal import Terminal
 from lab.paced import engines
-from lab.paced.day import Stream, warm_up_stream
 from lab.paced.engines import Setting, is_steered
+from lab.paced.lost_time import DecidedPlan, decided_plans
 from lab.paced.plays import LATE_SHARE_MAX, StreamPlay
-from lab.paced.stream_harness import StreamHarness
+from lab.paced.traffic import Stream, warm_up_stream
 
 # Dilations to choose from.
 DILATIONS = (3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0)
@@ -51,6 +57,61 @@ def dilated_planner(dilation: float) -> dict[str, str]:
         f"CONTROLLER_PLANNER__{name}": f"{seconds * dilation:g}"
         for name, seconds in _PLANNER_SECONDS.items()
     }
+
+
+class StreamHarness(Harness):
+    """A sidecar that records, and engines of lab.paced's policies.
+
+    dilation: seconds of the machine for each of the model.
+    """
+
+    def __init__(
+        self, place: Workplace, terminal: Terminal, stack: ExitStack, dilation: float = 1.0
+    ) -> None:
+        super().__init__(place, terminal, stack)
+        self.dilation = dilation
+        self._recordings = place.scratch / "recordings"
+        self._sidecars: dict[str, SidecarHandle] = {}
+
+    def sidecar(self, policy: str) -> SidecarHandle:
+        """The sidecar, as far as this engine is concerned."""
+        return self._sidecars[policy]
+
+    def profile(self, policy: str, seconds: float, batch_sizes: Sequence[int]) -> Mapping[str, Any]:
+        """Measures a steered engine's step costs; returns the profile's document."""
+        sizes = ",".join(map(str, batch_sizes))
+        engine, sidecar = self._engines[policy], self._sidecars[policy]
+        text = measure_profile(self._place, engine, sidecar, seconds, "--batch-sizes", sizes)
+        found: Mapping[str, Any] = json.loads(text)
+        return found
+
+    def play_once(self, policy: str, stream: Stream) -> StreamPlay:
+        """Plays a stream on an engine.
+
+        Raises HarnessError when the engine's log lacks requests, EngineFailedError when the engine
+        refuses one.
+        """
+        engine, path = self._engines[policy], engines.log_path(policy, self._place)
+        begin = read_log(path).end
+        played = engine.play_overlapping(stream.phases)
+        log = await_log(path, begin, stream.requests)
+        return StreamPlay(policy, stream, self.dilation, played, log)
+
+    def plans(self, policy: str) -> tuple[DecidedPlan, ...]:
+        """Reads what the sidecar has decided for a steered engine since it was started."""
+        return decided_plans(self._recordings, policy)
+
+    def _record_sidecar(self, policies: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Starts the sidecar, recording, and connects to it for each of these engines."""
+        variables = {**environment, "CONTROLLER_RECORD_DIRECTORY": str(self._recordings)}
+        self._sidecar_child = self._stack.enter_context(
+            launch_sidecar(self._place, environment=variables)
+        )
+        self._sidecar_child.prefer()
+        for policy in policies:
+            handle = SidecarHandle(self._place.address, policy)
+            self._sidecars[policy] = self._stack.enter_context(handle)
+            wait_serving(self._sidecar_child, handle)
 
 
 class PacedHarness(StreamHarness):

@@ -1,20 +1,39 @@
-"""The classes of requests, each with the acceptance that was measured on a pair of models.
+"""Has the classes of requests with their measured acceptance, and makes streams of them.
 
-The public traces and this repository's own small models give the numbers again:
+The public traces and this repository's own small models give the classes' numbers again:
 
     python -m lab.paced.curves sdb_instructcoder_half.jsonl sdb_gsm8k.jsonl sdb_sharegpt.jsonl
     python -m lab.paced.curves --own
 
 The curves "all" of the drafter "eagle" are those of code, math and chat, in this order; "least" of
 sdb_sharegpt is that of hard; and "on csv" is that of unseen.
+
+A stream has classes, concurrencies and seeds; its phases overlap, see `play_overlapping`.  DAY was
+written down, with its seed, before any policy was run on it.  UNSEEN_DAY is for tests: nobody has
+looked at how it comes out.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId
+from lab.harness.load_generator import StreamPhase, StreamRequest
 from simulator import published
 from simulator.curves import conditional
 from simulator.errors import InvalidInputError
+from simulator.workload import ClosedLoop, RequestPool, WorkloadPhase
+
+_TRACE = "Llama-3.1-8B with EAGLE (arXiv 2601.11580), replayed with 8 drafts a step: "
+_FIRST_ID, _VOCABULARY = 16, 120
+_SIGMA = 0.4
+_LEAST_TOKENS = 16
+_NUMBERS = 100_000
+DAY_SEED = 1109
+UNSEEN_SEED = 4711
+_WARM_UP_SEED, _WARM_UP_TOKENS = 977, 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +48,6 @@ class TrafficClass:
     source: str
 
 
-_TRACE = "Llama-3.1-8B with EAGLE (arXiv 2601.11580), replayed with 8 drafts a step: "
 CLASSES: Mapping[str, TrafficClass] = {
     found.name: found
     for found in (
@@ -74,3 +92,136 @@ def published_curves(table: str) -> dict[str, dict[str, Sequence[float]]]:
         raise InvalidInputError(table, 0, "no acceptance was published with it")
     names = {"mtp": "eagle3", "dflash": "dflash"}
     return {"published": {names[name]: conditional(curve) for name, curve in curves.items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePlan:
+    """Plans a phase.
+
+    kinds: its classes, in equal shares.  concurrency: sequences at a time.  output_tokens,
+    prompt_tokens: means of lognormal lengths.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    concurrency: int
+    requests: int
+    output_tokens: int
+    prompt_tokens: int = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Holds the requests that every policy is given.
+
+    seed: of lengths, order and prompts, and in the ids.
+    """
+
+    name: str
+    seed: int
+    phases: tuple[StreamPhase, ...]
+
+    @property
+    def requests(self) -> int:
+        """Counts the requests."""
+        return sum(len(phase.requests) for phase in self.phases)
+
+    @property
+    def tokens(self) -> int:
+        """Counts the tokens that are decoded."""
+        return sum(phase.new_tokens for phase in self.phases)
+
+    @property
+    def max_concurrency(self) -> int:
+        """Returns the most sequences at a time."""
+        return max(phase.concurrency for phase in self.phases)
+
+
+# One compressed day, paced as an H100.
+DAY = (
+    PhasePlan("night", ("code",), 1, 6, 192),
+    PhasePlan("morning", ("chat",), 64, 160, 192),
+    PhasePlan("noon", ("math",), 8, 40, 192),
+    PhasePlan("collapse", ("unseen",), 8, 28, 192),
+    PhasePlan("recovery", ("math",), 8, 40, 192),
+    PhasePlan("burst", ("chat", "code"), 128, 256, 192),
+    PhasePlan("hard burst", ("hard",), 128, 192, 192),
+    PhasePlan("evening", ("code",), 2, 12, 192),
+)
+# The same shape of a day with another order, other sizes and another seed.
+UNSEEN_DAY = (
+    PhasePlan("evening", ("chat",), 2, 4, 128),
+    PhasePlan("burst", ("hard", "math"), 96, 112, 112),
+    PhasePlan("collapse", ("unseen",), 12, 30, 112),
+    PhasePlan("recovery", ("code",), 12, 30, 112),
+    PhasePlan("night", ("math",), 1, 3, 128),
+)
+
+
+def build_stream(name: str, plans: Sequence[PhasePlan], seed: int) -> Stream:
+    """Draws the requests, at least one a sequence; the same arguments give the same stream."""
+    rng = np.random.default_rng([seed, 17])
+    # A request's draws depend on its id: another seed has other numbers.
+    number = seed * _NUMBERS
+    phases: list[StreamPhase] = []
+    for plan in plans:
+        count = max(plan.concurrency, plan.requests)
+        outputs = _lengths(rng, count, plan.output_tokens)
+        prompts = _lengths(rng, count, plan.prompt_tokens)
+        kinds = [plan.kinds[i % len(plan.kinds)] for i in range(count)]
+        rng.shuffle(kinds)
+        requests = []
+        for kind, output, prompt in zip(kinds, outputs, prompts, strict=True):
+            tokens = rng.integers(_FIRST_ID, _VOCABULARY, prompt)
+            requests.append(drawn_request(kind, number, int(output), tokens.tolist()))
+            number += 1
+        phases.append(StreamPhase(plan.name, plan.concurrency, tuple(requests)))
+    return Stream(name, seed, tuple(phases))
+
+
+def drawn_request(kind: str, number: int, tokens: int, prompt: Sequence[int]) -> StreamRequest:
+    """Makes a request by whose id an engine draws its acceptance.  tokens: of the answer."""
+    rid = str(RequestId(kind, number, tokens))
+    return StreamRequest(number, kind, tuple(prompt), tokens, rid)
+
+
+def warm_up_stream(kinds: Sequence[str], concurrency: int) -> Stream:
+    """Builds a stream of one request, then of so many at a time."""
+    plans = [
+        PhasePlan("one", tuple(kinds), 1, 1, _WARM_UP_TOKENS),
+        PhasePlan("all", tuple(kinds), concurrency, 1, _WARM_UP_TOKENS),
+    ]
+    return build_stream("warm-up", plans, _WARM_UP_SEED)
+
+
+def as_workload(
+    stream: Stream, curves: Mapping[str, Mapping[str, Sequence[float]]], drafters: Sequence[str]
+) -> ClosedLoop:
+    """The stream for the simulator, with the very draws that the paced engine makes.
+
+    A request's first token comes from its prefill, so it decodes one token less.
+    """
+    drawn = DrawnAcceptance(curves)
+    phases = []
+    for phase in stream.phases:
+        output = np.array([r.new_tokens - 1 for r in phase.requests], dtype=np.int64)
+        kinds = phase.domains
+        labels = np.array([kinds.index(r.domain) for r in phase.requests], dtype=np.int64)
+        accepted: dict[str, NDArray[np.uint8]] = {
+            drafter: np.concatenate(
+                [
+                    drawn.accepted(RequestId(r.domain, r.index, r.new_tokens), drafter)[:-1]
+                    for r in phase.requests
+                ]
+            )
+            for drafter in drafters
+        }
+        context = np.array([len(r.prompt) + 1 for r in phase.requests], dtype=np.int64)
+        pool = RequestPool(context, output, np.cumsum(output) - output, labels, accepted, kinds)
+        phases.append(WorkloadPhase(phase.name, pool, phase.concurrency, None))
+    return ClosedLoop(tuple(phases))
+
+
+def _lengths(rng: np.random.Generator, count: int, mean: int) -> NDArray[np.int64]:
+    drawn = rng.lognormal(np.log(mean) - _SIGMA * _SIGMA / 2, _SIGMA, count)
+    return np.maximum(_LEAST_TOKENS, np.rint(drawn)).astype(np.int64)

@@ -1,5 +1,7 @@
 """`python -m lab.papers`: published results, computed again beside what the papers state."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +11,7 @@ from rich.console import Console, RenderableType
 
 from controller.core.errors import SpeculationError
 from controller.util.exit_codes import Exit
-from lab.papers import row_rules, rows
+from lab.papers import rows
 from lab.papers.drafters import reproduce_drafters
 from lab.papers.memory import compare
 from lab.papers.reproductions import tables
@@ -22,6 +24,9 @@ from simulator.gpu_allocation import Demand, Pool, evaluate
 
 # Inference and training rate of one card, over an MI250's (Figure 11, as the text gives them).
 _RATES = {"H100": (6.76, 2.44), "MI300X": (4.42, 1.77), "MI250": (1.0, 1.0)}
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,15 @@ _STATED = (
     _StatedGain("MI300X", 2, "MI250", 1, 1.10, 0.99),  # Figure 12
 )
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False
-)
+
+@contextmanager
+def _refusals(command: str) -> Iterator[None]:
+    """Ends the command with one line for a file or an option that cannot be used."""
+    try:
+        yield
+    except (SpeculationError, ValueError) as error:
+        typer.echo(f"lab.papers {command}: {' '.join(str(error).splitlines())}", err=True)
+        raise typer.Exit(Exit.USAGE) from error
 
 
 def _show(found: RenderableType) -> None:
@@ -66,11 +77,8 @@ def drafters(
     grid: Annotated[Path | None, typer.Option(help="The published drafter grid, a file.")] = None,
 ) -> None:
     """Computes where MTP and DFlash cross over, by the roofline of the published pair."""
-    try:
+    with _refusals("drafters"):
         _show(tables(reproduce_drafters(grid)))
-    except SpeculationError as error:
-        typer.echo(f"lab.papers drafters: {' '.join(str(error).splitlines())}", err=True)
-        raise typer.Exit(Exit.USAGE) from error
 
 
 @app.command()
@@ -106,7 +114,7 @@ def memory(
     files: Annotated[list[Path], typer.Argument(help="SpecDecode-Bench files, JSON lines.")],
 ) -> None:
     """Fits the memory of the simulator's chains to recorded acceptance, and shows how close."""
-    try:
+    with _refusals("memory"):
         for path in files:
             fits, between, compared = compare(path)
             print(f"{path.name}: correlation between drafters {between:.2f}")
@@ -122,9 +130,6 @@ def memory(
                     f"  {c.drafter}, gamma {c.gamma}: {c.recorded:.2f} tokens a step recorded, "
                     f"{c.chain:.2f} with memory, {c.independent:.2f} without"
                 )
-    except SpeculationError as error:
-        typer.echo(f"lab.papers memory: {' '.join(str(error).splitlines())}", err=True)
-        raise typer.Exit(Exit.USAGE) from error
 
 
 @app.command("rows")
@@ -141,12 +146,9 @@ def rows_command(
     ] = 0,
 ) -> None:
     """Runs the controller with a mixture of EAGLE and a lookup on recorded requests."""
-    try:
+    with _refusals("rows"):
         sizes = [int(size) for size in batch_sizes.split(",")]
         _show(rows.table(rows.run_all(files, sizes, steps, seed, processes, longest)))
-    except (SpeculationError, ValueError) as error:
-        typer.echo(f"lab.papers rows: {' '.join(str(error).splitlines())}", err=True)
-        raise typer.Exit(Exit.USAGE) from error
 
 
 @app.command(name="row-rules")
@@ -157,11 +159,8 @@ def row_rules_command(
     ] = "1,32,64,128",
 ) -> None:
     """Compares rules that choose a drafter for each row, on recorded requests."""
-    try:
-        _show(row_rules.compare(files, [int(size) for size in batch_sizes.split(",")]))
-    except (SpeculationError, ValueError) as error:
-        typer.echo(f"lab.papers row-rules: {' '.join(str(error).splitlines())}", err=True)
-        raise typer.Exit(Exit.USAGE) from error
+    with _refusals("row-rules"):
+        _show(rows.compare(files, [int(size) for size in batch_sizes.split(",")]))
 
 
 if __name__ == "__main__":

@@ -15,13 +15,22 @@ The core's own model of the response (`core.update_response`) is another one, bu
 fitted to Table 7, so the streams of Table 7 are no test of it.  A fixed stride is given the better
 of drafting and not drafting in hindsight.  What is counted is expected tokens, so that chance in
 what was accepted reaches the core only.
+
+`tts_tables.json` holds the tables of "Test-Time Speculation" (arXiv:2605.09329).  Table 3: DFlash
+on Qwen3.5-122B, acceptance length and tokens/s (stride 0 is plain DFlash).  Table 7: DFlash on
+Qwen3-8B, acceptance length.  Table 8: acceptance length and speed on one benchmark of Table 7,
+relative to a stride of 1.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
 
 import numpy as np
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine.engine_controller import EngineController
@@ -30,7 +39,6 @@ from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepFlags, StepReport
 from controller.core.training.stride_planner import STRIDES
-from lab.papers.tts_tables import TABLE_3, TABLE_7, TABLE_8
 from simulator.controller_policy import FINGERPRINT, VirtualTime
 
 # Draft tokens of the paper's DFlash.
@@ -44,6 +52,31 @@ _SEQUENCE_ROUNDS = 2000
 _ANSWER_SHARE = 0.15
 # By how much the acceptance of one sequence differs from another's.
 _SEQUENCE_DEVIATION = 0.02
+_ALPHAS = np.linspace(0.0, 0.9999, 10_000)
+_LENGTHS = (1 - _ALPHAS ** (BLOCK + 1)) / (1 - _ALPHAS)
+# By stride.
+Lengths = dict[int, float]
+LengthsAndSpeeds = dict[int, tuple[float, float]]
+
+
+class _Tables(TypedDict):
+    TABLE_3: dict[str, LengthsAndSpeeds]
+    TABLE_7: dict[str, Lengths]
+    TABLE_8: LengthsAndSpeeds
+
+
+_TABLES = TypeAdapter(_Tables).validate_json(
+    Path(__file__).with_name("tts_tables.json").read_bytes()
+)
+
+
+TABLE_3: Final = _TABLES["TABLE_3"]
+
+
+TABLE_7: Final = _TABLES["TABLE_7"]
+
+
+TABLE_8: Final = _TABLES["TABLE_8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +154,6 @@ def on_one_machine(streams: Sequence[Stream]) -> tuple[Stream, ...]:
     return tuple(
         replace(s, step_seconds=costs, plain_seconds=_PLAIN_SHARE * costs[0]) for s in streams
     )
-
-
-_ALPHAS = np.linspace(0.0, 0.9999, 10_000)
-_LENGTHS = (1 - _ALPHAS ** (BLOCK + 1)) / (1 - _ALPHAS)
 
 
 def alpha_of(length: float) -> float:

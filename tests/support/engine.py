@@ -29,7 +29,7 @@ from lab.cpu_engine.engine_command import MIMO, MODELS, SHALLOW
 from lab.cpu_engine.environment import EMULATION, cpu_engine_env, emulated_cuda_env
 from lab.cpu_engine.forking import DESCRIPTOR, PRELOAD
 from lab.harness.fork_server import ForkedProcess, ForkServer
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.eventually import eventually
 
 ROOT = Path(engine_shim.__file__).parents[1]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.eventually import eventually
 
 ALERTS = Path(__file__).resolve().parents[2] / "deploy" / "monitoring" / "alerts.yml"

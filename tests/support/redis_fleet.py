@@ -12,7 +12,7 @@ from typing import Self
 
 import redis
 
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.credentials import make_authority
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer

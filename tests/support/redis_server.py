@@ -11,7 +11,7 @@ from typing import Self
 
 import redis
 
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 
 PATIENCE_SECONDS = 60.0
 

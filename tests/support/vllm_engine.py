@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lab.cpu_engine.engine_command import MIMO
-from lab.harness.ports import free_port
-from lab.vllm_engine.environment import PYTHON, vllm_env
-from lab.vllm_engine.serve import serve_command
+from lab.harness.processes import free_port
+from lab.vllm_engine.environment import PYTHON, serve_command, vllm_env
 from tests.support.engine import DFLASH, TARGET
 from tests.support.eventually import eventually
 

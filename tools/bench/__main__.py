@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.harness.machine import machine, versions
+from lab.harness.measured import machine, versions
 from tools.bench.measurement import show
 
 _FOLDER = Path("build/bench")

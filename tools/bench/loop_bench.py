@@ -24,7 +24,7 @@ from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine_spec import MAX_ARMS, MAX_BATCH_SIZE, MAX_DRAFTERS
 from controller.core.step_report import MAX_REPORT_CLASSES
 from controller.wire.engines import engine_from_proto
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import engine_pb2, policy_pb2, service_pb2
 from tests.support.service_harness import Running, SteerClient, report_message, serving
 

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 
 RATIO = "ratio"
 

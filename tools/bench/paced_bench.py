@@ -19,11 +19,10 @@ from lab.cpu_engine.pace.pacer import Pace
 from lab.harness.engines import Workplace
 from lab.harness.processes import preferred
 from lab.harness.terminal import Terminal
-from lab.paced.day import PhasePlan, Stream, build_stream
 from lab.paced.engines import OFF, static
 from lab.paced.plays import StreamPlay
 from lab.paced.run import DILATIONS, PacedHarness
-from lab.paced.traffic import own_curves
+from lab.paced.traffic import PhasePlan, Stream, build_stream, own_curves
 from tests.support.sidecar_process import controller
 from tools.bench.measurement import RATIO, Measurement, run
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 
 # Of an error's text, in characters.
 _MOST_WORDS = 300

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 
 from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
 from tests.support.linked_engine import linked_engine

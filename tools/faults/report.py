@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lab.harness.machine import machine
+from lab.harness.measured import machine
 from tools.faults.fault import COMMAND, Outcome
 
 _WORDS = {True: "yes", False: "NO", None: "–"}

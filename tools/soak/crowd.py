@@ -32,7 +32,7 @@ import grpc
 import grpc.aio
 
 from controller.util.socket_paths import operators_address
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import (
     engine_pb2,
     policy_pb2,

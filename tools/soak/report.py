@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 
-from lab.harness.machine import machine, versions
+from lab.harness.measured import machine, versions
 from lab.harness.terminal import Terminal
 from tools.soak.growth import UNITS
 from tools.soak.reconcile import served_tokens

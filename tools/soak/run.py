@@ -25,8 +25,7 @@ from controller.recording.recording import find
 from controller.recording.replay import ReplayVerdict, replay
 from lab.harness.engines import Workplace, launch_sidecar, wait_serving
 from lab.harness.errors import HarnessError
-from lab.harness.ports import free_port
-from lab.harness.processes import Child
+from lab.harness.processes import Child, free_port
 from lab.harness.sidecar import SidecarHandle
 from tests.support.engine import DFLASH, EAGLE3, EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine_shim.sglang.training.chain import Eagle3Student
+from lab.cpu_engine.models._draft import agreement, discounted, step_divergences, teach
 from lab.cpu_engine.models.corpus import DOCUMENT_TOKEN_ID, VOCABULARY_SIZE
-from lab.cpu_engine.models.distill import agreement, discounted, step_divergences, teach
 from lab.cpu_engine.models.edits import KINDS, EditSampler, EditSplit, EncodedEdit
 from lab.cpu_engine.models.recipe import EditRecipe
 from lab.cpu_engine.models.schedule import LearningRate, StepBudget, fit, train

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lab.cpu_engine.models.batches import training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.recipe import Sd2Recipe
-from lab.cpu_engine.models.schedule import LearningRate, StepBudget, fit
+from lab.cpu_engine.models.schedule import LearningRate, StepBudget, fit, training_sampler
 from trainer.language_model import LanguageModel
 from trainer.sd2 import Sd2Draft, Sd2Shape, Sd2Training, train_sd2
 

@@ -13,11 +13,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine_shim.sglang.training.blocks import DecoderLayer
-from lab.cpu_engine.models.batches import held_out_sampler, training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.prompts import DOMAINS
 from lab.cpu_engine.models.recipe import MIXTURE, Recipe
-from lab.cpu_engine.models.schedule import LearningRate, StepBudget, fit
+from lab.cpu_engine.models.schedule import (
+    LearningRate,
+    StepBudget,
+    fit,
+    held_out_sampler,
+    training_sampler,
+)
 from lab.cpu_engine.models.targets import Qwen2Target, Qwen3Target, grow
 
 _WINDOWS: Final = 10

@@ -1,15 +1,21 @@
-"""Trains a module within a budget, with a learning rate that follows what is used of it."""
+"""Trains a module within a budget, on random windows of token streams that are mixed over domains.
+
+The learning rate follows what is used of the budget.
+"""
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-_FASTER: Final = 10.0
+from lab.cpu_engine.models.corpus import Split
+
 _REPORT_STEPS: Final = 50
 
 _log = logging.getLogger(__name__)
@@ -53,29 +59,21 @@ def train(
     rate: LearningRate,
     *,
     weight_decay: float = 0.05,
-    faster: Sequence[nn.Parameter] = (),
     on_step: Callable[[int, float], None] | None = None,
 ) -> int:
     """Minimises ``loss_of_step`` with AdamW over the trainable parameters of ``module``.
 
-    ``faster`` learn at ten times the rate, without decay: what is new in a module that is not.
     ``on_step`` is given (step, loss).  Returns the number of updates made.
     """
     parameters = list(module.parameters())
-    new = {id(parameter) for parameter in faster}
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if id(p) not in new], "factor": 1.0},
-        {"params": [p for p in parameters if id(p) in new], "factor": _FASTER, "weight_decay": 0.0},
-    ]
     optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True,
-    )  # fmt: skip
+        parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
+    )
     made = 0
     module.train()
     for step, used in budget.progress():
         for group in optimizer.param_groups:
-            group["lr"] = group["factor"] * rate.at(step, used)
+            group["lr"] = rate.at(step, used)
         loss = loss_of_step(step)
         optimizer.zero_grad()
         loss.backward()
@@ -94,9 +92,6 @@ def fit(
     loss_of_step: Callable[[], Tensor],
     budget: StepBudget,
     rate: LearningRate,
-    *,
-    weight_decay: float = 0.05,
-    faster: Sequence[nn.Parameter] = (),
 ) -> None:
     """Trains ``module`` as `train` does, and logs the loss on the way."""
     start = time.monotonic()
@@ -105,8 +100,44 @@ def fit(
         if (step + 1) % _REPORT_STEPS == 0:
             _log.info("step %d, %.0f s, loss %.3f", step + 1, time.monotonic() - start, loss)
 
-    steps = train(
-        module, lambda _: loss_of_step(), budget, rate,
-        weight_decay=weight_decay, faster=faster, on_step=report,
-    )  # fmt: skip
+    steps = train(module, lambda _: loss_of_step(), budget, rate, on_step=report)
     _log.info("%s: %d steps, %.0f s", name, steps, time.monotonic() - start)
+
+
+@dataclass
+class WindowSampler:
+    """Draws windows of tokens, each from one domain, chosen by the weights of ``mixture``.
+
+    ``streams`` maps a domain to its token ids [tokens].  The state of ``generator`` is all the
+    state there is.
+    """
+
+    streams: Mapping[str, npt.NDArray[np.uint16]]
+    mixture: Mapping[str, float]
+    generator: torch.Generator = field(default_factory=torch.Generator)
+
+    def draw(self, windows: int, length: int) -> Tensor:
+        """Draws token ids [windows, length], int64."""
+        domains = list(self.mixture)
+        weights = torch.tensor([self.mixture[domain] for domain in domains], dtype=torch.float32)
+        picks = torch.multinomial(weights, windows, replacement=True, generator=self.generator)
+        return torch.stack([self._window(domains[int(pick)], length) for pick in picks])
+
+    def _window(self, domain: str, length: int) -> Tensor:
+        stream = self.streams[domain]
+        start = int(torch.randint(len(stream) - length + 1, (1,), generator=self.generator))
+        return torch.from_numpy(stream[start : start + length].astype(np.int64))
+
+
+def training_sampler(
+    splits: Mapping[str, Split], mixture: Mapping[str, float], seed: int
+) -> WindowSampler:
+    """Makes a sampler of training windows of several domains."""
+    streams = {domain: split.train for domain, split in splits.items()}
+    return WindowSampler(streams, mixture, torch.Generator().manual_seed(seed))
+
+
+def held_out_sampler(splits: Mapping[str, Split], domain: str) -> WindowSampler:
+    """Makes a sampler of one domain's validation windows, the same ones for every model."""
+    streams = {domain: splits[domain].validation}
+    return WindowSampler(streams, {domain: 1.0}, torch.Generator().manual_seed(1))

@@ -4,8 +4,13 @@ An engine with dummy weights says nothing, so its acceptance is drawn.  A reques
 class, and its draws depend on nothing but the id, the position and the drafter: every policy meets
 the same luck.  The seed of a stream is in its requests' numbers.  `accepted` is what the request
 pools of the simulator hold, so the two can be compared.
+
+The arithmetic of dummy models' layers, whose outputs are noise, is left out.  Everything around it
+stays: embeddings, norms, heads, the drafters' serial passes, sampling, slots of the caches,
+batching.  A step then leaves the machine more room below its pace.
 """
 
+import importlib
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +25,17 @@ from simulator.curves import Curves
 _TOKEN = 100
 # Requests that are in no class, such as SGLang's own health probe.
 _NO_CLASS_TOKENS = 1
+_ATTENTION = (
+    ("sglang.srt.models.qwen3", "Qwen3Attention"),
+    ("sglang.srt.models.qwen2", "Qwen2Attention"),
+    ("sglang.srt.models.llama", "LlamaAttention"),
+    ("sglang.srt.models.dflash", "DFlashAttention"),
+)
+_MLP = (
+    ("sglang.srt.models.qwen2", "Qwen2MLP"),
+    ("sglang.srt.models.llama", "LlamaMLP"),
+    ("sglang.srt.models.dflash", "DFlashMLP"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +130,22 @@ def accept(
     num_correct_drafts.copy_(correct)
     predict.fill_(_TOKEN)
     return index.to(torch.int32)
+
+
+def leave_out_layers() -> None:
+    """Replaces the forward passes of attention and MLP in this process."""
+    for module, name in _ATTENTION:
+        getattr(importlib.import_module(module), name).forward = _attend
+    for module, name in _MLP:
+        getattr(importlib.import_module(module), name).forward = _through
+
+
+def _attend(layer: Any, positions: Any, hidden_states: Any, forward_batch: Any, **_: Any) -> Any:
+    del positions, forward_batch
+    # An EAGLE3 drafter's is twice as wide as what it returns.
+    return hidden_states[..., : layer.hidden_size]
+
+
+def _through(layer: Any, states: Any, *_: Any, **__: Any) -> Any:
+    del layer
+    return states

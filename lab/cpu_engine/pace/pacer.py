@@ -19,8 +19,7 @@ from pydantic import TypeAdapter
 
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.environment import PACE_VARIABLE
-from lab.cpu_engine.pace import dummy_layers
-from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId, accept
+from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId, accept, leave_out_layers
 from lab.cpu_engine.pace.model_clock import ModelClock
 from lab.cpu_engine.pace.shim_watch import ShimWatch, draft_length, steering_of
 from lab.cpu_engine.pace.step_costs import (
@@ -31,9 +30,7 @@ from lab.cpu_engine.pace.step_costs import (
     load_step_costs,
 )
 from lab.cpu_engine.pace.step_log import LoggedRequest, LoggedStep, StepLog
-from lab.cpu_engine.pace.support import unsupported_reason
-from lab.cpu_engine.pace.update_costs import UpdateCosts
-from lab.cpu_engine.pace.update_watch import UpdateWatch
+from lab.cpu_engine.pace.updates import UpdateCosts, UpdateWatch
 from simulator.errors import InvalidInputError
 
 VARIABLE = PACE_VARIABLE
@@ -46,6 +43,8 @@ _LOOKUP = "SPECULATION_LOOKUP"
 _FIRST_SEEN = "paced_first_token"
 
 _log = logging.getLogger(__name__)
+# Chains of drafts by serial passes, by the names that SGLang has for them.
+_CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ def register() -> None:
             # Any length above 0 has SGLang ask; the answer is drawn.
             spec_utils.SIMULATE_ACC_LEN = 1.0
             spec_utils.generate_simulated_accept_index = pacer.accept
-            dummy_layers.leave_out()
+            leave_out_layers()
     except (InvalidInputError, ValueError, OSError) as error:
         raise SystemExit(f"{VARIABLE}: {error}") from error
     costs = pace.costs()
@@ -312,3 +311,65 @@ def _read_dilation(path: Path) -> float:
 def _kinds(requests: Sequence[Any]) -> dict[str, int]:
     parsed = [RequestId.parse(request.rid) for request in requests]
     return dict(Counter("" if found is None else found.kind for found in parsed))
+
+
+def unsupported_reason(
+    args: Any, costs: StepCosts, *, second: bool, lookup: bool = False
+) -> str | None:
+    """Explains why an engine with these arguments cannot be paced; None when it can.
+
+    args: SGLang's, resolved.  second: a DFlash drafter is loaded beside the engine's own.  lookup:
+    a prompt lookup drafts beside it.
+    """
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    view: Any = resolved_view(args)
+    ranks = view.tp_size * view.pp_size * view.dp_size
+    algorithm = view.speculative_algorithm
+    obstacles = {
+        f"it has {ranks} ranks, and only one scheduler can be held": ranks != 1,
+        f"--disaggregation-mode {view.disaggregation_mode} is not supported": (
+            view.disaggregation_mode != "null"
+        ),
+        "the overlap schedule begins a step before the last one's tokens are known; it needs "
+        "--disable-overlap-schedule, and no CPU_ENGINE_OVERLAP": (
+            not view.disable_overlap_schedule or os.environ.get("CPU_ENGINE_OVERLAP") == "1"
+        ),
+        f"--speculative-algorithm {algorithm} has no price": (
+            algorithm is not None and algorithm not in _CHAINS
+        ),
+        f"--speculative-eagle-topk {view.speculative_eagle_topk} drafts trees, and only chains "
+        "have a price": algorithm is not None and view.speculative_eagle_topk != 1,
+        f"--max-running-requests {view.max_running_requests} exceeds the {_largest(costs)} "
+        "sequences that are priced": (view.max_running_requests or 0) > _largest(costs),
+    }
+    found = next((reason for reason, is_so in obstacles.items() if is_so), None)
+    return found or _missing_price(view, costs, second, lookup)
+
+
+def _missing_price(view: Any, costs: StepCosts, second: bool, lookup: bool) -> str | None:
+    priced = set(costs.surface.arms)
+    missing = [gamma for gamma in _draft_lengths(view) if Arm(OWN, gamma) not in priced]
+    if missing:
+        return f"{costs.name} has no price for the draft lengths {missing}"
+    if second and not any(arm.drafter == SECOND for arm in priced):
+        return f"{costs.name} has no price for a second drafter (SPECULATION_DFLASH_MODEL_PATH)"
+    if lookup and not any(arm.drafter == LOOKUP for arm in priced):
+        return f"{costs.name} was loaded without a prompt lookup's price (SPECULATION_LOOKUP)"
+    return None
+
+
+def _draft_lengths(view: Any) -> list[int]:
+    """The lengths that the engine prepares; the plugin answers for SGLang's adaptive mode."""
+    if view.speculative_algorithm is None:
+        return [0]
+    if view.speculative_adaptive:
+        from sglang.srt.speculative import adaptive_spec_params
+
+        path = view.speculative_adaptive_config
+        return list(adaptive_spec_params.resolve_candidate_steps_from_config(path))
+    return [int(view.speculative_num_draft_tokens) - 1]
+
+
+def _largest(costs: StepCosts) -> int:
+    return costs.surface.max_batch_size

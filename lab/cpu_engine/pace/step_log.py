@@ -2,13 +2,18 @@
 
 import json
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lab.harness.errors import HarnessError
+
 # Lines are written together, when so many have come or the engine is idle.
 _BLOCK = 256
+# The last lines are written as soon as the engine is idle.
+_IDLE_SECONDS, _LOOK_SECONDS = 10.0, 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -140,3 +145,16 @@ def read_log(path: Path, begin: int = 0) -> LogPart:
         else:
             steps.append(LoggedStep(**entry))
     return LogPart(tuple(steps), tuple(requests), begin + len(whole))
+
+
+def await_log(path: Path, begin: int, requests: int) -> LogPart:
+    """Reads from a byte offset on once so many requests that have ended are there.
+
+    Raises HarnessError when they do not come.
+    """
+    deadline = time.monotonic() + _IDLE_SECONDS
+    while len((part := read_log(path, begin)).requests) < requests:
+        if time.monotonic() > deadline:
+            raise HarnessError(f"{path}: the log has {len(part.requests)} of {requests} requests")
+        time.sleep(_LOOK_SECONDS)
+    return part

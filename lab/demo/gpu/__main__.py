@@ -9,14 +9,20 @@ import typer
 
 from lab.demo.gpu.plan import SETTINGS, Piece, total
 from lab.demo.gpu.run import BudgetReachedError, GpuDemoOptions, plan, run
-from lab.gpu_check.device import Device
-from lab.gpu_check.shapes import EMULATED, QWEN3_8B, SMALL
+from lab.gpu_check.shapes import (
+    EMULATED,
+    QWEN3_8B,
+    SMALL,
+    Device,
+    OnCpu,
+    OnEmulatedCuda,
+    SglangOptions,
+)
 from lab.harness.errors import HarnessError
-from lab.harness.machine import gpus
+from lab.harness.measured import gpus
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
 
-EXIT_FAILED = 1
 EXIT_USAGE = 2  # an unknown shape, too few minutes, or no GPU
 # More would not make the table of an emulated device any better.
 EMULATED_PROFILE_SECONDS = 15.0
@@ -24,14 +30,7 @@ EXIT_CUT_OFF = 4  # the minutes were over; what there is has been written
 
 
 def demo(
-    options: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="-- OPTIONS OF SGLANG",
-            show_default=False,
-            help="Further options of SGLang; they follow --.",
-        ),
-    ] = None,
+    options: SglangOptions = None,
     minutes: Annotated[
         float, typer.Option(min=0.1, max=1440, help="Budget of the whole run.")
     ] = 9.0,
@@ -45,19 +44,8 @@ def demo(
             f"and {SMALL.name} with --cpu."
         ),
     ] = None,
-    cpu: Annotated[
-        bool,
-        typer.Option("--cpu", help="Try the run out on this processor: SGLang's CPU paths."),
-    ] = False,
-    emulated: Annotated[
-        bool,
-        typer.Option(
-            "--emulated",
-            envvar="LAB_EMULATED_CUDA",
-            help="Try the run out on this processor: SGLang's CUDA paths, with tiny models "
-            "whatever the shape.",
-        ),
-    ] = False,
+    cpu: OnCpu = False,
+    emulated: OnEmulatedCuda = False,
     plan_only: Annotated[
         bool, typer.Option("--plan", help="Print what would run and how long it would take.")
     ] = False,
@@ -95,10 +83,8 @@ def demo(
     signal.signal(signal.SIGALRM, end_of_time)
     signal.setitimer(signal.ITIMER_REAL, asked.seconds)
     try:
-        run(asked, terminal)
-    except HarnessError as error:
-        terminal.say(f"\nThe demo failed: {error}")
-        raise typer.Exit(EXIT_FAILED) from error
+        with terminal.failing("The demo failed"):
+            run(asked, terminal)
     except (KeyboardInterrupt, SystemExit):
         terminal.say_stopped(output / "page.md")
         raise

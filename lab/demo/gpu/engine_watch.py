@@ -35,9 +35,9 @@ Curves = Mapping[str, Mapping[str, Sequence[float]]]
 def settings(log: Path, curves: Curves) -> dict[str, str]:
     """Makes the variable of an engine.
 
-    curves: class -> drafter -> conditional acceptance.
+    log: an absolute path.  curves: class -> drafter -> conditional acceptance.
     """
-    return {VARIABLE: json.dumps({"log": str(log.absolute()), "curves": curves})}
+    return {VARIABLE: json.dumps({"log": str(log), "curves": curves})}
 
 
 def register() -> None:

@@ -1,29 +1,27 @@
 """Starts the engines of the day in real time: they differ in their speculation flags alone."""
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lab.cpu_engine.engine_command import server_command
 from lab.cpu_engine.forking import popen
 from lab.demo.gpu import engine_watch
 from lab.demo.gpu.plan import DaySetting
-from lab.gpu_check.device import Device
 from lab.gpu_check.engines import cuda_options
-from lab.gpu_check.shapes import ModelFolders
-from lab.harness.engine_plugins import register_plugins
+from lab.gpu_check.shapes import Device, ModelFolders
+from lab.harness.engine_environment import register_plugins
 from lab.harness.engines import Engine, Workplace, launch_engine
 from lab.paced.engines import (
+    CONTEXT,
     PREFILL_CHUNK_TOKENS,
-    is_steered,
-    log_path,
+    fresh_log,
     speculation_flags,
+    steering,
 )
 
 # Loading, and capturing every draft length's graphs.
 READY_SECONDS = 400.0
-# More than prompt and answer of the longest request.
-_CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,43 +42,29 @@ class EngineSetting:
 def command(policy: str, setting: EngineSetting, port: int) -> list[str]:
     """Makes the command line of an engine."""
     day = setting.day
-    return [
-        sys.executable, "-m", setting.device.server_module,
-        "--model-path", str(setting.models.target),
+    flags = [
         "--load-format", "dummy",
         "--skip-tokenizer-init",
-        "--host", "127.0.0.1",
-        "--port", str(port),
-        "--max-running-requests", str(day.max_batch_size),
-        "--max-total-tokens", str(day.kv_tokens),
-        "--context-length", str(_CONTEXT),
         "--chunked-prefill-size", str(PREFILL_CHUNK_TOKENS),
         "--cuda-graph-bs-decode", *map(str, day.graph_sizes),
-        "--random-seed", "1",
-        "--log-level-http", "warning",
         "--sleep-on-idle",
         *cuda_options(setting.device),
         *speculation_flags(policy, setting.models.eagle3),
         *setting.options,
     ]  # fmt: skip
+    return server_command(
+        setting.device.server_module, setting.models.target, port, day.max_batch_size, flags,
+        max_tokens=day.kv_tokens, context=CONTEXT,
+    )  # fmt: skip
 
 
 def environment(policy: str, setting: EngineSetting, place: Workplace) -> dict[str, str]:
     """Makes the variables of an engine; only the steered one gets the sidecar's address."""
-    log = log_path(policy, place)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.unlink(missing_ok=True)
-    variables = {
+    return {
         **register_plugins(Path(place.scratch, "plugins"), engine_watch),
-        **engine_watch.settings(log, setting.curves),
+        **engine_watch.settings(fresh_log(policy, place), setting.curves),
+        **steering(policy, setting.day.gammas, place),
     }
-    if is_steered(policy):
-        variables |= {
-            "SPECULATION_SIDECAR": place.address,
-            "SPECULATION_ENGINE_ID": policy,
-            "SPECULATION_GAMMAS": ",".join(map(str, setting.day.gammas)),
-        }
-    return variables
 
 
 def launch(policy: str, setting: EngineSetting, place: Workplace) -> Engine:
@@ -89,5 +73,4 @@ def launch(policy: str, setting: EngineSetting, place: Workplace) -> Engine:
     def make(port: int) -> Sequence[str]:
         return command(policy, setting, port)
 
-    variables: Mapping[str, str] = environment(policy, setting, place)
-    return launch_engine(policy, make, variables, place, popen)
+    return launch_engine(policy, make, environment(policy, setting, place), place, popen)

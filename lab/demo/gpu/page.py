@@ -1,9 +1,10 @@
 """Writes the page of a run, from what result.json holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lab.demo.gpu.plan import STATIC_BEST
+from lab.gpu_check.parts.part import text_table
 
 # Of lost_time.py: what a switch takes is inside the step that ran it, and is not told apart.
 _CAUSES = ("waiting", "probing", "estimates", "link")
@@ -44,7 +45,7 @@ def markdown(document: Mapping[str, Any]) -> str:
     if "runs" in document:
         lines += _results(document)
     lines += ["", "## What it took", ""]
-    lines += _table(["piece", "engine", "planned, s", "took, s"], _took(document))
+    lines.append(text_table(["piece", "engine", "planned, s", "took, s"], _took(document)))
     return "\n".join(lines) + "\n"
 
 
@@ -67,7 +68,7 @@ def _results(document: Mapping[str, Any]) -> list[str]:
         "policy", "tokens/s", "÷ oracle", "steered ÷", "ms/token p50", "p99", "latency p50, s",
         "p99", "time ÷ profile",
     ]  # fmt: skip
-    lines += _table(head, [_run(run, document["ratios"]) for run in document["runs"]])
+    lines.append(text_table(head, [_run(run, document["ratios"]) for run in document["runs"]]))
     lines += ["", "## By phase: tokens/s, and ÷ the best arm of the phase", ""]
     rows = []
     for number, phase in enumerate(stream["phases"]):
@@ -76,7 +77,7 @@ def _results(document: Mapping[str, Any]) -> list[str]:
             for run in document["runs"]
         ]
         rows.append([f"{phase['phase']} ×{phase['concurrency']}", oracle["arms"][number], *cells])
-    lines += _table(["phase", "best arm", *names], rows)
+    lines.append(text_table(["phase", "best arm", *names], rows))
     lost = document["lost_time"][0]
     causes = ", ".join(f"{cause} {lost[cause]:.1%}" for cause in _CAUSES)
     lines += [
@@ -118,11 +119,3 @@ def _took(document: Mapping[str, Any]) -> list[list[str]]:
         seconds = planned[name, as_planned]
         rows.append([name, policy, f"{seconds:.0f}", f"{piece['seconds']:.0f}"])
     return rows
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [
-        f"| {' | '.join(head)} |",
-        f"|{'---|' * len(head)}",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from lab.gpu_check import budget
 from lab.gpu_check.shapes import EMULATED, QWEN3_8B, SMALL, Shape
-from lab.paced.day import DAY, DAY_SEED, PhasePlan, Stream, build_stream, warm_up_stream
 from lab.paced.engines import ADAPTIVE, OFF, STEERED
+from lab.paced.traffic import DAY, DAY_SEED, PhasePlan, Stream, build_stream, warm_up_stream
 
 # The best static draft length, before the costs are known.
 STATIC_BEST = "static-best"
@@ -157,9 +157,8 @@ def play_seconds(stream: Stream, prices: Prices) -> float:
     """Estimates the seconds of a play: no policy of any use is slower than plain decoding."""
     seconds = prices.request * stream.requests
     for phase in stream.phases:
-        size = phase.plan.concurrency
-        tokens = sum(request.id.output_tokens for request in phase.requests)
-        seconds += tokens / size * (prices.step + prices.sequence * (size - 1))
+        size = phase.concurrency
+        seconds += phase.new_tokens / size * (prices.step + prices.sequence * (size - 1))
     return seconds
 
 

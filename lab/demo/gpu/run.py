@@ -11,7 +11,7 @@ from typing import Any
 
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.pace.step_costs import OWN, StepCosts, load_step_costs
-from lab.demo import report, result
+from lab.demo import report
 from lab.demo.gpu import engines, page
 from lab.demo.gpu.plan import (
     ORDER,
@@ -24,20 +24,17 @@ from lab.demo.gpu.plan import (
     planned_share,
     total,
 )
-from lab.demo.outcome import DemoOutcome
-from lab.gpu_check.device import Device
+from lab.demo.outcome import DemoOutcome, as_json
+from lab.gpu_check.shapes import Device
 from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
-from lab.harness.machine import run_facts, write_result
+from lab.harness.measured import run_facts, write_result
 from lab.harness.terminal import Terminal
-from lab.paced.day import Stream
 from lab.paced.engines import ADAPTIVE, OFF, STEERED, is_steered, static
-from lab.paced.lost_time import StepValues, lost_time
-from lab.paced.oracle import Oracle, compute
+from lab.paced.lost_time import Oracle, StepValues, compute, lost_time
 from lab.paced.plays import StreamPlay
-from lab.paced.run import profile_sizes
-from lab.paced.stream_harness import StreamHarness
-from lab.paced.traffic import own_curves
+from lab.paced.run import StreamHarness, profile_sizes
+from lab.paced.traffic import Stream, own_curves
 from simulator.errors import InvalidInputError
 
 # Measured costs are averages: a play's clients, prompts and switches come on top.
@@ -130,7 +127,7 @@ class _Record:
     def write(self) -> None:
         """Writes result.json and page.md."""
         if self.outcome is not None:
-            self.document |= result.as_json(self.outcome)
+            self.document |= as_json(self.outcome)
         self.document["seconds"] = round(time.monotonic() - self._began, 1)
         write_result(self.document, self._output)
         (self._output / "page.md").write_text(page.markdown(self.document), encoding="utf-8")

@@ -2,38 +2,26 @@
 
 from collections.abc import Mapping
 
-from lab.gpu_check.parts.arms import ArmsPart
-from lab.gpu_check.parts.asleep import AsleepPart
+from lab.gpu_check.parts.arms import ArmsPart, AsleepPart
 from lab.gpu_check.parts.costs import CostsPart
-from lab.gpu_check.parts.exact import ExactPart
+from lab.gpu_check.parts.exact import ExactPart, RoundingPart
 from lab.gpu_check.parts.graphs import GraphsPart
 from lab.gpu_check.parts.learning import LearningPart
 from lab.gpu_check.parts.outage import OutagePart
 from lab.gpu_check.parts.overhead import OverheadPart
 from lab.gpu_check.parts.part import Part
-from lab.gpu_check.parts.rounding import RoundingPart
 from lab.gpu_check.parts.switches import SwitchesPart
 from lab.harness.errors import HarnessError
 
 ALL = "all"
 DEFAULT_PARTS = ("exact", "costs", "graphs", "rounding")
-# The name of `costs` in earlier versions.
-_ALIASES = {"profile": "costs"}
-
 
 # In the order of their worth, in which they run by default.
-PARTS: Mapping[str, Part] = {
-    "exact": ExactPart(),
-    "costs": CostsPart(),
-    "graphs": GraphsPart(),
-    "rounding": RoundingPart(),
-    "arms": ArmsPart(),
-    "asleep": AsleepPart(),
-    "switches": SwitchesPart(),
-    "overhead": OverheadPart(),
-    "outage": OutagePart(),
-    "learning": LearningPart(),
-}
+_ALL_PARTS: tuple[Part, ...] = (
+    ExactPart(), CostsPart(), GraphsPart(), RoundingPart(), ArmsPart(), AsleepPart(),
+    SwitchesPart(), OverheadPart(), OutagePart(), LearningPart(),
+)  # fmt: skip
+PARTS: Mapping[str, Part] = {part.KEY: part for part in _ALL_PARTS}
 
 
 class UnknownPartError(HarnessError):
@@ -45,8 +33,7 @@ def parse_parts(given: str) -> tuple[str, ...]:
 
     Raises UnknownPartError, also when no part is named.
     """
-    names = [name.strip() for name in given.split(",") if name.strip()]
-    wanted = [_ALIASES.get(name, name) for name in names]
+    wanted = [name.strip() for name in given.split(",") if name.strip()]
     if ALL in wanted:
         wanted = [*(name for name in wanted if name != ALL), *PARTS]
     unknown = [name for name in wanted if name not in PARTS]

@@ -1,21 +1,20 @@
 """Plays a moving load steered, on every static arm, and under every other policy.
 
 Static arms, with gamma 0 among them, run in the steered engine while it is held to them.  SGLang's
-adaptive mode and decoding without any speculation are engines of their own, beside it.
+adaptive mode and decoding without any speculation are engines of their own, beside it.  The steered
+engine at gamma 0, its drafters asleep, is compared with the latter under steady loads as well.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lab.gpu_check.budget import Work
+from lab.gpu_check.budget import Planner, Work
 from lab.gpu_check.check import Arm, Check, Held
 from lab.gpu_check.engines import ADAPTIVE, OFF, STEERED
-from lab.gpu_check.load import moving_loads
+from lab.gpu_check.load import moving_loads, steady_stream
 from lab.gpu_check.parts.costs import CostsPart
-from lab.gpu_check.parts.part import Document, Part
-from lab.gpu_check.plan import Planner
-from lab.gpu_check.tables import arm_name, spread, table
+from lab.gpu_check.parts.part import Document, Part, arm_name, spread, table
 from lab.harness.load_generator import Play, paired_ratio, phase_rates
 from lab.harness.sidecar import decoded_rows
 from speculation.v1 import engine_pb2
@@ -25,6 +24,10 @@ _FINALISTS = 2
 # What a steered engine gains in a step, for the plan; between no draft and the best arm.
 _STEERED_TOKENS_A_STEP = 2.0
 _OTHERS = (ADAPTIVE, OFF)
+_ARM = ("eagle3", 0)
+_SEED = 9
+# Answers so many times as long as in the moving load: little but decoding.
+_TIMES_AS_LONG = 2.0
 
 
 class ArmsPart(Part):
@@ -156,3 +159,46 @@ def _phases(plays: Mapping[Held, Sequence[Play]]) -> list[dict[str, Any]]:
         }
         for number, phase in enumerate(some.phases)
     ]
+
+
+class AsleepPart(Part):
+    """Compares sleeping drafters with an engine that has none."""
+
+    KEY = "asleep"
+
+    def plan(self, planner: Planner) -> Work:
+        """Counts the work."""
+        work = planner.only(STEERED, OFF)
+        for size in _batch_sizes(planner.shape.loads):
+            loads = steady_stream(
+                planner.shape, size, _SEED, _TIMES_AS_LONG * planner.scale.answer_share
+            )
+            work += planner.play(loads).times(2 * (planner.scale.repeats + 1))
+        return work
+
+    def run(self, check: Check) -> None:
+        """Plays a steady load of each concurrency on both engines in turns."""
+        check.terminal.heading("Not speculating: against an engine without speculation")
+        check.only(STEERED, OFF)
+        found = check.document.setdefault(self.KEY, {})
+        for size in _batch_sizes(check.shape.loads):
+            stream = steady_stream(
+                check.shape, size, _SEED, _TIMES_AS_LONG * check.scale.answer_share
+            )
+            found[str(size)] = check.ratio((STEERED, _ARM), (OFF, None), stream)
+            check.save()
+
+    def summary(self, document: Document) -> tuple[str, str]:
+        """Returns the ratios."""
+        ratios = (f"B = {size}: {spread(ratio)}" for size, ratio in document[self.KEY].items())
+        return "measured", "tokens/s over an engine without speculation, " + "; ".join(ratios)
+
+    def sections(self, document: Document) -> list[str]:
+        """Makes a table of the ratios."""
+        rows = [[f"B = {size}", spread(ratio)] for size, ratio in document[self.KEY].items()]
+        title = "γ = 0 with sleeping drafters, tokens/s over an engine without speculation:"
+        return [f"{title}\n\n" + table(["load", "ratio"], rows)]
+
+
+def _batch_sizes(loads: Any) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(load.concurrency for load in loads))

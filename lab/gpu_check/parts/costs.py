@@ -11,13 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lab.gpu_check.budget import Work
+from lab.gpu_check.budget import Planner, Work
 from lab.gpu_check.check import Arm, Check
 from lab.gpu_check.engines import STEERED
-from lab.gpu_check.parts.part import Document, Part
-from lab.gpu_check.plan import Planner
+from lab.gpu_check.parts.part import Document, Part, arm_name, table
 from lab.gpu_check.shapes import Shape
-from lab.gpu_check.tables import arm_name, table
 from lab.harness.engines import measure_profile
 
 # Of the time for the first table, for the second one.

@@ -9,16 +9,14 @@ from typing import Any
 
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.gpu_check import comparison, syncs
-from lab.gpu_check.budget import Work
+from lab.gpu_check.budget import Planner, Work
 from lab.gpu_check.check import Check
 from lab.gpu_check.comparison import Difference
-from lab.gpu_check.device import Device
 from lab.gpu_check.parts.part import Document, Part
-from lab.gpu_check.plan import Planner
+from lab.gpu_check.shapes import Device
 from lab.gpu_check.small_engines import LEARNING, LEARNING_GAMMA, PLAIN
-from lab.harness.load_generator import acceptance_length
-from lab.harness.overrides import overridden
-from lab.harness.stream import StreamPhase, StreamRequest
+from lab.harness.load_generator import StreamPhase, acceptance_length
+from lab.harness.sidecar import overridden
 
 # What is asked of the sidecar: that draft length, and an update every few steps.
 RULE = ("--gamma", str(LEARNING_GAMMA), "--regime", "online:2")
@@ -109,7 +107,7 @@ def wait_for_trainer(check: Check, stream: Sequence[StreamPhase]) -> None:
     """Waits until the trainer's process has started; it is taken in while the engine decodes."""
     until = time.monotonic() + min(_TRAINER_SECONDS, check.deadline.left)
     first = stream[0].requests[:1]
-    short = [StreamPhase("one request", stream[0].domain, 1, first)]
+    short = [StreamPhase("one request", 1, first)]
     with check.terminal.working("waiting for the trainer's process"):
         while time.monotonic() < until:
             online = check.status(LEARNING)["online"]
@@ -123,11 +121,7 @@ def build_stream(device: Device) -> tuple[StreamPhase, ...]:
     """Builds requests for CSV, a few at a time."""
     requests, new_tokens, _ = _sizes(device)
     prompts = held_out_prompts(_DOMAIN, requests, _PROMPT_TOKENS, 1)
-    asked = [
-        StreamRequest(index, _DOMAIN, tuple(prompt), new_tokens)
-        for index, prompt in enumerate(prompts)
-    ]
-    return (StreamPhase(LEARNING, "held out", _BATCH, tuple(asked)),)
+    return (StreamPhase.of_prompts(_DOMAIN, _BATCH, prompts, new_tokens),)
 
 
 def _sizes(device: Device) -> tuple[int, int, int]:

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lab.gpu_check import comparison
-from lab.gpu_check.budget import Work
+from lab.gpu_check.budget import Planner, Work
 from lab.gpu_check.check import Check
 from lab.gpu_check.comparison import Difference
 from lab.gpu_check.parts.part import Document, Part
-from lab.gpu_check.plan import Planner
 from lab.gpu_check.small_engines import EXACT, PLAIN
 from lab.harness.background_thread import BackgroundThread
 from lab.harness.errors import HarnessError

@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 
 from lab.gpu_check import shim_time
-from lab.gpu_check.budget import Work
+from lab.gpu_check.budget import Planner, Work
 from lab.gpu_check.check import Check, decode_steps
 from lab.gpu_check.engines import PINNED, PINNED_NO_OVERLAP, STATIC, STATIC_NO_OVERLAP
 from lab.gpu_check.load import steady_load, steady_stream
-from lab.gpu_check.parts.part import Document, Part
-from lab.gpu_check.plan import Planner
+from lab.gpu_check.parts.part import Document, Part, spread, table
 from lab.gpu_check.shapes import Shape
-from lab.gpu_check.tables import spread, table
 from lab.harness.load_generator import Play
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 
 _BATCH_SIZES = (1, 8, 64)
 _SEED = 12

@@ -1,12 +1,11 @@
-"""Defines what every part of the check can do."""
+"""Defines what every part of the check can do, and formats figures as Markdown."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from lab.gpu_check.budget import Work
+from lab.gpu_check.budget import Planner, Work
 from lab.gpu_check.check import Check
-from lab.gpu_check.plan import Planner
 
 Document = Mapping[str, Any]
 
@@ -14,7 +13,7 @@ Document = Mapping[str, Any]
 class Part(ABC):
     """One part of the check.
 
-    KEY: the name of what it finds in the result file.
+    KEY: its name, also of what it finds in the result file.
     """
 
     KEY: ClassVar[str]
@@ -38,3 +37,28 @@ class Part(ABC):
     def sections(self, document: Document) -> list[str]:  # noqa: ARG002 - for others
         """Returns the tables and paragraphs of the page, as Markdown."""
         return []
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Makes a table; the first column is text, the others are numbers."""
+    return _table(columns, ["---", *["---:"] * (len(columns) - 1)], rows)
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Makes a table of text."""
+    return _table(columns, ["---"] * len(columns), rows)
+
+
+def spread(figure: Mapping[str, Any]) -> str:
+    """Formats a median with the lowest and the highest value."""
+    return f"{figure['median']:.3f} ({figure['low']:.3f} to {figure['high']:.3f})"
+
+
+def arm_name(drafter: str, gamma: int) -> str:
+    """Names an arm; without drafts the drafter does not matter."""
+    return f"{drafter} {gamma}" if gamma else "0"
+
+
+def _table(columns: Sequence[str], rule: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, rule, *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

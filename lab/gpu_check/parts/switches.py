@@ -5,14 +5,12 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from lab.gpu_check.budget import Work
+from lab.gpu_check.budget import Planner, Work
 from lab.gpu_check.check import Arm, Check
 from lab.gpu_check.engines import STEERED
 from lab.gpu_check.load import build_stream, steady_load
-from lab.gpu_check.parts.part import Document, Part
-from lab.gpu_check.plan import Planner
+from lab.gpu_check.parts.part import Document, Part, table
 from lab.gpu_check.shapes import Load, Shape
-from lab.gpu_check.tables import table
 from lab.harness.background_thread import BackgroundThread
 from lab.harness.sidecar import Pin
 from speculation.v1 import engine_pb2

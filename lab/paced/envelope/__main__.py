@@ -9,8 +9,7 @@ import typer
 from lab.harness.errors import HarnessError
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
-from lab.paced.envelope.arms import CONCURRENCIES
-from lab.paced.envelope.outcome import Point, from_json
+from lab.paced.envelope.outcome import CONCURRENCIES, Point, from_json
 from lab.paced.envelope.run import EnvelopeOptions, run
 from lab.papers.drafters import read_grid
 from simulator.errors import InvalidInputError

@@ -16,38 +16,34 @@ from lab.cpu_engine.pace.pacer import Pace
 from lab.cpu_engine.pace.step_costs import OWN, SECOND, load_step_costs
 from lab.harness.engines import Workplace, launch_sidecar, measure_profile, wait_serving
 from lab.harness.errors import HarnessError
-from lab.harness.foreign_load import ForeignLoad
-from lab.harness.machine import run_facts, write_result
+from lab.harness.measured import ForeignLoad, run_facts, write_result
 from lab.harness.processes import preferred
 from lab.harness.sidecar import SidecarHandle
 from lab.harness.terminal import Terminal
 from lab.paced import engines
-from lab.paced.day import Stream
-from lab.paced.envelope import picture, report
-from lab.paced.envelope.arms import (
-    GAMMAS,
-    PLAIN,
-    TABLE,
-    best_arm,
-    closed_loop,
-    dilation_at,
-    name_of,
-    table_rates,
-)
+from lab.paced.envelope import shown
 from lab.paced.envelope.outcome import (
     DFLASH,
+    GAMMAS,
     MTP,
     OFF,
+    PLAIN,
     STEERED,
+    TABLE,
     Point,
     Run,
     as_json,
+    best_arm,
+    closed_loop,
+    dilation_at,
     dilation_to_try,
     measure,
+    name_of,
+    table_rates,
 )
 from lab.paced.plays import LATE_SHARE_MAX
 from lab.paced.run import PacedHarness, dilated_planner
-from lab.paced.traffic import published_curves
+from lab.paced.traffic import Stream, published_curves
 from lab.papers.drafters import Floats
 
 
@@ -109,7 +105,7 @@ def run(options: EnvelopeOptions, terminal: Terminal) -> tuple[Point, ...]:
             document = {
                 **facts,
                 "seconds": round(time.monotonic() - started, 1),
-                "label": report.label(source),
+                "label": shown.label(source),
                 "dilation": options.dilation,
                 "quick": options.quick,
                 "points": as_json(points),
@@ -117,8 +113,8 @@ def run(options: EnvelopeOptions, terminal: Terminal) -> tuple[Point, ...]:
             # After every concurrency: what was found is kept whatever comes next.
             write_result(document, options.output)
         sweep.stop()
-    picture.draw(points, options.grid, source, options.output / "envelope.png")
-    report.show(points, source, terminal)
+    shown.draw(points, options.grid, source, options.output / "envelope.png")
+    shown.show(points, source, terminal)
     return tuple(points)
 
 
@@ -190,7 +186,7 @@ class _Sweep(PacedHarness):
         for _ in range(2):
             with self._terminal.working(text) as work:
                 steps = self.play_once(OFF if policy == OFF else STEERED, stream).decode_steps
-                found = measure(policy, arm, steps, phase.plan.concurrency, self.dilation)
+                found = measure(policy, arm, steps, phase.concurrency, self.dilation)
                 work.result = (
                     f"{found.rate:.0f} tokens/s, {found.steps} steps, {found.late_share:.1%} late"
                 )
@@ -198,6 +194,6 @@ class _Sweep(PacedHarness):
                 return found
         larger = dilation_to_try(self._options.dilation, found, self.dilation)
         raise HarnessError(
-            f"{policy} at {phase.plan.concurrency}: {found.late_share:.1%} of the steps took the "
+            f"{policy} at {phase.concurrency}: {found.late_share:.1%} of the steps took the "
             f"machine longer than their pace allows, twice; try --dilation {larger}"
         )

@@ -5,8 +5,8 @@
     jit        the kernels that SGLang compiles itself, in torch
     attention, triton_kernels
                SGLang's Triton kernels: those of every step in torch, the others interpreted
-    packages   what stands for packages that are not installed
-    patches    puts them in place in torch and in SGLang
+    patches    puts them in place in torch and in SGLang, and what stands for packages that are not
+               installed
 
 EMULATED_CUDA=1 switches it on, in every process that finds this folder's parent on its path.
 EMULATED_CUDA_TRITON=interpreted has every Triton kernel run in Triton's interpreter, which takes

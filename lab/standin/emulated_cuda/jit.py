@@ -13,12 +13,12 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from cpu_graphs import recorder
-from sgl_kernel.draft_tree import (
+from sgl_kernel.sampling import tree_speculative_sampling_target_only
+from sgl_kernel.speculative import (
     build_tree_kernel_efficient_cpu,
     reconstruct_indices_from_tree_mask,
+    verify_tree_greedy_cpu,
 )
-from sgl_kernel.sampling import tree_speculative_sampling_target_only
-from sgl_kernel.speculative import verify_tree_greedy_cpu
 from torch import Tensor
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {

@@ -7,6 +7,8 @@ library, norms take half and bfloat16 only.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any, Final
 
@@ -64,30 +66,26 @@ def _gemma_fused_add_rmsnorm(
     _fused_add_rmsnorm(input, residual, weight.float() + 1, eps, enable_pdl)
 
 
-def _silu_and_mul(out: Tensor, input: Tensor) -> None:
-    gate, up = input.float().chunk(2, dim=-1)
-    out.copy_(F.silu(gate) * up)
+def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], None]:
+    def run(out: Tensor, input: Tensor) -> None:
+        gate, up = input.float().chunk(2, dim=-1)
+        out.copy_(activation(gate) * up)
+
+    return run
 
 
-def _gelu_and_mul(out: Tensor, input: Tensor) -> None:
-    gate, up = input.float().chunk(2, dim=-1)
-    out.copy_(F.gelu(gate) * up)
-
-
-def _gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
-    gate, up = input.float().chunk(2, dim=-1)
-    out.copy_(F.gelu(gate, approximate="tanh") * up)
-
-
-_OPERATORS: Final = (
-    (_rmsnorm, _NORM),
-    (_gemma_rmsnorm, _NORM),
-    (_fused_add_rmsnorm, _ADD_NORM),
-    (_gemma_fused_add_rmsnorm, _ADD_NORM),
-    (_silu_and_mul, _ACTIVATION),
-    (_gelu_and_mul, _ACTIVATION),
-    (_gelu_tanh_and_mul, _ACTIVATION),
-)
+_ACTIVATIONS: Final = {
+    "silu_and_mul": _gated(F.silu),
+    "gelu_and_mul": _gated(F.gelu),
+    "gelu_tanh_and_mul": _gated(partial(F.gelu, approximate="tanh")),
+}
+_OPERATORS: Final[dict[str, tuple[Callable[..., None], str]]] = {
+    "rmsnorm": (_rmsnorm, _NORM),
+    "gemma_rmsnorm": (_gemma_rmsnorm, _NORM),
+    "fused_add_rmsnorm": (_fused_add_rmsnorm, _ADD_NORM),
+    "gemma_fused_add_rmsnorm": (_gemma_fused_add_rmsnorm, _ADD_NORM),
+    **{name: (function, _ACTIVATION) for name, function in _ACTIVATIONS.items()},
+}
 
 
 def _rmsnorm_internal(
@@ -154,24 +152,14 @@ def _make_elementwise(name: str) -> ModuleType:
     ) -> None:  # fmt: skip
         module._gemma_fused_add_rmsnorm_internal(input, residual, weight, eps, enable_pdl)
 
-    def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
-        return _activate("silu_and_mul", input, out)
-
-    def gelu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
-        return _activate("gelu_and_mul", input, out)
-
-    def gelu_tanh_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
-        return _activate("gelu_tanh_and_mul", input, out)
-
-    for outer in (
-        rmsnorm, gemma_rmsnorm, fused_add_rmsnorm, gemma_fused_add_rmsnorm,
-        silu_and_mul, gelu_and_mul, gelu_tanh_and_mul,
-    ):  # fmt: skip
+    for outer in (rmsnorm, gemma_rmsnorm, fused_add_rmsnorm, gemma_fused_add_rmsnorm):
         setattr(module, outer.__name__, outer)
+    for activation in _ACTIVATIONS:
+        setattr(module, activation, partial(_activate, activation))
     return module
 
 
-def _activate(name: str, input: Tensor, out: Tensor | None) -> Tensor:
+def _activate(name: str, input: Tensor, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
     getattr(torch.ops.sgl_kernel, name).default(out, input)
@@ -180,8 +168,7 @@ def _activate(name: str, input: Tensor, out: Tensor | None) -> Tensor:
 
 def install(package: ModuleType) -> None:
     """Gives the stand-in `sgl_kernel` what its CUDA build has."""
-    for function, schema in _OPERATORS:
-        name = function.__name__.removeprefix("_")
+    for name, (function, schema) in _OPERATORS.items():
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, function, "CPU")
     elementwise = _make_elementwise(f"{package.__name__}.elementwise")

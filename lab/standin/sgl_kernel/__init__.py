@@ -25,8 +25,6 @@ from .dense import rmsnorm_cpu as rmsnorm_cpu
 from .dense import rotary_embedding_cpu as rotary_embedding_cpu
 from .dense import silu_and_mul_cpu as silu_and_mul_cpu
 from .dense import weight_packed_linear as weight_packed_linear
-from .draft_tree import build_tree_kernel_efficient_cpu as build_tree_kernel_efficient_cpu
-from .draft_tree import reconstruct_indices_from_tree_mask as reconstruct_indices_from_tree_mask
 from .experts import biased_grouped_topk_cpu as biased_grouped_topk_cpu
 from .experts import fused_experts_cpu as fused_experts_cpu
 from .experts import fused_linear_sigmoid_mul as fused_linear_sigmoid_mul
@@ -68,8 +66,10 @@ from .sampling import top_p_renorm_prob as top_p_renorm_prob
 from .sampling import (
     tree_speculative_sampling_target_only as tree_speculative_sampling_target_only,
 )
+from .speculative import build_tree_kernel_efficient_cpu as build_tree_kernel_efficient_cpu
 from .speculative import fill_accept_out_cache_loc_cpu as fill_accept_out_cache_loc_cpu
 from .speculative import fill_bonus_tokens_cpu as fill_bonus_tokens_cpu
+from .speculative import reconstruct_indices_from_tree_mask as reconstruct_indices_from_tree_mask
 from .speculative import rotate_input_ids_cpu as rotate_input_ids_cpu
 from .speculative import verify_tree_greedy_cpu as verify_tree_greedy_cpu
 

@@ -2,7 +2,7 @@
 
 The arithmetic is float32 whatever the model's dtype. In a float32 model a token's result has the
 same bits whatever other sequences, and however many draft tokens, share the call (see
-``_rounding``).
+``_tiles``).
 """
 
 import torch

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ._memo import Memo
 from ._registry import operator
-from ._rounding import least_linear_rows
+from ._tiles import least_linear_rows
 
 
 @operator
@@ -21,7 +21,7 @@ def convert_weight_packed(weight: Tensor) -> Tensor:
 def weight_packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_vnni: bool) -> Tensor:
     """Computes ``x @ weight.T + bias``: ``x [rows, in]``, ``weight [out, in]``, ``bias [out]``.
 
-    In float32 a row has the same bits whatever other rows share the call (see ``_rounding``).
+    In float32 a row has the same bits whatever other rows share the call (see ``_tiles``).
     """
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)

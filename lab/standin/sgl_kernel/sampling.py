@@ -38,7 +38,7 @@ def tree_speculative_sampling_target_only(
             accepted nodes.
         accept_token_num: ``[requests]``; receives the number of accepted draft tokens.
         candidates: ``[requests, nodes]`` draft tokens, node 0 the last verified token.
-        retrive_index, retrive_next_token, retrive_next_sibling: the tree (see ``draft_tree``).
+        retrive_index, retrive_next_token, retrive_next_sibling: the tree (see ``speculative``).
         uniform_samples: ``[requests, nodes]`` numbers in [0, 1): of each node, for its children.
         uniform_samples_for_final_sampling: ``[requests]``, for the token that was not drafted.
         target_probs: ``[requests, nodes, vocabulary]``, the target's distribution after each node.

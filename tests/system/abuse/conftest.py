@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from controller.util.socket_paths import operators_path
 from engine_shim.link.plan_follower import Source
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.eventually import eventually
 from tests.support.linked_engine import LinkedEngine, linked_engine
 from tests.support.service_harness import PATIENCE_SECONDS, health_stub

@@ -21,7 +21,7 @@ from controller.store.interface import LIVE_ENTRIES_MAX
 from controller.util.socket_paths import operators_path
 from controller.wire.overrides import to_body
 from engine_shim.link.plan_follower import Source
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.eventually import eventually
 from tests.support.fake_redis import JUNK, FakeRedis

@@ -11,7 +11,7 @@ import pytest
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance
 from lab.cpu_engine.pace.step_costs import load_step_costs
 from lab.cpu_engine.pace.step_log import LoggedStep, read_log
-from lab.paced.envelope.arms import GAMMAS, TABLE
+from lab.paced.envelope.outcome import GAMMAS, TABLE
 from lab.paced.traffic import published_curves
 from tests.support.engine import run_lab
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from controller.core.cost.profile import Profile
-from lab.gpu_check.device import Device
-from lab.gpu_check.shapes import EMULATED
+from lab.gpu_check.shapes import EMULATED, Device
 from lab.gpu_check.small_engines import arms
 from tests.support.engine import ROOT, install_plugin, run_lab, start_with_engines
 from tests.system.engine import sabotage

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.eventually import eventually
 from tests.support.fake_sidecar import engine_spec
 from tests.support.service_harness import ENVIRONMENT, health_stub

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
 from tests.support.service_harness import ENVIRONMENT, make_profile

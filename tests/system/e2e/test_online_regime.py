@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from lab.cpu_engine.models.prompts import held_out_prompts
-from lab.harness.overrides import overridden
+from lab.harness.sidecar import overridden
 from speculation.v1 import plan_pb2, service_pb2, service_pb2_grpc
 from tests.support.engine import CODE_ONLY, ONLINE, serving
 from tests.support.eventually import eventually

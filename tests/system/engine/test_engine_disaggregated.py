@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.engine import EAGLE3, MODES, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.mixture_rules import rules_of

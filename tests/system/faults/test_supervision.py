@@ -16,7 +16,7 @@ import engine_shim
 from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
 from controller.service.views.readiness import STORE
 from controller.util.supervisor import Supervisor
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support import override_calls
 from tests.support.redis_server import RedisServer
 from tests.support.service_harness import (

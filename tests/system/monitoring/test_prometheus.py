@@ -15,7 +15,7 @@ from controller.service.metrics.family import Family
 from controller.service.metrics.server import OF_AN_ENGINE
 from controller.service.metrics.sidecar import OF_THE_SIDECAR
 from engine_shim.link import packets
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.eventually import eventually
 from tests.support.prometheus_server import PATIENCE_SECONDS, PrometheusServer, prometheus, tool
 from tests.support.redis_server import RedisServer

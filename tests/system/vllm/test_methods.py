@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lab.conformance.reports import check_reports
+from lab.conformance.rules import check_reports
 from lab.harness.fake_sidecar import FakeSidecar
 from speculation.v1.engine_pb2 import EngineSpec, StepReport
 from speculation.v1.plan_pb2 import REASON_EXPLOIT, Plan, PlanRow

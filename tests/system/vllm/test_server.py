@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from controller.core.cost.profile import Profile
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.engine import EAGLE3, serving
 from tests.support.eventually import eventually

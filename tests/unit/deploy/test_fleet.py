@@ -13,7 +13,7 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2
 
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.credentials import make_authority, token_line
 from tests.support.prometheus_server import ALERTS, JOB, promtool
 from tests.support.redis_server import RedisServer

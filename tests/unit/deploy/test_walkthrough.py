@@ -8,7 +8,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.clockwork_engine import ClockworkEngine
 from tests.support.eventually import eventually
 from tests.support.service_harness import ENVIRONMENT

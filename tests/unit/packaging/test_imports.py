@@ -57,7 +57,7 @@ def test_the_layers_hold(tree: Path):
         ("engine_shim/common/process.py", "import torch", "share"),
         ("engine_shim/sglang/api/transfer.py", "import engine_shim.sglang.hooks", "plugin"),
         ("engine_shim/sglang/drafters/dual.py", "import engine_shim.sglang.learning", "plugin"),
-        ("lab/harness/ports.py", "import lab.demo.run", "lab"),
+        ("lab/harness/processes.py", "import lab.demo.run", "lab"),
     ],
 )
 def test_an_arrow_that_runs_back_is_found(tree: Path, module: str, line: str, contract: str):

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from controller.service.net.http_server import HttpServer
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tools.fuzz.mutation import text_of
 from tools.fuzz.target import Feed, Target
 from tools.fuzz.targets.rpc import BadAnswerError, RefusedError, serving

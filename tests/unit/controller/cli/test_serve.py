@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from controller.util.exit_codes import Exit
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.service_harness import (
     PATIENCE_SECONDS,

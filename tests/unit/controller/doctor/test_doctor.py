@@ -20,7 +20,7 @@ from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import policy_pb2, service_pb2
 from tests.support.credentials import free_address, make_authority, token_line
 from tests.support.eventually import eventually

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 from tests.support.linked_engine import LinkedEngine, linked_engine
 from tests.support.service_harness import engine_message, report_message

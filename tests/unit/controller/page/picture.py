@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.linked_engine import linked_engine
 from tests.support.sidecar_process import controller, sidecar_process
 from tests.unit.controller.page.chromium import chromium

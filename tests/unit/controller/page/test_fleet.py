@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from controller.service.views.fleet_summary import EngineSummary, encode_summary
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.redis_server import RedisServer
 from tests.support.sidecar_process import sidecar_process
 from tests.unit.controller.page.chromium import Page

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from controller.service.views.fleet_summary import EngineSummary, encode_summary
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.redis_server import RedisServer
 from tests.support.sidecar_process import sidecar_process

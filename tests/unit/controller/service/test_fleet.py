@@ -17,7 +17,7 @@ from controller.core.clock import VirtualClock
 from controller.core.cost.profile import Profile
 from controller.service.state.profile_registry import identity_of
 from controller.store.interface import PROFILES
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2, service_pb2_grpc
 from tests.support.credentials import token_line
 from tests.support.override_calls import FLEET, asked, clear, gammas, listed, set_

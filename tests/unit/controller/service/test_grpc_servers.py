@@ -9,7 +9,7 @@ from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from controller.service.net.errors import StartRefusedError
 from controller.service.server import Sidecar
 from controller.settings.settings import Settings
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.service_harness import PATIENCE_SECONDS, failure, serving
 from tests.support.sidecar_process import sidecar_process
 

@@ -20,7 +20,7 @@ from controller.service.server import Sidecar
 from controller.service.state.profile_registry import ProfileFileError
 from controller.service.views.readiness import SERVICES
 from controller.settings.settings import Settings
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.service_harness import (
     ENVIRONMENT,

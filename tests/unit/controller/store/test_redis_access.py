@@ -23,7 +23,7 @@ from controller.store.redis_access import RedisAccess
 from controller.store.redis_client import close, connect
 from controller.store.redis_errors import REDIS_ERRORS, in_words
 from controller.store.redis_store import RedisStore
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.credentials import make_authority
 from tests.support.kept_tasks import kept_running
 from tests.support.redis_fleet import PASSWORDS, SENTINEL_PASSWORDS, USER, WATCHER, Fleet, fleet

@@ -16,7 +16,7 @@ from controller.store.redis_access import RedisAccess
 from controller.store.redis_client import RedisUrlError, close, connect
 from controller.store.redis_errors import REDIS_ERRORS
 from controller.store.redis_store import RedisStore
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.fake_redis import FakeRedis, handshake, resp
 from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import PATIENCE_SECONDS, RedisServer

@@ -7,9 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lab.conformance.__main__ import app
-from lab.conformance.finding import Findings
-from lab.conformance.plans import check_plan
-from lab.conformance.reports import check_reports
+from lab.conformance.rules import Findings, check_plan, check_reports
 from lab.conformance.shim_side import ShimCheck, check_introduction
 from lab.conformance.sidecar_side import PlayedEngine, engine_spec
 from speculation.v1.engine_pb2 import (

@@ -1,31 +1,27 @@
 """Made-up plays, for tests of what is computed from them."""
 
 from controller.core.engine_spec import Arm
-from lab.cpu_engine.pace.acceptance import RequestId
 from lab.cpu_engine.pace.step_costs import load_step_costs
 from lab.cpu_engine.pace.step_log import LoggedRequest, LoggedStep, LogPart
 from lab.demo.exact import ExactPlay, Mismatch
 from lab.demo.outcome import DemoOutcome
-from lab.paced.day import Phase, PhasePlan, Request, Stream
-from lab.paced.lost_time import LostTime
-from lab.paced.oracle import Computed, Oracle
-from lab.paced.player import Played, Served
+from lab.harness.load_generator import Answer, PhasePlay, Play, StreamPhase
+from lab.paced.lost_time import Computed, LostTime, Oracle
 from lab.paced.plays import StreamPlay
+from lab.paced.traffic import Stream, drawn_request
 
 DILATION = 2.0
 STREAM = Stream(
     "made-up",
     7,
     (
-        Phase(
-            PhasePlan("quiet", ("code",), 1, 1, 9, 4),
-            (Request(RequestId("code", 0, 9), (20, 21, 22, 23)),),
-        ),
-        Phase(
-            PhasePlan("busy", ("chat",), 2, 2, 9, 4),
+        StreamPhase("quiet", 1, (drawn_request("code", 0, 9, (20, 21, 22, 23)),)),
+        StreamPhase(
+            "busy",
+            2,
             (
-                Request(RequestId("chat", 1, 9), (24, 25, 26, 27)),
-                Request(RequestId("chat", 2, 9), (28, 29, 30, 31)),
+                drawn_request("chat", 1, 9, (24, 25, 26, 27)),
+                drawn_request("chat", 2, 9, (28, 29, 30, 31)),
             ),
         ),
     ),
@@ -61,15 +57,20 @@ def play_of(
             for i in range(8)
         ]  # fmt: skip
         requests += [
-            LoggedRequest(str(r.id), start, start + long, r.id.output_tokens)
+            LoggedRequest(r.rid, start, start + long, r.new_tokens)
             for r in STREAM.phases[phase].requests
         ]
-    served = tuple(
-        Served(request.id, began + phase * long, began + (phase + 1) * long, (7,) * 9)
-        for phase, found in enumerate(STREAM.phases)
-        for request in found.requests
+    played = Play(
+        tuple(
+            PhasePlay(
+                phase,
+                tuple(Answer(request, (7,) * 9, 0, 0, long) for request in phase.requests),
+                began + number * long,
+                long,
+            )
+            for number, phase in enumerate(STREAM.phases)
+        )
     )
-    played = Played(served, (began, began + long), began + 2 * long)
     return StreamPlay(policy, STREAM, DILATION, played, LogPart(tuple(steps), tuple(requests), 0))
 
 

@@ -5,13 +5,14 @@ import pytest
 import typer
 
 from controller.core.engine_spec import Arm
-from lab.demo import picture, report, result
+from lab.demo import picture, report
+from lab.demo.outcome import as_json
 from lab.harness.terminal import Terminal
 from tests.unit.lab.demo.outcomes import DILATION, outcome
 
 
 def test_every_policy_is_one_run_with_its_rate_in_the_models_time():
-    runs = json.loads(json.dumps(result.as_json(outcome())))["runs"]
+    runs = json.loads(json.dumps(as_json(outcome())))["runs"]
     assert [run["policy"] for run in runs] == ["off", "static-4", "sglang-adaptive", "steered"]
     assert [run["tokens_per_second"] for run in runs] == [0.5, 1.0, 0.88, 1.5]
     assert [run["exact"] for run in runs] == [True, False, None, True]
@@ -23,7 +24,7 @@ def test_every_policy_is_one_run_with_its_rate_in_the_models_time():
 
 
 def test_latencies_are_told_in_the_models_time():
-    steered = result.as_json(outcome())["runs"][-1]["repeats"][0]
+    steered = as_json(outcome())["runs"][-1]["repeats"][0]
     assert steered["token_milliseconds"]["p99"] == pytest.approx(9000.0 / 8)
     assert steered["latency_seconds"]["p50"] == 9.0
     assert steered["probes"] == 2
@@ -31,20 +32,20 @@ def test_latencies_are_told_in_the_models_time():
 
 
 def test_ratios_are_named_and_carry_their_spread():
-    ratios = result.as_json(outcome())["ratios"]
+    ratios = as_json(outcome())["ratios"]
     assert set(ratios) == {"steered/off", "steered/static-4", "steered/sglang-adaptive"}
     assert ratios["steered/sglang-adaptive"]["repeats"] == pytest.approx([1.5, 2.0], rel=1e-3)
     assert len(ratios["steered/off"]["phases"]) == 2
 
 
 def test_draft_lengths_are_told_over_time_from_the_streams_beginning():
-    samples = result.as_json(outcome())["runs"][-1]["repeats"][0]["samples"]
+    samples = as_json(outcome())["runs"][-1]["repeats"][0]["samples"]
     assert samples[0] == [0.0, 1, 4, "eagle3"]
     assert samples[-1] == [pytest.approx(18.0 - 9.0 / 8), 2, 4, "eagle3"]
 
 
 def test_it_says_what_is_imposed_and_what_is_real():
-    label = result.as_json(outcome())["label"]
+    label = as_json(outcome())["label"]
     assert "arXiv 2601.11580" in label["imposed"]
     assert label["dilation"] == DILATION
     assert "ShareGPT" in label["drawn"]["chat"]
@@ -52,7 +53,7 @@ def test_it_says_what_is_imposed_and_what_is_real():
 
 
 def test_a_play_has_its_phases_and_its_probes_for_the_picture():
-    steered = result.as_json(outcome())["runs"][-1]
+    steered = as_json(outcome())["runs"][-1]
     play = steered["repeats"][0]
     assert play["began"] == [0.0, 9.0]
     assert play["probe_samples"] == [[0.0, 1, 4, "eagle3"], [9.0, 2, 4, "eagle3"]]
@@ -73,7 +74,7 @@ def test_step_times_are_compared_with_the_costs():
 
 def test_a_result_is_drawn_where_it_lies(tmp_path, capsys):
     path = tmp_path / "result.json"
-    path.write_text(json.dumps(result.as_json(outcome())))
+    path.write_text(json.dumps(as_json(outcome())))
     picture.main(path)
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     path.write_text("{}")
@@ -93,7 +94,7 @@ def test_a_file_that_is_no_result_is_refused(tmp_path, capsys, content: bytes):
 
 def test_the_picture_is_a_png_of_some_size(tmp_path):
     path = tmp_path / "new/demo.png"
-    picture.draw(json.loads(json.dumps(result.as_json(outcome()))), path)
+    picture.draw(json.loads(json.dumps(as_json(outcome()))), path)
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG\r\n")
     assert min(struct.unpack(">II", data[16:24])) > 800

@@ -9,9 +9,9 @@ from lab.demo import __main__ as command_line
 from lab.demo.__main__ import StreamName
 from lab.demo.run import DemoOptions, run
 from lab.harness.errors import EngineFailedError, HarnessError
-from lab.harness.terminal import Terminal
+from lab.harness.terminal import EXIT_FAILED, Terminal
 from lab.paced import engines
-from lab.paced.day import UNSEEN_DAY, UNSEEN_SEED, build_stream
+from lab.paced.traffic import UNSEEN_DAY, UNSEEN_SEED, build_stream
 from tests.support.left_behind import find_children
 
 
@@ -43,7 +43,7 @@ def test_an_engine_that_does_not_come_up_ends_the_demo_with_its_log_and_leaves_n
 def test_the_command_then_says_why_and_exits_with_an_error(tmp_path, capsys):
     with pytest.raises(typer.Exit) as ended:
         command_line.demo(stream=StreamName.UNSEEN, output=tmp_path)
-    assert ended.value.exit_code == command_line.EXIT_FAILED
+    assert ended.value.exit_code == EXIT_FAILED
     printed = capsys.readouterr().out
     assert "The demo failed: engine off ended with status 1" in printed
     assert "no such model" in printed

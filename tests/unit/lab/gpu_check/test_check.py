@@ -8,9 +8,7 @@ import pytest
 
 from lab.gpu_check.budget import Deadline, OutOfTimeError, Prices
 from lab.gpu_check.check import Check, GpuCheckOptions
-from lab.gpu_check.device import Device
-from lab.gpu_check.scale import WITHOUT_GPU
-from lab.gpu_check.shapes import SMALL
+from lab.gpu_check.shapes import SMALL, WITHOUT_GPU, Device
 from lab.gpu_check.small_engines import EXACT, PLAIN
 from lab.harness.engines import Engine, Workplace
 from lab.harness.errors import EngineFailedError

@@ -6,12 +6,11 @@ import pytest
 
 from lab.gpu_check import comparison
 from lab.gpu_check.comparison import ROUNDING, WRONG
-from lab.gpu_check.device import Device
+from lab.gpu_check.shapes import Device
 from lab.gpu_check.small_engines import arms
-from lab.harness.load_generator import Answer
+from lab.harness.load_generator import Answer, StreamRequest
 from lab.harness.random_arms import RandomArms
 from lab.harness.sidecar import Pin
-from lab.harness.stream import StreamRequest
 from speculation.v1 import engine_pb2, service_pb2
 
 ARMS = arms(Device.GPU)

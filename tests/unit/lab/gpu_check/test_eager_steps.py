@@ -1,6 +1,6 @@
 import pytest
 
-from lab.gpu_check.eager_steps import EagerSteps
+from lab.gpu_check.parts.graphs import EagerSteps
 from speculation.v1 import engine_pb2
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 
 from lab.gpu_check import engines
-from lab.gpu_check.device import Device
 from lab.gpu_check.engines import (
     ADAPTIVE,
     OFF,
@@ -20,7 +19,7 @@ from lab.gpu_check.engines import (
     graphs_expected,
     speculation_flags,
 )
-from lab.gpu_check.shapes import QWEN3_8B
+from lab.gpu_check.shapes import QWEN3_8B, Device
 
 
 @pytest.fixture

@@ -7,16 +7,21 @@ import pytest
 
 from lab.gpu_check.__main__ import parse_sizes
 from lab.gpu_check.acceptance import ASSUMED
-from lab.gpu_check.budget import Prices, Work
+from lab.gpu_check.budget import Planner, Prices, Work, total_seconds
 from lab.gpu_check.check import GpuCheckOptions
-from lab.gpu_check.device import Device
 from lab.gpu_check.engines import OFF, STEERED
 from lab.gpu_check.load import build_stream
 from lab.gpu_check.parts import PARTS, parse_parts
-from lab.gpu_check.plan import Planner, total_seconds
 from lab.gpu_check.run import choose_scale, planned_parts
-from lab.gpu_check.scale import SCALES, WITHOUT_GPU, UnknownScaleError, parse_scale
-from lab.gpu_check.shapes import QWEN3_8B, Load
+from lab.gpu_check.shapes import (
+    QWEN3_8B,
+    SCALES,
+    WITHOUT_GPU,
+    Device,
+    Load,
+    UnknownScaleError,
+    parse_scale,
+)
 from lab.gpu_check.small_engines import PLAIN
 
 TEN_MINUTES = 600.0

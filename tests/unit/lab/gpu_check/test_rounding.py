@@ -1,6 +1,5 @@
-from lab.gpu_check.parts.rounding import count_differing
-from lab.harness.load_generator import Answer
-from lab.harness.stream import StreamRequest
+from lab.gpu_check.parts.exact import count_differing
+from lab.harness.load_generator import Answer, StreamRequest
 
 
 def answer(*tokens: int) -> Answer:

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from lab.gpu_check.budget import OutOfTimeError, Work
+from lab.gpu_check.budget import OutOfTimeError, Planner, Work
 from lab.gpu_check.check import Check, GpuCheckOptions
-from lab.gpu_check.device import Device
-from lab.gpu_check.plan import Planner
 from lab.gpu_check.run import run
-from lab.gpu_check.shapes import SMALL
+from lab.gpu_check.shapes import SMALL, Device
 from lab.harness.errors import HarnessError
 from lab.harness.terminal import Terminal
 

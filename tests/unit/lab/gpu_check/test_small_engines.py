@@ -1,8 +1,7 @@
 import pytest
 
 from lab.gpu_check import small_engines
-from lab.gpu_check.device import Device
-from lab.gpu_check.scale import SCALES
+from lab.gpu_check.shapes import SCALES, Device
 from lab.gpu_check.small_engines import (
     EXACT,
     EXACT_BFLOAT16,

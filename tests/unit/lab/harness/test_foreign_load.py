@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from lab.harness import foreign_load
-from lab.harness.foreign_load import ForeignLoad
+from lab.harness import measured
+from lab.harness.measured import ForeignLoad
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def numbers(monkeypatch):
     def set_numbers(*rows: tuple[float, float, float]) -> None:
         for index, name in enumerate(("_uptime", "_busy_seconds", "_own_seconds")):
             values = iter([row[index] for row in rows])
-            monkeypatch.setattr(foreign_load, name, lambda values=values: next(values))
+            monkeypatch.setattr(measured, name, lambda values=values: next(values))
 
     return set_numbers
 
@@ -38,17 +38,17 @@ _SPIN = "import time; end = time.process_time() + 0.6\nwhile time.process_time()
 
 
 def test_our_own_children_are_ours_also_after_they_have_ended():
-    before = foreign_load._own_seconds()
+    before = measured._own_seconds()
     subprocess.run([sys.executable, "-c", _SPIN], check=True)
-    assert foreign_load._own_seconds() - before >= 0.5
+    assert measured._own_seconds() - before >= 0.5
 
 
 def test_our_own_children_are_ours_while_they_run():
-    before = foreign_load._own_seconds()
+    before = measured._own_seconds()
     spinner = subprocess.Popen([sys.executable, "-c", _SPIN + "\ntime.sleep(30)"])
     try:
         deadline = time.monotonic() + 60
-        while foreign_load._own_seconds() - before < 0.5:
+        while measured._own_seconds() - before < 0.5:
             assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:

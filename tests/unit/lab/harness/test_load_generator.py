@@ -9,8 +9,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from lab.harness.errors import EngineFailedError, LostRequestError
-from lab.harness.load_generator import acceptance_length, play
-from lab.harness.stream import StreamPhase, StreamRequest
+from lab.harness.load_generator import (
+    StreamPhase,
+    StreamRequest,
+    acceptance_length,
+    play,
+    play_overlapping,
+)
 from tests.support.closing_server import ClosingServer
 
 Body = dict[str, Any]
@@ -64,7 +69,7 @@ async def served(echo: Echo) -> AsyncIterator[str]:
 
 def phase(name: str, concurrency: int, first: int, count: int) -> StreamPhase:
     requests = tuple(StreamRequest(i, "json", (100 + i, 1), 3) for i in range(first, first + count))
-    return StreamPhase(name, "json", concurrency, requests)
+    return StreamPhase(name, concurrency, requests)
 
 
 async def test_each_phase_keeps_its_concurrency_and_the_next_waits_for_its_end():
@@ -82,6 +87,27 @@ async def test_each_phase_keeps_its_concurrency_and_the_next_waits_for_its_end()
     assert echo.open_most == 4
     assert [p.phase.name for p in played.phases] == ["a", "b"]
     assert played.phases[1].started >= played.phases[0].started + played.phases[0].seconds
+
+
+async def test_a_phase_may_begin_while_the_last_ones_requests_run():
+    async def slow_first(echo: Echo, body: Body) -> web.Response:
+        await asyncio.sleep(0.05 if body["input_ids"][0] == 100 else 0.001)
+        assert body["rid"] == f"r{body['input_ids'][0] - 100}"
+        return echo.answer(body)
+
+    requests = [StreamRequest(i, "json", (100 + i, 1), 3, f"r{i}") for i in range(6)]
+    stream = StreamPhase("a", 2, tuple(requests[:2])), StreamPhase("b", 3, tuple(requests[2:]))
+    echo = Echo(slow_first)
+    async with served(echo) as url:
+        played = await play_overlapping(stream, url)
+    assert echo.calls[0] == "flush"
+    assert echo.open_most == 3
+    first, second = played.phases
+    # The next phase began when all of the first one's requests had, and one of them still ran.
+    assert first.answers[0].seconds > first.seconds
+    assert first.started + first.seconds == pytest.approx(second.started)
+    assert [answer.request.index for answer in played.answers] == list(range(6))
+    assert played.seconds == pytest.approx(second.started + second.seconds - first.started)
 
 
 async def test_requests_are_sent_in_order_and_answers_come_back_in_order():

@@ -11,7 +11,7 @@ import pytest
 from lab.harness import engines
 from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
-from lab.harness.sidecar import GammaWatch, SidecarHandle, decoded_rows, tokens_of
+from lab.harness.sidecar import SidecarHandle, decoded_rows, tokens_of
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
 
@@ -174,21 +174,3 @@ def test_a_step_makes_a_token_of_the_target_beside_the_accepted_drafts():
 def test_a_draft_length_that_the_engine_lacks_is_refused(talker, sidecar):
     with pytest.raises(HarnessError, match="does not pin eagle3 gamma 2"), sidecar.pinned(2):
         pass
-
-
-def test_the_watch_sees_new_steps_once_and_none_from_before(talker, sidecar):
-    talker.report(gamma=0, batch_size=2)
-    with GammaWatch(sidecar) as watch:
-        eventually(lambda: watch.rounds >= 2)
-        assert list(watch.samples) == []
-        talker.report(gamma=3, batch_size=4)
-        eventually(lambda: len(watch.samples) == 1)
-        talker.report(gamma=1, batch_size=1, unsteered=True)
-        eventually(lambda: len(watch.samples) == 2)
-        before = watch.rounds
-        eventually(lambda: watch.rounds >= before + 2)
-    assert [(s.batch_size, s.gamma, s.unsteered) for s in watch.samples] == [
-        (4, 3, False),
-        (1, 1, True),
-    ]
-    assert watch.samples[0].at < watch.samples[1].at

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine_shim.sglang.training.blocks import LLAMA
-from lab.learning.blocks import CachedModel, accepted, answered
+from lab.learning.sd2 import CachedModel, accepted, answered
 from tests.support.training_rounds import LAYERS, SHAPE, make_target
 from trainer.sd2 import Sd2Draft, Sd2Shape, greedy_chain
 

@@ -2,10 +2,18 @@
 
 import pytest
 
-from lab.cpu_engine.pace.update_costs import UpdateCosts
+from lab.cpu_engine.pace.updates import UpdateCosts
 from lab.harness.errors import HarnessError
-from lab.learning.counted import Step, acceptance, gain, net, steps_of, tokens_of_last_play
-from lab.learning.update_work import update_flops, update_price
+from lab.learning.counted import (
+    Step,
+    acceptance,
+    gain,
+    net,
+    steps_of,
+    tokens_of_last_play,
+    update_flops,
+    update_price,
+)
 from speculation.v1.engine_pb2 import StepReport
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.learning import report
+from lab.learning import headline
 from lab.learning.headline import (
     OWN_CLAIMS,
     Curve,
@@ -87,7 +87,7 @@ def test_what_no_paper_has_measured_is_not_said_to_reproduce(tmp_path: Path) -> 
     assert not run(page, results).returncode
     assert "**It holds here in part.** The gain grows" in page.read_text()
     assert "reproduces in part" not in page.read_text()
-    said = report.page(
+    said = headline.page(
         {
             "tts-choice": asdict(HEADLINE),
             "machine": {"processor": "a processor", "cores": 2},
@@ -119,7 +119,7 @@ def test_the_report_has_table_and_picture() -> None:
         "seconds": 1.0,
         "command": ["python"],
     }  # fmt: skip
-    text = report.page(document)
+    text = headline.page(document)
     assert text.count("<svg") == 1
     assert "1.40 (1.35 to 1.42)" in text
     assert "It reproduces. b" in text

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 from lab.learning.headline import Verdict
 from lab.learning.sd2 import (
     BLOCKED,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 from lab.learning.headline import Verdict
 from lab.learning.strides import OWN, Halves, StrideFigures, choice_headline, strides_headline
 

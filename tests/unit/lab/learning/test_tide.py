@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from lab.harness.spread import Spread
+from lab.harness.measured import Spread
 from lab.harness.terminal import Terminal
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Verdict
-from lab.learning.tide import judged_matrix, judged_time
+from lab.learning.tide import DomainServed, judged_matrix, judged_time
 from lab.learning.tide_control import described_eq5, eq5, judged_domains
-from lab.learning.tide_signals import DomainServed
 from simulator.published import TIDE_MODELS
 
 

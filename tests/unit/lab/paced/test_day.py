@@ -5,7 +5,8 @@ import pytest
 
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance
 from lab.cpu_engine.pace.step_costs import load_step_costs
-from lab.paced.day import (
+from lab.paced.lost_time import compute
+from lab.paced.traffic import (
     DAY,
     DAY_SEED,
     UNSEEN_DAY,
@@ -13,9 +14,8 @@ from lab.paced.day import (
     PhasePlan,
     as_workload,
     build_stream,
+    own_curves,
 )
-from lab.paced.oracle import compute
-from lab.paced.traffic import own_curves
 
 H100 = "h100-llama3.1-8b"
 GAMMAS = (0, 1, 2, 3, 4, 5, 7)
@@ -26,7 +26,7 @@ def test_the_same_arguments_give_the_same_stream_and_another_seed_another_one():
     stream = build_stream("s", PLANS, 7)
     assert stream == build_stream("s", PLANS, 7)
     other = build_stream("s", PLANS, 8)
-    numbers = [{r.id.number for phase in s.phases for r in phase.requests} for s in (stream, other)]
+    numbers = [{r.index for phase in s.phases for r in phase.requests} for s in (stream, other)]
     assert not numbers[0] & numbers[1]
     prompts = [{r.prompt for phase in s.phases for r in phase.requests} for s in (stream, other)]
     assert not prompts[0] & prompts[1]
@@ -37,13 +37,13 @@ def test_a_stream_has_what_was_planned():
     assert [len(phase.requests) for phase in stream.phases] == [9, 2]
     assert stream.requests == 11
     assert stream.max_concurrency == 4
-    kinds = [[r.id.kind for r in phase.requests] for phase in stream.phases]
+    kinds = [[r.domain for r in phase.requests] for phase in stream.phases]
     assert (kinds[0].count("code"), kinds[0].count("chat"), set(kinds[1])) == (5, 4, {"hard"})
     many = build_stream("s", (PhasePlan("a", ("code",), 1, 4000, 160, 96),), 7)
     assert many.tokens / 4000 == pytest.approx(160, rel=0.03)
     prompts = [len(r.prompt) for r in many.phases[0].requests]
     assert np.mean(prompts) == pytest.approx(96, rel=0.03)
-    assert len({r.id for r in many.phases[0].requests}) == 4000
+    assert len({r.rid for r in many.phases[0].requests}) == 4000
 
 
 def test_the_simulator_is_given_the_very_draws_of_the_engine():
@@ -53,15 +53,15 @@ def test_the_simulator_is_given_the_very_draws_of_the_engine():
     drawn = DrawnAcceptance(curves)
     for phase, planned in zip(workload.phases, stream.phases, strict=True):
         pool = phase.pool
-        assert phase.concurrency == planned.plan.concurrency
+        assert phase.concurrency == planned.concurrency
         assert pool.requests == len(planned.requests)
         for i, request in enumerate(planned.requests):
             begin, length = int(pool.offsets[i]), int(pool.output_tokens[i])
-            assert length == request.id.output_tokens - 1
+            assert length == request.new_tokens - 1
             assert pool.context_tokens[i] == len(request.prompt) + 1
-            assert pool.label_names[pool.labels[i]] == request.id.kind
+            assert pool.label_names[pool.labels[i]] == request.domain
             given = pool.accepted["eagle3"][begin : begin + length].tolist()
-            assert given == [drawn.at(str(request.id), "eagle3", p) for p in range(length)]
+            assert given == [drawn.at(request.rid, "eagle3", p) for p in range(length)]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.pace.step_costs import load_step_costs
-from lab.paced.day import PhasePlan, build_stream
-from lab.paced.oracle import compute
+from lab.paced.lost_time import compute
+from lab.paced.traffic import PhasePlan, build_stream
 
 CSV = "batch_size,num_draft_tokens,step_seconds\n1,1,0.010\n1,2,0.012\n2,1,0.011\n2,2,0.016\n"
 
@@ -20,7 +20,7 @@ def test_one_request_after_the_other(tmp_path):
     curves = {"sure": {"eagle3": (1.0,)}, "never": {"eagle3": (0.0,)}}
     found = compute(stream, curves, costs)
     requests = [phase.requests for phase in stream.phases]
-    tokens = [[r.id.output_tokens - 1 for r in phase] for phase in requests]
+    tokens = [[r.new_tokens - 1 for r in phase] for phase in requests]
     prefill = sum(costs.prefill_seconds(len(r.prompt) + 1) for phase in requests for r in phase)
     plain = 0.010 * (sum(tokens[0]) + sum(tokens[1])) + prefill
     assert found.statics[Arm("eagle3", 0)].rate == pytest.approx(

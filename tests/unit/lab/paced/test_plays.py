@@ -8,7 +8,7 @@ from tests.unit.lab.demo.outcomes import DILATION, STREAM, play_of, step
 
 def test_a_rate_is_in_the_models_time():
     play = play_of("steered", 9.0, 4)
-    assert play.played.ended - play.played.began[0] == 18.0 * DILATION
+    assert play.played.seconds == 18.0 * DILATION
     assert play.seconds == 18.0
     assert play.tokens_per_second == STREAM.tokens / 18.0
 
@@ -23,7 +23,7 @@ def test_a_phase_has_the_steps_that_began_in_it_and_the_first_tokens():
 
 def test_choices_are_shares_of_steps_the_most_frequent_first():
     play = play_of("steered", 8.0, 4)
-    other = step(play.played.began[0], 0.1, 1, 0)
+    other = step(play.edges[0][0], 0.1, 1, 0)
     mixed = replace(play, log=replace(play.log, steps=(other, *play.log.steps)))
     assert list(mixed.choices()) == ["eagle3 4", "0"]
     assert mixed.choices(0) == pytest.approx({"eagle3 4": 8 / 9, "0": 1 / 9})

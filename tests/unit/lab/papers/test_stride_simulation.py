@@ -8,6 +8,9 @@ from controller.core.training.stride_planner import STRIDES
 from lab.papers import stride_simulation
 from lab.papers.stride_simulation import (
     BLOCK,
+    TABLE_3,
+    TABLE_7,
+    TABLE_8,
     Stream,
     aligned,
     alpha_of,
@@ -20,7 +23,6 @@ from lab.papers.stride_simulation import (
     streams_of_table_7,
 )
 from lab.papers.tts import StrideReport, StrideRun, mixes, streams
-from lab.papers.tts_tables import TABLE_3, TABLE_7, TABLE_8
 
 LARGE, SMALL = streams_of_table_3(), streams_of_table_7()
 

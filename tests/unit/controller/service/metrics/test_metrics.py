@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import controller
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import service_pb2
 from tests.support.service_harness import (
     GAMMAS,

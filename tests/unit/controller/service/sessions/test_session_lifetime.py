@@ -12,7 +12,7 @@ import pytest
 from controller.service.sessions.counters import History
 from controller.service.sessions.session import EngineSession
 from controller.service.views.engine_status import EngineSnapshot
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import service_pb2
 from tests.support.service_harness import Running, SteerClient, report_message, serving, soon, until
 

@@ -15,7 +15,7 @@ from controller.service.views import fleet_filter
 from controller.service.views.fleet_filter import FILTER_MAX, FILTER_WORDS_MAX, FleetSearch
 from controller.service.views.fleet_summary import EngineSummary
 from controller.service.views.fleet_view import Fleet, FleetEngine, totals_of
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import service_pb2
 from tests.support.error_details import failed
 from tests.support.service_harness import PATIENCE_SECONDS, serving, soon

@@ -17,7 +17,7 @@ from controller.service.views import fleet_summary, fleet_view, status_cache
 from controller.service.views.fleet_summary import EngineSummary, decode_summary, encode_summary
 from controller.service.views.fleet_view import Fleet, FleetCounts, FleetEngine, totals_of
 from controller.store import redis_summaries
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import service_pb2
 from tests.support.redis_server import RedisServer
 from tests.support.service_harness import (

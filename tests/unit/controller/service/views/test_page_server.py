@@ -10,7 +10,7 @@ from urllib.parse import quote
 import pytest
 
 from controller.service.net.errors import AddressTakenError
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from tests.support.service_harness import (
     PATIENCE_SECONDS,
     Running,

@@ -16,7 +16,7 @@ from controller.service.net.limits import Turns
 from controller.service.sessions.counters import COUNT_MAX
 from controller.service.views import engine_status, paging
 from controller.wire.explanations import Explanation, explain
-from lab.harness.ports import free_port
+from lab.harness.processes import free_port
 from speculation.v1 import engine_pb2, service_pb2
 from tests.support.service_harness import (
     Running,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lab.cpu_engine.models.batches import WindowSampler
+from lab.cpu_engine.models.schedule import WindowSampler
 
 STREAMS = {
     "low": np.arange(0, 500, dtype=np.uint16),

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from engine_shim.sglang.training.blocks import DecoderShape
 from engine_shim.sglang.training.chain import Eagle3Shape, Eagle3Student
-from lab.cpu_engine.models.distill import Lesson, agreement, discounted, step_divergences, teach
+from lab.cpu_engine.models._draft import Lesson, agreement, discounted, step_divergences, teach
 from lab.cpu_engine.models.schedule import LearningRate, StepBudget, train
 from lab.cpu_engine.models.targets import Qwen3Target
 

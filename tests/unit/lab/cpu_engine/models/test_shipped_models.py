@@ -13,8 +13,8 @@ from torch.nn import functional
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 import lab.cpu_engine.models
+from lab.cpu_engine.models._draft import agreement, teach
 from lab.cpu_engine.models._target import branch_shares
-from lab.cpu_engine.models.distill import agreement, teach
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.cpu_engine.models.recipe import MIMO, SHALLOW, Recipe
 from lab.cpu_engine.models.targets import Qwen2Target, Qwen3Target, load_predictor, load_target

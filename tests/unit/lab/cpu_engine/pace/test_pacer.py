@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lab.cpu_engine.pace.pacer import Pace, Pacer
-from lab.cpu_engine.pace.update_costs import UpdateCosts
+from lab.cpu_engine.pace.updates import UpdateCosts
 from simulator.errors import InvalidInputError
 
 PACE = Pace("h100-llama3.1-8b", 4.0, gammas=(0, 1, 3), curves={"code": {"eagle3": [0.5, 0.25]}})

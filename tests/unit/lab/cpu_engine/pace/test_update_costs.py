@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lab.cpu_engine.pace.update_costs import PARAMETERS, UpdateCosts
+from lab.cpu_engine.pace.updates import PARAMETERS, UpdateCosts
 from lab.papers.stride_simulation import streams_of_table_3, streams_of_table_7
 
 # A step of one and of four sequences with 3 drafts, in the table h100-llama3.1-8b.

@@ -10,8 +10,7 @@ import torch
 from engine_shim.sglang.training import exchange
 from engine_shim.sglang.training.exchange import Channel, Message, MessageKind
 from lab.cpu_engine.pace.model_clock import ModelClock
-from lab.cpu_engine.pace.update_costs import UpdateCosts
-from lab.cpu_engine.pace.update_watch import UpdateWatch
+from lab.cpu_engine.pace.updates import UpdateCosts, UpdateWatch
 
 COSTS = UpdateCosts()
 ROUND = Message(MessageKind.LEARN, requests=4, gamma=3)
@@ -130,7 +129,7 @@ def test_a_trainer_that_ends_while_it_owes_nothing_is_noticed_at_once(engine: En
 
 
 def test_a_trainer_that_hangs_is_given_up(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lab.cpu_engine.pace.update_watch._ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("lab.cpu_engine.pace.updates._ANSWER_SECONDS", 0.05)
     engine.watch.sending(Message(MessageKind.TAKE_WEIGHTS))
     with pytest.raises(EOFError, match=r"the trainer has not answered for 0\.05 s"):
         engine.look()

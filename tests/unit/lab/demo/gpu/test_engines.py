@@ -7,8 +7,7 @@ import pytest
 
 from lab.demo.gpu import engine_watch, engines
 from lab.demo.gpu.plan import SETTINGS
-from lab.gpu_check.device import Device
-from lab.gpu_check.shapes import QWEN3_8B
+from lab.gpu_check.shapes import QWEN3_8B, Device
 from lab.harness.engines import Workplace
 from lab.paced.engines import ADAPTIVE, OFF, STEERED, log_path, static
 from lab.paced.traffic import own_curves

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from lab.demo import result
 from lab.demo.gpu import page
+from lab.demo.outcome import as_json
 from tests.unit.lab.demo.outcomes import outcome
 
 FACTS = {
@@ -35,7 +35,7 @@ FACTS = {
 @pytest.fixture
 def document():
     measured = replace(outcome(), paced=False)
-    return json.loads(json.dumps({**FACTS, **result.as_json(measured)}))
+    return json.loads(json.dumps({**FACTS, **as_json(measured)}))
 
 
 def test_a_policy_is_a_row_with_rate_share_of_the_oracle_and_times(document):

@@ -119,9 +119,9 @@ def test_all_sequences_of_the_day_fit_into_the_caches():
     for setting in SETTINGS.values():
         stream = setting.stream(1.0)
         for phase in stream.phases:
-            lengths = sorted(len(r.prompt) + r.id.output_tokens for r in phase.requests)
+            lengths = sorted(len(r.prompt) + r.new_tokens for r in phase.requests)
             # Room for the drafts of two steps beside what each sequence may become.
             spare = 2 * (max(setting.gammas) + 1)
-            most = sum(length + spare for length in lengths[-phase.plan.concurrency :])
+            most = sum(length + spare for length in lengths[-phase.concurrency :])
             assert most <= setting.kv_tokens
     assert SETTINGS[SMALL.name].max_batch_size <= max(SETTINGS[SMALL.name].graph_sizes)

@@ -11,8 +11,7 @@ from lab.demo.gpu import __main__ as command_line
 from lab.demo.gpu import engines
 from lab.demo.gpu.plan import SETTINGS
 from lab.demo.gpu.run import BudgetReachedError, GpuDemoOptions, run
-from lab.gpu_check.device import Device
-from lab.gpu_check.shapes import SMALL
+from lab.gpu_check.shapes import SMALL, Device
 from lab.harness.errors import EngineFailedError, HarnessError
 from lab.harness.terminal import Terminal
 from tests.support.left_behind import find_children

@@ -4,7 +4,7 @@ import pytest
 
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.pace.step_costs import load_step_costs
-from lab.paced.envelope.arms import (
+from lab.paced.envelope.outcome import (
     CONCURRENCIES,
     GAMMAS,
     PLAIN,
@@ -73,13 +73,13 @@ def test_a_stream_is_of_whole_rounds_and_has_tokens_enough():
 
 
 def test_a_stream_s_requests_have_a_curve():
-    kinds = {r.id.kind for r in closed_loop("envelope", 2, 1, 64).phases[0].requests}
+    kinds = {r.domain for r in closed_loop("envelope", 2, 1, 64).phases[0].requests}
     assert kinds == set(published_curves(TABLE))
 
 
 def test_a_warm_up_has_other_requests_so_other_luck():
     numbers = {
-        name: {r.id.number for r in closed_loop(name, 2, 1, 64).phases[0].requests}
+        name: {r.index for r in closed_loop(name, 2, 1, 64).phases[0].requests}
         for name in ("envelope", "warm-up")
     }
     assert not numbers["envelope"] & numbers["warm-up"]

@@ -5,11 +5,9 @@ import pytest
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.models.edits import EncodedEdit
 from lab.cpu_engine.pace.step_log import LoggedStep, LogPart
+from lab.harness.load_generator import Answer, PhasePlay, Play
 from lab.harness.terminal import Terminal
-from lab.paced.edits import report
-from lab.paced.edits.outcome import EditsOutcome, shares
-from lab.paced.edits.stream import build_stream
-from lab.paced.player import Played, Served
+from lab.paced.edits import EditsOutcome, build_stream, shares, show
 from lab.paced.plays import StreamPlay
 
 EDITS = tuple(
@@ -27,13 +25,13 @@ def step(drafter: str = "eagle3", gamma: int = 3, *, mixed: bool = False) -> Log
 
 def played(policy: str, seconds: float, *steps: LoggedStep, wrong: bool = False) -> StreamPlay:
     """A play that took so long in the model's time."""
-    served = []
+    answers = []
     for request in STREAM.phases[0].requests:
-        tokens = [7] * request.id.output_tokens
-        if wrong and request.id.number == 5:
+        tokens = [7] * request.new_tokens
+        if wrong and request.index == 5:
             tokens[3] = 8
-        served.append(Served(request.id, 0.0, seconds * DILATION, tuple(tokens)))
-    found = Played(tuple(served), (0.0,), seconds * DILATION)
+        answers.append(Answer(request, tuple(tokens), 0, 0, seconds * DILATION))
+    found = Play((PhasePlay(STREAM.phases[0], tuple(answers), 0.0, seconds * DILATION),))
     return StreamPlay(policy, STREAM, DILATION, found, LogPart(steps or (step(),), (), 0))
 
 
@@ -71,7 +69,7 @@ def test_steps_are_named_by_what_drafted() -> None:
 def test_the_table_has_every_play_and_the_sentence_what_follows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    report.show(OUTCOME, "table", Terminal())
+    show(OUTCOME, "table", Terminal())
     text = " ".join(capsys.readouterr().out.split())
     for part in ("eagle3 3", "ngram 5", "eagle3+ngram 3, fixed", "1.333", "39 of 40 answers"):
         assert part in text
@@ -82,5 +80,5 @@ def test_a_stream_has_all_edits_once_before_any_comes_again() -> None:
     prompts = [request.prompt for request in STREAM.phases[0].requests]
     assert sorted(prompts[:6]) == sorted(edit.prompt for edit in EDITS)
     assert len(prompts) == 8
-    lengths = {request.prompt: request.id.output_tokens for request in STREAM.phases[0].requests}
+    lengths = {request.prompt: request.new_tokens for request in STREAM.phases[0].requests}
     assert all(lengths[edit.prompt] == len(edit.answer) for edit in EDITS)

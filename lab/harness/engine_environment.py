@@ -1,14 +1,25 @@
-"""Registers SGLang plugins that belong to a run, and not to an installed package.
+"""Makes what the processes of an SGLang engine find in their environment.
 
-SGLang finds plugins by the entry points of installed distributions.  The lab is in no wheel, so a
-run writes the metadata of a distribution into a folder on the engines' path.
+Plugins: SGLang finds them by the entry points of installed distributions.  The lab is in no wheel,
+so a run writes the metadata of a distribution into a folder on the engines' path.
+
+Dumps: after a crash SGLang's launcher first waits 5 seconds, runs py-spy on its schedulers, asks
+CUDA for a core dump of each, and waits 60 seconds for those.  A run of the lab has its logs, and
+the memory of the device is wanted for the next engine.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
 _CLONE = Path(__file__).resolve().parents[2]
+_WITHOUT = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+
+
+def without_crash_dumps(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that switch dumps off, but for those that the environment has."""
+    return {name: value for name, value in _WITHOUT.items() if name not in environment}
 
 
 def register_plugins(folder: Path, *modules: ModuleType) -> dict[str, str]:

@@ -1,12 +1,75 @@
-"""Checks the reports of one session against the contract, by rules with a name each."""
+"""The rules of the contract for reports and plans, each with a name, and what breaks them.
 
+A broken rule is noted once, with the first place where it was broken.
+"""
+
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from controller.core.errors import InvalidReportError
 from controller.wire.reports import report_from_proto
-from lab.conformance.finding import Findings
 from speculation.v1.engine_pb2 import EngineSpec, StepReport
 from speculation.v1.plan_pb2 import Plan, PlanRow
+
+
+@dataclass
+class Findings:
+    """Holds broken rules by their names: the first place of each, and how often it was broken."""
+
+    first: dict[str, str] = field(default_factory=dict)
+    times: dict[str, int] = field(default_factory=dict)
+
+    def expect(self, holds: bool, rule: str, where: str) -> None:
+        """Notes the rule as broken unless it holds."""
+        if not holds:
+            self.first.setdefault(rule, where)
+            self.times[rule] = self.times.get(rule, 0) + 1
+
+    def lines(self) -> list[str]:
+        """Returns a line for each broken rule."""
+        return [
+            f"{rule}: {where}" + (f" (and {n} times more)" if (n := self.times[rule] - 1) else "")
+            for rule, where in self.first.items()
+        ]
+
+
+def check_plan(found: Findings, engine: EngineSpec, plan: Plan, newest: int) -> None:
+    """Notes the rules that a plan breaks.  newest: the largest epoch before it, 0 for none."""
+    where = f"plan {plan.epoch}"
+    arms = {(drafter.name, gamma) for drafter in engine.drafters for gamma in drafter.gammas}
+    found.expect(plan.epoch >= newest, "epochs do not go back", f"{where} after {newest}")
+    found.expect(plan.lease_ms > 0, "a plan has a lease", where)
+    found.expect(bool(plan.rows), "a plan has rows", where)
+    sizes = [row.max_batch_size for row in plan.rows]
+    found.expect(all(a < b for a, b in pairwise([0, *sizes])), "rows ascend", f"{where}: {sizes}")
+    for row in plan.rows:
+        asked = [(row.drafter, row.gamma)]
+        if row.HasField("probe"):
+            asked.append((row.probe.drafter, row.probe.gamma))
+            found.expect(
+                row.probe.probe_id > 0 and row.probe.steps > 0, "a probe has an id and steps", where
+            )
+        found.expect(set(asked) <= arms, "a plan asks for what was introduced", f"{where}: {asked}")
+        found.expect(
+            not row.drafter_asleep or any(gamma == 0 for _, gamma in asked),
+            "a drafter sleeps at gamma 0 only",
+            where,
+        )
+    mixtures = {d.name for d in engine.drafters if d.HasField("mixture")}
+    for rule in plan.rules:
+        numbers = [rule.main_expected, rule.ratio_weight, *rule.free_expected]
+        found.expect(
+            rule.drafter in mixtures and (rule.drafter, rule.gamma) in arms,
+            "a rule is of a mixture at one of its draft lengths",
+            f"{where}: {rule.drafter} at {rule.gamma}",
+        )
+        found.expect(
+            bool(rule.free_expected) and all(math.isfinite(n) and n >= 0 for n in numbers),
+            "a rule's numbers are finite and not negative",
+            where,
+        )
 
 
 def check_reports(
