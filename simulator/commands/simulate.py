@@ -277,7 +277,9 @@ def _show(
     report: "SimulationReport", json_file: Path | None, html: Path | None, output: Output
 ) -> None:
     from controller.util.atomic_file import write_whole
-    from simulator.report import render_html, render_text, to_json, to_values
+    from simulator.report.html import render_html
+    from simulator.report.text import render_text
+    from simulator.results import to_json, to_values
 
     written = []
     for path, text in ((json_file, to_json), (html, render_html)):
