@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.curves import CurveSource
-from simulator.errors import InvalidInputError
+from simulator.errors import require_within
 from simulator.sources import Drawn
 
 # The sample that thresholds are calibrated on; beyond its depth the last threshold serves.
@@ -53,16 +53,9 @@ class Memory:
     passage_tokens: float = 2.0
 
     def __post_init__(self) -> None:
-        checks = (
-            ("level_spread", 0 <= self.level_spread <= 20),
-            ("drift_spread", 0 <= self.drift_spread <= 20),
-            ("drift_requests", 1 <= self.drift_requests <= 1e6),
-            ("passage_spread", 0 <= self.passage_spread <= 20),
-            ("passage_tokens", 0.1 <= self.passage_tokens <= 1e4),
-        )
-        for name, good in checks:
-            if not good:
-                raise InvalidInputError(name, 0, f"{getattr(self, name)} is out of range")
+        require_within(self, 0, 20, "level_spread", "drift_spread", "passage_spread")
+        require_within(self, 1, 1e6, "drift_requests")
+        require_within(self, 0.1, 1e4, "passage_tokens")
 
     @property
     def request_spread(self) -> float:
@@ -95,8 +88,7 @@ class Chain(CurveSource):
 
     def __post_init__(self) -> None:
         self.require_curves()
-        if not 0 <= self.correlation <= 1:
-            raise InvalidInputError("correlation", 0, f"{self.correlation} leaves 0..1")
+        require_within(self, 0, 1, "correlation")
 
     def drawn(self, rng: np.random.Generator, output_tokens: NDArray[np.int64]) -> Drawn:
         """Draws what the drafters share, then each drafter's own."""

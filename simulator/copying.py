@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from controller.core.acceptance.mixtures import LEAST_MATCH, LONGEST_MATCH
 from controller.core.engine_spec import MAX_GAMMA
 from simulator.curves import require_mean_tokens
-from simulator.errors import InvalidInputError
+from simulator.errors import InvalidInputError, require_within
 from simulator.sources import Drawn, DrawnSource
 
 _NEVER = 1e-3
@@ -62,12 +62,9 @@ class Copying(DrawnSource):
     def __post_init__(self) -> None:
         if self.model == self.lookup:
             raise InvalidInputError(self.name, 0, f"{self.model!r} is the model and the lookup")
-        for name in ("copied", "faithful", "easy", "easy_copied", "chance", "chance_accepted"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InvalidInputError(name, 0, f"{getattr(self, name)} leaves 0..1")
-        for name in ("copied_spread", "easy_spread"):
-            if not 0 <= getattr(self, name) <= 20:
-                raise InvalidInputError(name, 0, f"{getattr(self, name)} leaves 0..20")
+        shares = ("copied", "faithful", "easy", "easy_copied", "chance", "chance_accepted")
+        require_within(self, 0, 1, *shares)
+        require_within(self, 0, 20, "copied_spread", "easy_spread")
         means = (self.copied_tokens, self.output_tokens_mean, self.context_tokens_mean)
         require_mean_tokens(self.name, *means)
 

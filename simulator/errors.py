@@ -18,3 +18,11 @@ class InvalidInputError(SpeculationError):
     def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
         """Comes back whole from a worker process."""
         return type(self), (self.source, self.line, self.fault)
+
+
+def require_within(owner: object, least: float, most: float, *names: str) -> None:
+    """Raises InvalidInputError for the first of these attributes that leaves least..most."""
+    for name in names:
+        value = getattr(owner, name)
+        if not least <= value <= most:
+            raise InvalidInputError(name, 0, f"{value} leaves {least:g}..{most:g}")

@@ -1,14 +1,12 @@
 """Implements `controller advise`: which GPUs of a mixed pool should train the drafter."""
 
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from controller.cli.output import Output, OutputOption, print_error, print_line, show_one
 from controller.util.exit_codes import Exit
-
-if TYPE_CHECKING:
-    from simulator.gpu_allocation import Pool
+from simulator.gpu_allocation import Demand, InvalidPoolError, Pool, allocate
 
 
 def advise(
@@ -37,8 +35,6 @@ def advise(
 
     Exit codes: 0 done, 2 bad input, with one line on standard error.
     """
-    from simulator.gpu_allocation import Demand, InvalidPoolError, allocate
-
     try:
         pools = [_pool(text) for text in pool or []]
         demand = Demand(speedup, untrained, training, share)
@@ -68,8 +64,7 @@ def advise(
     show_one("TrainingAdvice", values, output, names, tell)
 
 
-def _pool(text: str) -> "Pool":
-    from simulator.gpu_allocation import InvalidPoolError, Pool
+def _pool(text: str) -> Pool:
 
     parts = text.split(":")
     try:

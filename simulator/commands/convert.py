@@ -6,7 +6,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from controller.cli.output import Output, OutputOption, print_error, print_line, show_one
+from controller.core.errors import InvalidProfileError, SpeculationError
 from controller.util.exit_codes import Exit
+from simulator.errors import InvalidInputError
 
 
 def convert(
@@ -31,7 +33,6 @@ def convert(
 
     Exit codes: 0 done, 2 anything else, with one line on standard error.
     """
-    from controller.core.errors import SpeculationError
     from controller.util.atomic_file import write_whole
 
     try:
@@ -54,7 +55,6 @@ def _refuse(fault: str, error: Exception) -> NoReturn:
 
 
 def _require_free(target: Path, *, force: bool) -> None:
-    from simulator.errors import InvalidInputError
 
     if target.exists() and not force:
         raise InvalidInputError(target, 0, "is there already; --force replaces it")
@@ -62,8 +62,6 @@ def _require_free(target: Path, *, force: bool) -> None:
 
 def _converted(source: Path, target: Path, like: Path | None, drafter: str) -> tuple[str, int]:
     """(text, number of cells)."""
-    from simulator.errors import InvalidInputError
-
     kinds = (source.suffix.lower(), target.suffix.lower())
     if kinds == (".json", ".csv") and like is None:
         return _to_csv(source, drafter)
@@ -94,8 +92,6 @@ def _to_json(source: Path, like: Path, drafter: str) -> tuple[str, int]:
     import shlex
     import sys
 
-    from controller.core.errors import InvalidProfileError
-    from simulator.errors import InvalidInputError
     from simulator.step_costs import read_profile, read_step_costs
 
     model = read_profile(like)
@@ -119,8 +115,6 @@ def _to_json(source: Path, like: Path, drafter: str) -> tuple[str, int]:
 
 def _only(names: list[str], source: Path) -> str:
     """The drafter that is meant when none is named.  Raises InvalidInputError for several."""
-    from simulator.errors import InvalidInputError
-
     if len(names) == 1:
         return names[0]
     raise InvalidInputError(source, 0, f"has the drafters {names}; --drafter NAME is needed")

@@ -14,7 +14,9 @@ from controller.cli.output import (
     print_words,
     show_one,
 )
+from controller.core.errors import SpeculationError
 from controller.util.exit_codes import Exit
+from simulator.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,9 +123,7 @@ def simulate(
 
     Exit codes: 0 done, 2 bad input (one line on standard error).
     """
-    from controller.core.errors import SpeculationError
     from simulator.engine import EngineOptions, Prefill
-    from simulator.errors import InvalidInputError
     from simulator.files import SimulationRequest
 
     wanted = _wanted(policy, more)
@@ -162,7 +162,6 @@ def _wanted(policy: list[str] | None, more: list[str] | None) -> list[str] | Non
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    from simulator.errors import InvalidInputError
 
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() for part in parts):
@@ -182,7 +181,6 @@ def _scenarios(
     from dataclasses import replace
 
     from simulator import files
-    from simulator.errors import InvalidInputError
     from simulator.scenarios.scenario_file import load_scenario, standard
 
     assert isinstance(given, files.SimulationRequest)
@@ -212,15 +210,12 @@ def _scenarios(
 
 def _require_writable(*paths: Path | None) -> None:
     """Minutes of work must not end in a directory that does not exist."""
-    from simulator.errors import InvalidInputError
-
     for path in paths:
         if path is not None and not path.absolute().parent.is_dir():
             raise InvalidInputError(path, 0, "its directory does not exist")
 
 
 def _require_bounds(scenarios: "Sequence[Scenario]") -> None:
-    from simulator.errors import InvalidInputError
 
     if all(scenario.sustained_tpot_p99_seconds is None for scenario in scenarios):
         raise InvalidInputError(
@@ -282,8 +277,9 @@ def _show(
     report: "SimulationReport", json_file: Path | None, html: Path | None, output: Output
 ) -> None:
     from controller.util.atomic_file import write_whole
-    from simulator.errors import InvalidInputError
-    from simulator.report import render_html, render_text, to_json, to_values
+    from simulator.report.html import render_html
+    from simulator.report.text import render_text
+    from simulator.results import to_json, to_values
 
     written = []
     for path, text in ((json_file, to_json), (html, render_html)):

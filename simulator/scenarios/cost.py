@@ -149,9 +149,8 @@ class CostSection(Section):
             "seconds_per_kv_token": {"published", "table", "profile"},
             "kv_reference": {"published", "table", "profile"},
         }
-        self.refuse_beside(
-            source, *(name for name, with_it in meant.items() if source not in with_it)
-        )
+        misplaced = [name for name, beside in meant.items() if source not in beside]
+        self.refuse_beside(source, *misplaced)
         return self
 
     def surface(self, max_batch_size: int | None, folder: Path, place: Place) -> CostSurface:

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from controller.cli.output import print_table, print_words
 from simulator.errors import InvalidInputError
-from simulator.report import bars, from_json, render_html, render_text, to_json
+from simulator.report.bars import bars
+from simulator.report.html import render_html
+from simulator.report.text import render_text
 from simulator.results import (
     Latency,
     PolicyOrigin,
@@ -21,6 +23,8 @@ from simulator.results import (
     Spread,
     SustainedLoad,
     Timeline,
+    from_json,
+    to_json,
 )
 
 LINE = Timeline(
