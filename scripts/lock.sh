@@ -5,7 +5,8 @@
 # pins what the images install, with the hash of every file:
 #
 #   sidecar.txt   what the sidecar needs
-#   engine.txt    what the shim needs besides SGLang; the image installs what SGLang's image lacks
+#   engine.txt    what the shim needs besides SGLang; the image installs what SGLang's image lacks,
+#                 and the trainer needs nothing else
 #   build.txt     what the wheels are built with; its versions change only with --upgrade
 #
 # One lock serves the oldest and the newest Python on both machines.  If they would need different

@@ -56,6 +56,8 @@ def test_the_layers_hold(tree: Path):
         ("engine_shim/common/status.py", "import engine_shim.sglang.hooks", "shim"),
         ("engine_shim/common/process.py", "import torch", "share"),
         ("engine_shim/sglang/api/transfer.py", "import engine_shim.sglang.hooks", "plugin"),
+        ("engine_shim/vllm/vllm_api.py", "import engine_shim.preflight.verdict", "shim"),
+        ("trainer/checkpoint.py", "import trainer.worker", "trainer"),
         ("engine_shim/sglang/drafters/dual.py", "import engine_shim.sglang.learning", "plugin"),
         ("lab/harness/processes.py", "import lab.demo.run", "lab"),
     ],

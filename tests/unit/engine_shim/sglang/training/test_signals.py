@@ -142,7 +142,7 @@ def test_a_writer_that_is_killed_leaves_no_half_signal(tmp_path: Path):
     """It writes as fast as it can, and is killed at some moment or other."""
     code = (
         "import sys, pathlib\n"
-        "from tests.unit.engine_shim.training.test_signals import SignalStore, signal\n"
+        "from tests.unit.engine_shim.sglang.training.test_signals import SignalStore, signal\n"
         "store = SignalStore(pathlib.Path(sys.argv[1]), 1 << 30)\n"
         "while True:\n"
         "    store.add(signal(rows=3000))\n"
