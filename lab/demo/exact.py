@@ -14,6 +14,7 @@ import numpy as np
 from lab.cpu_engine.engine_command import MODELS, engine_command
 from lab.cpu_engine.forking import popen
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
+from lab.harness.engine_environment import steered_by
 from lab.harness.engines import Harness, Workplace, launch_engine
 from lab.harness.load_generator import Answer, StreamPhase, StreamRequest, acceptance_length
 from lab.harness.random_arms import RandomArms
@@ -140,12 +141,8 @@ def environment(policy: str, place: Workplace) -> dict[str, str]:
     """Makes the variables of an engine; only the steered one gets the sidecar's address."""
     if not is_steered(policy):
         return {}
-    return {
-        "SPECULATION_SIDECAR": place.address,
-        "SPECULATION_ENGINE_ID": STEERED,
-        "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
-        "SPECULATION_DFLASH_MODEL_PATH": str(MODELS / "dflash"),
-    }
+    second = {"SPECULATION_DFLASH_MODEL_PATH": str(MODELS / "dflash")}
+    return steered_by(place.address, STEERED, GAMMAS) | second
 
 
 def compared(

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from lab.cpu_engine.pace.pacer import Pace
@@ -52,14 +51,13 @@ def run(options: DemoOptions, terminal: Terminal) -> DemoOutcome:
     """Plays the whole demo and writes result.json and demo.png.  Raises HarnessError."""
     began = time.monotonic()
     facts = run_facts()
-    with TemporaryDirectory(prefix="speculation-demo-") as folder:
-        scratch = Path(folder)
-        outcome = _paced(options, scratch, terminal)
+    with Workplace.temporary(options.output, "demo") as place:
+        outcome = _paced(options, place, terminal)
         if options.unpaced:
             terminal.heading("Exact tokens, with the small trained models and without a pace")
-            place = Workplace(options.output / "exact", scratch / "exact")
-            place.scratch.mkdir()
-            found = exact.run(outcome.policies, place, terminal, options.streams[0].seed)
+            own = Workplace(options.output / "exact", place.scratch / "exact")
+            own.scratch.mkdir()
+            found = exact.run(outcome.policies, own, terminal, options.streams[0].seed)
             outcome = replace(outcome, exact=found)
     seconds = round(time.monotonic() - began, 1)
     document = {**facts, "seconds": seconds, **as_json(outcome)}
@@ -68,7 +66,7 @@ def run(options: DemoOptions, terminal: Terminal) -> DemoOutcome:
     return outcome
 
 
-def _paced(options: DemoOptions, scratch: Path, terminal: Terminal) -> DemoOutcome:
+def _paced(options: DemoOptions, place: Workplace, terminal: Terminal) -> DemoOutcome:
     stream, curves = options.streams[0], own_curves()
     pace = Pace(
         options.table, options.dilation or DILATIONS[0], gammas=GAMMAS,
@@ -84,7 +82,6 @@ def _paced(options: DemoOptions, scratch: Path, terminal: Terminal) -> DemoOutco
     order = _policies(oracles[0], neighbours=options.neighbours)
     terminal.heading("Starting: the real SGLang, with small dummy weights, at the table's pace")
     with ExitStack() as stack:
-        place = Workplace(options.output, scratch)
         harness = PacedHarness(place, terminal, stack, pace, stream.max_concurrency)
         harness.start(order)
         harness.find_dilation(order, fixed=options.dilation is not None)

@@ -16,6 +16,7 @@ from lab.cpu_engine.engine_command import adaptive_flags, eagle3_flags, server_c
 from lab.cpu_engine.forking import popen
 from lab.gpu_check.shapes import Device, ModelFolders, Shape
 from lab.gpu_check.small_engines import chain_captures
+from lab.harness.engine_environment import steered_by
 from lab.harness.engines import Engine, Workplace, launch_engine
 
 OFF, STATIC, PINNED, ADAPTIVE, STEERED = "off", "static", "pinned", "sglang-adaptive", "steered"
@@ -107,11 +108,9 @@ def environment(policy: str, setting: EngineSetting, address: str) -> dict[str, 
     shape = setting.shape
     if policy not in (PINNED, PINNED_NO_OVERLAP, STEERED):
         return {}
-    common = {"SPECULATION_SIDECAR": address, "SPECULATION_ENGINE_ID": policy}
     if policy != STEERED:
-        return common | {"SPECULATION_GAMMAS": f"0,{shape.static_gamma}"}
-    return common | {
-        "SPECULATION_GAMMAS": ",".join(map(str, shape.gammas)),
+        return steered_by(address, policy, (0, shape.static_gamma))
+    return steered_by(address, policy, shape.gammas) | {
         "SPECULATION_GRAPH_LIMITS": shape.graph_limits,
         "SPECULATION_DFLASH_MODEL_PATH": str(setting.models.dflash),
     }

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from controller.util.atomic_file import write_whole
@@ -81,8 +80,7 @@ def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
         save()
         (options.output / PRICE_FILE.name).unlink(missing_ok=True)
         with ExitStack() as stack:
-            folder = TemporaryDirectory(prefix="speculation-gpu-check-", ignore_cleanup_errors=True)
-            place = Workplace(options.output, Path(stack.enter_context(folder)))
+            place = stack.enter_context(Workplace.temporary(options.output, "gpu-check"))
             check = Check(options, scale, deadline, place, terminal, stack, document, save)
             for part in planned:
                 _run_part(check, part)

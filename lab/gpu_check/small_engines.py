@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from lab.cpu_engine.engine_command import MODELS, eagle3_flags, server_command
 from lab.gpu_check.shapes import Device, Scale
+from lab.harness.engine_environment import steered_by
 
 PLAIN, EXACT, NO_OVERLAP, LEARNING = "plain", "exact", "exact-no-overlap", "learning"
 PLAIN_BFLOAT16, EXACT_BFLOAT16 = "plain-bfloat16", "exact-bfloat16"
@@ -101,15 +102,17 @@ def environment(policy: str, address: str, device: Device) -> dict[str, str]:
     common = {} if is_bfloat16(policy) else dict(NO_TF32)
     if policy not in STEERED_SMALL:
         return common
-    common |= {"SPECULATION_SIDECAR": address, "SPECULATION_ENGINE_ID": policy}
     if policy == LEARNING:
-        few = f"0,1,{LEARNING_GAMMA}"
-        return common | {"SPECULATION_GAMMAS": few, "SPECULATION_ONLINE_UPDATES": "1"}
-    return common | {
-        "SPECULATION_GAMMAS": ",".join(map(str, gammas(device))),
-        "SPECULATION_DFLASH_MODEL_PATH": str(MODELS / "dflash"),
-        "SPECULATION_LOOKUP": "1",
-    }
+        learning = steered_by(address, policy, (0, 1, LEARNING_GAMMA))
+        return common | learning | {"SPECULATION_ONLINE_UPDATES": "1"}
+    return (
+        common
+        | steered_by(address, policy, gammas(device))
+        | {
+            "SPECULATION_DFLASH_MODEL_PATH": str(MODELS / "dflash"),
+            "SPECULATION_LOOKUP": "1",
+        }
+    )
 
 
 def compared_policies(device: Device, scale: Scale) -> tuple[str, ...]:

@@ -1,4 +1,6 @@
-"""Makes what the processes of an SGLang engine find in their environment.
+"""Makes what the processes of an engine find in their environment.
+
+Steering: the address of its sidecar, its name there, and its draft lengths.
 
 Plugins: SGLang finds them by the entry points of installed distributions.  The lab is in no wheel,
 so a run writes the metadata of a distribution into a folder on the engines' path.
@@ -9,7 +11,7 @@ the memory of the device is wanted for the next engine.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +22,16 @@ _WITHOUT = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_
 def without_crash_dumps(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that switch dumps off, but for those that the environment has."""
     return {name: value for name, value in _WITHOUT.items() if name not in environment}
+
+
+def steered_by(address: str, engine_id: str, gammas: Iterable[int] = ()) -> dict[str, str]:
+    """Returns the variables of an engine that a sidecar steers, by the name engine_id.
+
+    gammas: its draft lengths; none for those that the plugin chooses.
+    """
+    variables = {"SPECULATION_SIDECAR": address, "SPECULATION_ENGINE_ID": engine_id}
+    lengths = ",".join(map(str, gammas))
+    return variables | {"SPECULATION_GAMMAS": lengths} if lengths else variables
 
 
 def register_plugins(folder: Path, *modules: ModuleType) -> dict[str, str]:

@@ -4,11 +4,12 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Self
 
 from lab.harness.engine_environment import without_crash_dumps
 from lab.harness.errors import EngineFailedError, HarnessError
@@ -35,6 +36,14 @@ class Workplace:
 
     output: Path
     scratch: Path
+
+    @classmethod
+    @contextmanager
+    def temporary(cls, output: Path, name: str) -> Iterator[Self]:
+        """Makes the folders of the run of that name; `scratch` goes when the context ends."""
+        prefix = f"speculation-{name}-"
+        with TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as scratch:
+            yield cls(output, Path(scratch))
 
     @property
     def address(self) -> str:

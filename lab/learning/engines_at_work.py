@@ -13,6 +13,7 @@ from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.cpu_engine.pace.pacer import VARIABLE, Pace
 from lab.cpu_engine.pace.step_log import LoggedStep, await_log, read_log
 from lab.cpu_engine.pace.updates import UpdateCosts
+from lab.harness.engine_environment import steered_by
 from lab.harness.engines import (
     Engine,
     Workplace,
@@ -123,12 +124,7 @@ def running(  # noqa: PLR0913 - the parts differ in all of these
     scratch = setting.scratch / name
     scratch.mkdir()
     place = Workplace(setting.output, scratch)
-    variables = {
-        "SPECULATION_SIDECAR": place.address,
-        "SPECULATION_ENGINE_ID": ENGINE_ID,
-        "SPECULATION_GAMMAS": ",".join(map(str, gammas)),
-        **(engine or {}),
-    }
+    variables = steered_by(place.address, ENGINE_ID, gammas) | dict(engine or {})
     with ExitStack() as stack:
         client = stack.enter_context(SidecarHandle(place.address, ENGINE_ID))
         child = stack.enter_context(

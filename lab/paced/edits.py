@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import numpy as np
@@ -223,8 +222,8 @@ def run(options: EditsOptions, terminal: Terminal) -> EditsOutcome:
     edits = load_edits(MODELS)
     source = load_step_costs(TABLE, GAMMAS, lookup=True).source
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(TemporaryDirectory(prefix="speculation-edits-")))
-        harness = _Edits(Workplace(options.output, scratch), terminal, stack, options)
+        place = stack.enter_context(Workplace.temporary(options.output, "edits"))
+        harness = _Edits(place, terminal, stack, options)
         outcome = harness.play(edits)
         harness.stop()
     document = {

@@ -14,6 +14,7 @@ from lab.cpu_engine.engine_command import adaptive_flags, chain_flags, server_co
 from lab.cpu_engine.forking import popen
 from lab.cpu_engine.pace.pacer import VARIABLE, Pace
 from lab.cpu_engine.pace.step_costs import OWN, SECOND
+from lab.harness.engine_environment import steered_by
 from lab.harness.engines import Engine, Workplace, launch_engine
 
 OFF, ADAPTIVE, STEERED = "off", "sglang-adaptive", "steered"
@@ -147,13 +148,7 @@ def fresh_log(policy: str, place: Workplace) -> Path:
 
 def steering(policy: str, gammas: Sequence[int], place: Workplace) -> dict[str, str]:
     """Makes the variables of the plugin, none for an engine that is not steered."""
-    if not is_steered(policy):
-        return {}
-    return {
-        "SPECULATION_SIDECAR": place.address,
-        "SPECULATION_ENGINE_ID": policy,
-        "SPECULATION_GAMMAS": ",".join(map(str, gammas)),
-    }
+    return steered_by(place.address, policy, gammas) if is_steered(policy) else {}
 
 
 def launch(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from controller.util.atomic_file import write_whole
 from lab.cpu_engine.pace.pacer import Pace
 from lab.cpu_engine.pace.step_log import LoggedStep, await_log, read_log
 from lab.harness.engines import Harness, Workplace, launch_sidecar, measure_profile, wait_serving
@@ -252,10 +253,7 @@ class PacedHarness(StreamHarness):
         return tuple(self.setting.pace.curves or ("",))
 
     def _write_dilation(self) -> None:
-        self._dilation_file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._dilation_file.with_suffix(".new")
-        temporary.write_text(f"{self.dilation:g}")
-        temporary.replace(self._dilation_file)
+        write_whole(self._dilation_file, f"{self.dilation:g}".encode())
 
 
 def _needed(steps: Sequence[LoggedStep]) -> float:

@@ -72,6 +72,7 @@ _WEIGHT = 0.1
 # What a running average begins with, tokens.
 _EAGLE_FIRST, _LOOKUP_FIRST = 1.0, 0.3
 _CONTEXT_TOKENS = 500
+# Takes what EAGLE and the lookup would have had accepted, the match length and gamma.
 Step = Callable[[int, int, int, int], int]
 
 
@@ -227,9 +228,6 @@ class Means:
     def fresh(cls) -> "Means":
         """Returns means that count as a few steps each."""
         return cls([4.0, 4.0], [[0.5 * length, 4.0] for length in range(LONGEST_MATCH + 1)])
-
-
-"""Takes what EAGLE and the lookup would have had accepted, the match length and gamma."""
 
 
 def _seen(would: int, accepted: int, gamma: int, expected: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 from lab.cpu_engine.engine_command import MODELS
 from lab.cpu_engine.models.prompts import held_out_prompts
+from lab.harness.engine_environment import steered_by
 from lab.harness.engines import Workplace, launch_sidecar, wait_serving
 from lab.harness.sidecar import SidecarHandle
 from lab.vllm_engine.convert import convert_eagle3
@@ -51,7 +52,7 @@ def _play(scratch: Path) -> dict[str, dict[str, Any]]:
     with ExitStack() as stack:
         handle = stack.enter_context(SidecarHandle(place.address, ENGINE_ID))
         wait_serving(stack.enter_context(launch_sidecar(place)), handle)
-        variables = {"SPECULATION_SIDECAR": place.address, "SPECULATION_ENGINE_ID": ENGINE_ID}
+        variables = steered_by(place.address, ENGINE_ID)
         steered = drafting | {"num_speculative_tokens": LONGEST}
         found |= _run(scratch, "steered", steered, variables)
     return found

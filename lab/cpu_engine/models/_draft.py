@@ -26,6 +26,7 @@ _BLOCK_WINDOWS: Final = 6
 _BLOCK_LENGTH: Final = 192
 # Many blocks a window: the context is shared, and a block costs little beside it.
 _ANCHORS: Final = 40
+# Draft step j weighs this to the power j: it counts only once the earlier ones were accepted.
 STEP_DISCOUNT = 0.8
 
 
@@ -130,9 +131,6 @@ def block_agreement_by_domain(
         same = student.blocks(features, tokens, anchors).argmax(-1) == aims.argmax(-1)
         shares[domain] = [round(float(x), 3) for x in same.float().mean(dim=(0, 1))]
     return shares
-
-
-"""Draft step j weighs this to the power j: it counts only once the earlier ones were accepted."""
 
 
 @dataclass(frozen=True)

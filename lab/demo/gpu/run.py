@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from controller.core.engine_spec import Arm
@@ -89,8 +88,7 @@ def run(options: GpuDemoOptions, terminal: Terminal) -> dict[str, Any]:
     except OSError as error:
         raise HarnessError(f"nothing can be written to {options.output}: {error}") from error
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(TemporaryDirectory(prefix="speculation-demo-gpu-")))
-        place = Workplace(options.output, scratch)
+        place = stack.enter_context(Workplace.temporary(options.output, "demo-gpu"))
         try:
             _Day(options, place, terminal, stack, record).run()
         except BaseException as error:

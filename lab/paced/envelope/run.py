@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.pace.pacer import Pace
@@ -95,8 +94,8 @@ def run(options: EnvelopeOptions, terminal: Terminal) -> tuple[Point, ...]:
     points = list(options.kept)
     source = load_step_costs(TABLE, GAMMAS).source
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(TemporaryDirectory(prefix="speculation-envelope-")))
-        sweep = _Sweep(Workplace(options.output, scratch), terminal, stack, options)
+        place = stack.enter_context(Workplace.temporary(options.output, "envelope"))
+        sweep = _Sweep(place, terminal, stack, options)
         if options.missing:
             sweep.start((STEERED, OFF))
         for concurrency in options.missing:
