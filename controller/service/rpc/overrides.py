@@ -21,7 +21,6 @@ from controller.service.net.errors import (
     NoOverrideError,
     PolicyNotClearedError,
     UnknownEngineError,
-    abort,
 )
 from controller.service.net.limits import READS_WAITING, Turns
 from controller.service.rpc import store_messages
@@ -75,14 +74,11 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         ],
     ) -> policy_pb2.SetOverrideResponse:
         """Durable and in force here when it returns.  A dry run does all but the last step."""
-        try:
-            if request.dry_run:
-                if request.request_id:
-                    require_uuid(request.request_id)
-                return await self._set(request)
-            return await self._request_ids.once(request, lambda: self._set(request))
-        except SpeculationError as error:
-            await abort(context, error)
+        if request.dry_run:
+            if request.request_id:
+                require_uuid(request.request_id)
+            return await self._set(request)
+        return await self._request_ids.once(request, lambda: self._set(request))
 
     async def _set(self, request: policy_pb2.SetOverrideRequest) -> policy_pb2.SetOverrideResponse:
         request.override.from_file = False
@@ -124,10 +120,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         ],
     ) -> policy_pb2.ClearOverrideResponse:
         """Ended everywhere soon, here when it returns."""
-        try:
-            return await self._request_ids.once(request, lambda: self._clear(request))
-        except SpeculationError as error:
-            await abort(context, error)
+        return await self._request_ids.once(request, lambda: self._clear(request))
 
     async def _clear(
         self, request: policy_pb2.ClearOverrideRequest
@@ -185,10 +178,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         ],
     ) -> policy_pb2.GetOverrideResponse:
         """Returns what is in force here under an id, file-based policy too."""
-        try:
-            held = self._held(request.override_id)
-        except SpeculationError as error:
-            await abort(context, error)
+        held = self._held(request.override_id)
         return policy_pb2.GetOverrideResponse(held=held_to_proto(held))
 
     async def ListOverrides(
@@ -200,17 +190,14 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> policy_pb2.ListOverridesResponse:
         """Lists a page of the overrides in force here, and the state of the store."""
         held = {h.override.override_id: h for h in self._override_registry.held()}
-        try:
-            rows, token = await page_of(
-                self._turns,
-                held,
-                lambda name: held_to_proto(held[name]),
-                None,
-                request.page_size,
-                request.page_token,
-            )
-        except SpeculationError as error:
-            await abort(context, error)
+        rows, token = await page_of(
+            self._turns,
+            held,
+            lambda name: held_to_proto(held[name]),
+            None,
+            request.page_size,
+            request.page_token,
+        )
         return policy_pb2.ListOverridesResponse(
             overrides=rows,
             next_page_token=token,
@@ -226,14 +213,11 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         ],
     ) -> AsyncIterator[policy_pb2.WatchOverridesResponse]:
         """Streams changes until the client or the sidecar ends."""
-        try:
-            async with self._override_registry.watching() as changes:
-                async for change in changes:
-                    yield policy_pb2.WatchOverridesResponse(
-                        kind=_KINDS[change.kind], held=held_to_proto(change.held)
-                    )
-        except SpeculationError as error:
-            await abort(context, error)
+        async with self._override_registry.watching() as changes:
+            async for change in changes:
+                yield policy_pb2.WatchOverridesResponse(
+                    kind=_KINDS[change.kind], held=held_to_proto(change.held)
+                )
 
     async def QueryAudit(
         self,
@@ -243,16 +227,11 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         ],
     ) -> policy_pb2.QueryAuditResponse:
         """Returns records of the audit, the newest first."""
-        try:
-            limit, before = store_messages.limit_of(request), store_messages.position_of(request)
-            async with self._audit_turn:
-                # One more, to know whether there are more.
-                records = await self._override_registry.audit(
-                    limit + 1, request.override_id, before
-                )
-                return await store_messages.page_of(records, limit)
-        except SpeculationError as error:
-            await abort(context, error)
+        limit, before = store_messages.limit_of(request), store_messages.position_of(request)
+        async with self._audit_turn:
+            # One more, to know whether there are more.
+            records = await self._override_registry.audit(limit + 1, request.override_id, before)
+            return await store_messages.page_of(records, limit)
 
     async def _effects(
         self, of: Override, before: Sequence[Override], after: Sequence[Override]

@@ -33,7 +33,6 @@ from controller.service.net import callers
 from controller.service.net.errors import (
     NoSessionError,
     TooManyReportsError,
-    abort,
     kind_of,
     message_of,
 )
@@ -92,10 +91,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
         ],
     ) -> service_pb2.IntroduceResponse:
         """Opens a session."""
-        try:
-            session = await self._introductions.take(lambda: self._introduced(request))
-        except SpeculationError as error:
-            await abort(context, error)
+        session = await self._introductions.take(lambda: self._introduced(request))
         before = self._registry.received_in(request.previous_session_id)
         return service_pb2.IntroduceResponse(
             session_id=session.session_id,
@@ -117,15 +113,12 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
         context: grpc.aio.ServicerContext[service_pb2.SteerRequest, service_pb2.SteerResponse],
     ) -> None:
         """Reports in, plans out, until either side ends it."""
-        try:
-            first = await streams.first(context)
-            if first is None:
-                return
-            session = self._registry.by_token(first.session_id)
-            callers.require_engine(session.engine_id)
-            await _SteerStream(session, context, self._decisions, self._refusals).run(first)
-        except SpeculationError as error:
-            await abort(context, error)
+        first = await streams.first(context)
+        if first is None:
+            return
+        session = self._registry.by_token(first.session_id)
+        callers.require_engine(session.engine_id)
+        await _SteerStream(session, context, self._decisions, self._refusals).run(first)
 
     async def Decide(
         self,
@@ -133,13 +126,10 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
         context: grpc.aio.ServicerContext[service_pb2.DecideRequest, service_pb2.DecideResponse],
     ) -> service_pb2.DecideResponse:
         """One report in, the choice for its batch size out."""
-        try:
-            session = self._registry.by_token(request.session_id)
-            callers.require_engine(session.engine_id)
-            session.contact()
-            return _decide(session, request.report)
-        except SpeculationError as error:
-            await abort(context, error)
+        session = self._registry.by_token(request.session_id)
+        callers.require_engine(session.engine_id)
+        session.contact()
+        return _decide(session, request.report)
 
 
 def _decide(session: EngineSession, message: engine_pb2.StepReport) -> service_pb2.DecideResponse:
