@@ -3,11 +3,9 @@
 import time
 from dataclasses import asdict
 
-import grpc.aio
-
 import controller
 from controller.core.engine_spec import MAX_BATCH_SIZE
-from controller.service.net.errors import InvalidQuestionError
+from controller.service.net.errors import Context, InvalidQuestionError
 from controller.service.net.limits import Turns
 from controller.service.rpc.overrides import held_to_proto
 from controller.service.rpc.store_messages import health_to_proto
@@ -51,11 +49,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         self._started_at, self._started = time.time(), time.monotonic()
 
     async def ListEngines(
-        self,
-        request: service_pb2.ListEnginesRequest,
-        context: grpc.aio.ServicerContext[
-            service_pb2.ListEnginesRequest, service_pb2.ListEnginesResponse
-        ],
+        self, request: service_pb2.ListEnginesRequest, context: Context
     ) -> service_pb2.ListEnginesResponse:
         """A page of the sessions, by engine id, and the sidecar itself."""
         sessions = {session.engine_id: session for session in self._registry}
@@ -80,9 +74,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         )
 
     async def Explain(
-        self,
-        request: service_pb2.ExplainRequest,
-        context: grpc.aio.ServicerContext[service_pb2.ExplainRequest, service_pb2.ExplainResponse],
+        self, request: service_pb2.ExplainRequest, context: Context
     ) -> service_pb2.ExplainResponse:
         """The decision row of one engine at one batch size."""
         if request.batch_size > MAX_BATCH_SIZE:
@@ -110,11 +102,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         return explanation, explanation_to_proto(explanation)
 
     async def Overview(
-        self,
-        request: service_pb2.OverviewRequest,
-        context: grpc.aio.ServicerContext[
-            service_pb2.OverviewRequest, service_pb2.OverviewResponse
-        ],
+        self, request: service_pb2.OverviewRequest, context: Context
     ) -> service_pb2.OverviewResponse:
         """A page of the engines, each in one line."""
         lines = {line.engine_id: line for line in await self._status_cache.lines()}
@@ -131,11 +119,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         )
 
     async def ListFleet(
-        self,
-        request: service_pb2.ListFleetRequest,
-        context: grpc.aio.ServicerContext[
-            service_pb2.ListFleetRequest, service_pb2.ListFleetResponse
-        ],
+        self, request: service_pb2.ListFleetRequest, context: Context
     ) -> service_pb2.ListFleetResponse:
         """A page of the engines of all sidecars that share the store."""
         selection = await self._fleet_search.select(request.filter)

@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 
-import grpc.aio
-
 from controller.core.errors import SpeculationError, within
 from controller.core.planning.overrides import (
     MAX_AUTHOR_CHARACTERS,
@@ -16,6 +14,7 @@ from controller.core.planning.overrides import (
 )
 from controller.service.net.callers import calling
 from controller.service.net.errors import (
+    Context,
     ForbiddenError,
     NoEffectError,
     NoOverrideError,
@@ -67,11 +66,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         self._audit_turn = asyncio.Semaphore(1)
 
     async def SetOverride(
-        self,
-        request: policy_pb2.SetOverrideRequest,
-        context: grpc.aio.ServicerContext[
-            policy_pb2.SetOverrideRequest, policy_pb2.SetOverrideResponse
-        ],
+        self, request: policy_pb2.SetOverrideRequest, context: Context
     ) -> policy_pb2.SetOverrideResponse:
         """Durable and in force here when it returns.  A dry run does all but the last step."""
         if request.dry_run:
@@ -113,11 +108,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         )
 
     async def ClearOverride(
-        self,
-        request: policy_pb2.ClearOverrideRequest,
-        context: grpc.aio.ServicerContext[
-            policy_pb2.ClearOverrideRequest, policy_pb2.ClearOverrideResponse
-        ],
+        self, request: policy_pb2.ClearOverrideRequest, context: Context
     ) -> policy_pb2.ClearOverrideResponse:
         """Ended everywhere soon, here when it returns."""
         return await self._request_ids.once(request, lambda: self._clear(request))
@@ -171,22 +162,14 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         )
 
     async def GetOverride(
-        self,
-        request: policy_pb2.GetOverrideRequest,
-        context: grpc.aio.ServicerContext[
-            policy_pb2.GetOverrideRequest, policy_pb2.GetOverrideResponse
-        ],
+        self, request: policy_pb2.GetOverrideRequest, context: Context
     ) -> policy_pb2.GetOverrideResponse:
         """Returns what is in force here under an id, file-based policy too."""
         held = self._held(request.override_id)
         return policy_pb2.GetOverrideResponse(held=held_to_proto(held))
 
     async def ListOverrides(
-        self,
-        request: policy_pb2.ListOverridesRequest,
-        context: grpc.aio.ServicerContext[
-            policy_pb2.ListOverridesRequest, policy_pb2.ListOverridesResponse
-        ],
+        self, request: policy_pb2.ListOverridesRequest, context: Context
     ) -> policy_pb2.ListOverridesResponse:
         """Lists a page of the overrides in force here, and the state of the store."""
         held = {h.override.override_id: h for h in self._override_registry.held()}
@@ -206,11 +189,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         )
 
     async def WatchOverrides(
-        self,
-        request: policy_pb2.WatchOverridesRequest,
-        context: grpc.aio.ServicerContext[
-            policy_pb2.WatchOverridesRequest, policy_pb2.WatchOverridesResponse
-        ],
+        self, request: policy_pb2.WatchOverridesRequest, context: Context
     ) -> AsyncIterator[policy_pb2.WatchOverridesResponse]:
         """Streams changes until the client or the sidecar ends."""
         async with self._override_registry.watching() as changes:
@@ -220,11 +199,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
                 )
 
     async def QueryAudit(
-        self,
-        request: policy_pb2.QueryAuditRequest,
-        context: grpc.aio.ServicerContext[
-            policy_pb2.QueryAuditRequest, policy_pb2.QueryAuditResponse
-        ],
+        self, request: policy_pb2.QueryAuditRequest, context: Context
     ) -> policy_pb2.QueryAuditResponse:
         """Returns records of the audit, the newest first."""
         limit, before = store_messages.limit_of(request), store_messages.position_of(request)

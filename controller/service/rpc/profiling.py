@@ -9,7 +9,7 @@ import structlog
 from controller.core.cost.profile import Profile
 from controller.core.errors import within
 from controller.service.net import callers
-from controller.service.net.errors import InvalidMeasurementError, NoMatchingEngineError
+from controller.service.net.errors import Context, InvalidMeasurementError, NoMatchingEngineError
 from controller.service.net.limits import Turns
 from controller.service.rpc import streams
 from controller.service.rpc.request_ids import RequestIds
@@ -81,11 +81,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
                 _log.info("measurement_ended", engine=session.engine_id)
 
     async def InstallProfile(
-        self,
-        request: service_pb2.InstallProfileRequest,
-        context: grpc.aio.ServicerContext[
-            service_pb2.InstallProfileRequest, service_pb2.InstallProfileResponse
-        ],
+        self, request: service_pb2.InstallProfileRequest, context: Context
     ) -> service_pb2.InstallProfileResponse:
         """Keeps the profile, and uses it for every engine with its fingerprint."""
         return await self._request_ids.once(request, lambda: self._install(request))
@@ -117,11 +113,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         return service_pb2.InstallProfileResponse(profile_id=profile.profile_id, engine_ids=engines)
 
     async def PushProfile(
-        self,
-        request: service_pb2.PushProfileRequest,
-        context: grpc.aio.ServicerContext[
-            service_pb2.PushProfileRequest, service_pb2.PushProfileResponse
-        ],
+        self, request: service_pb2.PushProfileRequest, context: Context
     ) -> service_pb2.PushProfileResponse:
         """Keeps a profile for pods that boot, and for engines here that have none."""
         return await self._request_ids.once(request, lambda: self._push(request))
@@ -142,11 +134,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
             return await cancellation.finish(asyncio.to_thread(_profile_of, text))
 
     async def ListProfiles(
-        self,
-        request: service_pb2.ListProfilesRequest,
-        context: grpc.aio.ServicerContext[
-            service_pb2.ListProfilesRequest, service_pb2.ListProfilesResponse
-        ],
+        self, request: service_pb2.ListProfilesRequest, context: Context
     ) -> service_pb2.ListProfilesResponse:
         """A page of the identities, the one whose measurements are the newest first."""
         found = {_place(summary): summary for summary in await self._fleet.listed()}
@@ -180,11 +168,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         return found
 
     async def GetProfile(
-        self,
-        request: service_pb2.GetProfileRequest,
-        context: grpc.aio.ServicerContext[
-            service_pb2.GetProfileRequest, service_pb2.GetProfileResponse
-        ],
+        self, request: service_pb2.GetProfileRequest, context: Context
     ) -> service_pb2.GetProfileResponse:
         """Returns a profile by its id, or the one that fits an engine of this sidecar."""
         if request.engine_id:
