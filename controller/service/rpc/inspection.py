@@ -24,10 +24,9 @@ from controller.service.status.paging import ROWS_MAX, page_of
 from controller.service.status.readiness import Readiness, ServiceHealth
 from controller.service.status.status_cache import StatusCache
 from controller.wire.engines import engine_to_proto
-from controller.wire.explanations import explanation_to_proto
+from controller.wire.explanations import explanation_to_proto, warning_to_proto
 from controller.wire.plans import plan_to_proto
 from controller.wire.reports import report_to_proto
-from controller.wire.warnings import warning_to_proto
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 
 

@@ -10,7 +10,7 @@ from controller.core.engine.explanation import Explanation, PositionEstimate
 from controller.service.sessions.active_overrides import ActiveOverride
 from controller.service.sessions.session import EngineSession
 from controller.service.status.engine_snapshot import EngineSnapshot
-from controller.wire.capabilities import lost_text, lost_to_proto
+from controller.wire.engines import lost_text, lost_to_proto
 from controller.wire.override_text import rule_text, scope_text
 from controller.wire.overrides import override_to_proto
 

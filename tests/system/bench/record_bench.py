@@ -18,7 +18,7 @@ from controller.core.engine.engine_controller import EngineController
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 from controller.core.training.selective_training import TrainingSettings
-from controller.recording.event_log import QUEUE_MAX
+from controller.recording.recorded_controller import QUEUE_MAX
 from controller.recording.recorder import Recorder
 from tests.support.virtual_engine import engine_spec, gpu_like, make, profile_of
 from tests.system.bench.measurement import RATIO, Measurement, run

@@ -43,7 +43,7 @@ def test_the_layers_hold(tree: Path):
 @pytest.mark.parametrize(
     ("module", "line", "contract"),
     [
-        ("controller/core/clock.py", "from controller.wire import training", "sidecar"),
+        ("controller/core/clock.py", "from controller.wire import reports", "sidecar"),
         ("controller/core/cost/prior.py", "import grpc", "numpy"),
         ("controller/recording/frames.py", "import controller.service.server", "sidecar"),
         ("controller/profiling/fit.py", "import controller.service.server", "sidecar"),

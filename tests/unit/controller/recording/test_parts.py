@@ -10,13 +10,13 @@ from controller.core.engine_spec import Arm
 from controller.core.plan import Probe
 from controller.core.step_report import StepReport
 from controller.recording.counterfactual import _as_of, _is_unseen
-from controller.recording.event_log import EventLog, Queue
-from controller.recording.events import Moment, Noted, NoteKind
-from controller.recording.incident_plots import plain
+from controller.recording.incident_report import plain
+from controller.recording.recorded_controller import EventLog, Queue
 from controller.report.figures import new_figure, svg
 from controller.report.page import time_text
+from speculation.v1 import record_pb2
 
-NOTE = Moment(1.0, Noted(NoteKind.STREAM_OPENED))
+NOTE = record_pb2.Record(note=record_pb2.RecordNote(kind=record_pb2.RECORD_NOTE_KIND_STREAM_OPENED))
 
 
 def test_a_broken_tape_takes_nothing_before_an_opening_even_where_there_is_room():
