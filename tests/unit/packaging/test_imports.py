@@ -45,7 +45,7 @@ def test_the_layers_hold(tree: Path):
     [
         ("controller/core/clock.py", "from controller.wire import reports", "sidecar"),
         ("controller/core/cost/prior.py", "import grpc", "numpy"),
-        ("controller/recording/frames.py", "import controller.service.server", "sidecar"),
+        ("controller/recording/segments.py", "import controller.service.server", "sidecar"),
         ("controller/profiling/fit.py", "import controller.service.server", "sidecar"),
         ("controller/service/net/limits.py", "import controller.service.rpc.streams", "service"),
         ("controller/simulation/engine.py", "import controller.simulation.peers.static", "simulat"),
