@@ -47,8 +47,8 @@ from speculation.v1 import engine_pb2, record_pb2
 
 # Events of all sessions between two rounds of the recorder's thread: seconds of a busy fleet.
 QUEUE_MAX: Final = 20_000
-# A record, or what makes it: the recorder's thread does what takes a while.
-Event: TypeAlias = record_pb2.Record | Callable[[], record_pb2.Record]
+# Makes the record of what happened, of values that do not change: on the recorder's thread.
+Event: TypeAlias = Callable[[], record_pb2.Record]
 Queue = deque[tuple["EventLog", Event]]
 # Of an override by id: Unix seconds, None without an end or if unknown.
 EndOf = Callable[[str], float | None]
@@ -189,14 +189,13 @@ class RecordedController(EngineController):
             # Half of it may be folded: nobody could do that again.
             self._event_log.break_off()
             raise
-        record = record_pb2.Record(clock_seconds=self._time.now())
-        told = record.report
-        told.CopyFrom(report_to_proto(report) if message is None else message)
-        # What the core was told may differ from what the engine said in these two.
-        told.plan_epoch, told.probe_id = report.plan_epoch, report.probe_id
+        if message is None:
+            message = report_to_proto(report)
         # A recording has no room for what an engine may add without end.
-        told.DiscardUnknownFields()
-        self._put(record)
+        message.DiscardUnknownFields()
+        # Bytes are kept, since a part of a message would keep the whole message that it came in.
+        seconds, packed = self._time.now(), message.SerializeToString()
+        self._put(lambda: _reported(seconds, packed, report))
 
     def set_overrides(self, overrides: Iterable[Override]) -> bool:
         """Records the overrides if they changed, or if one of them ends later."""
@@ -205,7 +204,7 @@ class RecordedController(EngineController):
         terms = self._terms_now()
         if changed or not _same_ends(terms, self._terms):
             self._terms = terms
-            self._put_later("overrides", lambda: _terms_to_proto(terms))
+            self._record("overrides", lambda: _terms_to_proto(terms))
         return changed
 
     def lose(self, losses: Iterable[LostCapability]) -> tuple[LostCapability, ...]:
@@ -213,7 +212,7 @@ class RecordedController(EngineController):
         self._begin()
         news = super().lose(losses)
         if news:
-            self._put_later("loss", lambda: record_pb2.RecordLoss(lost=map(lost_to_proto, news)))
+            self._record("loss", lambda: record_pb2.RecordLoss(lost=map(lost_to_proto, news)))
         return news
 
     def next_plan(self) -> Plan | None:
@@ -222,7 +221,7 @@ class RecordedController(EngineController):
         before = self._evaluated_at
         plan = super().next_plan()
         if plan is not None or self._evaluated_at != before:
-            self._put_later(
+            self._record(
                 "decision",
                 lambda: record_pb2.RecordDecision(
                     plan=None if plan is None else plan_to_proto(plan)
@@ -234,14 +233,14 @@ class RecordedController(EngineController):
         """Records the forced arm and its plan."""
         self._begin()
         plan = super().force(arm)
-        self._put_later("force", lambda: _force_to_proto(arm, plan))
+        self._record("force", lambda: _force_to_proto(arm, plan))
         return plan
 
     def last_plan(self, lease_seconds: float) -> Plan:
         """Records the last plan."""
         self._begin()
         plan = super().last_plan(lease_seconds)
-        self._put_later(
+        self._record(
             "parting",
             lambda: record_pb2.RecordParting(lease_seconds=lease_seconds, plan=plan_to_proto(plan)),
         )
@@ -252,7 +251,7 @@ class RecordedController(EngineController):
         self._begin()
         super().use_settings(settings, training)
         self._training_settings = training
-        self._put_later(
+        self._record(
             "settings", lambda: record_pb2.RecordSettings(**_constants(settings, training))
         )
 
@@ -261,14 +260,14 @@ class RecordedController(EngineController):
         self._begin()
         super().use_profile(profile)
         self._profile = profile
-        self._put_later("profile", lambda: record_pb2.RecordProfile(profile_json=profile.to_json()))
+        self._record("profile", lambda: record_pb2.RecordProfile(profile_json=profile.to_json()))
 
     def begin_from(self, beliefs: Iterable[Belief], where: str) -> None:
         """Records the estimates that were taken over."""
         self._begin()
         known = tuple(beliefs)
         super().begin_from(known, where)
-        self._put_later(
+        self._record(
             "warm_start",
             lambda: record_pb2.RecordWarmStart(beliefs_json=warm_start.to_json(known), where=where),
         )
@@ -278,13 +277,13 @@ class RecordedController(EngineController):
     ) -> None:
         """Something that the core is not told, for people.  count: of reports that were lost."""
         self._begin()
-        self._put_later("note", lambda: record_pb2.RecordNote(kind=kind, count=count, text=text))
+        self._record("note", lambda: record_pb2.RecordNote(kind=kind, count=count, text=text))
         if kind == record_pb2.RECORD_NOTE_KIND_ENDED:
             self._event_log.over = True
 
-    def _put_later(self, kind: str, make: Callable[[], Message]) -> None:
-        """Records what is made later, of values that do not change.  kind: the record's field."""
-        self._put(_later(self._time.now(), kind, make))
+    def _record(self, kind: str, make: Callable[[], Message]) -> None:
+        """Records what `make` will make.  kind: the record's field."""
+        self._put(_event(self._time.now(), kind, make))
 
     def _put(self, event: Event) -> None:
         self._event_log.put(event)
@@ -295,9 +294,9 @@ class RecordedController(EngineController):
         now, event_log = self._time.read(), self._event_log
         training = self._training_now()
         if training is not None and training != self._told_training and not event_log.broken:
-            self._put_later("training", lambda: _training_to_proto(*training))
+            self._record("training", lambda: _training_to_proto(*training))
         if event_log.can_open:
-            event_log.open(_later(now, "opening", self._opening()))
+            event_log.open(_event(now, "opening", self._opening()))
             self._told_training = training
 
     def _terms_now(self) -> _Terms:
@@ -336,14 +335,18 @@ class RecordedController(EngineController):
         return make
 
 
-def _later(seconds: float, kind: str, make: Callable[[], Message]) -> Event:
+def _event(seconds: float, kind: str, make: Callable[[], Message]) -> Event:
     # One of the fields of the oneof, by name: types cannot follow.
     record: Any = record_pb2.Record
     return lambda: record(clock_seconds=seconds, **{kind: make()})
 
 
-def _decision_to_proto(plan: Plan | None) -> record_pb2.RecordDecision:
-    return record_pb2.RecordDecision(plan=None if plan is None else plan_to_proto(plan))
+def _reported(seconds: float, packed: bytes, report: StepReport) -> record_pb2.Record:
+    """The report as it came, but for the plan and the probe that the core took it to follow."""
+    record = record_pb2.Record(clock_seconds=seconds)
+    record.report.MergeFromString(packed)
+    record.report.plan_epoch, record.report.probe_id = report.plan_epoch, report.probe_id
+    return record
 
 
 def _force_to_proto(arm: Arm | None, plan: Plan) -> record_pb2.RecordForce:

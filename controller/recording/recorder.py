@@ -157,7 +157,7 @@ class Recorder:
         """An opening begins a segment; everything else is added to the present one."""
         records: list[record_pb2.Record] = []
         for i, event in enumerate(events, 1):
-            record = event() if callable(event) else event
+            record = event()
             if record.HasField("opening"):
                 self._append(event_log, records)
                 self._begin(event_log, record)
