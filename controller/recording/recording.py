@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from controller.core.acceptance import warm_start
 from controller.core.cost.profile import Profile
@@ -41,7 +41,7 @@ _DECIDING = frozenset({"decision", "force", "parting"})
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a core is made of at the beginning of a segment, converted from `message`."""
+    """Holds what a core is made of at the beginning of a segment, converted from `message`."""
 
     message: record_pb2.RecordOpening
     spec: EngineSpec
@@ -85,7 +85,7 @@ class Moment:
 
         Raises SpeculationError for what the core refuses.
         """
-        found = _KINDS[self.kind][0](core, *self.told)
+        found = _KINDS[self.kind].tell(core, *self.told)
         return found if isinstance(found, Plan) else None
 
 
@@ -96,7 +96,7 @@ def moment_of(record: record_pb2.Record) -> Moment | None:
         _check_time(record.clock_seconds)
         if kind is None or (kind == "note" and record.note.kind not in _NOTE_KINDS):
             return None
-        return Moment(record, kind, _KINDS[kind][1](getattr(record, kind)))
+        return Moment(record, kind, _KINDS[kind].read(getattr(record, kind)))
     except RecordingError:
         raise
     except SpeculationError as error:
@@ -165,26 +165,30 @@ def _nothing(*_: object) -> tuple[()]:
     return ()
 
 
-# By kind of record: what it does to a core, and the arguments for that.
-_KINDS: Final[Mapping[str, tuple[Callable[..., object], Callable[[Any], tuple[Any, ...]]]]] = {
-    "opening": (_nothing, lambda message: (_opening(message),)),
-    "report": (EngineController.observe, lambda message: (report_from_proto(message),)),
-    "decision": (EngineController.next_plan, _nothing),
-    "force": (EngineController.force, _force),
-    "settings": (EngineController.use_settings, _settings),
-    "parting": (
-        EngineController.last_plan,
-        lambda message: (_check_time(message.lease_seconds),),
+class _Kind(NamedTuple):
+    """How a core is told of a kind of record, and how the arguments for that are read from it."""
+
+    tell: Callable[..., object]
+    read: Callable[[Any], tuple[Any, ...]]
+
+
+_KINDS: Final = {
+    "opening": _Kind(_nothing, lambda message: (_opening(message),)),
+    "report": _Kind(EngineController.observe, lambda message: (report_from_proto(message),)),
+    "decision": _Kind(EngineController.next_plan, _nothing),
+    "force": _Kind(EngineController.force, _force),
+    "settings": _Kind(EngineController.use_settings, _settings),
+    "parting": _Kind(
+        EngineController.last_plan, lambda message: (_check_time(message.lease_seconds),)
     ),
-    "overrides": (EngineController.set_overrides, lambda message: (_overrides(message),)),
-    "loss": (EngineController.lose, lambda message: (all_lost_from_proto(message.lost),)),
-    "profile": (
-        EngineController.use_profile,
-        lambda message: (Profile.from_json(message.profile_json),),
+    "overrides": _Kind(EngineController.set_overrides, lambda message: (_overrides(message),)),
+    "loss": _Kind(EngineController.lose, lambda message: (all_lost_from_proto(message.lost),)),
+    "profile": _Kind(
+        EngineController.use_profile, lambda message: (Profile.from_json(message.profile_json),)
     ),
-    "warm_start": (EngineController.begin_from, _warm_start),
-    "training": (_train, _training),
-    "note": (_nothing, _nothing),
+    "warm_start": _Kind(EngineController.begin_from, _warm_start),
+    "training": _Kind(_train, _training),
+    "note": _Kind(_nothing, _nothing),
 }
 
 

@@ -1,4 +1,4 @@
-"""Segments: their bytes, and the ring of them on disk.
+"""Packs records into segments, and keeps a ring of segments on disk.
 
 A segment is a line that says what it is, then checked frames of deflated blocks:
 
