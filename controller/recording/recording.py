@@ -166,7 +166,7 @@ def _nothing(*_: object) -> tuple[()]:
 
 
 class _Kind(NamedTuple):
-    """How a core is told of a kind of record, and how the arguments for that are read from it."""
+    """Names the core's method for a kind of record, and reads its arguments from the record."""
 
     tell: Callable[..., object]
     read: Callable[[Any], tuple[Any, ...]]
