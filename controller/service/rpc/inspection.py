@@ -18,10 +18,14 @@ from controller.service.views.paging import ROWS_MAX, page_of
 from controller.service.views.readiness import Readiness, ServiceHealth
 from controller.service.views.status_cache import StatusCache
 from controller.wire.engines import engine_to_proto
-from controller.wire.explanations import Explanation, explain, explanation_to_proto
+from controller.wire.explanations import (
+    Explanation,
+    explain,
+    explanation_to_proto,
+    warning_to_proto,
+)
 from controller.wire.plans import plan_to_proto
 from controller.wire.reports import report_to_proto
-from controller.wire.warnings import warning_to_proto
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 
 

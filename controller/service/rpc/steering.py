@@ -28,7 +28,6 @@ from controller.core.errors import (
     within,
 )
 from controller.core.plan import Plan
-from controller.recording.events import NoteKind
 from controller.service.net import callers
 from controller.service.net.errors import (
     NoSessionError,
@@ -43,11 +42,10 @@ from controller.service.sessions.counters import COUNT_MAX, Received
 from controller.service.sessions.engine_identity import EngineIdentity
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
-from controller.wire.capabilities import all_lost_from_proto
-from controller.wire.engines import engine_from_proto
+from controller.wire.engines import all_lost_from_proto, engine_from_proto
 from controller.wire.plans import plan_to_proto, reason_to_proto
 from controller.wire.reports import report_from_proto
-from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
+from speculation.v1 import engine_pb2, record_pb2, service_pb2, service_pb2_grpc
 
 # Introductions that may wait: as many as there may be engines.
 _INTRODUCTIONS_WAITING: Final = 1024
@@ -136,7 +134,7 @@ def _decide(session: EngineSession, message: engine_pb2.StepReport) -> service_p
     try:
         with within("report"):
             report = session.unary.identify(report_from_proto(message))
-            session.observe(report)
+            session.observe(report, message)
     except InvalidReportError as error:
         session.reject(error)
         raise
@@ -189,7 +187,7 @@ class _SteerStream:
         session = self._session
         session.stream, session.received = self, self._received
         session.ring()
-        session.note(NoteKind.STREAM_OPENED)
+        session.note(record_pb2.RECORD_NOTE_KIND_STREAM_OPENED)
         _log.info("stream_opened", engine=session.engine_id, peer=self._context.peer())
         lease = session.plan.lease_seconds
         look_seconds = min(lease / _LOOKS_PER_LEASE, _LOOK_SECONDS_MAX)
@@ -203,7 +201,7 @@ class _SteerStream:
         finally:
             if session.stream is self:
                 session.stream = None
-            session.note(NoteKind.STREAM_CLOSED)
+            session.note(record_pb2.RECORD_NOTE_KIND_STREAM_CLOSED)
             _log.info("stream_closed", engine=session.engine_id)
 
     async def _write(self, reader: asyncio.Task[None]) -> None:
@@ -348,7 +346,7 @@ class _SteerStream:
     def _fold(self, message: engine_pb2.StepReport) -> None:
         self._received.reports += 1
         try:
-            self._session.observe(report_from_proto(message))
+            self._session.observe(report_from_proto(message), message)
         except InvalidReportError as error:
             self._session.reject(error)
             self._refuse(message.step, error)

@@ -21,7 +21,7 @@ from controller.service.sessions.engine_identity import EngineIdentity
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
 from controller.service.state.training_state import TrainingStateFiles
-from controller.wire.training import result_from_proto
+from controller.wire.reports import result_from_proto
 from speculation.v1 import training_pb2, training_pb2_grpc
 
 _Context: TypeAlias = grpc.aio.ServicerContext[
