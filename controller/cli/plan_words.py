@@ -14,9 +14,9 @@ def counted(number: int, one: str, several: str) -> str:
 
 def lost_text(lost: "Iterable[engine_pb2.LostCapability]") -> str:
     """A line for everything that the engine can no longer do."""
-    from controller.wire import capabilities
+    from controller.wire import engines
 
-    return "".join(f"{capabilities.lost_text(loss)}\n" for loss in lost)
+    return "".join(f"{engines.lost_text(loss)}\n" for loss in lost)
 
 
 def warnings_text(warnings: "Iterable[service_pb2.EngineWarning]") -> str:

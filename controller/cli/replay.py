@@ -103,7 +103,7 @@ def _constant(text: str) -> tuple[str, object]:
     from dataclasses import fields
 
     from controller.core.settings import PlannerSettings
-    from controller.recording.errors import RecordingError
+    from controller.recording.segments import RecordingError
 
     name, _, value = text.partition("=")
     kinds: dict[str, Any] = {field.name: field.type for field in fields(PlannerSettings)}
@@ -119,7 +119,7 @@ def _constant(text: str) -> tuple[str, object]:
 
 def _profile(path: Path) -> "Profile":
     from controller.core.cost.profile import Profile
-    from controller.recording.errors import RecordingError
+    from controller.recording.segments import RecordingError
 
     try:
         return Profile.from_json(path.read_text(encoding="utf-8"))

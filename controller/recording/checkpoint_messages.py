@@ -6,7 +6,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from controller.core.engine.checkpoint import Chosen, Tree, Typed
-from controller.recording.errors import RecordingError
+from controller.recording.segments import RecordingError
 from speculation.v1 import record_pb2
 
 _Value = record_pb2.StateValue

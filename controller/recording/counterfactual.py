@@ -22,16 +22,9 @@ from controller.core.errors import SpeculationError
 from controller.core.plan import Plan, Reason
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
-from controller.recording.errors import RecordingError
-from controller.recording.events import (
-    Configured,
-    Forced,
-    Moment,
-    Opening,
-    Profiled,
-    Reported,
-)
+from controller.recording.recording import Moment, Opening
 from controller.recording.replay import ReplayClock, guarded, rebuilt
+from controller.recording.segments import RecordingError
 
 # A position with fewer sequences behind it was as good as never seen.
 _SEEN_EXPOSURES = 8.0
@@ -166,19 +159,21 @@ class Counterfactual:
 
     def before(self, moment: Moment, wall_seconds: float, core: EngineController) -> None:
         """Compares what both would run in the step, then tells the other of it."""
-        other, event = self._other, moment.event
+        other = self._other
         assert other is not None
         self._clock.set(moment.seconds)
-        told = event
-        if isinstance(event, Reported):
-            self._compare(event.report, wall_seconds, core, other)
-            told = Reported(_as_of(event.report, other))
-        elif isinstance(event, Forced):
-            self._at = None
-        elif isinstance(event, Configured):
-            told = Configured(self._change.settings(event.planner), event.training)
-        if not (isinstance(event, Profiled) and self._change.profile is not None):
-            guarded(other, told, "the other choice")
+        match moment.kind:
+            case "report":
+                [report] = moment.told
+                self._compare(report, wall_seconds, core, other)
+                moment = replace(moment, told=(_as_of(report, other),))
+            case "force":
+                self._at = None
+            case "settings":
+                planner, training = moment.told
+                moment = replace(moment, told=(self._change.settings(planner), training))
+        if not (moment.kind == "profile" and self._change.profile is not None):
+            guarded(other, moment, "the other choice")
 
     def _compare(
         self, report: StepReport, wall: float, core: EngineController, other: EngineController

@@ -4,19 +4,25 @@ from collections.abc import Iterator
 from html import escape
 
 import numpy as np
+from numpy.typing import NDArray
 
 import controller
 from controller.core.engine_spec import Arm
-from controller.recording.events import NoteKind
-from controller.recording.html_page import Cell, Marked, page, table, time_text
-from controller.recording.incident_plots import timeline
+from controller.recording.html_page import Cell, Marked, new_figure, page, svg, table, time_text
 from controller.recording.replay import ReplayVerdict
 from controller.recording.window import Began, Window, changed_constants
 from controller.wire.override_text import rule_text, scope_text
-from controller.wire.overrides import override_to_proto
+from speculation.v1 import record_pb2
 
+_DROPPED = record_pb2.RECORD_NOTE_KIND_DROPPED
+_REJECTED = record_pb2.RECORD_NOTE_KIND_REJECTED
 # Rows of a long table, the newest.
 _ROWS_MAX = 300
+# Stretches of equal time whose means a plot shows.
+_POINTS = 400
+_COLOURS = (
+    "#0b6e4f", "#c8553d", "#4062bb", "#e0a030", "#8d5a97", "#59a5d8", "#7a7a7a", "#b8c04a",
+)  # fmt: skip
 
 
 def render_ticket(window: Window, verdict: ReplayVerdict) -> str:
@@ -76,15 +82,14 @@ def _overrides(window: Window) -> str:
         return "<p>None held in this window.</p>"
     rows = []
     for spell in window.spells[-_ROWS_MAX:]:
-        override, ends = spell.term.override, spell.term.ends_at
-        message = override_to_proto(override)
+        term, override = spell.term, spell.term.override
         rows.append(
             (
-                override.override_id, override.author, override.reason, scope_text(message),
-                rule_text(message),
+                override.override_id, override.author, override.reason, scope_text(override),
+                rule_text(override),
                 "before" if spell.began_at is None else time_text(spell.began_at),
                 "still holds" if spell.ended_at is None else time_text(spell.ended_at),
-                "never, or unknown" if ends is None else time_text(ends),
+                time_text(term.ends_at) if term.HasField("ends_at") else "never, or unknown",
             )
         )  # fmt: skip
     head = ("id", "author", "reason", "scope", "demands", "from", "until", "would expire")
@@ -96,8 +101,12 @@ def _trouble(window: Window, verdict: ReplayVerdict) -> str:
     alone = sum(stretch.steps for stretch in window.alone)
     for name, count, detail in (
         ("steps without a valid lease", alone, f"{len(window.alone)} stretches"),
-        ("reports lost on the engine's side", window.noted[NoteKind.DROPPED], ""),
-        ("reports refused", window.noted[NoteKind.REJECTED], _refusals(window)),
+        (
+            "reports lost on the engine's side",
+            window.noted[record_pb2.RECORD_NOTE_KIND_DROPPED],
+            "",
+        ),
+        ("reports refused", window.noted[record_pb2.RECORD_NOTE_KIND_REJECTED], _refusals(window)),
         ("records that the sidecar could not keep", verdict.lost, ""),
         ("gaps in the recording", len(verdict.gaps), "; ".join(map(": ".join, verdict.gaps[:5]))),
     ):
@@ -114,7 +123,7 @@ def _trouble(window: Window, verdict: ReplayVerdict) -> str:
 
 
 def _refusals(window: Window) -> str:
-    texts = [note.text for _, note in window.notes if note.kind is NoteKind.REJECTED]
+    texts = [note.text for _, note in window.notes if note.kind == _REJECTED]
     return "; ".join(list(dict.fromkeys(texts))[:3])
 
 
@@ -126,14 +135,14 @@ def _prices(window: Window) -> str:
     rows = []
     for i in sorted(range(len(window.arms)), key=lambda i: _order(window.arms[i])):
         mine = arms == i
-        plain = mine & usual
+        counted = mine & usual
         priced: tuple[str, ...] = ("-", "-", "-", "-")
-        if plain.any():
-            off = np.abs(seconds[plain] / predicted[plain] - 1)
+        if counted.any():
+            off = np.abs(seconds[counted] / predicted[counted] - 1)
             priced = (
-                f"{1e3 * np.median(predicted[plain]):.3f}",
-                f"{1e3 * np.median(seconds[plain]):.3f}",
-                f"{np.median(seconds[plain] / predicted[plain]):.3f}",
+                f"{1e3 * np.median(predicted[counted]):.3f}",
+                f"{1e3 * np.median(seconds[counted]):.3f}",
+                f"{np.median(seconds[counted] / predicted[counted]):.3f}",
                 f"{np.median(off):.1%}",
             )
         gain = tokens[mine].sum() / max(decoded[mine].sum(), 1)
@@ -208,10 +217,15 @@ def _plans(window: Window) -> str:
 
 def _log(window: Window) -> str:
     notes = [
-        (wall, f"{note.kind.value} {note.count or ''} {note.text}") for wall, note in window.notes
+        (wall, f"{_kind_text(note)} {note.count or ''} {note.text}") for wall, note in window.notes
     ]
     rows = [(time_text(wall), text) for wall, text in sorted([*notes, *window.inputs])]
     return table(("when", "what"), rows[-_ROWS_MAX:], label="log")
+
+
+def _kind_text(note: record_pb2.RecordNote) -> str:
+    name = record_pb2.RecordNoteKind.Name(note.kind)
+    return name.removeprefix("RECORD_NOTE_KIND_").lower().replace("_", " ")
 
 
 def _details(title: str, body: str) -> str:
@@ -224,3 +238,85 @@ def _arm(arm: Arm) -> str:
 
 def _order(arm: Arm) -> tuple[str, int]:
     return arm.drafter, arm.gamma
+
+
+def timeline(window: Window) -> str:
+    """Draft length by drafter, batch, acceptance, and step seconds; "" without a step."""
+    if not window.steps:
+        return ""
+    wall = np.array(window.steps.wall)
+    seconds = wall - wall[0]
+    which = _bins(seconds)
+    points = np.array([float(seconds[part].mean()) for part in which])
+    arms = np.array(window.steps.arm)
+    gammas = np.array([arm.gamma for arm in window.arms])[arms]
+    names = list(dict.fromkeys(arm.drafter for arm in window.arms))
+    drafter = np.array([names.index(arm.drafter) for arm in window.arms])[arms]
+    batch = np.array(window.steps.batch)
+    decoded = np.array(window.steps.decoded)
+    gained = np.array(window.steps.tokens) / np.maximum(decoded, 1)
+
+    figure = new_figure(9.5, 8.0)
+    draft, size, gain, price = figure.subplots(4, 1, sharex=True)
+    for i, name in enumerate(names):
+        mine = _means(which, gammas, drafter == i)
+        colour = _COLOURS[i % len(_COLOURS)]
+        draft.plot(points, mine, ".-", color=colour, label=plain(name), markersize=3, linewidth=1)
+    draft.set_ylabel("draft length")
+    draft.legend(fontsize=8, frameon=False, ncols=4, loc="upper right")
+    size.plot(points, _means(which, batch), color="#555555")
+    size.set_ylabel("batch size")
+    gain.plot(points, _means(which, gained, decoded > 0), color=_COLOURS[0])
+    gain.set_ylabel("tokens a\nsequence and step")
+    usual = np.array(window.steps.odd) == 0
+    for values, colour, name in (
+        (window.steps.seconds, _COLOURS[2], "observed"),
+        (window.steps.predicted, _COLOURS[1], "predicted"),
+    ):
+        line = 1e3 * _means(which, np.array(values), usual)
+        price.plot(points, line, color=colour, label=name, linewidth=1)
+    price.set_ylabel("step, ms")
+    price.legend(fontsize=8, frameon=False, ncols=2, loc="upper right")
+    price.set_xlabel("seconds since the first step")
+    for axes in (draft, size, gain, price):
+        axes.grid(alpha=0.3)
+        _mark(axes, window, float(wall[0]))
+    return svg(figure, "draft length, batch size, tokens a step and step seconds over time")
+
+
+def _mark(axes: object, window: Window, start: float) -> None:
+    """Changes of overrides as lines, steps without a lease as areas."""
+    for spell in window.spells:
+        for moment in (spell.began_at, spell.ended_at):
+            if moment is not None:
+                axes.axvline(moment - start, color="#8d5a97", linewidth=0.8, linestyle="--")  # type: ignore[attr-defined]
+    for alone in window.alone[:200]:
+        axes.axvspan(alone.began_at - start, alone.ended_at - start, color="#b3261e", alpha=0.15)  # type: ignore[attr-defined]
+
+
+def _bins(seconds: NDArray[np.float64]) -> list[NDArray[np.int64]]:
+    """Indices of the steps of each stretch of time that has any."""
+    width = max(float(seconds[-1]), 1e-9) / _POINTS
+    bins = np.minimum((seconds / width).astype(np.int64), _POINTS - 1)
+    edges = np.flatnonzero(np.diff(bins)) + 1
+    return [part.astype(np.int64) for part in np.split(np.arange(len(bins)), edges)]
+
+
+def _means(
+    parts: list[NDArray[np.int64]],
+    values: NDArray[np.float64] | NDArray[np.int64],
+    counting: NDArray[np.bool_] | None = None,
+) -> NDArray[np.float64]:
+    """[parts] means, no number where none counts."""
+    found = []
+    for part in parts:
+        chosen = part if counting is None else part[counting[part]]
+        found.append(float(values[chosen].mean()) if len(chosen) else np.nan)
+    return np.array(found)
+
+
+def plain(name: str) -> str:
+    """A name that a plot shows as it is: no formulas, no signs that its font has not."""
+    shown = name.encode("ascii", "backslashreplace").decode()
+    shown = "".join(c if c.isprintable() else "?" for c in shown).replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown

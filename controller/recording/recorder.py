@@ -10,7 +10,6 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -22,23 +21,26 @@ from controller.core.engine_spec import EngineSpec
 from controller.core.planning.overrides import Override
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings, TrainingState
-from controller.recording.event_log import EndOf, EventLog, Queue
-from controller.recording.events import Moment, Opening
-from controller.recording.frames import RECORDS_MAX, frame
-from controller.recording.messages import moment_to_proto
-from controller.recording.recorded_controller import RecordedController
-from controller.recording.ring import Ring, Segment
+from controller.recording.recorded_controller import (
+    EndOf,
+    Event,
+    EventLog,
+    Queue,
+    RecordedController,
+)
+from controller.recording.segments import RECORDS_MAX, Ring, Segment, frame
 from controller.util.supervisor import keep_thread
+from speculation.v1 import record_pb2
 
 _ROUND_SECONDS = 0.5
 # After trouble the disk is tried again after this time.
 _AGAIN_SECONDS: Final = 2.0
-# Moments that are put into proto before others get the interpreter.
+# Records that are made before others get the interpreter.
 _SLICE = 32
-# What a moment takes on disk, before it was measured: at the upper end of what is usual.
-_MOMENT_BYTES = 100
+# What a record takes on disk, before it was measured: at the upper end of what is usual.
+_RECORD_BYTES = 100
 # So many have to be there to measure it.
-_MEASURED_MOMENTS = 64
+_MEASURED_RECORDS = 64
 
 _log = structlog.get_logger(__name__)
 
@@ -62,7 +64,7 @@ class Recorder:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._segments: dict[EventLog, Segment] = {}
-        # Moments that were dropped since trouble began, by event log.
+        # Records that were dropped since trouble began, by event log.
         self._dropped: dict[EventLog, int] = defaultdict(int)
         self._again_at = 0.0
         self._failing = False
@@ -104,7 +106,7 @@ class Recorder:
         """Creates the core of a new session, with an event log of its own."""
         self._session = max(self._session + 1, int(self._wall() * 1000))
         event_log = EventLog(spec.engine_id, self._session, self._queue, self._end_of, self._wall)
-        event_log.fitting = self._ring.segment_bytes_alone // _MOMENT_BYTES
+        event_log.fitting = self._ring.segment_bytes_alone // _RECORD_BYTES
         return RecordedController(
             spec,
             settings,
@@ -126,7 +128,7 @@ class Recorder:
             self._drop_segments()
 
     def _drop_segments(self) -> None:
-        """Has every recording begin with an opening again, because moments may be lost."""
+        """Has every recording begin with an opening again, because records may be lost."""
         for event_log in list(self._segments):
             self._dropped[event_log] += 1
             # A segment that cannot be ended is not written to again.
@@ -136,13 +138,13 @@ class Recorder:
     def _round(self) -> None:
         # What they had to say is in the queue by now.
         over = [event_log for event_log in {*self._segments, *self._dropped} if event_log.over]
-        taken: dict[EventLog, list[Moment]] = {}
+        taken: dict[EventLog, list[Event]] = {}
         for _ in range(len(self._queue)):
-            event_log, moment = self._queue.popleft()
-            taken.setdefault(event_log, []).append(moment)
-        for event_log, moments in taken.items():
-            for first in range(0, len(moments), RECORDS_MAX):
-                self._write(event_log, moments[first : first + RECORDS_MAX])
+            event_log, event = self._queue.popleft()
+            taken.setdefault(event_log, []).append(event)
+        for event_log, events in taken.items():
+            for first in range(0, len(events), RECORDS_MAX):
+                self._write(event_log, events[first : first + RECORDS_MAX])
         for event_log in over:
             self._end(event_log)
             self._dropped.pop(event_log, None)
@@ -151,53 +153,60 @@ class Recorder:
             for event_log in self._dropped:
                 event_log.due = True
 
-    def _write(self, event_log: EventLog, moments: Sequence[Moment]) -> None:
+    def _write(self, event_log: EventLog, events: Sequence[Event]) -> None:
         """An opening begins a segment; everything else is added to the present one."""
-        first = 0
-        for i, moment in enumerate(moments):
-            if isinstance(moment.event, Opening):
-                self._append(event_log, moments[first:i])
-                self._begin(event_log, moment.event, moment.seconds)
-                first = i + 1
-        self._append(event_log, moments[first:])
+        records: list[record_pb2.Record] = []
+        for i, event in enumerate(events, 1):
+            record = event()
+            if record.HasField("opening"):
+                self._append(event_log, records)
+                self._begin(event_log, record)
+                records = []
+            else:
+                records.append(record)
+            if i % _SLICE == 0:
+                time.sleep(0)
+        self._append(event_log, records)
 
-    def _begin(self, event_log: EventLog, opening: Opening, seconds: float) -> None:
+    def _begin(self, event_log: EventLog, record: record_pb2.Record) -> None:
         self._end(event_log)
-        lost = opening.lost + self._dropped.get(event_log, 0)
-        data = frame([moment_to_proto(Moment(seconds, replace(opening, lost=lost)))])
+        opening = record.opening
+        lost_before = opening.lost
+        opening.lost += self._dropped.get(event_log, 0)
+        data = frame([record])
         try:
             self._segments[event_log] = self._ring.begin(event_log.engine_id, data)
         except OSError as error:
-            self._trouble(event_log, opening.lost + 1, error)
+            self._trouble(event_log, lost_before + 1, error)
             return
         self._dropped.pop(event_log, None)
-        if lost:
-            _log.warning("recording_gap", engine=event_log.engine_id, lost=lost)
+        if opening.lost:
+            _log.warning("recording_gap", engine=event_log.engine_id, lost=opening.lost)
         if self._failing and not self._dropped:
             self._failing = False
             _log.info("recording_again", directory=str(self._directory))
 
-    def _append(self, event_log: EventLog, moments: Sequence[Moment]) -> None:
-        if not moments:
+    def _append(self, event_log: EventLog, records: Sequence[record_pb2.Record]) -> None:
+        if not records:
             return
         segment = self._segments.get(event_log)
         if segment is None:
-            self._dropped[event_log] += len(moments)
+            self._dropped[event_log] += len(records)
         else:
             try:
-                self._ring.append(segment, _packed(moments))
+                self._ring.append(segment, frame(records))
             except OSError as error:
-                self._trouble(event_log, len(moments), error)
+                self._trouble(event_log, len(records), error)
             else:
-                self._measure(event_log, segment, len(moments))
+                self._measure(event_log, segment, len(records))
 
-    def _measure(self, event_log: EventLog, segment: Segment, moments: int) -> None:
-        """Estimates how many moments fit a segment, since many may come between two rounds."""
+    def _measure(self, event_log: EventLog, segment: Segment, records: int) -> None:
+        """Estimates how many records fit a segment, since many may come between two rounds."""
         room = self._ring.segment_bytes
-        segment.moments += moments
-        if segment.moments >= _MEASURED_MOMENTS:
-            each = (segment.size - segment.opening) / segment.moments
-            event_log.fitting = max(_MEASURED_MOMENTS, int((room - segment.opening) / each))
+        segment.records += records
+        if segment.records >= _MEASURED_RECORDS:
+            each = (segment.size - segment.opening) / segment.records
+            event_log.fitting = max(_MEASURED_RECORDS, int((room - segment.opening) / each))
         event_log.due = event_log.due or segment.size >= room
 
     def _end(self, event_log: EventLog) -> None:
@@ -215,12 +224,3 @@ class Recorder:
                 "recording_failed", directory=str(self._directory), error=error.strerror,
                 detail="steering goes on; what happens meanwhile is not on record",
             )  # fmt: skip
-
-
-def _packed(moments: Sequence[Moment]) -> bytes:
-    records = []
-    for i, moment in enumerate(moments):
-        records.append(moment_to_proto(moment))
-        if i % _SLICE == _SLICE - 1:
-            time.sleep(0)
-    return frame(records)

@@ -1,17 +1,195 @@
 """A recording as it lies on disk: segments of one engine, read one after the other.
 
-What a kill has torn off, and what is damaged, is passed over and said; the rest is read.
+What a kill has torn off, and what is damaged, is passed over and said; the rest is read.  Records
+stay the messages that they are; beside each stands what it tells a core, converted.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
 
-from controller.recording.errors import RecordingError
-from controller.recording.events import Moment, Opening
-from controller.recording.frames import TornError, blocks
-from controller.recording.messages import moment_from_proto
-from controller.recording.ring import found_in
+from controller.core.acceptance import warm_start
+from controller.core.cost.profile import Profile
+from controller.core.engine.checkpoint import Tree
+from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Arm, EngineSpec
+from controller.core.errors import MALFORMED, SpeculationError
+from controller.core.plan import Plan
+from controller.core.planning.overrides import Override
+from controller.core.settings import PlannerSettings
+from controller.core.training import selective_training
+from controller.core.training.selective_training import TrainingSettings, TrainingState
+from controller.recording.checkpoint_messages import state_from_proto
+from controller.recording.segments import RecordingError, TornError, blocks, found_in
+from controller.wire.engines import all_lost_from_proto, engine_from_proto
+from controller.wire.overrides import override_from_proto
+from controller.wire.reports import report_from_proto
+from speculation.v1 import plan_pb2, record_pb2
+
+_Settings = TypeVar("_Settings", PlannerSettings, TrainingSettings)
+
+# Seconds since 1970, or of a machine's clock.
+_TIME_MAX = 1e11
+_NOTE_KINDS = frozenset(record_pb2.RecordNoteKind.values()) - {
+    record_pb2.RECORD_NOTE_KIND_UNSPECIFIED
+}
+# Kinds of records that have the plan that came out.
+_DECIDING = frozenset({"decision", "force", "parting"})
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Holds what a core is made of at the beginning of a segment, converted from `message`."""
+
+    message: record_pb2.RecordOpening
+    spec: EngineSpec
+    planner: PlannerSettings
+    training: TrainingSettings
+    profile: Profile | None
+    overrides: tuple[Override, ...]
+    state: Mapping[str, Tree]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A record, and what it tells a core.
+
+    kind: the record's field, by name.  told: the arguments of the core's method for this kind; the
+    `Opening` for an opening.
+    """
+
+    record: record_pb2.Record
+    kind: str
+    told: tuple[Any, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The core's clock."""
+        return self.record.clock_seconds
+
+    @property
+    def is_decision(self) -> bool:
+        """Whether the core was asked for a plan."""
+        return self.kind in _DECIDING
+
+    @property
+    def plan(self) -> plan_pb2.Plan | None:
+        """The plan that came out, None where the old one stayed or none was asked for."""
+        message = getattr(self.record, self.kind)
+        return message.plan if self.is_decision and message.HasField("plan") else None
+
+    def tell(self, core: EngineController) -> Plan | None:
+        """Does to a core what was done; the plan that comes of it, if one does.
+
+        Raises SpeculationError for what the core refuses.
+        """
+        found = _KINDS[self.kind].tell(core, *self.told)
+        return found if isinstance(found, Plan) else None
+
+
+def moment_of(record: record_pb2.Record) -> Moment | None:
+    """None for a record of a kind that is not known here.  Raises RecordingError."""
+    kind = record.WhichOneof("what")
+    try:
+        _check_time(record.clock_seconds)
+        if kind is None or (kind == "note" and record.note.kind not in _NOTE_KINDS):
+            return None
+        return Moment(record, kind, _KINDS[kind].read(getattr(record, kind)))
+    except RecordingError:
+        raise
+    except SpeculationError as error:
+        raise RecordingError(f"a record that cannot be: {error}") from error
+
+
+def _check_time(seconds: float) -> float:
+    if not 0 <= seconds < _TIME_MAX:
+        raise RecordingError(f"{seconds} is no time")
+    return seconds
+
+
+def _opening(message: record_pb2.RecordOpening) -> Opening:
+    _check_time(message.wall_seconds)
+    text = message.profile_json
+    return Opening(
+        message,
+        engine_from_proto(message.engine),
+        *_settings(message),
+        Profile.from_json(text) if text else None,
+        _overrides(message.overrides),
+        state_from_proto(message.state),
+    )
+
+
+def _settings(
+    message: record_pb2.RecordOpening | record_pb2.RecordSettings,
+) -> tuple[PlannerSettings, TrainingSettings]:
+    return (
+        _constants(PlannerSettings, message.planner_json),
+        _constants(TrainingSettings, message.training_json),
+    )
+
+
+def _constants(kind: type[_Settings], text: str) -> _Settings:
+    try:
+        return kind(**json.loads(text))
+    except MALFORMED as error:
+        raise RecordingError(f"{kind.__name__} that cannot be: {error}") from error
+
+
+def _overrides(message: record_pb2.RecordOverrides) -> tuple[Override, ...]:
+    return tuple(override_from_proto(item.override) for item in message.overrides)
+
+
+def _force(message: record_pb2.RecordForce) -> tuple[Arm | None]:
+    return (Arm(message.arm.drafter, message.arm.gamma) if message.HasField("arm") else None,)
+
+
+def _warm_start(message: record_pb2.RecordWarmStart) -> tuple[Any, ...]:
+    return tuple(warm_start.from_json(message.beliefs_json)), message.where
+
+
+def _training(message: record_pb2.RecordTraining) -> tuple[TrainingState, bool, int]:
+    state = selective_training.from_json(message.state_json)
+    return state, message.attended, message.stored
+
+
+def _train(core: EngineController, state: TrainingState, attended: bool, stored: int) -> None:
+    training = core.updates.training
+    if training is not None:
+        training.state, training.attended, training.stored = state, attended, stored
+
+
+def _nothing(*_: object) -> tuple[()]:
+    return ()
+
+
+class _Kind(NamedTuple):
+    """Names the core's method for a kind of record, and reads its arguments from the record."""
+
+    tell: Callable[..., object]
+    read: Callable[[Any], tuple[Any, ...]]
+
+
+_KINDS: Final = {
+    "opening": _Kind(_nothing, lambda message: (_opening(message),)),
+    "report": _Kind(EngineController.observe, lambda message: (report_from_proto(message),)),
+    "decision": _Kind(EngineController.next_plan, _nothing),
+    "force": _Kind(EngineController.force, _force),
+    "settings": _Kind(EngineController.use_settings, _settings),
+    "parting": _Kind(
+        EngineController.last_plan, lambda message: (_check_time(message.lease_seconds),)
+    ),
+    "overrides": _Kind(EngineController.set_overrides, lambda message: (_overrides(message),)),
+    "loss": _Kind(EngineController.lose, lambda message: (all_lost_from_proto(message.lost),)),
+    "profile": _Kind(
+        EngineController.use_profile, lambda message: (Profile.from_json(message.profile_json),)
+    ),
+    "warm_start": _Kind(EngineController.begin_from, _warm_start),
+    "training": _Kind(_train, _training),
+    "note": _Kind(_nothing, _nothing),
+}
 
 
 class RecordingPart:
@@ -33,16 +211,16 @@ class RecordingPart:
             raise RecordingError(f"{path} cannot be read: {error.strerror}") from error
         self._moments = self._walk(data)
         first = next(self._moments, None)
-        if first is None or not isinstance(first.event, Opening):
+        if first is None or first.kind != "opening":
             why = self.damage or "it does not begin with an opening"
             raise RecordingError(f"{path}: nothing in it can be read: {why}")
         self.began_at = first.seconds
-        self.opening: Opening = first.event
+        self.opening: Opening = first.told[0]
 
     def moments(self) -> Iterator[Moment]:
         """Everything after the opening, once."""
         for moment in self._moments:
-            if isinstance(moment.event, Opening):
+            if moment.kind == "opening":
                 self.damage = "a second opening"
                 return
             yield moment
@@ -51,7 +229,7 @@ class RecordingPart:
         try:
             for at, block in blocks(data):
                 for record in block.records:
-                    moment = moment_from_proto(record)
+                    moment = moment_of(record)
                     if moment is None:
                         self.damage = f"at byte {at}: a record of a kind that is not known here"
                         return

@@ -10,37 +10,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from controller.core.clock import VirtualClock
-from controller.core.engine.checkpoint import capture, restore
+from controller.core.engine.checkpoint import Tree, Typed, capture, restore
 from controller.core.engine.engine_controller import EngineController
 from controller.core.errors import SpeculationError
+from controller.core.plan import Plan
 from controller.core.settings import PlannerSettings
-from controller.recording.differences import plan_difference, state_difference
-from controller.recording.errors import RecordingError
-from controller.recording.events import (
-    Configured,
-    Decided,
-    Event,
-    Forced,
-    Lost,
-    Moment,
-    Opening,
-    Overridden,
-    Parted,
-    Profiled,
-    Reported,
-    Trained,
-    Warmed,
-)
+from controller.recording.checkpoint_messages import state_to_proto
 from controller.recording.recorded_controller import versions
-from controller.recording.recording import Recording, RecordingPart
+from controller.recording.recording import Moment, Opening, Recording, RecordingPart
+from controller.recording.segments import RecordingError
+from controller.wire.override_text import reason_text
 from controller.wire.plans import plan_to_proto
 from speculation.v1 import plan_pb2
 
+# Rows of two plans whose difference is shown.
+_ROWS_SHOWN = 4
 # What a core may run into where its variables cannot be its own.
 _NONSENSE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -112,7 +101,7 @@ def rebuilt(
     try:
         core = EngineController(
             opening.spec, opening.planner, opening.profile, clock, opening.training,
-            overrides=[term.override for term in opening.terms],
+            overrides=opening.overrides,
         )  # fmt: skip
         restore(core, opening.state)
         if planner is not None:
@@ -124,42 +113,10 @@ def rebuilt(
     return core
 
 
-def apply(core: EngineController, event: Event) -> plan_pb2.Plan | None:
-    """Does to the core what was done to it; the plan that comes of it, if one does.
-
-    Raises SpeculationError for what the core refuses.
-    """
-    plan = None
-    match event:
-        case Reported():
-            core.observe(event.report)
-        case Decided():
-            plan = core.next_plan()
-        case Forced():
-            plan = core.force(event.arm)
-        case Configured():
-            core.use_settings(event.planner, event.training)
-        case Parted():
-            plan = core.last_plan(event.lease_seconds)
-        case Overridden():
-            core.set_overrides(term.override for term in event.terms)
-        case Lost():
-            core.lose(event.losses)
-        case Profiled():
-            core.use_profile(event.profile)
-        case Warmed():
-            core.begin_from(event.beliefs, event.where)
-        case Trained() if core.updates.training is not None:
-            training = core.updates.training
-            training.state, training.attended = event.state, event.attended
-            training.stored = event.stored
-    return None if plan is None else plan_to_proto(plan)
-
-
-def guarded(core: EngineController, event: Event, where: str) -> plan_pb2.Plan | None:
-    """Applies an event.  Raises RecordingError also for values that no core can use."""
+def guarded(core: EngineController, moment: Moment, where: str) -> Plan | None:
+    """Tells a core of a moment.  Raises RecordingError also for values that no core can use."""
     with _nonsense_refused(where):
-        return apply(core, event)
+        return moment.tell(core)
 
 
 @contextmanager
@@ -203,7 +160,7 @@ class _Replay:
                 self._gap(part.path, str(error))
                 continue
             self._core = core
-            self._session, self._part = part.opening.session, part.opening.part
+            self._session, self._part = part.opening.message.session, part.opening.message.part
             verdict.segments += 1
             for visitor in self._visitors:
                 visitor.opened(part.opening, part.began_at, self._wall(part.began_at), not goes_on)
@@ -234,7 +191,7 @@ class _Replay:
 
     def _goes_on(self, part: RecordingPart) -> bool:
         """Returns whether the core's state is the opening's; notes every other case."""
-        verdict, opening = self._verdict, part.opening
+        verdict, opening = self._verdict, part.opening.message
         if opening.session != self._session:
             self._offset = opening.wall_seconds - part.began_at
         wall = self._wall(part.began_at)
@@ -253,7 +210,7 @@ class _Replay:
             self._gap(part.path, "segments before it are missing")
             return False
         verdict.states += 1
-        text = state_difference(opening.state, capture(self._core))
+        text = state_difference(part.opening.state, capture(self._core))
         if text:
             self._differ(part, 0, wall, text)
         return not text
@@ -267,13 +224,13 @@ class _Replay:
             with _nonsense_refused(f"record {number}"):
                 for visitor in self._visitors:
                     visitor.before(moment, wall, core)
-            plan = guarded(core, moment.event, f"record {number}")
-            event = moment.event
-            verdict.reports += isinstance(event, Reported)
-            if isinstance(event, Decided | Forced | Parted):
+            plan = guarded(core, moment, f"record {number}")
+            verdict.reports += moment.kind == "report"
+            if moment.is_decision:
                 verdict.decisions += 1
-                verdict.plans += event.plan is not None
-                text = plan_difference(event.plan, plan)
+                verdict.plans += moment.plan is not None
+                now = None if plan is None else plan_to_proto(plan)
+                text = plan_difference(moment.plan, now)
                 if text:
                     self._differ(part, number, wall, text)
 
@@ -287,3 +244,73 @@ def _strange(there: Mapping[str, str]) -> list[tuple[str, str, str]]:
     here = versions()
     found = ((name, was, here.get(name, "")) for name, was in sorted(there.items()))
     return [item for item in found if item[1] != item[2]]
+
+
+def plan_difference(recorded: plan_pb2.Plan | None, now: plan_pb2.Plan | None) -> str:
+    """Empty for the same plan, bit by bit."""
+    if recorded is None or now is None:
+        if recorded is now:
+            return ""
+        return f"recorded {_said(recorded)}, now {_said(now)}"
+    if recorded.SerializeToString(deterministic=True) == now.SerializeToString(deterministic=True):
+        return ""
+    parts = [
+        f"{name}: recorded {str(was)!r}, now {str(is_)!r}"
+        for name in ("epoch", "lease_ms", "reason_detail", "draft_version")
+        if (was := getattr(recorded, name)) != (is_ := getattr(now, name))
+    ]
+    if recorded.reason != now.reason:
+        parts.append(f"reason: recorded {reason_text(recorded)}, now {reason_text(now)}")
+    if recorded.regime != now.regime:
+        parts.append(f"regime: recorded {_line(recorded.regime)}, now {_line(now.regime)}")
+    if list(recorded.overrides) != list(now.overrides):
+        parts.append(f"overrides: recorded {list(recorded.overrides)}, now {list(now.overrides)}")
+    rows = _rows(recorded, now)
+    return "; ".join([*parts, *rows[:_ROWS_SHOWN], *(["…"] if len(rows) > _ROWS_SHOWN else [])])
+
+
+def _rows(recorded: plan_pb2.Plan, now: plan_pb2.Plan) -> list[str]:
+    if len(recorded.rows) != len(now.rows):
+        return [f"rows: recorded {len(recorded.rows)}, now {len(now.rows)}"]
+    return [
+        f"B <= {was.max_batch_size}: recorded {_line(was)}, now {_line(is_)}"
+        for was, is_ in zip(recorded.rows, now.rows, strict=True)
+        if was != is_
+    ]
+
+
+def _said(plan: plan_pb2.Plan | None) -> str:
+    return "no new plan" if plan is None else f"plan {plan.epoch}"
+
+
+def _line(message: object) -> str:
+    return " ".join(str(message).split())
+
+
+def state_difference(recorded: Mapping[str, Tree], now: Mapping[str, Tree]) -> str:
+    """Empty for the same variables, bit by bit."""
+    was, is_ = state_to_proto(recorded), state_to_proto(now)
+    if was.SerializeToString(deterministic=True) == is_.SerializeToString(deterministic=True):
+        return ""
+    return f"the core's variables differ: {_where(recorded, now, 'core')}"
+
+
+def _where(recorded: Tree, now: Tree, name: str) -> str:
+    """The first variable that differs, by its path."""
+    if type(recorded) is type(now):
+        mine, theirs = _children(recorded), _children(now)
+        if mine and theirs and mine.keys() == theirs.keys():
+            for key, value in mine.items():
+                if state_to_proto({"": value}) != state_to_proto({"": theirs[key]}):
+                    return _where(value, theirs[key], f"{name}.{key}")
+    return f"{name}: recorded {_line(recorded)[:120]}, now {_line(now)[:120]}"
+
+
+def _children(tree: Tree) -> Mapping[Any, Tree]:
+    if isinstance(tree, Typed):
+        return dict(tree.fields)
+    if isinstance(tree, Mapping):
+        return tree
+    if isinstance(tree, list | tuple):
+        return dict(enumerate(tree))
+    return {}

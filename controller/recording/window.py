@@ -2,31 +2,16 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
-from controller.recording.events import (
-    Configured,
-    Decided,
-    Forced,
-    Lost,
-    Moment,
-    Noted,
-    NoteKind,
-    Opening,
-    Overridden,
-    Parted,
-    Profiled,
-    Reported,
-    Term,
-    Warmed,
-)
+from controller.recording.recording import Moment, Opening
 from controller.wire.override_text import reason_text, regime_text
-from speculation.v1 import plan_pb2
+from speculation.v1 import plan_pb2, record_pb2
 
 # Plans and notes that are kept, the newest; more are counted.
 _KEPT_MAX = 2000
@@ -58,7 +43,7 @@ class Steps:
 class Spell:
     """An override while it held.  began_at: None = before the window; ended_at: None = it holds."""
 
-    term: Term
+    term: record_pb2.RecordOverride
     began_at: float | None
     ended_at: float | None = None
 
@@ -115,8 +100,8 @@ class Window:
         self.reasons: Counter[str] = Counter()
         self.spells: list[Spell] = []
         self.alone: list[Alone] = []
-        self.notes: list[tuple[float, Noted]] = []
-        self.noted: Counter[NoteKind] = Counter()
+        self.notes: list[tuple[float, record_pb2.RecordNote]] = []
+        self.noted: Counter[int] = Counter()
         self.plans: list[PlanChange] = []
         self.plan_count = 0
         self.sessions: list[Began] = []
@@ -130,45 +115,48 @@ class Window:
     def opened(self, opening: Opening, seconds: float, wall_seconds: float, restarts: bool) -> None:
         """A segment begins."""
         del seconds
+        message = opening.message
         self._core_arms = {arm: i for i, arm in enumerate(opening.spec.arms)}
-        if not self.sessions or self.sessions[-1].session != opening.session:
+        if not self.sessions or self.sessions[-1].session != message.session:
             profile_id = "" if opening.profile is None else opening.profile.profile_id
             self.sessions.append(
                 Began(
-                    wall_seconds, opening.session, opening.spec, dict(opening.versions),
-                    asdict(opening.planner), opening.cost_source, profile_id,
+                    wall_seconds, message.session, opening.spec, dict(message.versions),
+                    asdict(opening.planner), message.cost_source, profile_id,
                 )
             )  # fmt: skip
             self._is_alone = False
         if restarts:
             first = not self.steps and not self.spells
-            self._override(opening.terms, wall_seconds, first=first)
+            self._override(message.overrides, wall_seconds, first=first)
 
     def before(self, moment: Moment, wall_seconds: float, core: EngineController) -> None:
         """Takes a note of it."""
-        event = moment.event
-        match event:
-            case Reported():
-                self._step(event.report, wall_seconds, core)
-            case Decided() | Forced() | Parted() if event.plan is not None and event.plan.rows:
-                self._plan(event.plan, wall_seconds)
-            case Overridden():
-                self._override(event.terms, wall_seconds)
-            case Lost():
-                for loss in event.losses:
+        record, told = moment.record, moment.told
+        match moment.kind:
+            case "report":
+                self._step(told[0], wall_seconds, core)
+            case "decision" | "force" | "parting":
+                if moment.plan is not None and moment.plan.rows:
+                    self._plan(moment.plan, wall_seconds)
+            case "overrides":
+                self._override(record.overrides, wall_seconds)
+            case "loss":
+                for loss in told[0]:
                     self._say(wall_seconds, f"the engine lost {loss.what}: {loss.reason}")
-            case Noted():
-                self.noted[event.kind] += event.count or 1
-                self.notes.append((wall_seconds, event))
+            case "note":
+                self.noted[record.note.kind] += record.note.count or 1
+                # A copy: the part would keep the whole block that was read.
+                self.notes.append((wall_seconds, deepcopy(record.note)))
                 del self.notes[:-_KEPT_MAX]
-            case Configured():
-                constants = changed_constants(asdict(event.planner))
+            case "settings":
+                constants = changed_constants(asdict(told[0]))
                 said = ", ".join(f"{name} = {value}" for name, value in constants.items())
                 self._say(wall_seconds, f"settings read again: {said or 'all as they come'}")
-            case Profiled():
-                self._say(wall_seconds, f"profile {event.profile.profile_id} put into use")
-            case Warmed():
-                self._say(wall_seconds, f"estimates taken over: {event.where}")
+            case "profile":
+                self._say(wall_seconds, f"profile {told[0].profile_id} put into use")
+            case "warm_start":
+                self._say(wall_seconds, f"estimates taken over: {record.warm_start.where}")
 
     def _say(self, wall: float, text: str) -> None:
         self.inputs.append((wall, text))
@@ -219,8 +207,11 @@ class Window:
         )  # fmt: skip
         del self.plans[:-_KEPT_MAX]
 
-    def _override(self, terms: Iterable[Term], wall: float, *, first: bool = False) -> None:
-        now = {term.override.override_id: term for term in terms}
+    def _override(
+        self, terms: record_pb2.RecordOverrides, wall: float, *, first: bool = False
+    ) -> None:
+        # Copies: a part would keep the whole block that was read.
+        now = {term.override.override_id: deepcopy(term) for term in terms.overrides}
         for spell in self.spells:
             if spell.ended_at is not None:
                 continue

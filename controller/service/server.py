@@ -26,7 +26,7 @@ from controller.core.errors import SpeculationError
 from controller.core.plan import Plan
 from controller.recording.recorder import Recorder
 from controller.service.grpc_servers import GrpcServers, HealthPort
-from controller.service.metrics import MetricsServer
+from controller.service.metrics.server import MetricsServer, SidecarCollector
 from controller.service.net.errors import AddressTakenError, ShuttingDownError, StartRefusedError
 from controller.service.net.limits import READS_WAITING, Turns
 from controller.service.net.unix_sockets import OperatorSocket
@@ -364,17 +364,11 @@ class Sidecar(SessionObserver):
             ) from error
 
     def _serve_metrics(self) -> MetricsServer:
-        listener = self._settings.listener("metrics")
-        try:
-            return MetricsServer(
-                self.registry, self.override_registry, self._fleet_view, self.supervisor,
-                asyncio.get_running_loop(), listener.host, listener.port,
-            )  # fmt: skip
-        except OSError as error:
-            raise AddressTakenError(
-                f"/metrics cannot be served on {listener.address}: {error.strerror}; name another "
-                "port with --metrics-port, or 0 for none"
-            ) from error
+        collector = SidecarCollector(
+            self.registry, self.override_registry, self._fleet_view, self.supervisor,
+            asyncio.get_running_loop(),
+        )  # fmt: skip
+        return MetricsServer(collector, self._settings.listener("metrics"))
 
     async def _expire(self) -> None:
         while True:

@@ -26,7 +26,9 @@ from opentelemetry.trace import SpanKind, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import controller
+from controller.core.errors import SpeculationError
 from controller.core.plan import Plan
+from controller.service.net.errors import status_message
 from controller.service.sessions.session import EngineSession
 from controller.util import logs
 from speculation.v1 import policy_pb2, service_pb2
@@ -176,6 +178,12 @@ class _Calls(grpc.aio.ServerInterceptor):
             with span as call:
                 try:
                     return await handler.unary_unary(request, context)
+                except SpeculationError as error:
+                    # The guard ends the call with this status.
+                    status = status_message(error)
+                    call.set_attribute("rpc.grpc.status_code", status.code)
+                    call.set_status(StatusCode.ERROR, status.message)
+                    raise
                 except BaseException:
                     said: Any = context.code()  # a bare number where nobody has set one
                     code = said if isinstance(said, grpc.StatusCode) else grpc.StatusCode.UNKNOWN

@@ -1,43 +1,58 @@
-"""Converts the description of an engine between protobuf and the core's types, both ways."""
+"""Converts the description of an engine between protobuf and the core's types, both ways.
 
+Its drafters, the shapes of its models, and what it has lost since.
+"""
+
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from google.protobuf.message import Message
 
 from controller.core.engine_spec import (
+    MAX_ARMS,
+    MAX_REASON_CHARACTERS,
     Capabilities,
+    Capability,
     DrafterSpec,
     EngineSpec,
     Fingerprint,
+    LostCapability,
     Mixture,
     added,
     require_known,
 )
-from controller.core.errors import InvalidEngineError, within
-from controller.core.model_shapes import DrafterKind
-from controller.wire.capabilities import all_lost_from_proto, lost_to_proto
-from controller.wire.field_mapping import message_of, value_of
-from controller.wire.model_shapes import (
-    drafter_shape_from_proto,
-    drafter_shape_to_proto,
-    model_shape_from_proto,
-    model_shape_to_proto,
+from controller.core.errors import InvalidEngineError, InvalidLossError, within
+from controller.core.model_shapes import (
+    Attention,
+    DrafterKind,
+    DrafterShape,
+    Experts,
+    GroupedQueryAttention,
+    InvalidShapeError,
+    LatentAttention,
+    LinearAttention,
+    ModelShape,
 )
+from controller.util.moments import moment_text
+from controller.wire.field_mapping import message_of, numbers_of, value_of
 from speculation.v1 import engine_pb2
 
 # Characters, or entries.
 _LENGTH_MAX = 4096
 # What fits in a packet of the shim's link.
 _INTRODUCTION_BYTES = 64 * 1024
-_KIND_TO_PROTO = {
-    DrafterKind.MTP: engine_pb2.DRAFTER_KIND_MTP,
-    DrafterKind.DFLASH: engine_pb2.DRAFTER_KIND_DFLASH,
-    DrafterKind.STANDALONE: engine_pb2.DRAFTER_KIND_STANDALONE,
-    DrafterKind.NGRAM: engine_pb2.DRAFTER_KIND_NGRAM,
-    DrafterKind.MIXTURE: engine_pb2.DRAFTER_KIND_MIXTURE,
+# Every draft length and every capability, each for itself.
+_LOSSES_MAX = MAX_ARMS + len(Capability)
+_KIND_TO_PROTO = numbers_of(DrafterKind, engine_pb2.DrafterKind, "DRAFTER_KIND_")
+_KIND_FROM_PROTO = {number: kind for kind, number in _KIND_TO_PROTO.items()}
+_CAPABILITY_TO_PROTO = numbers_of(Capability, engine_pb2.Capability, "CAPABILITY_")
+_CAPABILITY_FROM_PROTO = {number: lost for lost, number in _CAPABILITY_TO_PROTO.items()}
+_ATTENTION = {
+    "grouped_query": GroupedQueryAttention,
+    "latent": LatentAttention,
+    "linear": LinearAttention,
 }
-_KIND_FROM_PROTO = {value: kind for kind, value in _KIND_TO_PROTO.items()}
 
 
 def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
@@ -122,7 +137,7 @@ def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
         fingerprint=fingerprint_to_proto(spec.fingerprint),
         drafters=map(_drafter_to_proto, spec.drafters),
         capabilities=message_of(engine_pb2.Capabilities, spec.capabilities),
-        shape=None if spec.shape is None else model_shape_to_proto(spec.shape),
+        shape=None if spec.shape is None else _model_shape_to_proto(spec.shape),
         lost=map(lost_to_proto, spec.lost),
     )
 
@@ -132,7 +147,7 @@ def _drafter_to_proto(drafter: DrafterSpec) -> engine_pb2.Drafter:
         engine_pb2.Drafter,
         drafter,
         kind=_KIND_TO_PROTO[drafter.kind],
-        shape=None if drafter.shape is None else drafter_shape_to_proto(drafter.shape),
+        shape=None if drafter.shape is None else _drafter_shape_to_proto(drafter.shape),
         batch_limits=[
             engine_pb2.BatchLimit(gamma=gamma, max_batch_size=largest)
             for gamma, largest in drafter.batch_limits
@@ -141,3 +156,100 @@ def _drafter_to_proto(drafter: DrafterSpec) -> engine_pb2.Drafter:
             None if drafter.mixture is None else message_of(engine_pb2.Mixture, drafter.mixture)
         ),
     )
+
+
+def lost_to_proto(loss: LostCapability) -> engine_pb2.LostCapability:
+    """The loss as it was reported."""
+    return message_of(
+        engine_pb2.LostCapability,
+        loss,
+        capability=_CAPABILITY_TO_PROTO[loss.capability],
+        lost_at_unix_seconds=loss.lost_at,
+    )
+
+
+def lost_from_proto(message: engine_pb2.LostCapability) -> LostCapability | None:
+    """None for a capability that is not known here.  Raises InvalidLossError.
+
+    The reason is cut and made printable.  A time in the future (clocks differ) becomes now.
+    """
+    capability = _CAPABILITY_FROM_PROTO.get(message.capability)
+    if capability is None:
+        return None
+    words = "".join(c if c.isprintable() else " " for c in message.reason[:MAX_REASON_CHARACTERS])
+    return LostCapability(
+        capability,
+        message.drafter,
+        tuple(sorted(set(message.gammas))),
+        words,
+        min(message.lost_at_unix_seconds, time.time()),
+    )
+
+
+def all_lost_from_proto(
+    messages: Sequence[engine_pb2.LostCapability],
+) -> tuple[LostCapability, ...]:
+    """Returns the losses that are known here.  Raises InvalidLossError, also for too many."""
+    if len(messages) > _LOSSES_MAX:
+        raise InvalidLossError(f"{len(messages)} losses are reported, {_LOSSES_MAX} at most")
+    found = map(lost_from_proto, messages)
+    return tuple(loss for loss in found if loss is not None)
+
+
+def lost_text(message: engine_pb2.LostCapability) -> str:
+    """One line for people: what was lost, since when, and why."""
+    loss = lost_from_proto(message)
+    if loss is None:
+        return f"a capability that this version does not know: {message.reason}"
+    return f"{loss.what} lost since {moment_text(loss.lost_at)}: {loss.reason}"
+
+
+def model_shape_from_proto(message: engine_pb2.ModelShape) -> ModelShape:
+    """Raises InvalidEngineError for numbers that cannot be."""
+    try:
+        attention = tuple((_attention_from_proto(part), part.layers) for part in message.attention)
+        return value_of(ModelShape, message, attention=attention, experts=_experts(message))
+    except InvalidShapeError as error:
+        raise InvalidEngineError(f"shape: {error}", field_path="shape") from error
+
+
+def drafter_shape_from_proto(message: engine_pb2.DrafterShape, kind: DrafterKind) -> DrafterShape:
+    """Raises InvalidEngineError for numbers that cannot be."""
+    try:
+        return value_of(DrafterShape, message, kind=kind, experts=_experts(message))
+    except InvalidShapeError as error:
+        raise InvalidEngineError(f"drafter shape: {error}", field_path="shape") from error
+
+
+def _attention_from_proto(message: engine_pb2.AttentionShape) -> Attention:
+    which = message.WhichOneof("kind")
+    if which is None:
+        raise InvalidShapeError("a layer's attention is of no kind that is known here")
+    found: Attention = value_of(_ATTENTION[which], getattr(message, which))
+    return found
+
+
+def _experts(message: engine_pb2.ModelShape | engine_pb2.DrafterShape) -> Experts | None:
+    return value_of(Experts, message.experts) if message.HasField("experts") else None
+
+
+def _model_shape_to_proto(shape: ModelShape) -> engine_pb2.ModelShape:
+    attention = [_attention_to_proto(kind, layers) for kind, layers in shape.attention]
+    experts = _experts_to_proto(shape.experts)
+    return message_of(engine_pb2.ModelShape, shape, attention=attention, experts=experts)
+
+
+def _drafter_shape_to_proto(shape: DrafterShape) -> engine_pb2.DrafterShape:
+    return message_of(engine_pb2.DrafterShape, shape, experts=_experts_to_proto(shape.experts))
+
+
+def _attention_to_proto(kind: Attention, layers: int) -> engine_pb2.AttentionShape:
+    message = engine_pb2.AttentionShape(layers=layers)
+    which = next(name for name, known in _ATTENTION.items() if isinstance(kind, known))
+    part = getattr(message, which)
+    part.CopyFrom(message_of(type(part), kind))
+    return message
+
+
+def _experts_to_proto(experts: Experts | None) -> engine_pb2.ExpertShape | None:
+    return None if experts is None else message_of(engine_pb2.ExpertShape, experts)

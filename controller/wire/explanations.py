@@ -22,13 +22,11 @@ from controller.core.planning.overrides import Limits, Override
 from controller.core.planning.planner import Values
 from controller.core.training.selective_training import TrainingView
 from controller.core.training.stride_planner import RegimeState
-from controller.wire.capabilities import lost_to_proto
+from controller.wire.engines import lost_to_proto
 from controller.wire.field_mapping import message_of
 from controller.wire.overrides import limits_to_proto
 from controller.wire.plans import plan_to_proto
-from controller.wire.training import training_to_proto
-from controller.wire.warnings import warning_to_proto
-from speculation.v1 import service_pb2
+from speculation.v1 import service_pb2, training_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +290,7 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
         runner_up_gamma=explanation.runner_up.gamma,
         limits=limits_to_proto(explanation.limits) if explanation.limits else None,
         updates=_updates_to_proto(explanation.updates) if explanation.updates else None,
-        training=training_to_proto(explanation.training) if explanation.training else None,
+        training=_training_to_proto(explanation.training) if explanation.training else None,
         lost=map(lost_to_proto, explanation.lost),
         resembles=(
             message_of(service_pb2.PastTraffic, explanation.resembles)
@@ -327,4 +325,34 @@ def _updates_to_proto(state: RegimeState) -> service_pb2.UpdatesExplanation:
         service_pb2.UpdatesExplanation,
         state,
         strides=[message_of(service_pb2.StrideExplanation, value) for value in state.strides],
+    )
+
+
+def warning_to_proto(warning: EngineWarning) -> service_pb2.EngineWarning:
+    """The warning in words; its kind as logs and metrics name it."""
+    return message_of(service_pb2.EngineWarning, warning, kind=warning.kind.value)
+
+
+def _training_to_proto(view: TrainingView) -> service_pb2.TrainingExplanation:
+    state = view.state
+    return service_pb2.TrainingExplanation(
+        phase=view.phase,
+        measured=state.measured,
+        alpha_short=state.short,
+        alpha_long=state.long,
+        stored_signals=view.stored,
+        signals_needed=view.threshold,
+        rounds=state.round,
+        draft_version=state.version,
+        served_version=view.served,
+        parent_version=state.parent,
+        on_trial=state.trial is not None,
+        learnt=view.learnt,
+        past=[
+            service_pb2.PastRound(
+                round=message_of(training_pb2.TrainingRound, record.result),
+                outcome=record.outcome,
+            )
+            for record in state.history
+        ],
     )

@@ -1,23 +1,32 @@
-"""Copies the fields that a dataclass of the core and a protobuf message have under one name."""
+"""Copies what the core and the contract have under one name: fields, and enumerations' members."""
 
 from collections.abc import Sequence
 from dataclasses import fields
+from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+_Member = TypeVar("_Member", bound=Enum)
 _Value = TypeVar("_Value", bound="DataclassInstance")
 _Message = TypeVar("_Message", bound=Message)
 
 
 def message_of(kind: type[_Message], value: "DataclassInstance", /, **others: Any) -> _Message:
     """Makes a message from a value.  others: fields that differ; None leaves a field out."""
-    names = kind.DESCRIPTOR.fields_by_name
-    same = {field.name: getattr(value, field.name) for field in fields(value)}
-    return kind(**{name: item for name, item in same.items() if name in names} | others)
+    same = {name: getattr(value, name) for name in _shared(kind.DESCRIPTOR, type(value))}
+    return kind(**same | others)
+
+
+@cache
+def _shared(message: Descriptor, value: "type[DataclassInstance]") -> tuple[str, ...]:
+    names = message.fields_by_name
+    return tuple(field.name for field in fields(value) if field.name in names)
 
 
 def value_of(kind: type[_Value], message: Message, /, **others: Any) -> _Value:
@@ -37,3 +46,8 @@ def value_of(kind: type[_Value], message: Message, /, **others: Any) -> _Value:
 def _is_list(item: object) -> bool:
     """Tells a repeated field by its value: older protobuf has no name for the kind of a field."""
     return isinstance(item, Sequence) and not isinstance(item, str | bytes)
+
+
+def numbers_of(kind: type[_Member], contract: Any, prefix: str) -> dict[_Member, Any]:
+    """Returns by member of an enumeration the contract's number, whose name has the prefix."""
+    return {member: contract.Value(f"{prefix}{member.name}") for member in kind}

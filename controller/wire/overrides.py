@@ -9,7 +9,6 @@ from typing import TypeAlias
 from google.protobuf import json_format
 
 from controller.core.errors import within
-from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.overrides import (
     InvalidOverrideError,
     Limits,
@@ -20,16 +19,10 @@ from controller.core.planning.overrides import (
 )
 from controller.wire.field_mapping import message_of, value_of
 from controller.wire.override_effects import Effect, PreviewRow
-from speculation.v1 import plan_pb2, policy_pb2, service_pb2
+from controller.wire.plans import regime_from_proto, regime_to_proto
+from speculation.v1 import policy_pb2, service_pb2
 
 Timing: TypeAlias = "policy_pb2.OverrideEffect.Timing.ValueType"
-
-_MODE_FROM_PROTO = {
-    plan_pb2.REGIME_MODE_OFF: RegimeMode.OFF,
-    plan_pb2.REGIME_MODE_ONLINE: RegimeMode.ONLINE,
-    plan_pb2.REGIME_MODE_COLLECT: RegimeMode.COLLECT,
-}
-_MODE_TO_PROTO = {mode: number for number, mode in _MODE_FROM_PROTO.items()}
 
 
 def override_from_proto(message: policy_pb2.Override) -> Override:
@@ -56,13 +49,12 @@ def _scope_from_proto(message: policy_pb2.Scope) -> Scope:
 def _rule_from_proto(message: policy_pb2.OverrideRule) -> Rule:
     regime = None
     if message.HasField("regime"):
-        mode = _MODE_FROM_PROTO.get(message.regime.mode)
-        if mode is None:
+        regime = regime_from_proto(message.regime)
+        if regime is None:
             raise InvalidOverrideError(
                 f"regime {message.regime.mode} is unspecified or not known here",
                 field_path="regime.mode",
             )
-        regime = Regime(mode, message.regime.stride)
     return value_of(Rule, message, regime=regime)
 
 
@@ -75,13 +67,9 @@ def override_to_proto(override: Override) -> policy_pb2.Override:
         scope.target_model = override.scope.name
     else:
         scope.fleet = True
-    regime = None if rule.regime is None else _regime_to_proto(rule.regime)
+    regime = None if rule.regime is None else regime_to_proto(rule.regime)
     made = message_of(policy_pb2.OverrideRule, rule, regime=regime)
     return message_of(policy_pb2.Override, override, scope=scope, rule=made)
-
-
-def _regime_to_proto(regime: Regime) -> plan_pb2.Regime:
-    return plan_pb2.Regime(mode=_MODE_TO_PROTO[regime.mode], stride=regime.stride)
 
 
 def to_body(override: Override) -> str:
@@ -140,9 +128,9 @@ def effect_to_proto(
     )
     if found.regime_before != found.regime_after:
         if found.regime_before is not None:
-            effect.regime_before.CopyFrom(_regime_to_proto(found.regime_before))
+            effect.regime_before.CopyFrom(regime_to_proto(found.regime_before))
         if found.regime_after is not None:
-            effect.regime_after.CopyFrom(_regime_to_proto(found.regime_after))
+            effect.regime_after.CopyFrom(regime_to_proto(found.regime_after))
         effect.regime_changes = True
     low = 1
     for row in rows:

@@ -1,24 +1,15 @@
-"""Converts the core's plans, with their rows, probes and regimes, to protobuf."""
+"""Converts the core's plans, with their rows, probes and regimes, to protobuf, and regimes back."""
 
 from controller.core.engine_spec import Arm
 from controller.core.plan import MixtureRule, Plan, PlanRow, Probe, Reason, Regime, RegimeMode
+from controller.wire.field_mapping import numbers_of
 from speculation.v1 import plan_pb2, service_pb2
 
-_REASON_TO_PROTO = {
-    Reason.EXPLOIT: plan_pb2.REASON_EXPLOIT,
-    Reason.PROBE: plan_pb2.REASON_PROBE,
-    Reason.HOLD: plan_pb2.REASON_HOLD,
-    Reason.PROFILE_MISSING: plan_pb2.REASON_PROFILE_MISSING,
-    Reason.PROFILING: plan_pb2.REASON_PROFILING,
-    Reason.LEASE: plan_pb2.REASON_LEASE,
-    Reason.OVERRIDE: plan_pb2.REASON_OVERRIDE,
-}
-
-_REGIME_TO_PROTO = {
-    RegimeMode.OFF: plan_pb2.REGIME_MODE_OFF,
-    RegimeMode.ONLINE: plan_pb2.REGIME_MODE_ONLINE,
-    RegimeMode.COLLECT: plan_pb2.REGIME_MODE_COLLECT,
-}
+_REASON_TO_PROTO: "dict[Reason, plan_pb2.Reason.ValueType]" = numbers_of(
+    Reason, plan_pb2.Reason, "REASON_"
+)
+_MODE_TO_PROTO = numbers_of(RegimeMode, plan_pb2.RegimeMode, "REGIME_MODE_")
+_MODE_FROM_PROTO = {number: mode for mode, number in _MODE_TO_PROTO.items()}
 
 
 def reason_to_proto(reason: Reason) -> plan_pb2.Reason.ValueType:
@@ -31,7 +22,7 @@ def plan_to_proto(plan: Plan) -> plan_pb2.Plan:
     return plan_pb2.Plan(
         epoch=plan.epoch,
         rows=[_row_to_proto(row) for row in plan.rows],
-        regime=_regime_to_proto(plan.regime),
+        regime=regime_to_proto(plan.regime),
         lease_ms=max(1, round(plan.lease_seconds * 1000)),
         reason=_REASON_TO_PROTO[plan.reason],
         reason_detail=plan.reason_detail,
@@ -72,8 +63,15 @@ def _probe_to_proto(probe: Probe) -> plan_pb2.Probe:
     )
 
 
-def _regime_to_proto(regime: Regime) -> plan_pb2.Regime:
-    return plan_pb2.Regime(mode=_REGIME_TO_PROTO[regime.mode], stride=regime.stride)
+def regime_to_proto(regime: Regime) -> plan_pb2.Regime:
+    """Converts the mode of online updates and their stride."""
+    return plan_pb2.Regime(mode=_MODE_TO_PROTO[regime.mode], stride=regime.stride)
+
+
+def regime_from_proto(message: plan_pb2.Regime) -> Regime | None:
+    """None for a mode that is not known here."""
+    mode = _MODE_FROM_PROTO.get(message.mode)
+    return None if mode is None else Regime(mode, message.stride)
 
 
 def arm_from_proto(message: service_pb2.MeasureRequest) -> Arm:

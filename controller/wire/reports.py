@@ -1,4 +1,4 @@
-"""Converts reports of decode steps between protobuf and the core's types, both ways."""
+"""Converts reports of decode steps, both ways, and of training rounds to the core's types."""
 
 from controller.core.engine_spec import MAX_GAMMA
 from controller.core.errors import InvalidReportError
@@ -13,7 +13,12 @@ from controller.core.step_report import (
     StepFlags,
     StepReport,
 )
-from speculation.v1 import engine_pb2
+from controller.core.training.selective_training import TrainingResult
+from controller.wire.field_mapping import message_of, value_of
+from speculation.v1 import engine_pb2, training_pb2
+
+# Of a training round's error, which logs and people read.
+_ERROR_CHARACTERS = 500
 
 
 def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
@@ -103,61 +108,17 @@ def _bound_report(message: engine_pb2.StepReport) -> None:
 
 def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
     """The report as it came; flags are absent when none is set."""
-    message = engine_pb2.StepReport(
-        step=report.step,
-        batch_size=report.batch_size,
-        kv_tokens=report.kv_tokens,
-        drafter=report.drafter,
-        gamma=report.gamma,
-        accepted_counts=report.accepted_counts,
-        step_seconds=report.step_seconds,
-        plan_epoch=report.plan_epoch,
-        probe_id=report.probe_id,
-        classes=[
-            engine_pb2.ClassCounts(
-                label=part.label,
-                accepted_counts=part.accepted_counts,
-                censored_counts=part.censored_counts,
-            )
-            for part in report.classes
-        ],
-        confidences=report.confidences,
-        update_seconds=report.update_seconds,
-        draft_version=report.draft_version,
-        groups=[
-            engine_pb2.RowGroup(
-                drafter=group.drafter,
-                gamma=group.gamma,
-                accepted_counts=group.accepted_counts,
-                ended=group.ended,
-            )
-            for group in report.groups
-        ],
-        proposals=[
-            engine_pb2.ProposalCounts(
-                drafter=part.drafter,
-                match_length=part.match_length,
-                accepted_counts=part.accepted_counts,
-                censored_counts=part.censored_counts,
-            )
-            for part in report.proposals
-        ],
-        prefill_tokens=report.prefill_tokens,
-        learnt_from=report.learnt_from,
-        delivered_tokens=report.delivered_tokens,
-    )
     flags = report.flags
-    if flags != NO_FLAGS:
-        message.flags.CopyFrom(
-            engine_pb2.StepFlags(
-                after_gap=flags.after_gap,
-                eager_fallback=flags.eager_fallback,
-                first_use=flags.first_use,
-                unsteered=flags.unsteered,
-                switched=flags.switched,
-                updating=flags.updating,
-                drafter_reset=flags.drafter_reset,
-                mixed_choice=flags.mixed_choice,
-            )
-        )
-    return message
+    return message_of(
+        engine_pb2.StepReport,
+        report,
+        flags=None if flags == NO_FLAGS else message_of(engine_pb2.StepFlags, flags),
+        classes=[message_of(engine_pb2.ClassCounts, part) for part in report.classes],
+        groups=[message_of(engine_pb2.RowGroup, group) for group in report.groups],
+        proposals=[message_of(engine_pb2.ProposalCounts, part) for part in report.proposals],
+    )
+
+
+def result_from_proto(message: training_pb2.TrainingRound) -> TrainingResult:
+    """Converts the result of a training round.  Raises InvalidTrainingError."""
+    return value_of(TrainingResult, message, error=message.error[:_ERROR_CHARACTERS])

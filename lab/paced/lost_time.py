@@ -26,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.engine_spec import Arm
-from controller.recording.events import Decided, Forced
 from controller.recording.recording import RecordingPart, find
 from lab.cpu_engine.pace.step_costs import OWN, SECOND, StepCosts
 from lab.cpu_engine.pace.step_log import LoggedStep
@@ -79,10 +78,11 @@ def decided_plans(folder: Path, engine_id: str) -> tuple[DecidedPlan, ...]:
     """The plans in the sidecar's recording of an engine, in order.  Raises RecordingError."""
     found = []
     for path in find(folder, engine_id).paths:
-        for moment in RecordingPart(path).moments():
-            event = moment.event
-            if isinstance(event, Decided | Forced) and event.plan is not None:
-                found.append(DecidedPlan(moment.seconds, event.plan))
+        found += [
+            DecidedPlan(moment.seconds, moment.plan)
+            for moment in RecordingPart(path).moments()
+            if moment.kind != "parting" and moment.plan is not None
+        ]
     return tuple(sorted(found, key=lambda plan: plan.seconds))
 
 

@@ -18,31 +18,37 @@ from controller.core.engine.engine_controller import EngineController
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 from controller.core.training.selective_training import TrainingSettings
-from controller.recording.event_log import QUEUE_MAX
+from controller.recording.recorded_controller import QUEUE_MAX, RecordedController
 from controller.recording.recorder import Recorder
+from controller.wire.reports import report_to_proto
+from speculation.v1 import engine_pb2
 from tests.support.virtual_engine import engine_spec, gpu_like, make, profile_of
 from tools.bench.measurement import RATIO, Measurement, run
 
 STEPS = 4000
 
 
-def reports() -> list[tuple[float, StepReport]]:
-    """Of an engine in virtual time, with their times."""
+Steps = list[tuple[float, StepReport, engine_pb2.StepReport]]
+
+
+def reports() -> Steps:
+    """Of an engine in virtual time, with their times and the messages that they come in."""
     engine = make()
     for batch_size, acceptance in ((4, 0.8), (16, 0.5), (64, 0.7), (8, 0.3)):
         engine.run(STEPS // 4, batch_size, [acceptance] * 7)
-    return engine.reports
+    return [(at, report, report_to_proto(report)) for at, report in engine.reports]
 
 
-def seconds(
-    core: EngineController, clock: VirtualClock, steps: list[tuple[float, StepReport]]
-) -> float:
+def seconds(core: EngineController, clock: VirtualClock, steps: Steps) -> float:
     """Of this thread's processor time: folding all of them, a plan asked for after each."""
     core.current_plan()
     began = time.thread_time()
-    for at, report in steps:
+    for at, report, message in steps:
         clock.advance(at - clock.now())
-        core.observe(report)
+        if isinstance(core, RecordedController):
+            core.observe(report, message)
+        else:
+            core.observe(report)
         core.next_plan()
     return time.thread_time() - began
 

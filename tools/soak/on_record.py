@@ -4,20 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from controller.core.step_report import StepReport
-from controller.recording.events import (
-    Decided,
-    Event,
-    Forced,
-    Noted,
-    NoteKind,
-    Overridden,
-    Parted,
-    Reported,
-)
-from controller.recording.recording import RecordingPart, find
+from controller.recording.recording import Moment, RecordingPart, find
 from controller.recording.replay import ReplayClock, rebuilt
 from controller.wire.plans import plan_to_proto
-from speculation.v1 import plan_pb2
+from speculation.v1 import plan_pb2, record_pb2
 
 
 @dataclass(slots=True)
@@ -54,34 +44,35 @@ def read_record(directory: Path, engine_id: str) -> OnRecord:
     found = OnRecord()
     for path in find(directory, engine_id).paths:
         part = RecordingPart(path)
-        opening = part.opening
+        opening = part.opening.message
         if opening.lost:
             found.gaps.append(f"{opening.lost} records were lost before {path.name}")
-        _in_force(found, [term.override.override_id for term in opening.terms])
+        _in_force(found, opening.overrides)
         # A session's first plan is older than its recording's first event.
-        first = plan_to_proto(rebuilt(opening, ReplayClock()).current_plan())
+        first = plan_to_proto(rebuilt(part.opening, ReplayClock()).current_plan())
         found.plans.setdefault((opening.session, first.epoch), first)
         for moment in part.moments():
-            _take(found, opening.session, moment.event)
+            _take(found, opening.session, moment)
         if part.damage:
             found.gaps.append(f"{path.name}: {part.damage}")
     return found
 
 
-def _take(found: OnRecord, session: int, event: Event) -> None:
-    match event:
-        case Reported():
-            found.told.append(Told(session, event.report))
-        case Decided(plan=plan) | Forced(plan=plan) | Parted(plan=plan) if plan is not None:
-            found.plans[session, plan.epoch] = plan
-        case Overridden():
-            _in_force(found, [term.override.override_id for term in event.terms])
-        case Noted(kind=NoteKind.DROPPED):
-            found.dropped += event.count
-        case Noted(kind=NoteKind.REJECTED):
-            found.refused.append(event.text)
+def _take(found: OnRecord, session: int, moment: Moment) -> None:
+    note = moment.record.note
+    if moment.kind == "report":
+        found.told.append(Told(session, moment.told[0]))
+    elif moment.plan is not None:
+        found.plans[session, moment.plan.epoch] = moment.plan
+    elif moment.kind == "overrides":
+        _in_force(found, moment.record.overrides)
+    elif note.kind == record_pb2.RECORD_NOTE_KIND_DROPPED:
+        found.dropped += note.count
+    elif note.kind == record_pb2.RECORD_NOTE_KIND_REJECTED:
+        found.refused.append(note.text)
 
 
-def _in_force(found: OnRecord, ids: list[str]) -> None:
-    if not found.overrides or found.overrides[-1] != frozenset(ids):
-        found.overrides.append(frozenset(ids))
+def _in_force(found: OnRecord, terms: record_pb2.RecordOverrides) -> None:
+    ids = frozenset(term.override.override_id for term in terms.overrides)
+    if not found.overrides or found.overrides[-1] != ids:
+        found.overrides.append(ids)

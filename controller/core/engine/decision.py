@@ -158,7 +158,7 @@ def bound_in(made: Decision, arms: Sequence[Arm], row: int, chosen: int) -> Boun
     )
 
 
-def bound_text(state: BoundState | None) -> str:
+def _bound_text(state: BoundState | None) -> str:
     """Describes what a bound that binds does, for people; "" where it changes nothing."""
     if state is None or not state.binds:
         return ""
@@ -174,28 +174,28 @@ def bound_text(state: BoundState | None) -> str:
     return f"{found}, which no choice keeps here; {where}"
 
 
-def arm_text(arm: Arm, tokens_per_second: float) -> str:
-    """Names an arm and what is expected of it, for people."""
-    return f"{arm.drafter} gamma {arm.gamma}, {tokens_per_second:.0f} tok/s expected"
-
-
 def why(
-    choice: str,
-    at: PlanRows,
-    active: int,
+    made: Decision,
+    arms: Sequence[Arm],
+    batch_size: int,
+    chosen: int,
+    reason: Reason,
     prior: str,
     probe: Probe | None,
-    reason: Reason,
-    bound: str = "",
-    purpose: str = "to learn",
+    purpose: str,
 ) -> tuple[Reason, str]:
     """Returns why a plan is what it is: its reason, and one line for people.
 
-    choice, reason: of the active row.  prior: where costs come from without a profile, else "".
-    bound: what its bound on the time per output token does, see `bound_text`.
-    purpose: of the probe.
+    batch_size: the last reported one.  chosen, reason: what runs there, by arm index, and why.
+    prior: where costs come from without a profile, else "".  purpose: of the probe.
     """
-    detail, limits = choice, at.limits[active]
+    at, arm = made.at, arms[chosen]
+    active = at.row_of(batch_size)
+    detail = (
+        f"B={batch_size}: {arm.drafter} gamma {arm.gamma}, "
+        f"{made.values.value[chosen, active]:.0f} tok/s expected"
+    )
+    limits, bound = at.limits[active], _bound_text(bound_in(made, arms, active, chosen))
     if limits.overrides:
         detail += f"; under {', '.join(limits.overrides)}"
         if at.emptied[active]:
@@ -212,10 +212,8 @@ def why(
     if prior:
         detail += f"; costs from a {prior} prior, no profile loaded"
     if probe:
-        arm = probe.arm
-        return Reason.PROBE, (
-            f"{detail}; {probe.steps} steps of {arm.drafter} gamma {arm.gamma} {purpose}"
-        )
+        tried = f"{probe.arm.drafter} gamma {probe.arm.gamma}"
+        return Reason.PROBE, f"{detail}; {probe.steps} steps of {tried} {purpose}"
     if prior and reason is not Reason.OVERRIDE:
         return Reason.PROFILE_MISSING, detail
     return reason, detail

@@ -26,7 +26,7 @@ from controller.core.cost.live_estimates import ContextByBatch, PrefillPrice, Sw
 from controller.core.cost.model import CostModel
 from controller.core.cost.profile import Profile
 from controller.core.cost.table import prior_for
-from controller.core.engine.decision import Decision, Estimates, arm_text, bound_in, bound_text, why
+from controller.core.engine.decision import Decision, Estimates, why
 from controller.core.engine.prediction_audit import PredictionAudit
 from controller.core.engine_spec import (
     Arm,
@@ -119,7 +119,8 @@ class EngineController:
         self._prefill = PrefillPrice()
         self._losses = LossAccount(self.arms)
         self._planner = make_planner(self.arms, self._buckets, settings)
-        self._overrides = covering(overrides, spec)
+        # Those for this engine, whatever its batch.
+        self.overrides = covering(overrides, spec)
         self._limit_planner()
         self.explorer = Explorer(self.arms, settings, spec.capabilities.draft_lag)
         self.updates = DrafterUpdates(spec, self.arms, training or TrainingSettings(), trained)
@@ -142,7 +143,8 @@ class EngineController:
         self._unsettled_until = _UNSETTLED_REPORTS_COLD if cold else _UNSETTLED_REPORTS
         self.reports = 0
         self.warm_start = ""
-        self._decision: Decision
+        # The numbers that the last decision was made from.
+        self.decision: Decision
         self._plan: Plan
         now = clock.now()
         self._issue(*self._decide_rows(now), now)
@@ -156,7 +158,7 @@ class EngineController:
 
     def _limit_planner(self) -> None:
         """Divides the plan into rows, and limits the planner to what may run in each."""
-        at = self._rows_at = self._rows_under(self._overrides)
+        at = self._rows_at = self._rows_under(self.overrides)
         sizes = self._sizes[at.bucket]
         self._planner.limit(at.upper, sizes, at.feasible, at.possible, at.bounds)
 
@@ -263,9 +265,9 @@ class EngineController:
     def set_overrides(self, overrides: Iterable[Override]) -> bool:
         """Plans under these from now on; True when that is a change for this engine."""
         mine = covering(overrides, self.spec)
-        if mine == self._overrides:
+        if mine == self.overrides:
             return False
-        self._overrides = mine
+        self.overrides = mine
         self._limit_planner()
         self.explorer.cancel()
         self._evaluated_at = -float("inf")
@@ -296,12 +298,7 @@ class EngineController:
     def values_under(self, overrides: Iterable[Override]) -> tuple[PlanRows, Values]:
         """Returns the rows that the last decision would have had under these, and their values."""
         at = self._rows_under(overrides)
-        return at, self._decision.estimates.values(self.arms, self._sizes, at)
-
-    @property
-    def overrides(self) -> tuple[Override, ...]:
-        """Returns the overrides for this engine, whatever its batch."""
-        return self._overrides
+        return at, self.decision.estimates.values(self.arms, self._sizes, at)
 
     def next_plan(self) -> Plan | None:
         """A new plan if one is due (changed, a probe, or the lease half gone), else None."""
@@ -403,17 +400,12 @@ class EngineController:
         """Returns the present acceptance estimates, with which another session can start."""
         return self.traffic.beliefs()
 
-    @property
-    def decision(self) -> Decision:
-        """Returns the numbers that the last decision was made from."""
-        return self._decision
-
     def take_estimates(self) -> None:
         """Takes the estimates as they stand for those that the last decision was made from.
 
         For a controller whose variables were put in from elsewhere: see `state.restore`.
         """
-        self._decision = self._assessed(self.traffic.curves())
+        self.decision = self._assessed(self.traffic.curves())
 
     def _assessed(self, traffic: TrafficCurves) -> Decision:
         estimates = Estimates.of(
@@ -425,13 +417,13 @@ class EngineController:
             self._prefill.seconds_a_step,
         )
         values = estimates.values(self.arms, self._sizes, self._rows_at)
-        return Decision(estimates, values, self._rows_at, self._overrides, self.reports)
+        return Decision(estimates, values, self._rows_at, self.overrides, self.reports)
 
     def _decide_rows(self, now: float) -> tuple[tuple[PlanRow, ...], Reason, str]:
         """Learns from what was folded since the last decision, and decides."""
         self._evaluated_at, self._evaluated_reports = now, self.reports
         self.cost.learn()
-        made = self._decision = self._assessed(self.traffic.believe())
+        made = self.decision = self._assessed(self.traffic.believe())
         before = self._plan.rules if self._epoch else ()
         self._rules = self.mixtures.rules(made.estimates.traffic.drafters, before)
         if self._forced is not None:
@@ -448,7 +440,7 @@ class EngineController:
         self._losses.settle(values, at, hazard)
         choice = self._planner.update(values, hazard, hedge, self._losses.limits(values))
         if at.bounds:
-            made = self._decision = replace(made, excluded=self._planner.take_excluded())
+            made = self.decision = replace(made, excluded=self._planner.take_excluded())
         active = at.row_of(self.last_batch)
         self.prediction_audit.settle(values, at.row_of)
         sees = self.reports and not is_blind(self.spec)
@@ -465,12 +457,10 @@ class EngineController:
             self.updates.update(values, active, self.last_batch, feasible)
         probing = self.explorer.running
         rows = self._rows(choice, probing)
-        size, prior = self.last_batch, "" if self.profile_id else self.cost.prior
-        chosen, said = choice[active], self._planner.reasons[active]
+        chosen, prior = choice[active], "" if self.profile_id else self.cost.prior
         return rows, *why(
-            f"B={size}: {arm_text(self.arms[chosen], values.value[chosen, active])}",
-            at, active, prior, probing[1] if probing else None, said,
-            bound_text(bound_in(made, self.arms, active, chosen)), self.explorer.purpose,
+            made, self.arms, self.last_batch, chosen, self._planner.reasons[active], prior,
+            probing[1] if probing else None, self.explorer.purpose,
         )  # fmt: skip
 
     def _rows(

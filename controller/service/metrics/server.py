@@ -24,6 +24,7 @@ from controller.service.sessions.registry import SessionRegistry
 from controller.service.state.override_registry import OverrideRegistry
 from controller.service.views.engine_status import EngineSnapshot
 from controller.service.views.fleet_view import FleetView
+from controller.settings.listeners import Listener
 from controller.util.supervisor import Supervisor
 
 _log = structlog.get_logger(__name__)
@@ -85,25 +86,14 @@ class SidecarCollector(Collector):
 
 
 class MetricsServer(HttpServer):
-    """`/metrics` over HTTP, on a thread of its own.  Raises OSError when the port is taken."""
+    """`/metrics` over HTTP, on a thread of its own.  Raises AddressTakenError."""
 
-    def __init__(
-        self,
-        registry: SessionRegistry,
-        override_registry: OverrideRegistry,
-        fleet_view: FleetView,
-        supervisor: Supervisor,
-        loop: asyncio.AbstractEventLoop,
-        host: str,
-        port: int,
-    ) -> None:
+    def __init__(self, collector: SidecarCollector, listener: Listener) -> None:
         metrics = CollectorRegistry()
-        metrics.register(
-            SidecarCollector(registry, override_registry, fleet_view, supervisor, loop)
-        )
+        metrics.register(collector)
         ProcessCollector(registry=metrics)
         PlatformCollector(registry=metrics)
-        super().__init__(host, port, _MetricsHandler.factory(metrics), "metrics")
+        super().__init__(listener, _MetricsHandler.factory(metrics), "metrics", "/metrics")
 
 
 class _MetricsHandler(MetricsHandler):

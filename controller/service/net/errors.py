@@ -6,7 +6,7 @@ bounded, so that they fit into the metadata that every gRPC client takes (8 KiB)
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Never, TypeVar
+from typing import Any, Final, Never, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -40,6 +40,7 @@ _NAME_MAX, _DESCRIPTION_MAX = 128, 250
 _FAILED_TEXT = "the sidecar failed at this call: its log has the error"
 _ABOUT_A_FIELD = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
 
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Error = TypeVar("_Error", bound=type[SpeculationError])
 
 
@@ -317,7 +318,7 @@ def _packed(detail: Any) -> AnyMessage:
     return packed
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: SpeculationError) -> Never:
+async def abort(context: Context, error: SpeculationError) -> Never:
     """Ends the call with the error's status, message and details.
 
     Clients of earlier versions read the error's name from `speculation-error`.

@@ -52,12 +52,17 @@ _log = structlog.get_logger(__name__)
 
 @asynccontextmanager
 async def _failures(context: Any, method: str) -> AsyncIterator[None]:
-    """Ends a call at which the sidecar fails; gRPC itself would tell clients the error's text."""
+    """Ends a call that is refused with its status and details, and one at which the sidecar fails.
+
+    gRPC itself would tell clients the text of any error.
+    """
     try:
         yield
     except grpc.aio.BaseError:
         # The call has ended already.
         raise
+    except SpeculationError as error:
+        await abort(context, error)
     except Exception:  # noqa: BLE001  # whatever it is, the client has to hear of it
         _log.exception("call_failed", method=method)
         await abort(context, SidecarFailedError())

@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from controller.service.net.errors import AddressTakenError
+from controller.settings.listeners import Listener
 from controller.util.loopback import is_loopback_host
 from controller.util.supervisor import keep_thread
 
@@ -32,9 +34,10 @@ _log = structlog.get_logger(__name__)
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Serves until it is closed, on a thread of that name.  Raises OSError when it cannot.
+    """Serves until it is closed, on a thread of that name.  Raises AddressTakenError.
 
-    host: an address or a name; `::` takes IPv4 as well.
+    listener: its host may be a name; `::` takes IPv4 as well.  name: of the setting NAME_port, too.
+    served: what is served, for people.
     """
 
     daemon_threads = True
@@ -42,8 +45,9 @@ class HttpServer(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(
-        self, host: str, port: int, handler: type[BaseHTTPRequestHandler], name: str
+        self, listener: Listener, handler: type[BaseHTTPRequestHandler], name: str, served: str
     ) -> None:
+        host = listener.host
         if host == _EVERY_ADDRESS and not socket.has_dualstack_ipv6():
             # A kernel without IPv6: then these are all.
             host = "0.0.0.0"  # noqa: S104  # asked for
@@ -52,8 +56,14 @@ class HttpServer(ThreadingHTTPServer):
         self._free = threading.BoundedSemaphore(REQUESTS_MAX)
         # Sockets under way, and when they are cut off.
         self._until: dict[socket.socket, float] = {}
-        self._is_loopback = is_loopback_host(host)
-        super().__init__((host, port), handler)
+        self.is_loopback = is_loopback_host(host)
+        try:
+            super().__init__((host, listener.port), handler)
+        except OSError as error:
+            raise AddressTakenError(
+                f"{served} cannot be served on {listener.address}: {error.strerror}; name another "
+                f"port with --{name}-port, or 0 for none"
+            ) from error
         self._name = name
         self._thread = self._start()
 
@@ -70,7 +80,7 @@ class HttpServer(ThreadingHTTPServer):
         On the loopback address it must name this machine to itself: a page of somebody else, whose
         name has been made to point here, does not.
         """
-        if not self._is_loopback:
+        if not self.is_loopback:
             return True
         try:
             return is_loopback_host(urlsplit(f"//{header}").hostname or "")

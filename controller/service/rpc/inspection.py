@@ -3,12 +3,9 @@
 import time
 from dataclasses import asdict
 
-import grpc.aio
-
 import controller
 from controller.core.engine_spec import MAX_BATCH_SIZE
-from controller.core.errors import SpeculationError
-from controller.service.net.errors import InvalidQuestionError, abort
+from controller.service.net.errors import Context, InvalidQuestionError
 from controller.service.net.limits import Turns
 from controller.service.rpc.overrides import held_to_proto
 from controller.service.rpc.store_messages import health_to_proto
@@ -21,10 +18,14 @@ from controller.service.views.paging import ROWS_MAX, page_of
 from controller.service.views.readiness import Readiness, ServiceHealth
 from controller.service.views.status_cache import StatusCache
 from controller.wire.engines import engine_to_proto
-from controller.wire.explanations import Explanation, explain, explanation_to_proto
+from controller.wire.explanations import (
+    Explanation,
+    explain,
+    explanation_to_proto,
+    warning_to_proto,
+)
 from controller.wire.plans import plan_to_proto
 from controller.wire.reports import report_to_proto
-from controller.wire.warnings import warning_to_proto
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 
 
@@ -52,25 +53,18 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         self._started_at, self._started = time.time(), time.monotonic()
 
     async def ListEngines(
-        self,
-        request: service_pb2.ListEnginesRequest,
-        context: grpc.aio.ServicerContext[
-            service_pb2.ListEnginesRequest, service_pb2.ListEnginesResponse
-        ],
+        self, request: service_pb2.ListEnginesRequest, context: Context
     ) -> service_pb2.ListEnginesResponse:
         """A page of the sessions, by engine id, and the sidecar itself."""
-        try:
-            sessions = {session.engine_id: session for session in self._registry}
-            rows, token = await page_of(
-                self._turns,
-                sessions,
-                lambda engine_id: self._status(sessions[engine_id]),
-                _no_status,
-                request.page_size,
-                request.page_token,
-            )
-        except SpeculationError as error:
-            await abort(context, error)
+        sessions = {session.engine_id: session for session in self._registry}
+        rows, token = await page_of(
+            self._turns,
+            sessions,
+            lambda engine_id: self._status(sessions[engine_id]),
+            _no_status,
+            request.page_size,
+            request.page_token,
+        )
         return service_pb2.ListEnginesResponse(
             engines=rows,
             next_page_token=token,
@@ -84,30 +78,25 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         )
 
     async def Explain(
-        self,
-        request: service_pb2.ExplainRequest,
-        context: grpc.aio.ServicerContext[service_pb2.ExplainRequest, service_pb2.ExplainResponse],
+        self, request: service_pb2.ExplainRequest, context: Context
     ) -> service_pb2.ExplainResponse:
         """The decision row of one engine at one batch size."""
-        try:
-            if request.batch_size > MAX_BATCH_SIZE:
-                raise InvalidQuestionError(
-                    f"batch_size {request.batch_size} is outside 0..{MAX_BATCH_SIZE} "
-                    "(0: that of the last report)",
-                    field_path="batch_size",
-                )
-            explanation, answer = await self._turns.take(lambda: self._explained(request))
-            mine = {override.override_id for override in explanation.overrides}
-            answer.overrides.extend(
-                held_to_proto(held)
-                for held in self._override_registry.held()
-                if held.override.override_id in mine
+        if request.batch_size > MAX_BATCH_SIZE:
+            raise InvalidQuestionError(
+                f"batch_size {request.batch_size} is outside 0..{MAX_BATCH_SIZE} "
+                "(0: that of the last report)",
+                field_path="batch_size",
             )
-            answer.store.CopyFrom(health_to_proto(self._override_registry.health))
-            answer.services.extend(map(_health, self._readiness.services()))
-            return answer
-        except SpeculationError as error:
-            await abort(context, error)
+        explanation, answer = await self._turns.take(lambda: self._explained(request))
+        mine = {override.override_id for override in explanation.overrides}
+        answer.overrides.extend(
+            held_to_proto(held)
+            for held in self._override_registry.held()
+            if held.override.override_id in mine
+        )
+        answer.store.CopyFrom(health_to_proto(self._override_registry.health))
+        answer.services.extend(map(_health, self._readiness.services()))
+        return answer
 
     def _explained(
         self, request: service_pb2.ExplainRequest
@@ -117,52 +106,38 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         return explanation, explanation_to_proto(explanation)
 
     async def Overview(
-        self,
-        request: service_pb2.OverviewRequest,
-        context: grpc.aio.ServicerContext[
-            service_pb2.OverviewRequest, service_pb2.OverviewResponse
-        ],
+        self, request: service_pb2.OverviewRequest, context: Context
     ) -> service_pb2.OverviewResponse:
         """A page of the engines, each in one line."""
         lines = {line.engine_id: line for line in await self._status_cache.lines()}
-        try:
-            rows, token = await page_of(
-                self._turns,
-                lines,
-                lambda engine_id: service_pb2.EngineOverview(**asdict(lines[engine_id])),
-                _no_line,
-                request.page_size,
-                request.page_token,
-            )
-        except SpeculationError as error:
-            await abort(context, error)
+        rows, token = await page_of(
+            self._turns,
+            lines,
+            lambda engine_id: service_pb2.EngineOverview(**asdict(lines[engine_id])),
+            _no_line,
+            request.page_size,
+            request.page_token,
+        )
         return service_pb2.OverviewResponse(
             engines=rows, version=controller.__version__, next_page_token=token
         )
 
     async def ListFleet(
-        self,
-        request: service_pb2.ListFleetRequest,
-        context: grpc.aio.ServicerContext[
-            service_pb2.ListFleetRequest, service_pb2.ListFleetResponse
-        ],
+        self, request: service_pb2.ListFleetRequest, context: Context
     ) -> service_pb2.ListFleetResponse:
         """A page of the engines of all sidecars that share the store."""
-        try:
-            selection = await self._fleet_search.select(request.filter)
-            # One more than a page has, to know whether there are more.
-            ahead = selection.after(request.page_token, ROWS_MAX + 1)
-            by_key = {engine.key: engine for engine in ahead}
-            rows, token = await page_of(
-                self._turns,
-                by_key,
-                lambda key: service_pb2.FleetEngine(**engine_values(by_key[key])),
-                _no_fleet_engine,
-                request.page_size,
-                request.page_token,
-            )
-        except SpeculationError as error:
-            await abort(context, error)
+        selection = await self._fleet_search.select(request.filter)
+        # One more than a page has, to know whether there are more.
+        ahead = selection.after(request.page_token, ROWS_MAX + 1)
+        by_key = {engine.key: engine for engine in ahead}
+        rows, token = await page_of(
+            self._turns,
+            by_key,
+            lambda key: service_pb2.FleetEngine(**engine_values(by_key[key])),
+            _no_fleet_engine,
+            request.page_size,
+            request.page_token,
+        )
         fleet = selection.fleet
         return service_pb2.ListFleetResponse(
             engines=rows,

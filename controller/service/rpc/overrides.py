@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 
-import grpc.aio
-
 from controller.core.errors import SpeculationError, within
 from controller.core.planning.overrides import (
     MAX_AUTHOR_CHARACTERS,
@@ -16,12 +14,12 @@ from controller.core.planning.overrides import (
 )
 from controller.service.net.callers import calling
 from controller.service.net.errors import (
+    Context,
     ForbiddenError,
     NoEffectError,
     NoOverrideError,
     PolicyNotClearedError,
     UnknownEngineError,
-    abort,
 )
 from controller.service.net.limits import READS_WAITING, Turns
 from controller.service.rpc import store_messages
@@ -68,21 +66,14 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         self._audit_turn = asyncio.Semaphore(1)
 
     async def SetOverride(
-        self,
-        request: policy_pb2.SetOverrideRequest,
-        context: grpc.aio.ServicerContext[
-            policy_pb2.SetOverrideRequest, policy_pb2.SetOverrideResponse
-        ],
+        self, request: policy_pb2.SetOverrideRequest, context: Context
     ) -> policy_pb2.SetOverrideResponse:
         """Durable and in force here when it returns.  A dry run does all but the last step."""
-        try:
-            if request.dry_run:
-                if request.request_id:
-                    require_uuid(request.request_id)
-                return await self._set(request)
-            return await self._request_ids.once(request, lambda: self._set(request))
-        except SpeculationError as error:
-            await abort(context, error)
+        if request.dry_run:
+            if request.request_id:
+                require_uuid(request.request_id)
+            return await self._set(request)
+        return await self._request_ids.once(request, lambda: self._set(request))
 
     async def _set(self, request: policy_pb2.SetOverrideRequest) -> policy_pb2.SetOverrideResponse:
         request.override.from_file = False
@@ -117,17 +108,10 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         )
 
     async def ClearOverride(
-        self,
-        request: policy_pb2.ClearOverrideRequest,
-        context: grpc.aio.ServicerContext[
-            policy_pb2.ClearOverrideRequest, policy_pb2.ClearOverrideResponse
-        ],
+        self, request: policy_pb2.ClearOverrideRequest, context: Context
     ) -> policy_pb2.ClearOverrideResponse:
         """Ended everywhere soon, here when it returns."""
-        try:
-            return await self._request_ids.once(request, lambda: self._clear(request))
-        except SpeculationError as error:
-            await abort(context, error)
+        return await self._request_ids.once(request, lambda: self._clear(request))
 
     async def _clear(
         self, request: policy_pb2.ClearOverrideRequest
@@ -178,39 +162,25 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         )
 
     async def GetOverride(
-        self,
-        request: policy_pb2.GetOverrideRequest,
-        context: grpc.aio.ServicerContext[
-            policy_pb2.GetOverrideRequest, policy_pb2.GetOverrideResponse
-        ],
+        self, request: policy_pb2.GetOverrideRequest, context: Context
     ) -> policy_pb2.GetOverrideResponse:
         """Returns what is in force here under an id, file-based policy too."""
-        try:
-            held = self._held(request.override_id)
-        except SpeculationError as error:
-            await abort(context, error)
+        held = self._held(request.override_id)
         return policy_pb2.GetOverrideResponse(held=held_to_proto(held))
 
     async def ListOverrides(
-        self,
-        request: policy_pb2.ListOverridesRequest,
-        context: grpc.aio.ServicerContext[
-            policy_pb2.ListOverridesRequest, policy_pb2.ListOverridesResponse
-        ],
+        self, request: policy_pb2.ListOverridesRequest, context: Context
     ) -> policy_pb2.ListOverridesResponse:
         """Lists a page of the overrides in force here, and the state of the store."""
         held = {h.override.override_id: h for h in self._override_registry.held()}
-        try:
-            rows, token = await page_of(
-                self._turns,
-                held,
-                lambda name: held_to_proto(held[name]),
-                None,
-                request.page_size,
-                request.page_token,
-            )
-        except SpeculationError as error:
-            await abort(context, error)
+        rows, token = await page_of(
+            self._turns,
+            held,
+            lambda name: held_to_proto(held[name]),
+            None,
+            request.page_size,
+            request.page_token,
+        )
         return policy_pb2.ListOverridesResponse(
             overrides=rows,
             next_page_token=token,
@@ -219,40 +189,24 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         )
 
     async def WatchOverrides(
-        self,
-        request: policy_pb2.WatchOverridesRequest,
-        context: grpc.aio.ServicerContext[
-            policy_pb2.WatchOverridesRequest, policy_pb2.WatchOverridesResponse
-        ],
+        self, request: policy_pb2.WatchOverridesRequest, context: Context
     ) -> AsyncIterator[policy_pb2.WatchOverridesResponse]:
         """Streams changes until the client or the sidecar ends."""
-        try:
-            async with self._override_registry.watching() as changes:
-                async for change in changes:
-                    yield policy_pb2.WatchOverridesResponse(
-                        kind=_KINDS[change.kind], held=held_to_proto(change.held)
-                    )
-        except SpeculationError as error:
-            await abort(context, error)
+        async with self._override_registry.watching() as changes:
+            async for change in changes:
+                yield policy_pb2.WatchOverridesResponse(
+                    kind=_KINDS[change.kind], held=held_to_proto(change.held)
+                )
 
     async def QueryAudit(
-        self,
-        request: policy_pb2.QueryAuditRequest,
-        context: grpc.aio.ServicerContext[
-            policy_pb2.QueryAuditRequest, policy_pb2.QueryAuditResponse
-        ],
+        self, request: policy_pb2.QueryAuditRequest, context: Context
     ) -> policy_pb2.QueryAuditResponse:
         """Returns records of the audit, the newest first."""
-        try:
-            limit, before = store_messages.limit_of(request), store_messages.position_of(request)
-            async with self._audit_turn:
-                # One more, to know whether there are more.
-                records = await self._override_registry.audit(
-                    limit + 1, request.override_id, before
-                )
-                return await store_messages.page_of(records, limit)
-        except SpeculationError as error:
-            await abort(context, error)
+        limit, before = store_messages.limit_of(request), store_messages.position_of(request)
+        async with self._audit_turn:
+            # One more, to know whether there are more.
+            records = await self._override_registry.audit(limit + 1, request.override_id, before)
+            return await store_messages.page_of(records, limit)
 
     async def _effects(
         self, of: Override, before: Sequence[Override], after: Sequence[Override]

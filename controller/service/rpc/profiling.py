@@ -7,9 +7,9 @@ import grpc.aio
 import structlog
 
 from controller.core.cost.profile import Profile
-from controller.core.errors import SpeculationError, within
+from controller.core.errors import within
 from controller.service.net import callers
-from controller.service.net.errors import InvalidMeasurementError, NoMatchingEngineError, abort
+from controller.service.net.errors import Context, InvalidMeasurementError, NoMatchingEngineError
 from controller.service.net.limits import Turns
 from controller.service.rpc import streams
 from controller.service.rpc.request_ids import RequestIds
@@ -66,35 +66,25 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         context: grpc.aio.ServicerContext[service_pb2.MeasureRequest, service_pb2.MeasureResponse],
     ) -> None:
         """Forces what the client asks for and forwards the engine's reports."""
-        try:
-            first = await streams.first(context)
-            if first is None:
-                return
-            callers.require_engine(first.engine_id)
-            session = self._registry.by_engine(first.engine_id)
-            with session.measuring() as measurement:
-                caller = callers.calling()
-                _log.info("measurement_started", engine=session.engine_id, origin=caller.origin)
-                self._audit.record("measure", session.engine_id, caller, "it began")
-                try:
-                    await _MeasureStream(session, measurement, context).run(first)
-                finally:
-                    _log.info("measurement_ended", engine=session.engine_id)
-        except SpeculationError as error:
-            await abort(context, error)
+        first = await streams.first(context)
+        if first is None:
+            return
+        callers.require_engine(first.engine_id)
+        session = self._registry.by_engine(first.engine_id)
+        with session.measuring() as measurement:
+            caller = callers.calling()
+            _log.info("measurement_started", engine=session.engine_id, origin=caller.origin)
+            self._audit.record("measure", session.engine_id, caller, "it began")
+            try:
+                await _MeasureStream(session, measurement, context).run(first)
+            finally:
+                _log.info("measurement_ended", engine=session.engine_id)
 
     async def InstallProfile(
-        self,
-        request: service_pb2.InstallProfileRequest,
-        context: grpc.aio.ServicerContext[
-            service_pb2.InstallProfileRequest, service_pb2.InstallProfileResponse
-        ],
+        self, request: service_pb2.InstallProfileRequest, context: Context
     ) -> service_pb2.InstallProfileResponse:
         """Keeps the profile, and uses it for every engine with its fingerprint."""
-        try:
-            return await self._request_ids.once(request, lambda: self._install(request))
-        except SpeculationError as error:
-            await abort(context, error)
+        return await self._request_ids.once(request, lambda: self._install(request))
 
     async def _install(
         self, request: service_pb2.InstallProfileRequest
@@ -123,17 +113,10 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         return service_pb2.InstallProfileResponse(profile_id=profile.profile_id, engine_ids=engines)
 
     async def PushProfile(
-        self,
-        request: service_pb2.PushProfileRequest,
-        context: grpc.aio.ServicerContext[
-            service_pb2.PushProfileRequest, service_pb2.PushProfileResponse
-        ],
+        self, request: service_pb2.PushProfileRequest, context: Context
     ) -> service_pb2.PushProfileResponse:
         """Keeps a profile for pods that boot, and for engines here that have none."""
-        try:
-            return await self._request_ids.once(request, lambda: self._push(request))
-        except SpeculationError as error:
-            await abort(context, error)
+        return await self._request_ids.once(request, lambda: self._push(request))
 
     async def _push(
         self, request: service_pb2.PushProfileRequest
@@ -151,27 +134,20 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
             return await cancellation.finish(asyncio.to_thread(_profile_of, text))
 
     async def ListProfiles(
-        self,
-        request: service_pb2.ListProfilesRequest,
-        context: grpc.aio.ServicerContext[
-            service_pb2.ListProfilesRequest, service_pb2.ListProfilesResponse
-        ],
+        self, request: service_pb2.ListProfilesRequest, context: Context
     ) -> service_pb2.ListProfilesResponse:
         """A page of the identities, the one whose measurements are the newest first."""
-        try:
-            found = {_place(summary): summary for summary in await self._fleet.listed()}
-            engine_ids = await self._turns.take_pieces(self._engine_ids(found.values()))
-            rows, token = await page_of(
-                self._turns,
-                found,
-                lambda place: _row_of(found[place], engine_ids[found[place].identity]),
-                None,
-                request.page_size,
-                request.page_token,
-                descending=True,
-            )
-        except SpeculationError as error:
-            await abort(context, error)
+        found = {_place(summary): summary for summary in await self._fleet.listed()}
+        engine_ids = await self._turns.take_pieces(self._engine_ids(found.values()))
+        rows, token = await page_of(
+            self._turns,
+            found,
+            lambda place: _row_of(found[place], engine_ids[found[place].identity]),
+            None,
+            request.page_size,
+            request.page_token,
+            descending=True,
+        )
         return service_pb2.ListProfilesResponse(profiles=rows, next_page_token=token)
 
     def _engine_ids(
@@ -192,21 +168,14 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         return found
 
     async def GetProfile(
-        self,
-        request: service_pb2.GetProfileRequest,
-        context: grpc.aio.ServicerContext[
-            service_pb2.GetProfileRequest, service_pb2.GetProfileResponse
-        ],
+        self, request: service_pb2.GetProfileRequest, context: Context
     ) -> service_pb2.GetProfileResponse:
         """Returns a profile by its id, or the one that fits an engine of this sidecar."""
-        try:
-            if request.engine_id:
-                spec = self._registry.by_engine(request.engine_id).spec
-                text = await self._fleet.for_engine(spec)
-            else:
-                text = await self._fleet.by_id(request.profile_id)
-        except SpeculationError as error:
-            await abort(context, error)
+        if request.engine_id:
+            spec = self._registry.by_engine(request.engine_id).spec
+            text = await self._fleet.for_engine(spec)
+        else:
+            text = await self._fleet.by_id(request.profile_id)
         return service_pb2.GetProfileResponse(profile_json=text)
 
     def _require_engine(self, profile: Profile) -> None:

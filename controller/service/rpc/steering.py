@@ -28,12 +28,10 @@ from controller.core.errors import (
     within,
 )
 from controller.core.plan import Plan
-from controller.recording.events import NoteKind
 from controller.service.net import callers
 from controller.service.net.errors import (
     NoSessionError,
     TooManyReportsError,
-    abort,
     kind_of,
     message_of,
 )
@@ -44,11 +42,10 @@ from controller.service.sessions.counters import COUNT_MAX, Received
 from controller.service.sessions.engine_identity import EngineIdentity
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
-from controller.wire.capabilities import all_lost_from_proto
-from controller.wire.engines import engine_from_proto
+from controller.wire.engines import all_lost_from_proto, engine_from_proto
 from controller.wire.plans import plan_to_proto, reason_to_proto
 from controller.wire.reports import report_from_proto
-from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
+from speculation.v1 import engine_pb2, record_pb2, service_pb2, service_pb2_grpc
 
 # Introductions that may wait: as many as there may be engines.
 _INTRODUCTIONS_WAITING: Final = 1024
@@ -92,10 +89,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
         ],
     ) -> service_pb2.IntroduceResponse:
         """Opens a session."""
-        try:
-            session = await self._introductions.take(lambda: self._introduced(request))
-        except SpeculationError as error:
-            await abort(context, error)
+        session = await self._introductions.take(lambda: self._introduced(request))
         before = self._registry.received_in(request.previous_session_id)
         return service_pb2.IntroduceResponse(
             session_id=session.session_id,
@@ -117,15 +111,12 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
         context: grpc.aio.ServicerContext[service_pb2.SteerRequest, service_pb2.SteerResponse],
     ) -> None:
         """Reports in, plans out, until either side ends it."""
-        try:
-            first = await streams.first(context)
-            if first is None:
-                return
-            session = self._registry.by_token(first.session_id)
-            callers.require_engine(session.engine_id)
-            await _SteerStream(session, context, self._decisions, self._refusals).run(first)
-        except SpeculationError as error:
-            await abort(context, error)
+        first = await streams.first(context)
+        if first is None:
+            return
+        session = self._registry.by_token(first.session_id)
+        callers.require_engine(session.engine_id)
+        await _SteerStream(session, context, self._decisions, self._refusals).run(first)
 
     async def Decide(
         self,
@@ -133,20 +124,17 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
         context: grpc.aio.ServicerContext[service_pb2.DecideRequest, service_pb2.DecideResponse],
     ) -> service_pb2.DecideResponse:
         """One report in, the choice for its batch size out."""
-        try:
-            session = self._registry.by_token(request.session_id)
-            callers.require_engine(session.engine_id)
-            session.contact()
-            return _decide(session, request.report)
-        except SpeculationError as error:
-            await abort(context, error)
+        session = self._registry.by_token(request.session_id)
+        callers.require_engine(session.engine_id)
+        session.contact()
+        return _decide(session, request.report)
 
 
 def _decide(session: EngineSession, message: engine_pb2.StepReport) -> service_pb2.DecideResponse:
     try:
         with within("report"):
             report = session.unary.identify(report_from_proto(message))
-            session.observe(report)
+            session.observe(report, message)
     except InvalidReportError as error:
         session.reject(error)
         raise
@@ -199,7 +187,7 @@ class _SteerStream:
         session = self._session
         session.stream, session.received = self, self._received
         session.ring()
-        session.note(NoteKind.STREAM_OPENED)
+        session.note(record_pb2.RECORD_NOTE_KIND_STREAM_OPENED)
         _log.info("stream_opened", engine=session.engine_id, peer=self._context.peer())
         lease = session.plan.lease_seconds
         look_seconds = min(lease / _LOOKS_PER_LEASE, _LOOK_SECONDS_MAX)
@@ -213,7 +201,7 @@ class _SteerStream:
         finally:
             if session.stream is self:
                 session.stream = None
-            session.note(NoteKind.STREAM_CLOSED)
+            session.note(record_pb2.RECORD_NOTE_KIND_STREAM_CLOSED)
             _log.info("stream_closed", engine=session.engine_id)
 
     async def _write(self, reader: asyncio.Task[None]) -> None:
@@ -358,7 +346,7 @@ class _SteerStream:
     def _fold(self, message: engine_pb2.StepReport) -> None:
         self._received.reports += 1
         try:
-            self._session.observe(report_from_proto(message))
+            self._session.observe(report_from_proto(message), message)
         except InvalidReportError as error:
             self._session.reject(error)
             self._refuse(message.step, error)

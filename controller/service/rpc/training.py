@@ -6,7 +6,7 @@ from typing import TypeAlias
 import grpc.aio
 import structlog
 
-from controller.core.errors import SpeculationError, within
+from controller.core.errors import within
 from controller.core.training.selective_training import SelectiveTraining, TrainingResult
 from controller.service.net import callers
 from controller.service.net.callers import Right
@@ -14,7 +14,6 @@ from controller.service.net.errors import (
     CannotTrainError,
     ForbiddenError,
     TrainerAttachedError,
-    abort,
 )
 from controller.service.rpc import streams
 from controller.service.rpc.streams import read
@@ -22,7 +21,7 @@ from controller.service.sessions.engine_identity import EngineIdentity
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
 from controller.service.state.training_state import TrainingStateFiles
-from controller.wire.training import result_from_proto
+from controller.wire.reports import result_from_proto
 from speculation.v1 import training_pb2, training_pb2_grpc
 
 _Context: TypeAlias = grpc.aio.ServicerContext[
@@ -45,25 +44,22 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         context: _Context,
     ) -> None:
         """Serves one trainer until either side ends the call."""
+        first = await streams.first(context)
+        if first is None:
+            return
+        session = self._registry.by_engine(first.engine_id)
+        callers.require_engine(session.engine_id)
+        _require_own(session, first.engine_secret)
+        training = _free(session)
+        training.attended = True
+        session.ring()
+        _log.info("trainer_came", engine=session.engine_id, peer=context.peer())
         try:
-            first = await streams.first(context)
-            if first is None:
-                return
-            session = self._registry.by_engine(first.engine_id)
-            callers.require_engine(session.engine_id)
-            _require_own(session, first.engine_secret)
-            training = _free(session)
-            training.attended = True
+            await self._serve(session, training, first, context)
+        finally:
+            training.attended = False
             session.ring()
-            _log.info("trainer_came", engine=session.engine_id, peer=context.peer())
-            try:
-                await self._serve(session, training, first, context)
-            finally:
-                training.attended = False
-                session.ring()
-                _log.info("trainer_left", engine=session.engine_id)
-        except SpeculationError as error:
-            await abort(context, error)
+            _log.info("trainer_left", engine=session.engine_id)
 
     async def _serve(
         self,

@@ -25,7 +25,6 @@ from controller.core.plan import Plan
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 from controller.core.training.selective_training import TrainingSettings
-from controller.recording.events import NoteKind
 from controller.recording.recorded_controller import RecordedController
 from controller.service.net.errors import (
     InvalidMeasurementError,
@@ -45,6 +44,7 @@ from controller.service.sessions.counters import (
 from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
 from controller.service.sessions.measurements import ForcedMeasurement, UnaryProbes
 from controller.service.sessions.session_logs import LENGTH, PlanLogEntry, WarningLog
+from speculation.v1 import engine_pb2, record_pb2
 
 # What a session may cost in refusals before it shares an allowance with all others (the unit is a
 # refused report, `steering`): more than an engine needs of which few reports are wrong.
@@ -186,22 +186,30 @@ class EngineSession:
         if dropped_reports:
             self.counters.dropped = min(self.counters.dropped + dropped_reports, COUNT_MAX)
             _log.warning("reports_dropped", engine=self.engine_id, dropped=dropped_reports)
-            self.note(NoteKind.DROPPED, dropped_reports)
+            self.note(record_pb2.RECORD_NOTE_KIND_DROPPED, dropped_reports)
 
-    def note(self, kind: NoteKind, count: int = 0, text: str = "") -> None:
+    def note(
+        self, kind: "record_pb2.RecordNoteKind.ValueType", count: int = 0, text: str = ""
+    ) -> None:
         """Adds a note to the recording, if there is one."""
         if isinstance(self.core, RecordedController):
             self.core.note(kind, count, text)
 
-    def observe(self, report: StepReport) -> None:
-        """Folds one report.  Raises InvalidReportError; nothing of the report is used then."""
+    def observe(self, report: StepReport, message: engine_pb2.StepReport | None = None) -> None:
+        """Folds one report.  message: what it was read from, for the recording.
+
+        Raises InvalidReportError; nothing of the report is used then.
+        """
         if report.drafter not in self._drafters:
             raise UnknownDrafterError(
                 f"step {report.step}: unknown drafter {report.drafter[:80]!r}; "
                 f"this engine introduced {sorted(self._drafters)}",
                 field_path="drafter",
             )
-        self.core.observe(report)
+        if isinstance(self.core, RecordedController):
+            self.core.observe(report, message)
+        else:
+            self.core.observe(report)
         alone = self.counters.alone
         self.counters.count(report, self.last_report)
         if self.counters.alone is not alone and alone is not None:
@@ -247,7 +255,8 @@ class EngineSession:
         code = status_of(error).name
         is_new = not self.counters.rejected[code]
         self.counters.rejected[code] += count
-        self.note(NoteKind.REJECTED, count, message_of(error) if is_new else code)
+        text = message_of(error) if is_new else code
+        self.note(record_pb2.RECORD_NOTE_KIND_REJECTED, count, text)
         if is_new:
             _log.warning(
                 "report_rejected", engine=self.engine_id, code=code, error=message_of(error)
@@ -378,7 +387,7 @@ class EngineSession:
     def end(self, why: SpeculationError) -> None:
         """Ends the session; its streams close with this error."""
         self.ended = why
-        self.note(NoteKind.ENDED, text=message_of(why))
+        self.note(record_pb2.RECORD_NOTE_KIND_ENDED, text=message_of(why))
         self.ring()
 
 

@@ -170,14 +170,14 @@ class OverrideRegistry:
         except ConflictError as conflict:
             outcome, found = judge(conflict.found, override, seconds, etag)
             if outcome is OverrideOutcome.REPEATED:
-                return await self._take(found), outcome
+                return await self._take(found, override), outcome
             try:
                 entry = await self._store.write(name, body, seconds, found.revision, who)
             except ConflictError as again:
                 raise conflict_of(name, found.etag, again.found) from again
         except StoreFullError as full:
             raise TooManyOverridesError(str(full)) from full
-        held = await self._take(entry)
+        held = await self._take(entry, override)
         _log.info(
             "override_set", override=name, scope=str(override.scope), author=who.author,
             reason=who.reason, origin=who.origin, seconds=seconds,
@@ -300,9 +300,11 @@ class OverrideRegistry:
             )  # fmt: skip
         self._unusable = unusable
 
-    async def _take(self, entry: Entry) -> ActiveOverride:
-        self._note(entry)
-        held = self._held[entry.override_id]
+    async def _take(self, entry: Entry, override: Override) -> ActiveOverride:
+        """Puts into force what the store holds in an entry now."""
+        held = self._held.get(entry.override_id)
+        if held is None or held.etag != entry.etag:
+            held = self._hold(entry, override)
         await self._apply()
         return held
 
@@ -315,19 +317,25 @@ class OverrideRegistry:
         if etag == entry.etag and reason not in {"", _BEYOND}:
             return reason
         try:
-            override = replace(from_body(entry.body), revision=entry.revision)
+            override = from_body(entry.body)
         except InvalidOverrideError as error:
             # Of a newer sidecar, perhaps: it is not obeyed here.
             return str(error)
         if override.override_id != entry.override_id:
             return "it holds an override of another id"
+        self._hold(entry, override)
+        return ""
+
+    def _hold(self, entry: Entry, override: Override) -> ActiveOverride:
         seconds = entry.remaining_seconds
         until = math.inf if seconds is None else time.monotonic() + seconds
-        held = ActiveOverride(override, entry.etag, until, entry.created_at)
+        held = ActiveOverride(
+            replace(override, revision=entry.revision), entry.etag, until, entry.created_at
+        )
         self._held[entry.override_id] = held
         self._watchers.tell(OverrideChange("set", held))
         self._news.set()  # an end may be nearer now
-        return ""
+        return held
 
     def end_over(self) -> None:
         """Ends what has run out.

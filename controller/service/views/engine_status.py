@@ -12,7 +12,7 @@ from typing import Any
 from controller.core.engine.prediction_audit import gains
 from controller.service.sessions.session import EngineSession
 from controller.service.state.active_overrides import ActiveOverride
-from controller.wire.capabilities import lost_text, lost_to_proto
+from controller.wire.engines import lost_text, lost_to_proto
 from controller.wire.explanations import ArmValue, Explanation, PositionEstimate, explain
 from controller.wire.override_text import rule_text, scope_text
 from controller.wire.overrides import override_to_proto

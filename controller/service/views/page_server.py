@@ -26,7 +26,6 @@ from urllib.parse import parse_qs, urlsplit
 import structlog
 
 from controller.service.net.errors import (
-    AddressTakenError,
     InvalidQuestionError,
     UnknownEngineError,
 )
@@ -37,7 +36,6 @@ from controller.service.views.fleet_filter import LIMIT, FleetSearch, fleet_docu
 from controller.service.views.fleet_view import FleetView
 from controller.service.views.status_cache import StatusCache
 from controller.settings.listeners import Listener
-from controller.util.loopback import is_loopback_host
 
 _JSON = "application/json; charset=utf-8"
 _TEXT = "text/plain; charset=utf-8"
@@ -93,14 +91,8 @@ class PageServer(HttpServer):
         }
         self.files["/"] = self.files["/index.html"]
         self._loop = loop
-        try:
-            super().__init__(listener.host, listener.port, _PageHandler, "page")
-        except OSError as error:
-            raise AddressTakenError(
-                f"the page cannot be served on {listener.address}: {error.strerror}; name another "
-                "port with --page-port, or 0 for none"
-            ) from error
-        if not is_loopback_host(listener.host):
+        super().__init__(listener, _PageHandler, "page", "the page")
+        if not self.is_loopback:
             _log.warning(
                 "page_open", address=listener.address, detail="anyone who reaches it may read"
             )

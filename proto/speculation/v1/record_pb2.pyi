@@ -4,9 +4,9 @@ isort:skip_file
 A recording on disk: what a session's decision core was given, and the plans that came of it.
 Evolution rules: see README.md beside this file.
 
-A segment is a file: the line "speculation-record/2", then frames, each of two little-endian
-32-bit numbers (length and CRC-32 of what follows) and a deflated Block.  Its first record is an
-opening, so that every segment can be decided again by itself.
+A segment is a file: the line "speculation-record/N" (N: the format), then frames, each of two
+little-endian 32-bit numbers (length and CRC-32 of what follows) and a deflated Block.  Its first
+record is an opening, so that every segment can be decided again by itself.
 """
 
 from collections import abc as _abc

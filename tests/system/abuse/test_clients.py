@@ -17,7 +17,7 @@ from controller.client.credentials import Credentials, CredentialsError
 from controller.client.paging import LIST_BYTES_MAX, PAGES_MAX, EndlessListError
 from controller.profiling.engine_http import EngineHttp
 from controller.profiling.errors import EngineUnreachableError
-from controller.recording.frames import MAGIC
+from controller.recording.segments import MAGIC
 from controller.util.exit_codes import Exit
 from engine_shim.link.credentials import EngineCredentials
 from engine_shim.link.errors import LinkSettingsError

@@ -43,9 +43,9 @@ def test_the_layers_hold(tree: Path):
 @pytest.mark.parametrize(
     ("module", "line", "contract"),
     [
-        ("controller/core/clock.py", "from controller.wire import training", "sidecar"),
+        ("controller/core/clock.py", "from controller.wire import reports", "sidecar"),
         ("controller/core/cost/table.py", "import grpc", "numpy"),
-        ("controller/recording/frames.py", "import controller.service.server", "sidecar"),
+        ("controller/recording/segments.py", "import controller.service.server", "sidecar"),
         ("controller/profiling/fit.py", "import controller.service.server", "sidecar"),
         ("controller/service/net/limits.py", "import controller.service.rpc.streams", "service"),
         ("simulator/engine.py", "import simulator.peers.static", "simulat"),

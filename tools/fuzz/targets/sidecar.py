@@ -32,9 +32,9 @@ from controller.core.training.selective_training import (
     Trial,
 )
 from controller.profiling.partial import Partial, PartialCell, load_partial
-from controller.recording.frames import MAGIC, blocks, frame
 from controller.recording.recording import find
 from controller.recording.replay import replay
+from controller.recording.segments import MAGIC, blocks, frame
 from controller.recording.window import Window
 from controller.service.net.access import AccessList
 from controller.service.state.profile_registry import ProfileRegistry

@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from controller.recording.frames import frame
 from controller.recording.recording import find
 from controller.recording.replay import replay
+from controller.recording.segments import frame
 from engine_shim.link.plan_follower import Source
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from controller.cli import app
-from controller.recording.frames import MAGIC, blocks, frame
 from controller.recording.recording import find
+from controller.recording.segments import MAGIC, blocks, frame
 from tests.support.eventually import eventually
 from tests.support.linked_engine import linked_engine
 from tests.support.recorded_events import segments

@@ -10,26 +10,29 @@ from controller.core.engine_spec import Arm
 from controller.core.plan import Probe
 from controller.core.step_report import StepReport
 from controller.recording.counterfactual import _as_of, _is_unseen
-from controller.recording.event_log import EventLog, Queue
-from controller.recording.events import Moment, Noted, NoteKind
 from controller.recording.html_page import new_figure, svg, time_text
-from controller.recording.incident_plots import plain
+from controller.recording.incident_report import plain
+from controller.recording.recorded_controller import EventLog, Queue
+from speculation.v1 import record_pb2
 
-NOTE = Moment(1.0, Noted(NoteKind.STREAM_OPENED))
+
+def note() -> record_pb2.Record:
+    opened = record_pb2.RecordNote(kind=record_pb2.RECORD_NOTE_KIND_STREAM_OPENED)
+    return record_pb2.Record(note=opened)
 
 
 def test_a_broken_tape_takes_nothing_before_an_opening_even_where_there_is_room():
     queue: Queue = deque()
     event_log = EventLog("engine-0", 1, queue, lambda _: None, lambda: 0.0)
-    event_log.open(NOTE)
-    event_log.put(NOTE)
+    event_log.open(note)
+    event_log.put(note)
     event_log.break_off()
-    event_log.put(NOTE)
+    event_log.put(note)
     assert len(queue) == 2
     assert event_log.lost == 2
     assert event_log.can_open
-    event_log.open(NOTE)
-    event_log.put(NOTE)
+    event_log.open(note)
+    event_log.put(note)
     assert len(queue) == 4
 
 

@@ -9,16 +9,16 @@ import pytest
 from structlog.testing import capture_logs
 
 from controller.core.planning.overrides import Rule
-from controller.recording import event_log as tape_module
+from controller.recording import recorded_controller as tape_module
 from controller.recording import recorder as module
-from controller.recording import ring as ring_module
-from controller.recording.errors import RecordDirectoryError
-from controller.recording.events import Noted, NoteKind, Overridden
+from controller.recording import segments as ring_module
 from controller.recording.recorder import Recorder
 from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
+from controller.recording.segments import RecordDirectoryError
 from controller.util import supervisor as supervisor_module
 from controller.util.supervisor import Supervisor
+from speculation.v1 import record_pb2
 from tests.support.eventually import eventually
 from tests.support.recorded_events import (
     engine,
@@ -61,7 +61,7 @@ def test_one_busy_engine_does_not_push_the_others_out(tmp_path, small):
     with recorder(tmp_path, 60_000) as made:
         quiet = engine(made, full_spec("quiet"))
         quiet.run(20)
-        quiet.core.note(NoteKind.ENDED)
+        quiet.core.note(record_pb2.RECORD_NOTE_KIND_ENDED)
         busy = engine(made, full_spec("busy"))
         for _ in range(20):
             busy.run(60)
@@ -197,13 +197,12 @@ def test_after_its_end_a_session_takes_nothing_more(tmp_path):
     with recorder(tmp_path) as made:
         running = engine(made)
         running.run(10)
-        running.core.note(NoteKind.ENDED, text="over")
-        running.core.note(NoteKind.STREAM_CLOSED)
+        running.core.note(record_pb2.RECORD_NOTE_KIND_ENDED, text="over")
+        running.core.note(record_pb2.RECORD_NOTE_KIND_STREAM_CLOSED)
         running.run(1)
     [path] = segments(tmp_path)
-    last = list(RecordingPart(path).moments())[-1].event
-    assert isinstance(last, Noted)
-    assert last.text == "over"
+    last = list(RecordingPart(path).moments())[-1]
+    assert last.record.note.text == "over"
     assert replay(find(tmp_path)).is_same
 
 
@@ -217,11 +216,12 @@ def test_overrides_are_kept_with_their_ends(tmp_path):
         ends["a"] = 2e9 + 60
         running.core.set_overrides(rule)
     [path] = segments(tmp_path)
-    kept = [m.event for m in RecordingPart(path).moments() if isinstance(m.event, Overridden)]
-    assert [[(t.override.override_id, t.ends_at) for t in event.terms] for event in kept] == [
-        [("a", 2e9), ("b", None)],
-        [("a", 2e9 + 60), ("b", None)],
+    kept = [m.record.overrides for m in RecordingPart(path).moments() if m.kind == "overrides"]
+    assert [[(t.override.override_id, t.ends_at) for t in it.overrides] for it in kept] == [
+        [("a", 2e9), ("b", 0)],
+        [("a", 2e9 + 60), ("b", 0)],
     ]
+    assert not any(it.overrides[1].HasField("ends_at") for it in kept)
     assert replay(find(tmp_path)).is_same
 
 

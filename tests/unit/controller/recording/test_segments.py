@@ -10,10 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.errors import SpeculationError
-from controller.recording.errors import RecordingError
-from controller.recording.frames import MAGIC, RECORDS_MAX, TornError, blocks, frame
 from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
+from controller.recording.segments import (
+    MAGIC,
+    RECORDS_MAX,
+    RecordingError,
+    TornError,
+    blocks,
+    frame,
+)
 from speculation.v1 import record_pb2
 from tests.support.recorded_events import record, segments
 
@@ -117,7 +123,7 @@ def test_well_formed_nonsense_is_a_typed_error_or_read(whole: bytes, tmp_path_fa
 
 
 def test_a_bomb_is_not_inflated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("controller.recording.frames._BLOCK_MAX", 10_000)
+    monkeypatch.setattr("controller.recording.segments._BLOCK_MAX", 10_000)
     packed = zlib.compress(bytes(20_000))
     data = MAGIC + struct.pack("<II", len(packed), zlib.crc32(packed)) + packed
     with pytest.raises(RecordingError, match="more than 10000 bytes"):
@@ -140,7 +146,7 @@ def test_what_is_written_is_read_however_much_it_is(monkeypatch: pytest.MonkeyPa
     found = list(blocks(MAGIC + frame(records)))
     assert [r for _, block in found for r in block.records] == records
     assert max(len(block.records) for _, block in found) <= RECORDS_MAX
-    monkeypatch.setattr("controller.recording.frames._BLOCK_MAX", 1000)
+    monkeypatch.setattr("controller.recording.segments._BLOCK_MAX", 1000)
     found = list(blocks(MAGIC + frame(records[:500])))
     assert [r for _, block in found for r in block.records] == records[:500]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from controller.core.model_shapes import DrafterKind
-from controller.wire.model_shapes import drafter_shape_from_proto, model_shape_from_proto
+from controller.wire.engines import drafter_shape_from_proto, model_shape_from_proto
 from engine_shim.sglang.engine_description import set_shapes
 from speculation.v1 import engine_pb2
 

@@ -133,7 +133,7 @@ def test_what_is_not_recorded_never_changes(policy):
     for name, attributes in before.items():
         if name == "controller":
             # Made anew at every decision, and read by people only.
-            assert attributes.pop("_decision") != after[name].pop("_decision")
+            assert attributes.pop("decision") != after[name].pop("decision")
         assert after[name] == attributes
 
 

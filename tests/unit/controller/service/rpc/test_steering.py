@@ -354,8 +354,8 @@ async def test_the_rest_of_a_long_message_is_not_folded_once_the_sidecar_stops(
         session = registry.introduce(engine_from_proto(engine_message()))
         observe = session.observe
 
-        def stop_at_the_first(report: StepReport) -> None:
-            observe(report)
+        def stop_at_the_first(report: StepReport, *read_from: engine_pb2.StepReport) -> None:
+            observe(report, *read_from)
             if report.step == 1:
                 loop = asyncio.get_running_loop()
                 loop.call_soon(registry.close, ShuttingDownError("over"))

@@ -13,7 +13,6 @@ from unittest.mock import ANY
 import grpc
 import pytest
 
-from controller.recording.events import Overridden
 from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
 from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
@@ -445,6 +444,6 @@ async def test_a_recording_carries_it_and_replays_to_the_same_plans(
     assert verdict.is_same
     (path,) = find(records).paths
     part = RecordingPart(path)
-    assert {term.override.from_file for term in part.opening.terms} == {True}
-    changes = [it.event.terms for it in part.moments() if isinstance(it.event, Overridden)]
-    assert [{term.override.from_file for term in terms} for terms in changes] == [{True, False}] * 2
+    assert {override.from_file for override in part.opening.overrides} == {True}
+    changes = [it.told[0] for it in part.moments() if it.kind == "overrides"]
+    assert [{override.from_file for override in them} for them in changes] == [{True, False}] * 2

@@ -1,9 +1,15 @@
-"""Segments on disk, never more bytes than allowed: for a new one the oldest has to go.
+"""Packs records into segments, and keeps a ring of segments on disk.
+
+A segment is a line that says what it is, then checked frames of deflated blocks:
+
+    length, CRC-32 (both of what follows, little-endian, 32 bits)  deflated Block
+
+A file that ends within a frame was torn, by a kill or a full disk; what is before it is whole.
 
     DIRECTORY/ENGINE@NUMBER.record     numbers ascend by engine, over restarts too
 
-Where room is needed the engine that holds the most loses its oldest segment, so that one busy
-engine does not push all others out.
+A directory never has more bytes than allowed: for a new segment the oldest has to go, of the engine
+that holds the most, so that one busy engine does not push all others out.
 """
 
 import contextlib
@@ -11,13 +17,33 @@ import errno
 import fcntl
 import os
 import re
+import struct
+import zlib
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from controller.recording.errors import RecordDirectoryError
-from controller.recording.frames import MAGIC
+from google.protobuf.message import DecodeError
 
+from controller.core.errors import SpeculationError
+from speculation.v1 import record_pb2
+
+_VERSION: Final = 8
+MAGIC: Final = b"speculation-record/%d\n" % _VERSION
+_FIRST_LINE = re.compile(rb"speculation-record/(\d{1,9})\n")
+_HEAD = struct.Struct("<II")
+# Bytes of a plain block, above which no reader takes one: half a second of an engine has some
+# hundred kB, and an opening with the largest profile that a sidecar takes 1 MiB.  Its messages take
+# up to 25 times as much memory, whatever they are.
+_BLOCK_MAX = 8 * 1024 * 1024
+# Of a deflated one, which can be a little larger than what it was made of.
+_FRAME_MAX = _BLOCK_MAX + 64 * 1024
+# Records of a block, which a writer makes no larger either.
+RECORDS_MAX: Final = 2048
+# Quick rather than small: the writer shares its processor with an engine.
+_LEVEL = 1
 _NAME = re.compile(r"(?P<engine>[A-Za-z0-9._:-]{1,128})@(?P<number>\d{8,18})\.record")
 # A ring is so many segments, of one engine; each engine has room for so many at least.
 _SEGMENTS = 32
@@ -25,11 +51,86 @@ _SEGMENTS_AN_ENGINE = 4
 SEGMENT_BYTES_MIN = 64 * 1024
 
 
+class RecordingError(SpeculationError):
+    """A recording is missing, damaged, or not a recording at all."""
+
+
+class RecordDirectoryError(SpeculationError):
+    """The directory of recordings cannot be used."""
+
+
+class TornError(RecordingError):
+    """A segment that ends within a frame, as a kill leaves it."""
+
+    def __init__(self, at: int, why: str) -> None:
+        super().__init__(f"at byte {at}: {why}")
+
+
+def frame(records: Sequence[record_pb2.Record]) -> bytes:
+    """Packs records into one frame, or into several where a reader would not take one."""
+    size = sum(record.ByteSize() for record in records)
+    if len(records) > 1 and (len(records) > RECORDS_MAX or size > _BLOCK_MAX // 2):
+        half = len(records) // 2
+        return frame(records[:half]) + frame(records[half:])
+    packed = zlib.compress(record_pb2.Block(records=records).SerializeToString(), _LEVEL)
+    return _HEAD.pack(len(packed), zlib.crc32(packed)) + packed
+
+
+def blocks(data: bytes) -> Iterator[tuple[int, record_pb2.Block]]:
+    """(where it begins, block) of every whole frame of a segment, in order.
+
+    Raises RecordingError where the bytes are no segment's; for a torn end TornError.
+    """
+    if not data.startswith(MAGIC):
+        if MAGIC.startswith(data):
+            raise TornError(0, "its first line is not whole")
+        raise _not_read(data)
+    at = len(MAGIC)
+    while at < len(data):
+        if len(data) - at < _HEAD.size:
+            raise TornError(at, "it ends within a frame's head")
+        length, check = _HEAD.unpack_from(data, at)
+        packed = data[at + _HEAD.size : at + _HEAD.size + length]
+        if length > _FRAME_MAX:
+            raise RecordingError(f"at byte {at}: a frame of {length} bytes")
+        if len(packed) < length:
+            raise TornError(at, "it ends within a frame")
+        if zlib.crc32(packed) != check:
+            raise RecordingError(f"at byte {at}: damaged (its checksum is wrong)")
+        yield at, _block(packed, at)
+        at += _HEAD.size + length
+
+
+def _not_read(data: bytes) -> RecordingError:
+    """Explains why a segment with another first line is refused."""
+    known = _FIRST_LINE.match(data)
+    if known is None:
+        return RecordingError("this is no recording of a sidecar (its first line is another one)")
+    return RecordingError(
+        f"this recording has format {int(known[1])}, and this version of the controller reads "
+        f"format {_VERSION} only: replay it with the version of the controller that recorded it"
+    )
+
+
+def _block(packed: bytes, at: int) -> record_pb2.Block:
+    try:
+        inflating = zlib.decompressobj()
+        plain = inflating.decompress(packed, _BLOCK_MAX)
+        if not inflating.eof:
+            raise RecordingError(f"at byte {at}: a block of more than {_BLOCK_MAX} bytes, or torn")
+        block = record_pb2.Block.FromString(plain)
+    except (zlib.error, DecodeError) as error:
+        raise RecordingError(f"at byte {at}: no block: {error}") from error
+    if len(block.records) > RECORDS_MAX:
+        raise RecordingError(f"at byte {at}: a block of more than {RECORDS_MAX} records")
+    return block
+
+
 @dataclass(slots=True, eq=False)
 class Segment:
     """A file of the ring.  descriptor: -1 once it is whole.
 
-    opening: bytes of what it begins with.  moments: after that.
+    opening: bytes of what it begins with.  records: after that.
     """
 
     path: Path
@@ -38,7 +139,7 @@ class Segment:
     size: int
     descriptor: int = -1
     opening: int = 0
-    moments: int = 0
+    records: int = 0
 
 
 class Ring:
@@ -81,7 +182,7 @@ class Ring:
             os.close(self._lock_file)
             self._lock_file = -1
 
-    def begin(self, engine_id: str, frame: bytes) -> Segment:
+    def begin(self, engine_id: str, first: bytes) -> Segment:
         """A new segment that begins with this frame.  Raises OSError; none is there then."""
         known = self._segments[engine_id]
         number = known[-1].number + 1 if known else 1
@@ -90,7 +191,7 @@ class Ring:
         segment = Segment(path, engine_id, number, 0, descriptor)
         known.append(segment)
         try:
-            self.append(segment, MAGIC + frame)
+            self.append(segment, MAGIC + first)
         except OSError:
             self.end(segment)
             self._remove(segment)
