@@ -16,7 +16,7 @@ from typing import Any
 import atheris
 
 # Before anything of the product is imported.
-with atheris.instrument_imports(include=["controller", "engine_shim"]):
+with atheris.instrument_imports(include=["controller", "engine_shim", "simulator", "trainer"]):
     from tools.fuzz.campaign import CORPUS, LEARNT, Watch, keep, kept, quiet
     from tools.fuzz.mutation import MAX_BYTES
     from tools.fuzz.table import TARGETS
