@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import pytest
@@ -103,29 +102,6 @@ def gammas_of(sidecar: SidecarHandle) -> set[int]:
     return {row.gamma for row in sidecar.status().plan.rows}
 
 
-def test_an_introduced_engine_is_known_with_its_draft_lengths(talker, sidecar):
-    assert sidecar.serving()
-    assert sidecar.introduced()
-    assert list(sidecar.status().engine.drafters[0].gammas) == [0, 1, 3]
-    assert "REASON_PROFILE_MISSING" in sidecar.why()
-
-
-def test_a_stranger_is_not_introduced(place):
-    with SidecarHandle(place.address, "somebody-else") as sidecar:
-        assert sidecar.serving()
-        assert not sidecar.introduced()
-        with pytest.raises(HarnessError, match="does not know an engine 'somebody-else'"):
-            sidecar.status()
-
-
-def test_nobody_there_is_told_apart_from_a_stranger(tmp_path: Path):
-    with SidecarHandle(f"unix:{tmp_path}/nobody.sock", ENGINE_ID) as sidecar:
-        assert not sidecar.serving()
-        assert not sidecar.introduced()
-        with pytest.raises(HarnessError, match="does not answer"):
-            sidecar.status()
-
-
 def test_pinned_means_this_draft_length_everywhere_and_afterwards_planning_again(talker, sidecar):
     with sidecar.pinned(3):
         assert gammas_of(sidecar) == {3}
@@ -160,20 +136,6 @@ def test_reports_that_never_come_are_an_error(talker, sidecar, monkeypatch):
     monkeypatch.setattr("lab.harness.sidecar._REPORTS_SECONDS", 0.1)
     with sidecar.pinned(3) as pin, pytest.raises(HarnessError, match="demo reported 0 of 2 tokens"):
         pin.reports_since(0, 2)
-
-
-def test_a_step_makes_a_token_of_the_target_beside_the_accepted_drafts():
-    reports = [
-        engine_pb2.StepReport(accepted_counts=[2, 1, 0, 1]),
-        engine_pb2.StepReport(accepted_counts=[3]),
-    ]
-    assert tokens_of(reports) == (2 + 2 + 4) + 3
-    assert not tokens_of([])
-
-
-def test_a_draft_length_that_the_engine_lacks_is_refused(talker, sidecar):
-    with pytest.raises(HarnessError, match="does not pin eagle3 gamma 2"), sidecar.pinned(2):
-        pass
 
 
 def test_the_watch_sees_new_steps_once_and_none_from_before(talker, sidecar):
