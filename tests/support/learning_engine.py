@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from engine_shim.sglang.training.signals import Signal
+from lab.harness.scripted_sidecar import Script, ScriptedSidecar
 from tests.support.engine import DFLASH, TARGET, EngineProcess
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
-from tests.support.scripted_sidecar import Script, ScriptedSidecar
 from trainer.checkpoint import load_dflash, load_target, save_dflash
 
 

@@ -9,9 +9,9 @@ import torch
 from engine_shim.sglang.training.dflash import DFlashStudent
 from engine_shim.sglang.training.eagle3 import Eagle3Student
 from lab.cpu_engine.models.prompts import held_out_prompts
+from lab.harness.scripted_sidecar import ScriptedSidecar
 from tests.support.canvas_recorder import CANVASES
 from tests.support.engine import TARGET, EngineProcess, install_plugin
-from tests.support.scripted_sidecar import ScriptedSidecar
 from trainer.checkpoint import load_target
 
 GAMMA = 3
