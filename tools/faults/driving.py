@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import grpc
 
@@ -109,6 +109,29 @@ def _differs(ran: Ran, choice: StepChoice) -> bool:
     return (ran.source, ran.gamma, ran.session) != (choice.source, choice.gamma, choice.session)
 
 
+def set_request(
+    override_id: str, gamma: int, scope: policy_pb2.Scope, **lasts: Any
+) -> policy_pb2.SetOverrideRequest:
+    """lasts: for how long, `ttl_seconds` or `for_ever`."""
+    return policy_pb2.SetOverrideRequest(
+        override=policy_pb2.Override(
+            override_id=override_id,
+            scope=scope,
+            rule=policy_pb2.OverrideRule(gamma=gamma),
+            author="ann",
+            reason="a fault is injected",
+        ),
+        **lasts,
+    )
+
+
+def clear_request(override_id: str, **more: Any) -> policy_pb2.ClearOverrideRequest:
+    """As the override's author."""
+    return policy_pb2.ClearOverrideRequest(
+        override_id=override_id, author="ann", reason="the fault is over", **more
+    )
+
+
 class Operator:
     """An operator at a sidecar's own socket."""
 
@@ -117,16 +140,7 @@ class Operator:
 
     def pin(self, override_id: str = PIN, gamma: int = PINNED_GAMMA, seconds: float = 600) -> None:
         """Acknowledged when it returns.  Raises grpc.RpcError."""
-        request = policy_pb2.SetOverrideRequest(
-            override=policy_pb2.Override(
-                override_id=override_id,
-                scope=policy_pb2.Scope(fleet=True),
-                rule=policy_pb2.OverrideRule(gamma=gamma),
-                author="ann",
-                reason="a fault is injected",
-            ),
-            ttl_seconds=seconds,
-        )
+        request = set_request(override_id, gamma, policy_pb2.Scope(fleet=True), ttl_seconds=seconds)
         with grpc.insecure_channel(self._address) as channel:
             stub = policy_pb2_grpc.PolicyServiceStub(channel)
             stub.SetOverride(request, timeout=PATIENCE_SECONDS)
@@ -142,12 +156,9 @@ class Operator:
 
     def clear(self, override_id: str) -> None:
         """Raises grpc.RpcError."""
-        request = policy_pb2.ClearOverrideRequest(
-            override_id=override_id, author="ann", reason="the fault is over"
-        )
         with grpc.insecure_channel(self._address) as channel:
             stub = policy_pb2_grpc.PolicyServiceStub(channel)
-            stub.ClearOverride(request, timeout=PATIENCE_SECONDS)
+            stub.ClearOverride(clear_request(override_id), timeout=PATIENCE_SECONDS)
 
     def in_force(self) -> set[str]:
         """Names of the overrides in force."""

@@ -43,8 +43,7 @@ from speculation.v1 import (
 from tests.support.service_harness import ENVIRONMENT, engine_message, report_message
 from tests.support.sidecar_process import PATIENCE_SECONDS, wait_until_serving
 from tools.soak import counted_sidecar
-from tools.soak.growth import Growth, growths
-from tools.soak.sampling import Sample, Sampler, Watched
+from tools.soak.growth import Growth, Sample, Sampler, Watched, growths
 
 _HONEST: Final = "honest"
 # Steps of an engine.
