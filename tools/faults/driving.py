@@ -119,7 +119,7 @@ def set_request(
             scope=scope,
             rule=policy_pb2.OverrideRule(gamma=gamma),
             author="ann",
-            reason="a fault is injected",
+            reason="a test of faults or of load",
         ),
         **lasts,
     )
@@ -128,7 +128,7 @@ def set_request(
 def clear_request(override_id: str, **more: Any) -> policy_pb2.ClearOverrideRequest:
     """As the override's author."""
     return policy_pb2.ClearOverrideRequest(
-        override_id=override_id, author="ann", reason="the fault is over", **more
+        override_id=override_id, author="ann", reason="the test is over", **more
     )
 
 

@@ -196,15 +196,20 @@ def _agent_killed(stage: Stage, seen: Seen) -> None:
         seen.that("a new agent, and steered again", True)
 
 
-def _agent_stopped(stage: Stage, seen: Seen) -> None:
-    with _answering(stage, seen) as traffic:
-        agent = stage.agent()
-        os.kill(agent, signal.SIGSTOP)
-        try:
-            _left_alone(stage, seen, traffic)
-        finally:
-            os.kill(agent, signal.SIGCONT)
-        seen.figure("steered_again_seconds", stage.wait_steered())
+def _stopped(process: Callable[[Stage], int]) -> Callable[[Stage, Seen], None]:
+    """SIGSTOP to a process, and SIGCONT once the safe default runs."""
+
+    def inject(stage: Stage, seen: Seen) -> None:
+        with _answering(stage, seen) as traffic:
+            pid = process(stage)
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                _left_alone(stage, seen, traffic)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            seen.figure("steered_again_seconds", stage.wait_steered())
+
+    return inject
 
 
 def _sidecar_killed(stage: Stage, seen: Seen) -> None:
@@ -214,16 +219,6 @@ def _sidecar_killed(stage: Stage, seen: Seen) -> None:
         began = stage.sidecars.restart()
         stage.wait_steered()
         seen.figure("steered_again_seconds", time.monotonic() - began)
-
-
-def _sidecar_stopped(stage: Stage, seen: Seen) -> None:
-    with _answering(stage, seen) as traffic:
-        os.kill(stage.sidecars.pid, signal.SIGSTOP)
-        try:
-            _left_alone(stage, seen, traffic)
-        finally:
-            os.kill(stage.sidecars.pid, signal.SIGCONT)
-        seen.figure("steered_again_seconds", stage.wait_steered())
 
 
 def _sidecar_slow(stage: Stage, seen: Seen) -> None:
@@ -315,7 +310,7 @@ _EXACT = "tokens exact"
 _SAFE = f"plan, grace, safe default, then steered again; {_EXACT}"
 _ON_STAGE: tuple[tuple[str, str, str, Callable[[Stage, Seen], None], bool], ...] = (
     ("agent-killed", "SIGKILL to the agent", f"steered again; {_EXACT}", _agent_killed, True),
-    ("agent-stopped", "SIGSTOP to the agent, SIGCONT", _SAFE, _agent_stopped, False),
+    ("agent-stopped", "SIGSTOP to the agent, SIGCONT", _SAFE, _stopped(Stage.agent), False),
     (
         "sidecar-killed",
         "SIGKILL to the sidecar, then started with the same state",
@@ -323,7 +318,13 @@ _ON_STAGE: tuple[tuple[str, str, str, Callable[[Stage, Seen], None], bool], ...]
         _sidecar_killed,
         True,
     ),
-    ("sidecar-stopped", "SIGSTOP to the sidecar, SIGCONT", _SAFE, _sidecar_stopped, False),
+    (
+        "sidecar-stopped",
+        "SIGSTOP to the sidecar, SIGCONT",
+        _SAFE,
+        _stopped(lambda stage: stage.sidecars.pid),
+        False,
+    ),
     (
         "sidecar-slow",
         "a proxy: every byte to the agent 1 s late, connected anew",
