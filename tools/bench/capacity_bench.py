@@ -26,11 +26,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import quantiles
 from typing import Any, Final
 
 import grpc
 import grpc.aio
+import numpy as np
 import psutil
 
 from engine_shim.link.report_buffer import InFlightReports, ReportBuffer
@@ -195,11 +195,7 @@ class _Run:
 
     @property
     def p99(self) -> float:
-        return _percentile(self.delays, 99)
-
-
-def _percentile(values: Sequence[float], share: int) -> float:
-    return quantiles(values, n=100, method="inclusive")[share - 1]
+        return float(np.percentile(self.delays, 99))
 
 
 def _core_seconds(core: int) -> float:
@@ -227,7 +223,7 @@ async def _play(address: str, pid: int, count: int, seconds: float) -> _Run:
         sum(engine.messages for engine in engines),
         sum(engine.reports for engine in engines),
         sum(engine.dropped for engine in engines),
-        _percentile(late, 99),
+        float(np.percentile(late, 99)),
     )
     for task in tasks:
         task.cancel()
@@ -256,7 +252,7 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
         best = min(runs, key=lambda run: run.others)
         what = f"{count} engines"
         for name, unit, value in (
-            ("report to answer, p50", "ms", _percentile(best.delays, 50)),
+            ("report to answer, p50", "ms", float(np.percentile(best.delays, 50))),
             ("report to answer, p99", "ms", best.p99),
             ("processor time of a report", "us", 1e6 * best.sidecar_seconds / best.reports),
             ("of the core, the sidecar's", RATIO, best.sidecar_seconds / best.seconds),

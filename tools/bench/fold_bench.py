@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import grpc
 
-from speculation.v1 import service_pb2, service_pb2_grpc
+from lab.harness.sidecar import SidecarHandle
 from tests.support.service_harness import engine_message, report_message
 from tests.support.sidecar_process import SidecarProcess
 from tools.bench.measurement import RATIO, Measurement, run
@@ -56,13 +56,10 @@ def _least_sidecar(folder: Path) -> Iterator[tuple[str, int]]:
 def _folded(sidecar: SidecarProcess, engine_id: str, reports: int, each: int) -> _Rate:
     """`each` to a message.  Raises RuntimeError if any was not folded."""
     rate = _steered(sidecar.address, sidecar.process.pid, engine_id, reports, each)
-    with grpc.insecure_channel(sidecar.address) as channel:
-        status = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
-            service_pb2.ListEnginesRequest()
-        )
-    (held,) = [engine for engine in status.engines if engine.engine.engine_id == engine_id]
-    if held.reports != reports:
-        raise RuntimeError(f"{held.reports} reports were folded, not {reports}")
+    with SidecarHandle(sidecar.address, engine_id) as handle:
+        folded = handle.status().reports
+    if folded != reports:
+        raise RuntimeError(f"{folded} reports were folded, not {reports}")
     return rate
 
 

@@ -54,11 +54,7 @@ class Traffic(BackgroundThread):
         """Until an answer that was asked for after now."""
         # The next one may have been under way.
         enough = self.answers + 2
-        eventually(
-            lambda: self.failed or self.answers >= enough,
-            within=PATIENCE_SECONDS,
-            what="the engine answers",
-        )
+        eventually(lambda: self.failed or self.answers >= enough, what="the engine answers")
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -92,7 +88,7 @@ class Stage:
             link = self.link
             return link if link["source"] == source else None
 
-        return eventually(reached, within=PATIENCE_SECONDS, what=f"steps by {source}")
+        return eventually(reached, what=f"steps by {source}")
 
     def wait_steered(self) -> float:
         """Seconds until steps run under the pin."""
@@ -104,7 +100,7 @@ class Stage:
             link, gamma = state["speculation_controller"], state["speculative_num_steps"]
             return (link["source"], link["sidecar"], gamma) == ("PLAN", "STEERING", PINNED_GAMMA)
 
-        eventually(steered, within=PATIENCE_SECONDS, what="steered under the pin")
+        eventually(steered, what="steered under the pin")
         return time.monotonic() - began
 
     def agent(self) -> int:
@@ -184,11 +180,7 @@ def _agent_killed(stage: Stage, seen: Seen) -> None:
     with _answering(stage, seen) as traffic:
         before = stage.link
         os.kill(stage.agent(), signal.SIGKILL)
-        eventually(
-            lambda: stage.link["agent_starts"] > before["agent_starts"],
-            within=PATIENCE_SECONDS,
-            what="a new agent",
-        )
+        eventually(lambda: stage.link["agent_starts"] > before["agent_starts"], what="a new agent")
         seen.figure("steered_again_seconds", stage.wait_steered())
         traffic.wait()
         lapses = stage.link["lapses"] - before["lapses"]
@@ -278,7 +270,7 @@ def _dead_over_safe(stage: Stage, seen: Seen) -> None:
         # Of two pins the lower one counts; an id is not taken again.
         name = f"safe-{time.monotonic_ns()}"
         stage.sidecars.operator.pin(name, SAFE_GAMMA)
-        eventually(at_safe_gamma, within=PATIENCE_SECONDS, what="the other pin")
+        eventually(at_safe_gamma, what="the other pin")
         try:
             return tokens_per_second()
         finally:

@@ -199,7 +199,6 @@ def clock_set(place: Path, seen: Seen) -> None:
             seen.that(f"the sidecar's clock is {name}", abs(shift - offset) < 3600, shift)
             eventually(
                 lambda name=name: f"{name}-short" not in here.operator.in_force(),  # type: ignore[misc]
-                within=PATIENCE_SECONDS,
                 what="the short override ends",
             )
             took = time.monotonic() - moment
@@ -248,9 +247,7 @@ def half_a_profile(place: Path, seen: Seen) -> None:
         half.write_text(whole[: len(whole) // 2])
         os.kill(here.sidecars.pid, signal.SIGHUP)
         eventually(
-            lambda: "settings_not_reloaded" in here.sidecars.log.read_text(),
-            within=PATIENCE_SECONDS,
-            what="it is refused",
+            lambda: "settings_not_reloaded" in here.sidecars.log.read_text(), what="it is refused"
         )
         line = next(
             line
@@ -270,11 +267,7 @@ def half_a_profile(place: Path, seen: Seen) -> None:
         )
         half.write_text(whole)
         os.kill(here.sidecars.pid, signal.SIGHUP)
-        eventually(
-            lambda: "settings_reloaded" in here.sidecars.log.read_text(),
-            within=PATIENCE_SECONDS,
-            what="it is taken",
-        )
+        eventually(lambda: "settings_reloaded" in here.sidecars.log.read_text(), what="it is taken")
         seen.that("written to its end, it is taken", True)
         went_on(here, seen, moment)
 
