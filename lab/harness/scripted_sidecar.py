@@ -36,8 +36,8 @@ from speculation.v1.service_pb2_grpc import (
     add_SpeculationServiceServicer_to_server,
 )
 
-# So long no report comes once the steps that have run are told; an engine that never rests is not
-# waited for.
+# Once no report comes for so long, those of all steps that ran are here; an engine that never rests
+# is not waited for.
 _REST_SECONDS: Final = 0.05
 _REST_SECONDS_MAX: Final = 2.0
 # A busy machine delays reports by a second or two.
@@ -47,7 +47,7 @@ _LOOK_SECONDS: Final = 0.01
 Arm = tuple[int, bool] | tuple[int, bool, int]
 """Draft length, whether the drafter sleeps, and which of the engine's drafters (the first)."""
 Script = Callable[[int], Arm]
-"""The arm to run, by the number of reports that have arrived."""
+"""Gives the arm to run, by the number of reports that have arrived."""
 
 
 class ScriptedSidecar(SpeculationServiceServicer):
@@ -57,7 +57,7 @@ class ScriptedSidecar(SpeculationServiceServicer):
     other answers sets `first_plan` (of an introduction) and `answer` (of a message; None for none).
 
     stride: rounds between online updates, 0 for none.  collect: training signals are kept; a script
-    may say so anew for each plan.  collecting: the epochs that asked for it.
+    may change it with each plan.  collecting: the epochs that asked for it.
     draft_version: of the drafter that is to serve.
     plans_once: only introductions, `run` and `push` send a plan, and no message is answered.
     bounds: largest batch of each row of a plan; rows after the first have the script's next arms.
@@ -130,7 +130,7 @@ class ScriptedSidecar(SpeculationServiceServicer):
 
     @property
     def variables(self) -> dict[str, str]:
-        """What its engine is started with.
+        """Returns what its engine is started with.
 
         Each report wakes the agent: no arm is passed over while reports wait to be looked for.
         """
