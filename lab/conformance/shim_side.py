@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from controller.core.errors import InvalidEngineError
 from controller.wire.engines import engine_from_proto
 from lab.conformance.rules import Findings, check_reports
-from lab.harness.fake_sidecar import FakeSidecar
+from lab.harness.scripted_sidecar import ScriptedSidecar
 from speculation.v1.engine_pb2 import EngineSpec, StepReport
 from speculation.v1.plan_pb2 import REASON_EXPLOIT, MixtureRule, Plan, PlanRow, Probe
 from speculation.v1.service_pb2 import SteerRequest, SteerResponse
@@ -22,7 +22,7 @@ class ShimCheck:
     """Serves one engine.  say: takes a line for people at every part."""
 
     def __init__(self, address: str, say: Callable[[str], object], wait_seconds: float) -> None:
-        self._server = FakeSidecar(address)
+        self._server = ScriptedSidecar(address)
         self._say, self._wait = say, wait_seconds
         self._plans: dict[int, Plan] = {}
         self._server.first_plan = lambda: self._plan(self._safe_arm())

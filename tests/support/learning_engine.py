@@ -7,10 +7,10 @@ import torch
 
 from engine_shim.sglang.training.signals import Signal
 from lab.cpu_engine.models.targets import load_target
+from lab.harness.scripted_sidecar import Script, ScriptedSidecar
 from tests.support.engine import DFLASH, TARGET, EngineProcess
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
-from tests.support.scripted_sidecar import Script, ScriptedSidecar
 from trainer.checkpoint import load_dflash, save_dflash
 
 

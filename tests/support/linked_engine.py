@@ -10,7 +10,7 @@ from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
 from tests.support.eventually import eventually
-from tests.support.fake_sidecar import engine_spec
+from tests.support.link_messages import engine_spec
 
 # A step takes this long at least, so that plans come between steps.
 _STEP_SECONDS = 0.001

@@ -10,9 +10,9 @@ from engine_shim.sglang.training.chain import Eagle3Student
 from engine_shim.sglang.training.dflash import DFlashStudent
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.cpu_engine.models.targets import load_target
+from lab.harness.scripted_sidecar import ScriptedSidecar
 from tests.support.canvas_recorder import CANVASES
 from tests.support.engine import TARGET, EngineProcess, install_plugin
-from tests.support.scripted_sidecar import ScriptedSidecar
 
 GAMMA = 3
 _PROMPT, _ANSWER = 900, 60

@@ -9,9 +9,9 @@ import torch
 from engine_shim.sglang.training.dflash import DFlashStudent
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.cpu_engine.models.targets import Qwen3Target, load_target
+from lab.harness.scripted_sidecar import Arm, Script, ScriptedSidecar
 from speculation.v1.engine_pb2 import StepReport
 from tests.support.engine import DFLASH, TARGET, EngineProcess, Generated
-from tests.support.scripted_sidecar import Arm, Script, ScriptedSidecar
 from trainer.checkpoint import load_dflash
 
 PROMPTS = [
@@ -109,7 +109,7 @@ def play_any_order(
     choose = random.Random(seed)
     every: list[StepReport] = []
     ran: set[tuple[str, int]] = set()
-    names = [drafter.name for drafter in sidecar.server.introductions[-1].drafters]
+    names = [drafter.name for drafter in sidecar.introductions[-1].drafters]
     asked = {(names[which[0] if which else 0] if gamma else "", gamma) for gamma, _, *which in arms}
     for _ in range(PLAYS_MAX):
         answers, reports = play(engine, sidecar, lambda _: choose.choice(arms))

@@ -17,6 +17,7 @@ from controller.core.step_report import ClassCounts, StepFlags, StepReport
 from controller.core.training.selective_training import TrainingSettings
 from controller.recording.recorded_controller import RecordedController
 from controller.recording.recorder import Recorder
+from tests.support.accepted_counts import accepted_counts
 
 GAMMAS = (0, 1, 2, 3, 5)
 TRAINING = TrainingSettings(initial=2, threshold=4, unit_drafts=32)
@@ -57,7 +58,7 @@ class Engine:
         rng, row = self.rng, self.plan.row_for(batch_size)
         probe = row.probe if row.probe and rng.random() < 0.5 else None
         arm = probe.arm if probe else row.arm
-        counts = self._counts(batch_size, arm.gamma, acceptance)
+        counts = tuple(accepted_counts(rng, batch_size, arm.gamma, acceptance))
         self.clock.advance(rng.uniform(0.008, 0.02))
         self.step += 1
         report = StepReport(
@@ -75,15 +76,6 @@ class Engine:
         )  # fmt: skip
         self.core.observe(report)
         self.plan = self.core.next_plan() or self.plan
-
-    def _counts(self, batch_size: int, gamma: int, acceptance: float) -> tuple[int, ...]:
-        counts = [0] * (gamma + 1)
-        for _ in range(batch_size):
-            accepted = 0
-            while accepted < gamma and self.rng.random() < acceptance:
-                accepted += 1
-            counts[accepted] += 1
-        return tuple(counts)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from controller.core.engine_spec import Arm, DrafterSpec, EngineSpec, Fingerprin
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
+from tests.support.accepted_counts import accepted_counts
 
 GAMMAS = (0, 1, 2, 3, 5, 7)
 StepSeconds = Callable[[int, int], float]
@@ -89,12 +90,7 @@ class VirtualEngine:
             if left > 0:
                 arm, probe_id = row.probe.arm, row.probe.probe_id
                 self._probe = (row.probe.probe_id, left - 1)
-        counts = [0] * (arm.gamma + 1)
-        for _ in range(batch_size):
-            accepted = 0
-            while accepted < arm.gamma and self.rng.random() < acceptance[accepted]:
-                accepted += 1
-            counts[accepted] += 1
+        counts = accepted_counts(self.rng, batch_size, arm.gamma, acceptance)
         seconds = self.seconds(arm.gamma, batch_size) * self.rng.lognormvariate(0, self.noise)
         self.clock.advance(seconds)
         self.step += 1

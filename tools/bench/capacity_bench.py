@@ -21,24 +21,23 @@ import argparse
 import asyncio
 import os
 import random
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import quantiles
 from typing import Any, Final
 
 import grpc
 import grpc.aio
+import numpy as np
+import psutil
 
 from engine_shim.link.report_buffer import InFlightReports, ReportBuffer
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 from tests.support.service_harness import engine_message
-from tests.support.sidecar_process import sidecar_process
 from tools.bench.measurement import RATIO, Measurement, run
-from tools.bench.processor import processor_seconds
+from tools.bench.serving import processor_seconds, quiet_sidecar
 
 _STEPS_PER_SECOND: Final = 200
 _BAR_MS: Final = 5.0
@@ -196,21 +195,13 @@ class _Run:
 
     @property
     def p99(self) -> float:
-        return _percentile(self.delays, 99)
-
-
-def _percentile(values: Sequence[float], share: int) -> float:
-    return quantiles(values, n=100, method="inclusive")[share - 1]
+        return float(np.percentile(self.delays, 99))
 
 
 def _core_seconds(core: int) -> float:
     """Seconds that a core has worked for anybody, niced or not, kernel included."""
-    for line in Path("/proc/stat").read_text().splitlines():
-        name, *ticks = line.split()
-        if name == f"cpu{core}":
-            user, nice, system, _, _, irq, softirq, steal, *_ = map(int, ticks)
-            return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-    raise RuntimeError(f"this machine has no core {core}")
+    times = psutil.cpu_times(percpu=True)[core]
+    return float(sum(times[:8]) - times.idle - times.iowait)
 
 
 async def _play(address: str, pid: int, count: int, seconds: float) -> _Run:
@@ -232,7 +223,7 @@ async def _play(address: str, pid: int, count: int, seconds: float) -> _Run:
         sum(engine.messages for engine in engines),
         sum(engine.reports for engine in engines),
         sum(engine.dropped for engine in engines),
-        _percentile(late, 99),
+        float(np.percentile(late, 99)),
     )
     for task in tasks:
         task.cancel()
@@ -243,10 +234,7 @@ async def _play(address: str, pid: int, count: int, seconds: float) -> _Run:
 
 
 def _measured(count: int, seconds: float) -> _Run:
-    with (
-        tempfile.TemporaryDirectory() as name,
-        sidecar_process(Path(name), "--log-level", "error") as sidecar,
-    ):
+    with quiet_sidecar() as sidecar:
         for thread in Path(f"/proc/{sidecar.process.pid}/task").iterdir():
             os.sched_setaffinity(int(thread.name), {_SIDECAR_CORE})
         return asyncio.run(_play(sidecar.address, sidecar.process.pid, count, seconds))
@@ -264,7 +252,7 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
         best = min(runs, key=lambda run: run.others)
         what = f"{count} engines"
         for name, unit, value in (
-            ("report to answer, p50", "ms", _percentile(best.delays, 50)),
+            ("report to answer, p50", "ms", float(np.percentile(best.delays, 50))),
             ("report to answer, p99", "ms", best.p99),
             ("processor time of a report", "us", 1e6 * best.sidecar_seconds / best.reports),
             ("of the core, the sidecar's", RATIO, best.sidecar_seconds / best.seconds),

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import psutil
@@ -33,24 +33,8 @@ from tools.bench.sidecar_states import State
 _LOOK_SECONDS = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What was used since some start.
-
-    cpu_seconds: of the sidecar states' process, or of the sidecar that is asked.
-    """
-
-    commands: float
-    bytes_in: float
-    bytes_out: float
-    redis_cpu_seconds: float
-    cpu_seconds: float
-
-    def since(self, before: "Usage", seconds: float) -> "Usage":
-        """The same a second."""
-        return Usage(*(
-            (getattr(self, name) - getattr(before, name)) / seconds for name in Usage.__slots__
-        ))  # fmt: skip
+# What was used since some start, or in a second, by name.
+Usage: TypeAlias = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +68,23 @@ def view_of(state: State) -> FleetView:
 
 
 def _usage(client: "redis.Redis", process: psutil.Process) -> Usage:
+    """cpu_seconds: of the process."""
     stats: Any = client.info("stats")
     cpu: Any = client.info("cpu")
-    own = process.cpu_times()
-    return Usage(
-        stats["total_commands_processed"],
-        stats["total_net_input_bytes"],
-        stats["total_net_output_bytes"],
-        cpu["used_cpu_user"] + cpu["used_cpu_sys"],
-        own.user + own.system,
-    )
+    return {
+        "commands": stats["total_commands_processed"],
+        "bytes_in": stats["total_net_input_bytes"],
+        "bytes_out": stats["total_net_output_bytes"],
+        "redis_cpu_seconds": cpu["used_cpu_user"] + cpu["used_cpu_sys"],
+        "cpu_seconds": _cpu(process),
+    }
 
 
 async def _used(read: Callable[[], Usage], during: Coroutine[Any, Any, object]) -> Usage:
     before, began = read(), time.monotonic()
     await during
-    return read().since(before, time.monotonic() - began)
+    after, seconds = read(), time.monotonic() - began
+    return {name: (after[name] - before[name]) / seconds for name in after}
 
 
 async def _costs(sidecars: int, engines: int, seconds: float) -> Costs:
@@ -171,37 +156,27 @@ def measure(sidecars: int, engines: int, seconds: float, repeats: int) -> Iterab
     of = f"{sidecars} sidecars" if sidecars > 1 else "1 sidecar"
     of += f" with {engines} engines" if engines > 1 else ""
 
-    def more(name: str, *, looking: bool = False) -> list[float]:
-        """What publishing adds to the quiet state, or looking to publishing."""
-        return [
-            getattr(run.looking, name) - getattr(run.publishing, name)
-            if looking
-            else getattr(run.publishing, name) - getattr(run.quiet, name)
-            for run in runs
-        ]
-
-    def scaled(values: Iterable[float], factor: float) -> list[float]:
-        return [value * factor for value in values]
+    def more(name: str, factor: float = 1.0) -> list[float]:
+        """What publishing adds to the quiet state."""
+        return [factor * (run.publishing[name] - run.quiet[name]) for run in runs]
 
     yield Measurement(f"Redis commands for summaries of {of}, a second", "1/s", more("commands"))
     yield Measurement(
-        f"bytes to Redis for summaries of {of}, a second", "KiB/s",
-        scaled(more("bytes_in"), 1 / 1024),
-    )  # fmt: skip
+        f"bytes to Redis for summaries of {of}, a second", "KiB/s", more("bytes_in", 1 / 1024)
+    )
     yield Measurement(
-        f"processor time of Redis for summaries of {of}", "ms/s",
-        scaled(more("redis_cpu_seconds"), 1e3),
-    )  # fmt: skip
+        f"processor time of Redis for summaries of {of}", "ms/s", more("redis_cpu_seconds", 1e3)
+    )
     yield Measurement(
         f"memory of Redis for summaries of {of}", "KiB", [run.memory / 1024 for run in runs]
     )
     yield Measurement(
         f"processor time of a sidecar for its summaries, each of {of}", "ms/s",
-        scaled(more("cpu_seconds"), 1e3 / sidecars),
+        more("cpu_seconds", 1e3 / sidecars),
     )  # fmt: skip
     yield Measurement(
         f"bytes from Redis while one looks at {of}, a second", "KiB/s",
-        scaled(more("bytes_out", looking=True), 1 / 1024),
+        [(run.looking["bytes_out"] - run.publishing["bytes_out"]) / 1024 for run in runs],
     )  # fmt: skip
     yield Measurement(
         f"processor time of a sidecar that is asked for {of} twice a second", "ms/s",

@@ -18,11 +18,17 @@ from typing import NamedTuple
 
 import grpc
 
-from speculation.v1 import service_pb2, service_pb2_grpc
+from lab.harness.sidecar import SidecarHandle
 from tests.support.service_harness import engine_message, report_message
-from tests.support.sidecar_process import SidecarProcess, sidecar_process
+from tests.support.sidecar_process import SidecarProcess
 from tools.bench.measurement import RATIO, Measurement, run
-from tools.bench.processor import processor_seconds
+from tools.bench.serving import (
+    introduced,
+    messages_of,
+    processor_seconds,
+    quiet_sidecar,
+    send,
+)
 
 _REPORTS_A_MESSAGE = (64, 8, 1)
 _BAR = 20_000
@@ -50,36 +56,23 @@ def _least_sidecar(folder: Path) -> Iterator[tuple[str, int]]:
 def _folded(sidecar: SidecarProcess, engine_id: str, reports: int, each: int) -> _Rate:
     """`each` to a message.  Raises RuntimeError if any was not folded."""
     rate = _steered(sidecar.address, sidecar.process.pid, engine_id, reports, each)
-    with grpc.insecure_channel(sidecar.address) as channel:
-        status = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
-            service_pb2.ListEnginesRequest()
-        )
-    (held,) = [engine for engine in status.engines if engine.engine.engine_id == engine_id]
-    if held.reports != reports:
-        raise RuntimeError(f"{held.reports} reports were folded, not {reports}")
+    with SidecarHandle(sidecar.address, engine_id) as handle:
+        folded = handle.status().reports
+    if folded != reports:
+        raise RuntimeError(f"{folded} reports were folded, not {reports}")
     return rate
 
 
 def _steered(address: str, pid: int, engine_id: str, reports: int, each: int) -> _Rate:
     with grpc.insecure_channel(address) as channel:
-        stub = service_pb2_grpc.SpeculationServiceStub(channel)
-        engine = engine_message(engine_id, gammas=(0, 1, 2, 3, 5, 7), max_batch_size=64)
-        session_id = stub.Introduce(
-            service_pb2.IntroduceRequest(engine=engine), wait_for_ready=True
-        ).session_id
-        messages = [
-            service_pb2.SteerRequest(
-                session_id=session_id,
-                reports=[
-                    report_message(step, batch_size=16, gamma=5, accepted_counts=[4, 4, 3, 2, 1, 2])
-                    for step in range(first, first + each)
-                ],
-            )
-            for first in range(1, reports + 1, each)
+        told = [
+            report_message(step, batch_size=16, gamma=5, accepted_counts=[4, 4, 3, 2, 1, 2])
+            for step in range(1, reports + 1)
         ]
+        engine = engine_message(engine_id, gammas=(0, 1, 2, 3, 5, 7), max_batch_size=64)
+        messages = messages_of(introduced(channel, engine), told, each)
         before, began = processor_seconds(pid), time.perf_counter()
-        for _ in stub.Steer(iter(messages)):
-            pass
+        send(channel, messages)
         took, spent = time.perf_counter() - began, processor_seconds(pid) - before
     return _Rate(reports / spent, reports / took)
 
@@ -87,8 +80,8 @@ def _steered(address: str, pid: int, engine_id: str, reports: int, each: int) ->
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     """Rates for each size of message, and what the least sidecar would take of it."""
     with (
+        quiet_sidecar() as sidecar,
         tempfile.TemporaryDirectory() as name,
-        sidecar_process(Path(name), "--log-level", "error") as sidecar,
         _least_sidecar(Path(name)) as (address, pid),
     ):
         for each in _REPORTS_A_MESSAGE:

@@ -12,11 +12,9 @@ its memory.
 import argparse
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import psutil
@@ -27,11 +25,15 @@ from controller.core.engine_spec import DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import ClassCounts, StepReport
-from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.service_harness import engine_message, report_message
-from tests.support.sidecar_process import sidecar_process
 from tools.bench.measurement import Measurement, run
-from tools.bench.processor import processor_seconds
+from tools.bench.serving import (
+    introduced,
+    messages_of,
+    processor_seconds,
+    quiet_sidecar,
+    send,
+)
 
 _ACCEPTANCE = 0.75
 _STEP_SECONDS = 0.01
@@ -56,17 +58,12 @@ class _Shape:
         return EngineSpec("engine-0", fingerprint, drafters, self.buckets)
 
 
+# Of _Shape's fields: how the figures name each, and its values.
 _GROWTH = {
-    "gamma up to": [_Shape(gamma_max=value) for value in (4, 8, 16)],
-    "drafters": [_Shape(drafters=value) for value in (1, 2, 4)],
-    "classes": [_Shape(classes=value) for value in (1, 8, 32)],
-    "buckets": [_Shape(buckets=value) for value in (8, 16, 32, 64)],
-}
-_FIELDS = {
-    "gamma up to": "gamma_max",
-    "drafters": "drafters",
-    "classes": "classes",
-    "buckets": "buckets",
+    "gamma_max": ("gamma up to", (4, 8, 16)),
+    "drafters": ("drafters", (1, 2, 4)),
+    "classes": ("classes", (1, 8, 32)),
+    "buckets": ("buckets", (8, 16, 32, 64)),
 }
 _ENGINES = (1, 4, 16, 64, 256)
 
@@ -114,43 +111,24 @@ def _core_microseconds(shape: _Shape, steps: int) -> tuple[float, float]:
 def _engines(count: int) -> tuple[float, float]:
     """Microseconds of the sidecar's processor a report, and its megabytes."""
     each = _REPORTS_OF_ALL_ENGINES // count
-    with (
-        tempfile.TemporaryDirectory() as name,
-        sidecar_process(Path(name), "--log-level", "error") as sidecar,
-        grpc.insecure_channel(sidecar.address) as channel,
-    ):
-        stub = service_pb2_grpc.SpeculationServiceStub(channel)
-        sessions = [
-            stub.Introduce(
-                service_pb2.IntroduceRequest(engine=engine_message(f"engine-{i}"))
-            ).session_id
-            for i in range(count)
-        ]
+    with quiet_sidecar() as sidecar, grpc.insecure_channel(sidecar.address) as channel:
+        sessions = [introduced(channel, engine_message(f"engine-{i}")) for i in range(count)]
         process = psutil.Process(sidecar.process.pid)
         before = processor_seconds(process.pid)
         for session_id in sessions:
-            messages = [
-                service_pb2.SteerRequest(
-                    session_id=session_id,
-                    reports=[
-                        report_message(step) for step in range(first, first + _REPORTS_A_MESSAGE)
-                    ],
-                )
-                for first in range(1, each + 1, _REPORTS_A_MESSAGE)
-            ]
-            for _ in stub.Steer(iter(messages)):
-                pass
+            reports = [report_message(step) for step in range(1, each + 1)]
+            send(channel, messages_of(session_id, reports, _REPORTS_A_MESSAGE))
         spent = processor_seconds(process.pid) - before
         return 1e6 * spent / _REPORTS_OF_ALL_ENGINES, process.memory_info().rss / 1e6
 
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     """Microseconds and megabytes along each dimension."""
-    for name, shapes in _GROWTH.items():
-        for shape in shapes:
+    for field, (name, values) in _GROWTH.items():
+        for value in values:
+            shape = _Shape(**{field: value})
             runs = [_core_microseconds(shape, options.steps) for _ in range(options.repeats)]
             fold, evaluate = zip(*runs, strict=True)
-            value = getattr(shape, _FIELDS[name])
             yield Measurement(f"{name} {value}: fold a report", "us", fold)
             yield Measurement(f"{name} {value}: evaluate the plan", "us", evaluate)
     for count in _ENGINES:

@@ -211,7 +211,7 @@ def _time_registered(spans: Spans, hook_registry: Any) -> None:
         return called
 
     def wrap(original: Any, hook: Any, kind: Any) -> Any:
-        if getattr(hook, "__module__", "").partition(".")[0] not in {"engine_shim", "tests"}:
+        if getattr(hook, "__module__", "").partition(".")[0] not in {"engine_shim", "tools"}:
             return original_wrap(original, hook, kind)
         inner = spans.span(_ENGINE, original)
         wrapped = original_wrap(inner, hook, kind)

@@ -37,7 +37,7 @@ from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
-from tests.support.fake_sidecar import engine_spec
+from tests.support.link_messages import engine_spec
 from tests.support.service_harness import engine_message, report_message
 from tests.support.sidecar_process import sidecar_process
 from tools.bench.measurement import RATIO, Measurement, percentiles, run

@@ -22,10 +22,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, TypeAlias
 
+from lab.harness.scripted_sidecar import Script, ScriptedSidecar, scripted_sidecar
 from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually
 from tests.support.hooked_steps import HookedSteps
-from tests.support.scripted_sidecar import Script, ScriptedSidecar, scripted_sidecar
 from tests.unit.engine_shim.link.in_process_agents import linked
 from tools.bench.hook_spans import (
     CALLED,
@@ -95,10 +95,10 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
             folder.mkdir()
             with scripted_sidecar(folder) as sidecar:
                 environment = _VARIABLES | variables | {
-                    "PYTHONPATH": str(plugin), "SPECULATION_SIDECAR": sidecar.server.target
+                    "PYTHONPATH": str(plugin), "SPECULATION_SIDECAR": sidecar.target
                 }  # fmt: skip
                 with serving(folder, _OPTIONS, environment) as engine:
-                    eventually(lambda s=sidecar: s.server.introductions, what="an introduction")  # type: ignore[misc]
+                    eventually(lambda s=sidecar: s.introductions, what="an introduction")  # type: ignore[misc]
                     for case in cases:
                         for size in _BATCHES:
                             yield from _figures(engine, sidecar, case, size, options)

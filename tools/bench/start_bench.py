@@ -11,18 +11,16 @@ version` beside that of an interpreter that does nothing.  Memory: resident, of 
 import argparse
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 import grpc
 import psutil
 
-from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.service_harness import ENVIRONMENT, engine_message, report_message
-from tests.support.sidecar_process import CONTROLLER, sidecar_process
+from tests.support.sidecar_process import CONTROLLER
 from tools.bench.measurement import Measurement, run
+from tools.bench.serving import introduced, messages_of, quiet_sidecar, send
 
 _ENGINES = 64
 _REPORTS = 200
@@ -36,24 +34,16 @@ print(time.perf_counter() - began)
 
 def _serving_and_memory() -> tuple[float, float]:
     """Seconds, and megabytes."""
-    with (
-        tempfile.TemporaryDirectory() as name,
-        sidecar_process(Path(name), "--log-level", "error") as sidecar,
-    ):
+    reports = [report_message(step) for step in range(1, _REPORTS + 1)]
+    with quiet_sidecar() as sidecar:
         with grpc.insecure_channel(sidecar.address) as channel:
             for number in range(_ENGINES):
-                _steer(channel, f"engine-{number}")
+                engine = engine_message(
+                    f"engine-{number}", gammas=(0, 1, 2, 3, 5, 7), max_batch_size=64
+                )
+                send(channel, messages_of(introduced(channel, engine), reports, _REPORTS))
         resident = psutil.Process(sidecar.process.pid).memory_info().rss
         return sidecar.seconds_to_serving, resident / 1e6
-
-
-def _steer(channel: grpc.Channel, engine_id: str) -> None:
-    stub = service_pb2_grpc.SpeculationServiceStub(channel)
-    engine = engine_message(engine_id, gammas=(0, 1, 2, 3, 5, 7), max_batch_size=64)
-    session_id = stub.Introduce(service_pb2.IntroduceRequest(engine=engine)).session_id
-    reports = [report_message(step) for step in range(1, _REPORTS + 1)]
-    for _ in stub.Steer(iter([service_pb2.SteerRequest(session_id=session_id, reports=reports)])):
-        pass
 
 
 def _imported() -> float:

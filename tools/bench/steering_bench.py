@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lab.cpu_engine.engine_command import MODELS
+from lab.harness.scripted_sidecar import scripted_sidecar
 from tests.support.engine import DEEP, EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually
-from tests.support.scripted_sidecar import scripted_sidecar
 from tools.bench.measurement import RATIO, Measurement, run
 from tools.bench.pairs import ratios, step_seconds_of
 
@@ -41,17 +41,15 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
         with (
             scripted_sidecar(folders["one"]) as one,
             scripted_sidecar(folders["other"]) as other,
-            serving(
-                folders["one"], _OPTIONS, {"SPECULATION_SIDECAR": one.server.target}
-            ) as steered,
+            serving(folders["one"], _OPTIONS, {"SPECULATION_SIDECAR": one.target}) as steered,
             serving(
                 folders["other"],
                 _OPTIONS,
-                {"SPECULATION_SIDECAR": other.server.target, "PYTHONPATH": str(left_out)},
+                {"SPECULATION_SIDECAR": other.target, "PYTHONPATH": str(left_out)},
             ) as unsteered,
         ):
             for sidecar in (one, other):
-                eventually(lambda s=sidecar: s.server.introductions, what="an introduction")  # type: ignore[misc]
+                eventually(lambda s=sidecar: s.introductions, what="an introduction")  # type: ignore[misc]
                 sidecar.run(lambda _: (_GAMMA, False))
             for size in _BATCHES:
 

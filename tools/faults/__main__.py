@@ -4,23 +4,26 @@ The table is printed; `build/faults/` gets `result.json` and `findings.md`.  The
 something was otherwise than expected.
 """
 
+import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from tools.faults import report
+from lab.harness.measured import machine
 from tools.faults.catalogue import linked_faults
 from tools.faults.engine_faults import engine_faults, on_stage
-from tools.faults.fault import Fault, Outcome, injected
+from tools.faults.fault import COMMAND, Fault, Outcome, injected
 
 EXIT_OTHERWISE = 1
 EXIT_UNKNOWN = 2
 _HOLDS = {True: "as expected", False: "OTHERWISE", None: "not injected"}
+_WORDS = {True: "yes", False: "NO", None: "–"}
 
 
 def faults(
@@ -50,8 +53,8 @@ def faults(
             raise typer.Exit(EXIT_UNKNOWN)
         chosen = [fault for fault in every if only is None or fault.name in only]
         outcomes = list(_injected(chosen, console))
-    report.show(outcomes, console)
-    report.write(outcomes, output)
+    _show(outcomes, console)
+    _write(outcomes, output)
     console.print(f"{output}/findings.md, {output}/result.json")
     if any(outcome.holds is False for outcome in outcomes):
         raise typer.Exit(EXIT_OTHERWISE)
@@ -65,6 +68,74 @@ def _injected(chosen: list[Fault], console: Console) -> Iterable[Outcome]:
         if not outcome.holds:
             console.print(f"    {outcome.observed}", markup=False)
         yield outcome
+
+
+def _show(outcomes: Sequence[Outcome], console: Console) -> None:
+    """The table fault × expected × observed."""
+    table = Table(show_lines=True)
+    for title, ratio in (("fault", 2), ("expected", 4), ("observed", 6)):
+        table.add_column(title, ratio=ratio, overflow="fold")
+    table.add_column("holds")
+    for outcome in outcomes:
+        fault = outcome.fault
+        table.add_row(
+            f"{fault.name}\n{outcome.seconds:.0f} s",
+            fault.expected,
+            "\n".join(filter(None, (outcome.observed, _in_words(outcome.figures)))),
+            _WORDS[outcome.holds],
+        )
+    console.print(table)
+
+
+def _write(outcomes: Sequence[Outcome], folder: Path) -> None:
+    """`result.json` and `findings.md`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    result = {"machine": machine(), "faults": [outcome.as_json() for outcome in outcomes]}
+    text = json.dumps(result, indent=2, ensure_ascii=False)
+    (folder / "result.json").write_text(text + "\n", encoding="utf-8")
+    (folder / "findings.md").write_text("\n".join(_page(outcomes)), encoding="utf-8")
+
+
+def _page(outcomes: Sequence[Outcome]) -> list[str]:
+    holding = sum(outcome.holds is True for outcome in outcomes)
+    skipped = sum(outcome.holds is None for outcome in outcomes)
+    lines = [
+        "# Faults",
+        "",
+        f"{len(outcomes)} faults: {holding} as expected, {skipped} not injected here.",
+        "",
+        f"`{COMMAND} FAULT` injects one again.",
+        "",
+        "| fault | injected | expected | observed | figures | holds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for outcome in outcomes:
+        fault = outcome.fault
+        cells = (
+            fault.name,
+            fault.injected,
+            fault.expected,
+            outcome.observed,
+            _in_words(outcome.figures),
+            _WORDS[outcome.holds],
+        )
+        lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    return [*lines, ""]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _in_words(figures: Mapping[str, Any]) -> str:
+    """`steered_again_seconds` is read as "steered again seconds"."""
+    return ", ".join(f"{name.replace('_', ' ')} {_value(v)}" for name, v in figures.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{value['median']:g} ({value['low']:g}–{value['high']:g})"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

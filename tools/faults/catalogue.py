@@ -1,7 +1,6 @@
 """Every fault that is injected without an engine's model, and what is expected of it."""
 
 from tools.faults import (
-    damage_faults,
     kill_faults,
     link_faults,
     redis_faults,
@@ -105,7 +104,7 @@ def linked_faults(kills: int, damages: int, full_disks: int) -> tuple[Fault, ...
             "database-damaged",
             f"a bit, a sector, a page or the end of overrides.db changed, {damages} copies",
             "refused with its name, or all that was acknowledged is there",
-            damage_faults.damaged(damages),
+            state_faults.damaged(damages),
             quick=True,
         ),
         Fault(

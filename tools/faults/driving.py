@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import grpc
 
@@ -55,7 +55,7 @@ class Drive(BackgroundThread):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        eventually(lambda: self.ran, within=PATIENCE_SECONDS, what="a step")
+        eventually(lambda: self.ran, what="a step")
         return self
 
     @property
@@ -85,12 +85,12 @@ class Drive(BackgroundThread):
             ]
 
         what = f"steps by {source.value}"
-        return eventually(came, within=PATIENCE_SECONDS, what=what)[0].at - after
+        return eventually(came, what=what)[0].at - after
 
     def wait_for_steps(self, count: int = 20) -> None:
         """So many more of them."""
         enough = self.engine.step + count
-        eventually(lambda: self.engine.step >= enough, within=PATIENCE_SECONDS, what="steps")
+        eventually(lambda: self.engine.step >= enough, what="steps")
 
     def _run(self) -> None:
         engine = self.engine
@@ -109,27 +109,45 @@ def _differs(ran: Ran, choice: StepChoice) -> bool:
     return (ran.source, ran.gamma, ran.session) != (choice.source, choice.gamma, choice.session)
 
 
+def set_request(
+    override_id: str, gamma: int, scope: policy_pb2.Scope, **lasts: Any
+) -> policy_pb2.SetOverrideRequest:
+    """lasts: for how long, `ttl_seconds` or `for_ever`."""
+    return policy_pb2.SetOverrideRequest(
+        override=policy_pb2.Override(
+            override_id=override_id,
+            scope=scope,
+            rule=policy_pb2.OverrideRule(gamma=gamma),
+            author="ann",
+            reason="a test of faults or of load",
+        ),
+        **lasts,
+    )
+
+
+def clear_request(override_id: str, **more: Any) -> policy_pb2.ClearOverrideRequest:
+    """As the override's author."""
+    return policy_pb2.ClearOverrideRequest(
+        override_id=override_id, author="ann", reason="the test is over", **more
+    )
+
+
 class Operator:
     """An operator at a sidecar's own socket."""
 
     def __init__(self, address: str) -> None:
         self._address = for_operators(address)
 
+    @contextmanager
+    def _policy(self) -> Iterator[policy_pb2_grpc.PolicyServiceStub]:
+        with grpc.insecure_channel(self._address) as channel:
+            yield policy_pb2_grpc.PolicyServiceStub(channel)
+
     def pin(self, override_id: str = PIN, gamma: int = PINNED_GAMMA, seconds: float = 600) -> None:
         """Acknowledged when it returns.  Raises grpc.RpcError."""
-        request = policy_pb2.SetOverrideRequest(
-            override=policy_pb2.Override(
-                override_id=override_id,
-                scope=policy_pb2.Scope(fleet=True),
-                rule=policy_pb2.OverrideRule(gamma=gamma),
-                author="ann",
-                reason="a fault is injected",
-            ),
-            ttl_seconds=seconds,
-        )
-        with grpc.insecure_channel(self._address) as channel:
-            stub = policy_pb2_grpc.PolicyServiceStub(channel)
-            stub.SetOverride(request, timeout=PATIENCE_SECONDS)
+        request = set_request(override_id, gamma, policy_pb2.Scope(fleet=True), ttl_seconds=seconds)
+        with self._policy() as policy:
+            policy.SetOverride(request, timeout=PATIENCE_SECONDS)
 
     def refusal(self, override_id: str) -> str:
         """Code and words with which an override is refused; "" when it is not."""
@@ -142,12 +160,8 @@ class Operator:
 
     def clear(self, override_id: str) -> None:
         """Raises grpc.RpcError."""
-        request = policy_pb2.ClearOverrideRequest(
-            override_id=override_id, author="ann", reason="the fault is over"
-        )
-        with grpc.insecure_channel(self._address) as channel:
-            stub = policy_pb2_grpc.PolicyServiceStub(channel)
-            stub.ClearOverride(request, timeout=PATIENCE_SECONDS)
+        with self._policy() as policy:
+            policy.ClearOverride(clear_request(override_id), timeout=PATIENCE_SECONDS)
 
     def in_force(self) -> set[str]:
         """Names of the overrides in force."""
@@ -157,11 +171,9 @@ class Operator:
         """The overrides in force."""
         # Whoever polls stays well below the hundred calls a second that a sidecar answers.
         time.sleep(_PACE_SECONDS)
-        with grpc.insecure_channel(self._address) as channel:
-            answer = policy_pb2_grpc.PolicyServiceStub(channel).ListOverrides(
-                policy_pb2.ListOverridesRequest(), timeout=PATIENCE_SECONDS
-            )
-        return list(answer.overrides)
+        with self._policy() as policy:
+            request = policy_pb2.ListOverridesRequest()
+            return list(policy.ListOverrides(request, timeout=PATIENCE_SECONDS).overrides)
 
 
 class Sidecars:

@@ -54,11 +54,7 @@ class Traffic(BackgroundThread):
         """Until an answer that was asked for after now."""
         # The next one may have been under way.
         enough = self.answers + 2
-        eventually(
-            lambda: self.failed or self.answers >= enough,
-            within=PATIENCE_SECONDS,
-            what="the engine answers",
-        )
+        eventually(lambda: self.failed or self.answers >= enough, what="the engine answers")
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -92,7 +88,7 @@ class Stage:
             link = self.link
             return link if link["source"] == source else None
 
-        return eventually(reached, within=PATIENCE_SECONDS, what=f"steps by {source}")
+        return eventually(reached, what=f"steps by {source}")
 
     def wait_steered(self) -> float:
         """Seconds until steps run under the pin."""
@@ -104,7 +100,7 @@ class Stage:
             link, gamma = state["speculation_controller"], state["speculative_num_steps"]
             return (link["source"], link["sidecar"], gamma) == ("PLAN", "STEERING", PINNED_GAMMA)
 
-        eventually(steered, within=PATIENCE_SECONDS, what="steered under the pin")
+        eventually(steered, what="steered under the pin")
         return time.monotonic() - began
 
     def agent(self) -> int:
@@ -184,11 +180,7 @@ def _agent_killed(stage: Stage, seen: Seen) -> None:
     with _answering(stage, seen) as traffic:
         before = stage.link
         os.kill(stage.agent(), signal.SIGKILL)
-        eventually(
-            lambda: stage.link["agent_starts"] > before["agent_starts"],
-            within=PATIENCE_SECONDS,
-            what="a new agent",
-        )
+        eventually(lambda: stage.link["agent_starts"] > before["agent_starts"], what="a new agent")
         seen.figure("steered_again_seconds", stage.wait_steered())
         traffic.wait()
         lapses = stage.link["lapses"] - before["lapses"]
@@ -196,15 +188,20 @@ def _agent_killed(stage: Stage, seen: Seen) -> None:
         seen.that("a new agent, and steered again", True)
 
 
-def _agent_stopped(stage: Stage, seen: Seen) -> None:
-    with _answering(stage, seen) as traffic:
-        agent = stage.agent()
-        os.kill(agent, signal.SIGSTOP)
-        try:
-            _left_alone(stage, seen, traffic)
-        finally:
-            os.kill(agent, signal.SIGCONT)
-        seen.figure("steered_again_seconds", stage.wait_steered())
+def _stopped(process: Callable[[Stage], int]) -> Callable[[Stage, Seen], None]:
+    """SIGSTOP to a process, and SIGCONT once the safe default runs."""
+
+    def inject(stage: Stage, seen: Seen) -> None:
+        with _answering(stage, seen) as traffic:
+            pid = process(stage)
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                _left_alone(stage, seen, traffic)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            seen.figure("steered_again_seconds", stage.wait_steered())
+
+    return inject
 
 
 def _sidecar_killed(stage: Stage, seen: Seen) -> None:
@@ -214,16 +211,6 @@ def _sidecar_killed(stage: Stage, seen: Seen) -> None:
         began = stage.sidecars.restart()
         stage.wait_steered()
         seen.figure("steered_again_seconds", time.monotonic() - began)
-
-
-def _sidecar_stopped(stage: Stage, seen: Seen) -> None:
-    with _answering(stage, seen) as traffic:
-        os.kill(stage.sidecars.pid, signal.SIGSTOP)
-        try:
-            _left_alone(stage, seen, traffic)
-        finally:
-            os.kill(stage.sidecars.pid, signal.SIGCONT)
-        seen.figure("steered_again_seconds", stage.wait_steered())
 
 
 def _sidecar_slow(stage: Stage, seen: Seen) -> None:
@@ -283,7 +270,7 @@ def _dead_over_safe(stage: Stage, seen: Seen) -> None:
         # Of two pins the lower one counts; an id is not taken again.
         name = f"safe-{time.monotonic_ns()}"
         stage.sidecars.operator.pin(name, SAFE_GAMMA)
-        eventually(at_safe_gamma, within=PATIENCE_SECONDS, what="the other pin")
+        eventually(at_safe_gamma, what="the other pin")
         try:
             return tokens_per_second()
         finally:
@@ -315,7 +302,7 @@ _EXACT = "tokens exact"
 _SAFE = f"plan, grace, safe default, then steered again; {_EXACT}"
 _ON_STAGE: tuple[tuple[str, str, str, Callable[[Stage, Seen], None], bool], ...] = (
     ("agent-killed", "SIGKILL to the agent", f"steered again; {_EXACT}", _agent_killed, True),
-    ("agent-stopped", "SIGSTOP to the agent, SIGCONT", _SAFE, _agent_stopped, False),
+    ("agent-stopped", "SIGSTOP to the agent, SIGCONT", _SAFE, _stopped(Stage.agent), False),
     (
         "sidecar-killed",
         "SIGKILL to the sidecar, then started with the same state",
@@ -323,7 +310,13 @@ _ON_STAGE: tuple[tuple[str, str, str, Callable[[Stage, Seen], None], bool], ...]
         _sidecar_killed,
         True,
     ),
-    ("sidecar-stopped", "SIGSTOP to the sidecar, SIGCONT", _SAFE, _sidecar_stopped, False),
+    (
+        "sidecar-stopped",
+        "SIGSTOP to the sidecar, SIGCONT",
+        _SAFE,
+        _stopped(lambda stage: stage.sidecars.pid),
+        False,
+    ),
     (
         "sidecar-slow",
         "a proxy: every byte to the agent 1 s late, connected anew",

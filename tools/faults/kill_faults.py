@@ -23,7 +23,7 @@ from controller.wire.overrides import from_body
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 from tests.support.service_harness import ENVIRONMENT, engine_message, make_profile
 from tests.support.sidecar_process import CONTROLLER, sidecar_process
-from tools.faults.driving import PATIENCE_SECONDS
+from tools.faults.driving import PATIENCE_SECONDS, clear_request, set_request
 from tools.faults.fault import Seen
 
 # From SERVING to the kill.
@@ -92,23 +92,29 @@ class Writers:
         # What was asked when a sidecar died may be in force: after many lives it would be too many.
         for name in sorted(known.under_way - known.settled):
             if name.endswith(f"-{number}"):
-                stub.ClearOverride(_clear(name), timeout=PATIENCE_SECONDS)
+                self._clear(stub, name)
                 known.settled.add(name)
         count = 0
         while True:
             count += 1
             name, gamma = f"{self._life}-{count}-{number}", count % 3
             known.under_way.add(name)
-            stub.SetOverride(_request(name, gamma), timeout=PATIENCE_SECONDS)
+            scope = policy_pb2.Scope(engine_id=name)
+            stub.SetOverride(
+                set_request(name, gamma, scope, for_ever=True), timeout=PATIENCE_SECONDS
+            )
             known.pinned[name] = gamma
             known.under_way.discard(name)
             kept.append(name)
             if len(kept) > _KEPT:
                 over = kept.pop(0)
                 known.under_way.add(over)
-                stub.ClearOverride(_clear(over), timeout=PATIENCE_SECONDS)
+                self._clear(stub, over)
                 known.cleared.add(over)
                 known.under_way.discard(over)
+
+    def _clear(self, stub: policy_pb2_grpc.PolicyServiceStub, name: str) -> None:
+        stub.ClearOverride(clear_request(name, allow_missing=True), timeout=PATIENCE_SECONDS)
 
     def _profiles(self) -> None:
         channel = self._channels[-1]
@@ -129,25 +135,6 @@ class Writers:
                 service_pb2.InstallProfileRequest(profile_json=text), timeout=PATIENCE_SECONDS
             )
             self._known.installed.append(profile.measured_at)
-
-
-def _request(name: str, gamma: int) -> policy_pb2.SetOverrideRequest:
-    return policy_pb2.SetOverrideRequest(
-        override=policy_pb2.Override(
-            override_id=name,
-            scope=policy_pb2.Scope(engine_id=name),
-            rule=policy_pb2.OverrideRule(gamma=gamma),
-            author="ann",
-            reason="until the next kill",
-        ),
-        for_ever=True,
-    )
-
-
-def _clear(name: str) -> policy_pb2.ClearOverrideRequest:
-    return policy_pb2.ClearOverrideRequest(
-        override_id=name, author="ann", reason="done", allow_missing=True
-    )
 
 
 def killed_at_random(count: int) -> Callable[[Path, Seen], None]:

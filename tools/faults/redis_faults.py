@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
-from tools.faults.driving import PATIENCE_SECONDS, PIN, scene
+from tools.faults.driving import PIN, scene
 from tools.faults.fault import CannotInjectError, Seen
 from tools.faults.link_faults import new_session, went_on
 
@@ -87,22 +87,14 @@ def _trouble(
             seen.that(f"a new override is refused: {words}", words in refused, refused)
             new_session(here)
             # Its end has the sidecar look at its store.
-            eventually(
-                lambda: "short" not in here.operator.in_force(),
-                within=PATIENCE_SECONDS,
-                what="an override ends",
-            )
+            eventually(lambda: "short" not in here.operator.in_force(), what="an override ends")
             went_on(here, seen, moment)
             in_force = here.operator.in_force()
             seen.that("what was acknowledged is in force", PIN in in_force, in_force)
         finally:
             end()
         moment = time.monotonic()
-        eventually(
-            lambda: not here.operator.refusal("later"),
-            within=PATIENCE_SECONDS,
-            what="overrides are taken again",
-        )
+        eventually(lambda: not here.operator.refusal("later"), what="overrides are taken again")
         seen.figure("taken_again_seconds", time.monotonic() - moment)
         in_force = here.operator.in_force()
         seen.that("then overrides are taken again", in_force >= {PIN, "later"}, in_force)

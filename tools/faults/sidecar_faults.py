@@ -13,7 +13,7 @@ from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from tests.support.eventually import eventually
-from tests.support.fake_sidecar import engine_spec
+from tests.support.link_messages import engine_spec
 from tests.support.sidecar_process import controller, sidecar_process
 from tools.faults.driving import (
     PATIENCE_SECONDS,

@@ -1,4 +1,4 @@
-"""Faults of what the sidecar keeps: a full disk, a clock that is set, half a profile."""
+"""Faults of what the sidecar keeps: a full disk, damage, a clock that is set, half a profile."""
 
 import asyncio
 import contextlib
@@ -8,14 +8,22 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import grpc
 
 from controller.store.file_store import FileStore
-from controller.store.interface import Actor, ConflictError, Entry, StoreUnavailableError
+from controller.store.interface import (
+    Actor,
+    AuditRecord,
+    ConflictError,
+    Entry,
+    StoreError,
+    StoreUnavailableError,
+)
 from controller.util.exit_codes import Exit
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
@@ -84,39 +92,46 @@ def disk_full_at_random(count: int) -> Callable[[Path, Seen], None]:
     return inject
 
 
+@asynccontextmanager
+async def _store(folder: Path) -> AsyncIterator[FileStore]:
+    """Raises StoreError where it is refused at its start."""
+    store = FileStore(folder)
+    await store.open(lambda: None)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
 async def _filled_life(disk: Path, rng: random.Random) -> tuple[int, int, list[str]]:
     """Changes that were acknowledged and refused, and what is not as it was acknowledged."""
     state, filler = disk / "state", disk / "filler"
     filler.write_bytes(b"\0" * rng.randrange(150_000))
     known: dict[str, tuple[int, str]] = {}
     acknowledged = refused = 0
-    store = FileStore(state)
-    await store.open(lambda: None)
-    while refused < _REFUSALS:
-        name = f"o{rng.randrange(40)}"
-        try:
-            revision = known[name][0] if name in known else None
-            if revision is not None and rng.random() < _CLEAR_SHARE:
-                await store.clear(name, revision, _ANN)
-                del known[name]
-            else:
-                body = "x" * rng.randrange(1, 3000)
-                known[name] = (
-                    (await store.write(name, body, None, revision or 0, _ANN)).revision,
-                    body,
-                )
-            acknowledged += 1
-        except ConflictError:
-            continue  # it was cleared, and its id is not taken again
-        except StoreUnavailableError:
-            refused += 1
-    wrong = _differs("while it is full", await store.entries(), known)
-    await store.close()
+    async with _store(state) as store:
+        while refused < _REFUSALS:
+            name = f"o{rng.randrange(40)}"
+            try:
+                revision = known[name][0] if name in known else None
+                if revision is not None and rng.random() < _CLEAR_SHARE:
+                    await store.clear(name, revision, _ANN)
+                    del known[name]
+                else:
+                    body = "x" * rng.randrange(1, 3000)
+                    known[name] = (
+                        (await store.write(name, body, None, revision or 0, _ANN)).revision,
+                        body,
+                    )
+                acknowledged += 1
+            except ConflictError:
+                continue  # it was cleared, and its id is not taken again
+            except StoreUnavailableError:
+                refused += 1
+        wrong = _differs("while it is full", await store.entries(), known)
     for when in ("after a start on the full disk", "after a start with room"):
-        store = FileStore(state)
-        await store.open(lambda: None)
-        wrong += _differs(when, await store.entries(), known)
-        await store.close()
+        async with _store(state) as store:
+            wrong += _differs(when, await store.entries(), known)
         filler.unlink(missing_ok=True)
     shutil.rmtree(state)
     return acknowledged, refused, wrong
@@ -184,7 +199,6 @@ def clock_set(place: Path, seen: Seen) -> None:
             seen.that(f"the sidecar's clock is {name}", abs(shift - offset) < 3600, shift)
             eventually(
                 lambda name=name: f"{name}-short" not in here.operator.in_force(),  # type: ignore[misc]
-                within=PATIENCE_SECONDS,
                 what="the short override ends",
             )
             took = time.monotonic() - moment
@@ -233,9 +247,7 @@ def half_a_profile(place: Path, seen: Seen) -> None:
         half.write_text(whole[: len(whole) // 2])
         os.kill(here.sidecars.pid, signal.SIGHUP)
         eventually(
-            lambda: "settings_not_reloaded" in here.sidecars.log.read_text(),
-            within=PATIENCE_SECONDS,
-            what="it is refused",
+            lambda: "settings_not_reloaded" in here.sidecars.log.read_text(), what="it is refused"
         )
         line = next(
             line
@@ -255,10 +267,106 @@ def half_a_profile(place: Path, seen: Seen) -> None:
         )
         half.write_text(whole)
         os.kill(here.sidecars.pid, signal.SIGHUP)
-        eventually(
-            lambda: "settings_reloaded" in here.sidecars.log.read_text(),
-            within=PATIENCE_SECONDS,
-            what="it is taken",
-        )
+        eventually(lambda: "settings_reloaded" in here.sidecars.log.read_text(), what="it is taken")
         seen.that("written to its end, it is taken", True)
         went_on(here, seen, moment)
+
+
+_OVERRIDES = 150
+# Every so many overrides one is cleared, so that there are tombstones, too.
+_CLEARED_EVERY = 5
+_SECTOR = 512
+# Of SQLite here.
+_PAGE = 4096
+
+Damage = Callable[[bytearray, random.Random], None]
+Content = tuple[Sequence[Entry], Sequence[AuditRecord]]
+
+
+def _bit(data: bytearray, rng: random.Random) -> None:
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def _zeros(data: bytearray, rng: random.Random) -> None:
+    start = rng.randrange(len(data) // _SECTOR) * _SECTOR
+    data[start : start + _SECTOR] = bytes(_SECTOR)
+
+
+def _noise(data: bytearray, rng: random.Random) -> None:
+    start = rng.randrange(len(data) // _SECTOR) * _SECTOR
+    data[start : start + _SECTOR] = rng.randbytes(_SECTOR)
+
+
+def _cut(data: bytearray, rng: random.Random) -> None:
+    del data[rng.randrange(len(data)) :]
+
+
+def _swapped(data: bytearray, rng: random.Random) -> None:
+    one, other = (number * _PAGE for number in rng.sample(range(len(data) // _PAGE), 2))
+    first, second = data[one : one + _PAGE], data[other : other + _PAGE]
+    data[one : one + _PAGE], data[other : other + _PAGE] = second, first
+
+
+DAMAGES: dict[str, Damage] = {
+    "a bit": _bit, "a sector of zeros": _zeros, "a sector of noise": _noise, "a cut": _cut,
+    "two pages swapped": _swapped,
+}  # fmt: skip
+
+
+def damaged(count: int) -> Callable[[Path, Seen], None]:
+    """An injection of so many damages, each to a copy of one sound database."""
+
+    def inject(place: Path, seen: Seen) -> None:
+        rng = random.Random()
+        sound = place / "sound"
+        content = asyncio.run(_filled(sound))
+        found: Counter[str] = Counter()
+        wrong = []
+        for number in range(count):
+            kind = rng.choice(list(DAMAGES))
+            copy = place / str(number)
+            shutil.copytree(sound, copy)
+            database = copy / "overrides.db"
+            data = bytearray(database.read_bytes())
+            DAMAGES[kind](data, rng)
+            database.write_bytes(data)
+            what = asyncio.run(_judged(copy, content))
+            found[what] += 1
+            if what == "wrong":
+                wrong.append(kind)
+            shutil.rmtree(copy)
+        seen.that(
+            f"{count} damaged databases: refused, or every override is there", not wrong, wrong
+        )
+        for what in ("refused at the start", "refused when read", "whole", "audit wrong", "wrong"):
+            seen.figure(what.replace(" ", "_"), found[what])
+
+    return inject
+
+
+async def _filled(folder: Path) -> Content:
+    async with _store(folder) as store:
+        for number in range(_OVERRIDES):
+            entry = await store.write(f"o{number}", f'{{"gamma": {number % 8}}}', None, 0, _ANN)
+            if number % _CLEARED_EVERY == 0:
+                await store.clear(entry.override_id, entry.revision, _ANN)
+        return await store.entries(), await store.audit(1000)
+
+
+async def _judged(folder: Path, content: Content) -> str:
+    """Says what became of a damaged copy."""
+    refused = "refused at the start"
+    try:
+        async with _store(folder) as store:
+            refused = "refused when read"
+            entries, audit = await store.entries(), await store.audit(1000)
+    except StoreError:
+        return refused
+    if _plain(entries) != _plain(content[0]):
+        return "wrong"
+    return "whole" if list(audit) == list(content[1]) else "audit wrong"
+
+
+def _plain(entries: Sequence[Entry]) -> set[tuple[str, int, str, str]]:
+    """What does not depend on the time."""
+    return {(it.override_id, it.revision, it.body, it.ended) for it in entries}

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
-
-from speculation.v1 import service_pb2, service_pb2_grpc
+from lab.harness.sidecar import SidecarHandle
 from tests.support.eventually import eventually
 from tests.support.sidecar_process import CONTROLLER, sidecar_process, wait_until_serving
 from tools.faults import engine_program
@@ -21,6 +19,8 @@ from tools.faults.fault import CannotInjectError, Seen
 
 _ROOT = Path(__file__).resolve().parents[2]
 _STEPS = 300
+# By which engine_program introduces itself.
+_ENGINE_ID = "of-another-version"
 
 
 def old_shim(place: Path, seen: Seen) -> None:
@@ -58,17 +58,9 @@ def old_sidecar(place: Path, seen: Seen) -> None:
 
 def _counted(address: str, seen: Seen) -> None:
     """Its reports are taken, none refused."""
-    with grpc.insecure_channel(address) as channel:
-        stub = service_pb2_grpc.InspectionServiceStub(channel)
-
-        def status() -> service_pb2.EngineStatus:
-            answer = stub.ListEngines(service_pb2.ListEnginesRequest(), timeout=PATIENCE_SECONDS)
-            return answer.engines[0]
-
-        eventually(
-            lambda: status().reports >= _STEPS, within=PATIENCE_SECONDS, what="reports are taken"
-        )
-        rejected = status().rejected_reports
+    with SidecarHandle(address, _ENGINE_ID) as sidecar:
+        eventually(lambda: sidecar.status().reports >= _STEPS, what="reports are taken")
+        rejected = sidecar.status().rejected_reports
     seen.that("its reports are taken, none is refused", rejected == 0, rejected)
 
 

@@ -13,8 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.fuzz.campaign import CORPUS, LEARNT
-from tools.fuzz.table import TARGETS
+from tools.fuzz.campaign import CORPUS, LEARNT, TARGETS
 
 # Beyond its share, for what a process does before and after.
 _GRACE_SECONDS = 120.0

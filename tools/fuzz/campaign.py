@@ -8,7 +8,7 @@ import resource
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,13 @@ from types import FrameType
 import structlog
 
 from tools.fuzz.target import Feed, Target
+from tools.fuzz.targets import engine, http, rpc, sidecar, simulation, specforge, store
 
+TARGETS: Mapping[str, Target] = {
+    target.name: target
+    for module in (rpc, sidecar, store, simulation, engine, specforge, http)
+    for target in module.TARGETS
+}
 CORPUS = Path(__file__).parent / "corpus"
 # What guided runs have learnt, and what they said.
 LEARNT = Path("build/fuzz")

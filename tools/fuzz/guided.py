@@ -16,10 +16,9 @@ from typing import Any
 import atheris
 
 # Before anything of the product is imported.
-with atheris.instrument_imports(include=["controller", "engine_shim"]):
-    from tools.fuzz.campaign import CORPUS, LEARNT, Watch, keep, kept, quiet
+with atheris.instrument_imports(include=["controller", "engine_shim", "simulator", "trainer"]):
+    from tools.fuzz.campaign import CORPUS, LEARNT, TARGETS, Watch, keep, kept, quiet
     from tools.fuzz.mutation import MAX_BYTES
-    from tools.fuzz.table import TARGETS
 
 _HANG_SECONDS = 10.0
 # Above what raises a Hung error: a loop in C that hears no signal.

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TypeAlias
 from unittest import mock
 
-from tools.fuzz.mutation import Mutator
+from controller.core.errors import SpeculationError
+from tools.fuzz.mutation import Mutator, text_of
 
 Feed: TypeAlias = Callable[[bytes], object]
+Seeds: TypeAlias = Callable[[], Sequence[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Target:
     """
 
     name: str
-    seeds: Callable[[], Sequence[bytes]]
+    seeds: Seeds
     mutate: Mutator
     opened: Callable[[Path], AbstractContextManager[Feed]]
     allowed: tuple[type[Exception], ...] = ()
@@ -54,6 +56,29 @@ def file_reader(
         yield feed
 
     return opened
+
+
+def refusing_file(
+    name: str, seeds: Seeds | str, read: Callable[[Path], object], file: str,
+    mutate: Mutator = text_of,
+) -> Target:  # fmt: skip
+    """A target that reads a file of that name, and raises SpeculationErrors.
+
+    seeds: one text, or what gives them.
+    """
+    return Target(name, _seeds(seeds), mutate, file_reader(read, file), (SpeculationError,))
+
+
+def refusing(
+    name: str, seeds: Seeds | str, read: Feed, mutate: Mutator = text_of,
+    error: type[Exception] = SpeculationError,
+) -> Target:  # fmt: skip
+    """A target that reads bytes in memory, and raises such errors."""
+    return Target(name, _seeds(seeds), mutate, reader(read), (error,))
+
+
+def _seeds(given: Seeds | str) -> Seeds:
+    return (lambda: [given.encode()]) if isinstance(given, str) else given
 
 
 @contextmanager

@@ -42,9 +42,9 @@ from speculation.v1 import (
 )
 from tests.support.service_harness import ENVIRONMENT, engine_message, report_message
 from tests.support.sidecar_process import PATIENCE_SECONDS, wait_until_serving
+from tools.faults.driving import clear_request, set_request
 from tools.soak import counted_sidecar
-from tools.soak.growth import Growth, growths
-from tools.soak.sampling import Sample, Sampler, Watched
+from tools.soak.growth import Growth, Sample, Sampler, Watched, growths
 
 _HONEST: Final = "honest"
 # Steps of an engine.
@@ -217,21 +217,12 @@ class _Crowd:
                     if number % _FLEET_EVERY
                     else policy_pb2.Scope(fleet=True)
                 )
-                override = policy_pb2.Override(
-                    override_id=f"o{number}", scope=scope,
-                    rule=policy_pb2.OverrideRule(gamma=number % 4), author="ann", reason="soak",
-                )  # fmt: skip
                 await stub.SetOverride(
-                    policy_pb2.SetOverrideRequest(override=override, ttl_seconds=30.0),
+                    set_request(f"o{number}", number % 4, scope, ttl_seconds=30.0),
                     timeout=PATIENCE_SECONDS,
                 )
                 if number % 2:
-                    await stub.ClearOverride(
-                        policy_pb2.ClearOverrideRequest(
-                            override_id=f"o{number}", author="ann", reason="soak"
-                        ),
-                        timeout=PATIENCE_SECONDS,
-                    )
+                    await stub.ClearOverride(clear_request(f"o{number}"), timeout=PATIENCE_SECONDS)
                 self._found.overrides += 1
                 await asyncio.sleep(_OVERRIDE_SECONDS)
 

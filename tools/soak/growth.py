@@ -1,19 +1,119 @@
-"""Whether a process holds more and more: a robust slope over windows, against a stated tolerance.
+"""Whether a process holds more and more, of what is sampled: a robust slope, and its tolerance.
+
+Every few seconds it is looked at memory, descriptors, threads, sockets and log.  A process that is
+started again begins a series of its own.
 
 The first quarter of a process's life, 10 s at least, is its warm-up and left out.  The rest is cut
 into windows; of each its low tenth counts, since moving load comes and goes, and what leaks stays.
 Growth is the Theil-Sen slope over the windows, times the time between the first and the last.
 """
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby
+from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
+import psutil
 
-from tools.soak.sampling import Sample
+from lab.harness.background_thread import BackgroundThread
+
+MEGABYTE = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """pid: of the process, None while there is none.  log: what it writes to, if anything."""
+
+    pid: Callable[[], int | None]
+    log: Callable[[], Path] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Of one process.  seconds: since the start; log_bytes: None without a log."""
+
+    seconds: float
+    name: str
+    pid: int
+    memory_megabytes: float
+    descriptors: int
+    threads: int
+    sockets: int
+    log_bytes: int | None
+
+
+class Sampler(BackgroundThread):
+    """Samples on a thread while the context is open.  every: seconds."""
+
+    def __init__(self, watched: Mapping[str, Watched], every: float) -> None:
+        super().__init__("sampler")
+        self._watched = watched
+        self._every = every
+        self._began = time.monotonic()
+        self.samples: list[Sample] = []
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        return super().__enter__()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every):
+            for name, watched in self._watched.items():
+                pid = watched.pid()
+                if pid is None:
+                    continue
+                try:
+                    self.samples.append(self._sample(name, pid, watched.log))
+                except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+                    continue  # it ended meanwhile
+
+    def _sample(self, name: str, pid: int, log: Callable[[], Path] | None) -> Sample:
+        process = psutil.Process(pid)
+        descriptors = [_target(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+        return Sample(
+            time.monotonic() - self._began,
+            name,
+            pid,
+            process.memory_info().rss / MEGABYTE,
+            len(descriptors),
+            process.num_threads(),
+            sum(target.startswith("socket:") for target in descriptors),
+            None if log is None else log().stat().st_size,
+        )
+
+
+def _target(entry: Path) -> str:
+    try:
+        return str(entry.readlink())
+    except FileNotFoundError:
+        return ""  # closed meanwhile
+
+
+def child_named(pid: int, text: str) -> Callable[[], int | None]:
+    """The descendant of a process whose title or command has this text."""
+    found: list[psutil.Process] = []
+
+    def look() -> int | None:
+        if not (found and found[0].is_running()):
+            found.clear()
+            try:
+                children = psutil.Process(pid).children(recursive=True)
+            except psutil.NoSuchProcess:
+                return None
+            for child in children:
+                try:
+                    if text in " ".join(child.cmdline()):
+                        found.append(child)
+                except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                    continue
+        return found[0].pid if found else None
+
+    return look
+
 
 _WARM_UP = 0.25
 # A process that starts on a busy machine takes up to so many seconds, whatever its life.
@@ -39,7 +139,7 @@ class Tolerance:
         return self.step + self.per_hour * seconds / 3600
 
 
-# Of each kind of process; "" for those not named.
+# By what a Sample holds, and of each kind of process; "" for those not named.
 #   memory: fragmentation, and caches of the interpreter and of SGLang (a radix tree over a cache
 #   of fixed size).  What a day of the hourly rate comes to still fits each container's limit.
 #   descriptors, threads, sockets: nothing may grow; the step is for a connection that is open at
@@ -48,7 +148,7 @@ class Tolerance:
 #   log: sidecar and agent bound each kind of line to ten a minute (300 bytes each); SGLang is told
 #   to write warnings only.
 TOLERANCES: Final[dict[str, dict[str, Tolerance]]] = {
-    "memory": {
+    "memory_megabytes": {
         "": Tolerance(4.0, 4.0),
         "scheduler": Tolerance(24.0, 24.0),
         "server": Tolerance(16.0, 16.0),
@@ -57,9 +157,8 @@ TOLERANCES: Final[dict[str, dict[str, Tolerance]]] = {
     "descriptors": {"": Tolerance(3.0, 2.0), "server": Tolerance(24.0, 2.0)},
     "threads": {"": Tolerance(3.0, 2.0)},
     "sockets": {"": Tolerance(3.0, 2.0), "server": Tolerance(24.0, 2.0)},
-    "log": {"": Tolerance(100e3, 1e6)},
+    "log_bytes": {"": Tolerance(100e3, 1e6)},
 }
-UNITS: Final = {"memory": "MB", "descriptors": "", "threads": "", "sockets": "", "log": "bytes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +190,9 @@ class Growth:
     def __str__(self) -> str:
         """As a finding."""
         return (
-            f"{self.name} (process {self.pid}): {self.kind} grew by {self.grown:.4g} "
-            f"{UNITS[self.kind]} in {self.seconds:.0f} s ({self.first:.6g} to {self.last:.6g}), "
-            f"{self.allowed:.4g} are allowed"
+            f"{self.name} (process {self.pid}): {self.kind} grew by {self.grown:.4g} in "
+            f"{self.seconds:.0f} s ({self.first:.6g} to {self.last:.6g}), {self.allowed:.4g} are "
+            f"allowed"
         )
 
 
@@ -113,7 +212,7 @@ def _of_life(name: str, pid: int, life: list[Sample]) -> Iterable[Growth]:
     if len(warm) < _SAMPLES_MIN:
         return
     for kind, tolerances in TOLERANCES.items():
-        values = [value for sample in warm if (value := _value(sample, kind)) is not None]
+        values = [value for sample in warm if (value := getattr(sample, kind)) is not None]
         if not values:
             continue
         times, lows = _windows([sample.seconds for sample in warm], values)
@@ -123,16 +222,6 @@ def _of_life(name: str, pid: int, life: list[Sample]) -> Iterable[Growth]:
             name, pid, kind, lows[0], lows[-1], theil_sen(times, lows) * seconds, seconds,
             tolerance.allowed(seconds),
         )  # fmt: skip
-
-
-def _value(sample: Sample, kind: str) -> float | None:
-    return {
-        "memory": sample.memory_megabytes,
-        "descriptors": sample.descriptors,
-        "threads": sample.threads,
-        "sockets": sample.sockets,
-        "log": sample.log_bytes,
-    }[kind]
 
 
 def _windows(times: list[float], values: list[float]) -> tuple[list[float], list[float]]:

@@ -11,17 +11,10 @@ from matplotlib import pyplot as plt
 
 from lab.harness.measured import machine, versions
 from lab.harness.terminal import Terminal
-from tools.soak.growth import UNITS
+from tools.soak.growth import TOLERANCES
 from tools.soak.reconcile import served_tokens
 from tools.soak.run import Options, Soaked
 
-_KINDS = {
-    "memory_megabytes": "memory, MB",
-    "descriptors": "descriptors",
-    "threads": "threads",
-    "sockets": "sockets",
-    "log_bytes": "log, bytes",
-}
 _COLUMNS = ["process", "of it", "first", "last", "grown", "an hour", "allowed", ""]
 
 
@@ -33,7 +26,7 @@ def show(found: Soaked, terminal: Terminal) -> None:
         [
             [
                 f"{growth.name} {growth.pid}",
-                f"{growth.kind} {UNITS[growth.kind]}".strip(),
+                growth.kind.replace("_", " "),
                 f"{growth.first:.6g}",
                 f"{growth.last:.6g}",
                 f"{growth.grown:.3g}",
@@ -93,21 +86,21 @@ def _counts(found: Soaked) -> dict[str, Any]:
 
 def _draw(found: Soaked, path: Path) -> None:
     mpl.use("agg")
-    figure, axes = plt.subplots(len(_KINDS), 1, figsize=(10, 12), sharex=True)
+    figure, axes = plt.subplots(len(TOLERANCES), 1, figsize=(10, 12), sharex=True)
     lives = sorted(found.samples, key=lambda sample: (sample.name, sample.pid, sample.seconds))
     groups = groupby(lives, key=lambda sample: (sample.name, sample.pid))
     for number, ((name, pid), group) in enumerate(groups):
         life = [asdict(sample) for sample in group]
-        for axis, kind in zip(axes, _KINDS, strict=True):
+        for axis, kind in zip(axes, TOLERANCES, strict=True):
             points = [(s["seconds"] / 60, s[kind]) for s in life if s[kind] is not None]
             if points:
                 axis.plot(
                     *zip(*points, strict=True), label=f"{name} {pid}", color=f"C{number}",
                     linewidth=1,
                 )  # fmt: skip
-    for axis, title in zip(axes, _KINDS.values(), strict=True):
-        axis.set_ylabel(title)
-        axis.set_yscale("symlog" if title.startswith(("memory", "log")) else "linear")
+    for axis, kind in zip(axes, TOLERANCES, strict=True):
+        axis.set_ylabel(kind.replace("_", " "))
+        axis.set_yscale("symlog" if kind in {"memory_megabytes", "log_bytes"} else "linear")
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small", ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     axes[-1].set_xlabel("minutes")

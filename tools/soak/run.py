@@ -33,10 +33,9 @@ from tests.support.redis_server import RedisServer
 from tests.support.sidecar_process import controller
 from tools.soak import engine_log, reconcile
 from tools.soak.engine_log import Step, read_steps
-from tools.soak.growth import Growth, growths
+from tools.soak.growth import Growth, Sample, Sampler, Watched, child_named, growths
 from tools.soak.load import NEW_TOKENS, Load, Prompt, Served, pool
 from tools.soak.on_record import OnRecord, read_record
-from tools.soak.sampling import Sample, Sampler, Watched, child_named
 
 ENGINE_ID: Final = "soak"
 _QUIET: Final = ("--log-level", "warning")

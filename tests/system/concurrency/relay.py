@@ -5,59 +5,39 @@ the other side hears.
 """
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import grpc.aio
 
+from lab.harness.scripted_sidecar import ScriptedSidecar
 from speculation.v1.service_pb2 import (
-    DecideRequest,
-    DecideResponse,
     IntroduceRequest,
     IntroduceResponse,
     SteerRequest,
     SteerResponse,
 )
-from speculation.v1.service_pb2_grpc import (
-    SpeculationServiceServicer,
-    SpeculationServiceStub,
-    add_SpeculationServiceServicer_to_server,
-)
+from speculation.v1.service_pb2_grpc import SpeculationServiceStub
 
 # ("plan", "reports", "received" (the last word) or "before" (what the next sidecar knows, None for
 # nothing), session, message)
 Witness = Callable[[str, str, Any], None]
 
 
-class Relay(SpeculationServiceServicer):
-    """From `address` to `sidecar`, on an event loop in a thread of its own.
+class Relay(ScriptedSidecar):
+    """From `address` to `sidecar`; its script is what that says.
 
     faults: what `witness` raised.
     """
 
     def __init__(self, address: str, sidecar: str, witness: Witness) -> None:
-        self._address, self._sidecar = address, sidecar
+        super().__init__(address)
+        self._sidecar = sidecar
         self._witness = witness
         self.faults: list[BaseException] = []
         self._streams: set[asyncio.Task[Any]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._server: grpc.aio.Server | None = None
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        self._run(self._begin())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._run(self._end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
     def cut(self) -> None:
         """Breaks every stream, on both sides."""
@@ -66,7 +46,7 @@ class Relay(SpeculationServiceServicer):
             for stream in list(self._streams):
                 stream.cancel()
 
-        self._run(cut())
+        self._do(cut())
 
     async def Introduce(self, request: IntroduceRequest, context: Any) -> IntroduceResponse:
         async with grpc.aio.insecure_channel(self._sidecar) as channel:
@@ -112,25 +92,8 @@ class Relay(SpeculationServiceServicer):
                 self._streams.discard(this)
                 sending.cancel()
 
-    async def Decide(self, request: DecideRequest, context: Any) -> DecideResponse:
-        raise NotImplementedError
-
     def _tell(self, kind: str, session: str, message: Any) -> None:
         try:
             self._witness(kind, session, message)
         except BaseException as error:  # noqa: BLE001 -- it is raised again in the test's thread
             self.faults.append(error)
-
-    async def _begin(self) -> None:
-        self._server = grpc.aio.server()
-        add_SpeculationServiceServicer_to_server(self, self._server)
-        self._server.add_insecure_port(self._address)
-        await self._server.start()
-
-    async def _end(self) -> None:
-        assert self._server is not None
-        await self._server.stop(0)
-
-    def _run(self, work: Any) -> None:
-        future: Future[None] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        future.result(60)

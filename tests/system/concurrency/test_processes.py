@@ -26,7 +26,7 @@ from engine_shim.link.plan_follower import Source, safe_choice
 from engine_shim.link.settings import LinkSettings
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.eventually import eventually
-from tests.support.fake_sidecar import engine_spec
+from tests.support.link_messages import engine_spec
 from tests.support.sidecar_process import SidecarProcess, sidecar_process
 from tests.system.concurrency.ledger import Ledger, Step
 from tests.system.concurrency.relay import Relay

@@ -14,7 +14,7 @@ from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from lab.harness.processes import free_port
 from tests.support.eventually import eventually
-from tests.support.fake_sidecar import engine_spec
+from tests.support.link_messages import engine_spec
 from tests.support.service_harness import ENVIRONMENT, health_stub
 from tests.support.sidecar_process import CONTROLLER, PATIENCE_SECONDS, sidecar_process
 

@@ -12,7 +12,7 @@ from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from tests.support.credentials import free_address, make_authority, token_line
 from tests.support.eventually import eventually
-from tests.support.fake_sidecar import engine_spec
+from tests.support.link_messages import engine_spec
 from tests.support.sidecar_process import sidecar_process
 
 

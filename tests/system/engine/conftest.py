@@ -8,6 +8,7 @@ from itertools import chain
 import pytest
 from filelock import FileLock
 
+from lab.harness.scripted_sidecar import ScriptedSidecar, scripted_sidecar
 from tests.support.engine import MODES, serving
 from tests.support.prompts_in_flight import (
     ALONE,
@@ -19,7 +20,6 @@ from tests.support.prompts_in_flight import (
     WAVE_LENGTH,
     WAVES,
 )
-from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
 
 
 @pytest.fixture(scope="module", params=MODES)

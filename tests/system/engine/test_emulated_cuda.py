@@ -7,6 +7,7 @@ import pytest
 
 from lab.gpu_check import plugins, small_engines
 from lab.gpu_check.float32_rmsnorm import VARIABLE as FLOAT32
+from lab.harness.scripted_sidecar import Arm, ScriptedSidecar
 from tests.support.engine import (
     DFLASH,
     DRAFT,
@@ -17,7 +18,6 @@ from tests.support.engine import (
 )  # fmt: skip
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import PLAYS_MAX, PROMPTS, play
-from tests.support.scripted_sidecar import Arm, ScriptedSidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -55,14 +55,14 @@ def engine(
         "SPECULATION_SLEEP_POSITIONS": "3",
     }
     with serving(folder, [*OPTIONS, *SPECULATION], variables, EMULATED_SERVE) as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 
 def test_the_engine_takes_the_paths_of_cuda_and_says_that_its_gpu_is_emulated(
     engine: EngineProcess, sidecar: ScriptedSidecar
 ) -> None:
-    fingerprint = sidecar.server.introductions[0].fingerprint
+    fingerprint = sidecar.introductions[0].fingerprint
     assert "emulated" in fingerprint.device
     assert fingerprint.attention_backend == "triton"
     assert list(fingerprint.graph_batch_sizes) == [1, 2]

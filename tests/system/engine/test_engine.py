@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from lab.cpu_engine.serve import with_cpu_defaults
+from lab.harness.scripted_sidecar import ScriptedSidecar
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, StepReport
 from tests.support.engine import DRAFT, EAGLE3, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import ALONE, ALONE_LENGTH, PLAYS_MAX, play, play_until
-from tests.support.scripted_sidecar import ScriptedSidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -51,12 +51,12 @@ def engine(
     folder = tmp_path_factory.mktemp("steered")
     # Started as on a GPU, its processes spawned: the other tests' are forked.
     with serving(folder, arguments, variables, "sglang.launch_server") as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 
 def test_it_introduces_itself(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
-    spec = sidecar.server.introductions[0]
+    spec = sidecar.introductions[0]
     assert (spec.engine_id, spec.max_batch_size) == ("tested", 16)
     drafter = spec.drafters[0]
     assert (drafter.name, drafter.kind) == ("eagle3", DRAFTER_KIND_MTP)
@@ -244,7 +244,7 @@ def test_without_a_sidecar_the_engine_goes_on_and_is_steered_again_later(
 ) -> None:
     sidecar.lease_ms = 100
     play(engine, sidecar, lambda _: (7, False), ALONE, [32])
-    sidecar.server.stop()
+    sidecar.stop()
     alone = engine.generate(ALONE, [ALONE_LENGTH])
     assert alone[0].tokens == plain["alone"][0]
     status = engine.internal_state()["speculation_controller"]
@@ -254,9 +254,9 @@ def test_without_a_sidecar_the_engine_goes_on_and_is_steered_again_later(
     assert "the sidecar does not steer: safe-default" in engine.log.read_text()
 
     sidecar.lease_ms = 60_000
-    introduced = len(sidecar.server.introductions)
-    sidecar.server.start()
-    eventually(lambda: len(sidecar.server.introductions) > introduced, what="introduced again")
+    introduced = len(sidecar.introductions)
+    sidecar.start()
+    eventually(lambda: len(sidecar.introductions) > introduced, what="introduced again")
     sidecar.run(lambda _: (5, False))
 
     def steered_again() -> bool:

@@ -11,11 +11,11 @@ import torch
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.students import DraftStudent
 from engine_shim.sglang.training.versions import FOLDER, Versions
+from lab.harness.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.support.engine import MODES, Generated, serving
 from tests.support.eventually import eventually
 from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import accepted_by_context
-from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.system.engine.random_models import HIDDEN, VOCABULARY, eagle_draft, mtp_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -64,7 +64,7 @@ def steered(
         sidecar.rules = rules_of((mixture,), GAMMAS)
         variables = {**sidecar.variables, **MODES[mode], "SPECULATION_LOOKUP": "1"}
         with serving(folder, arguments, variables) as engine:
-            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
 
             def caught_up() -> bool:
                 answered = engine.generate(prompts(), LENGTHS)
@@ -94,7 +94,7 @@ def test_every_token_is_plain_decodings(
     )  # fmt: skip
     mixture = f"{algorithm.lower()}+ngram"
     answers, sidecar = steered(tmp_path, options(target, *speculation), plain, mode, mixture)
-    introduction = sidecar.server.introductions[0]
+    introduction = sidecar.introductions[0]
     assert introduction.drafters[0].name == algorithm.lower()
     assert introduction.HasField("shape")
     assert introduction.drafters[0].shape.dense_params > VOCABULARY * HIDDEN
@@ -122,7 +122,7 @@ def test_a_predictor_is_its_student_and_learns(
         sidecar.collect = True
         variables |= sidecar.variables
         with serving(tmp_path, options(target, *speculation), variables) as engine:
-            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
 
             def play() -> float:
                 answers = engine.generate(prompts(), LENGTHS)

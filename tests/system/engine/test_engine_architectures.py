@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from lab.harness.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.support.engine import EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import PLAYS_MAX
-from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -148,14 +148,14 @@ def engine(
     flags = ("--speculative-algorithm", chains[0], "--speculative-draft-model-path", chains[1])
     (folder / "steered").mkdir()
     with serving(folder / "steered", [*target, *flags], variables) as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 
 def test_any_order_of_arms_of_both_drafters_is_exact(
     name: str, engine: EngineProcess, sidecar: ScriptedSidecar, plain: list[list[int]]
 ) -> None:
-    assert len(sidecar.server.introductions[0].drafters) == 2
+    assert len(sidecar.introductions[0].drafters) == 2
     choose = random.Random(7)
     before = sidecar.run(lambda _: choose.choice(ARMS))
     ran: set[tuple[str, int]] = set()

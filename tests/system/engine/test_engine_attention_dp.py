@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from lab.harness.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.support.engine import EAGER_NIGHTLY, EAGLE3, MODES, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import LENGTHS, PROMPTS
-from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -44,7 +44,7 @@ def steered(
         }
         folder = tmp_path_factory.mktemp("steered")
         with serving(folder, [*EAGLE3, *TWO_RANKS], variables) as engine:
-            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
             yield engine, sidecar
 
 
@@ -52,8 +52,8 @@ def test_it_says_that_its_ranks_have_batches_of_their_own(
     steered: tuple[EngineProcess, ScriptedSidecar],
 ) -> None:
     _, sidecar = steered
-    assert len(sidecar.server.introductions) == 1
-    spec = sidecar.server.introductions[0]
+    assert len(sidecar.introductions) == 1
+    spec = sidecar.introductions[0]
     sizes = spec.fingerprint.tensor_parallel_size, spec.fingerprint.data_parallel_size
     assert sizes == (2, 2)
     # A rank has its share of all requests, and is untested with a drafter that sleeps.
@@ -103,7 +103,7 @@ def test_a_plan_runs_out_on_all_ranks_at_once(
     steered: tuple[EngineProcess, ScriptedSidecar], tokens: list[list[int]]
 ) -> None:
     engine, sidecar = steered
-    answer, sidecar.server.answer = sidecar.server.answer, lambda _: None
+    answer, sidecar.answer = sidecar.answer, lambda _: None
     sidecar.lease_ms = 300
 
     def ran_out_of_the_plan() -> bool:
@@ -119,4 +119,4 @@ def test_a_plan_runs_out_on_all_ranks_at_once(
         eventually(ran_out_of_the_plan, what="the plan has run out, and the grace after it")
     finally:
         sidecar.lease_ms = 60_000
-        sidecar.server.answer = answer
+        sidecar.answer = answer

@@ -17,6 +17,7 @@ import torch
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.versions import FOLDER, Versions
 from lab.cpu_engine.models.targets import load_target
+from lab.harness.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.learning_engine import (
@@ -30,7 +31,6 @@ from tests.support.learning_engine import (
 from tests.support.long_contexts import EVERYTHING, agreement, recorder
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVES, play
 from tests.support.rank_weights import check_served, made, shown
-from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.support.specforge_runs import PASSES, Run, trained
 from tests.support.waits import WAITS
 from trainer.checkpoint import load_dflash
@@ -86,7 +86,7 @@ def engine(
     }
     arguments = [str(draft) if part == str(DFLASH) else part for part in LONE]
     with serving(tmp_path_factory.mktemp("learning"), arguments, variables) as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 
@@ -111,7 +111,7 @@ def test_what_it_reads_is_collected_trains_in_specforge_and_the_version_serves(
     plain_waves: list[list[list[int]]],
     tmp_path: Path,
 ) -> None:
-    capabilities = sidecar.server.introductions[0].capabilities
+    capabilities = sidecar.introductions[0].capabilities
     assert capabilities.can_collect
     assert capabilities.can_take_versions
     sidecar.collect = True
@@ -165,7 +165,7 @@ def check_first_features(signals: list[Signal]) -> None:
 def test_it_learns_while_it_serves_and_never_changes_a_token(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain_waves: list[list[list[int]]]
 ) -> None:
-    assert sidecar.server.introductions[0].capabilities.can_update_online
+    assert sidecar.introductions[0].capabilities.can_update_online
     between_steps(engine, "online", "state", "ready")
     sidecar.run(lambda _: (GAMMA, False))
     before = wave(engine, 0, plain_waves)
@@ -233,14 +233,14 @@ def beside(
             "SPECULATION_SLEEP_POSITIONS": "12",
         }
         with serving(tmp_path_factory.mktemp("beside"), EAGLE3, variables) as running:
-            eventually(lambda: scripted.server.introductions, what="the engine introduces itself")
+            eventually(lambda: scripted.introductions, what="the engine introduces itself")
             yield Beside(running, scripted, folder, waits)
 
 
 def test_beside_eagle3_what_it_reads_is_collected(
     beside: Beside, plain_waves: list[list[list[int]]]
 ) -> None:
-    capabilities = beside.sidecar.server.introductions[0].capabilities
+    capabilities = beside.sidecar.introductions[0].capabilities
     assert capabilities.learner == "dflash"
     assert capabilities.can_update_online
     assert capabilities.can_take_versions
@@ -322,7 +322,7 @@ def test_over_two_ranks_each_request_learns_for_itself(draft: Path, tmp_path: Pa
         scripted_sidecar(tmp_path) as sidecar,
         serving(tmp_path / "engine", arguments, variables | sidecar.variables) as engine,
     ):
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         (plain,), _ = play(engine, sidecar, lambda _: (0, False), *request)
 
         def acceptance_length() -> float:

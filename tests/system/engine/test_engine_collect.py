@@ -14,11 +14,11 @@ from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.versions import FOLDER, Versions
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.cpu_engine.models.targets import load_target
+from lab.harness.scripted_sidecar import Script, ScriptedSidecar
 from tests.support.engine import EAGLE3, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.learning_engine import run_heard
 from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
-from tests.support.scripted_sidecar import Script, ScriptedSidecar
 
 MODEL = load_target(TARGET).requires_grad_(requires_grad=False)
 HEAD = MODEL.model.embed_tokens.weight.detach()
@@ -54,7 +54,7 @@ def engine(
     }
     flags = (*EAGLE3, "--chunked-prefill-size", str(CHUNK))
     with serving(tmp_path_factory.mktemp("collect"), flags, variables) as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 
@@ -89,7 +89,7 @@ def settled(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
 def test_without_the_regime_nothing_is_kept(
     engine: EngineProcess, sidecar: ScriptedSidecar, folder: Path
 ) -> None:
-    assert sidecar.server.introductions[0].capabilities.can_collect
+    assert sidecar.introductions[0].capabilities.can_collect
     sidecar.run(lambda _: (3, False))
     engine.generate(WAVES[0], [WAVE_LENGTH] * len(WAVES[0]))
     assert status(engine) == {

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.harness.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH
 from tests.support.engine import DFLASH, LONE, MODES, EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually
@@ -17,7 +18,6 @@ from tests.support.prompts_in_flight import (
     play_any_order,
     play_arm,
 )
-from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -54,12 +54,12 @@ def engine(
         "SPECULATION_LOOKUP": "1",
     }
     with serving(tmp_path_factory.mktemp("steered"), LONE, variables) as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 
 def test_it_introduces_itself(mode: str, engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
-    spec = sidecar.server.introductions[0]
+    spec = sidecar.introductions[0]
     assert [drafter.name for drafter in spec.drafters] == ["dflash", "ngram", "dflash+ngram"]
     drafter = spec.drafters[0]
     assert (drafter.kind, drafter.model) == (DRAFTER_KIND_DFLASH, str(DFLASH))
@@ -119,14 +119,14 @@ def test_when_the_block_fails_the_engine_goes_on(
             "SABOTAGE_FILE": str(tmp_path / "broken"),
         }
         with serving(tmp_path / "engine", LONE, variables) as engine:
-            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
             (tmp_path / "broken").touch()
             answer = engine.generate(ALONE, [ALONE_LENGTH])[0]
             assert answer.tokens == plain["alone"][0][:ALONE_LENGTH]
             reports = sidecar.reports_since(0, answer.meta["spec_verify_ct"])
             log = engine.log.read_text()
     assert log.count("DFlash no longer drafts") == 1
-    [loss] = next(request.lost for request in sidecar.server.requests if request.lost)
+    [loss] = next(request.lost for request in sidecar.requests if request.lost)
     assert (loss.drafter, loss.reason) == ("dflash", "MemoryError: sabotaged")
     assert "sabotaged" in log
     # Until another plan comes, nothing that is drafted is accepted.

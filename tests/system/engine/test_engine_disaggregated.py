@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from lab.harness.processes import free_port
+from lab.harness.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.support.engine import EAGLE3, MODES, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import PROMPTS
-from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 
 pytest.importorskip("mooncake.engine", reason="Mooncake is not installed", exc_type=ImportError)
 
@@ -80,7 +80,7 @@ def decoding(
         *more,
     ]  # fmt: skip
     with serving(folder, options, steered) as engine:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield engine
 
 

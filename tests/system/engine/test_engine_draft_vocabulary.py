@@ -18,11 +18,11 @@ from engine_shim.sglang.training.chain import Eagle3Student
 from engine_shim.sglang.training.signals import Signal, SignalStore
 from engine_shim.sglang.training.versions import FOLDER, Versions
 from lab.cpu_engine.models.targets import load_target
+from lab.harness.scripted_sidecar import ScriptedSidecar
 from tests.support.engine import CODE_ONLY, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.learning_engine import between_steps, status, wave
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVES
-from tests.support.scripted_sidecar import ScriptedSidecar
 from tests.support.specforge_runs import PASSES, Run, trained
 from tests.support.training_rounds import with_draft_vocabulary
 from trainer.adapt import acceptance, served_acceptance
@@ -82,18 +82,18 @@ def engine(
     }
     arguments = (*CODE_ONLY[:-1], str(draft))
     with serving(tmp_path_factory.mktemp("vocabulary"), arguments, variables) as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 
 def test_it_serves_exactly_with_every_draft_length(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain_waves: list[list[list[int]]]
 ) -> None:
-    capabilities = sidecar.server.introductions[0].capabilities
+    capabilities = sidecar.introductions[0].capabilities
     assert capabilities.can_update_online
     assert capabilities.can_collect
     assert capabilities.can_take_versions
-    assert not sidecar.server.introductions[0].lost
+    assert not sidecar.introductions[0].lost
     arms = [(GAMMA, False), (0, True), (1, False), (0, False)]
     sidecar.run(lambda count: arms[count // 4 % 4])
     assert wave(engine, 0, plain_waves) > 1

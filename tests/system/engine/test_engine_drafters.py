@@ -13,6 +13,7 @@ import pytest
 
 from engine_shim.sglang.training.signals import SignalStore
 from lab.cpu_engine.models.prompts import held_out_prompts
+from lab.harness.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP, StepReport
 from tests.support.engine import (
     DFLASH,
@@ -34,7 +35,6 @@ from tests.support.prompts_in_flight import (
     play_any_order,
     play_arm,
 )
-from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.support.waits import WAITS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -93,12 +93,12 @@ def engine(
         "SPECULATION_SIGNALS_FOLDER": str(folder),
     }
     with serving(tmp_path_factory.mktemp("steered"), EAGLE3, variables) as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 
 def test_it_introduces_both(mode: str, engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
-    spec = sidecar.server.introductions[0]
+    spec = sidecar.introductions[0]
     first, second = spec.drafters
     assert (first.name, first.kind) == ("eagle3", DRAFTER_KIND_MTP)
     assert (second.name, second.kind) == ("dflash", DRAFTER_KIND_DFLASH)
@@ -316,7 +316,7 @@ def test_requests_may_come_late_leave_early_and_be_retracted(
         # Room for six or seven of them.
         crowded = ("--max-total-tokens", "900")
         with serving(tmp_path / "engine", [*EAGLE3, *crowded], variables) as engine:
-            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
             tokens: dict[int, list[int]] = {}
 
             def ask(number: int) -> None:

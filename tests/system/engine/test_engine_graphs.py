@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from lab.harness.scripted_sidecar import Arm, ScriptedSidecar
 from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import LENGTHS, PROMPTS, play
-from tests.support.scripted_sidecar import Arm, ScriptedSidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -49,12 +49,12 @@ def engine(
     topk = ("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3")
     folder = tmp_path_factory.mktemp("steered")
     with serving(folder, [*EAGLE3, *sizes, *topk], variables) as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 
 def test_it_introduces_what_it_captured(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
-    assert list(sidecar.server.introductions[0].fingerprint.graph_batch_sizes) == [1, 2, LARGEST]
+    assert list(sidecar.introductions[0].fingerprint.graph_batch_sizes) == [1, 2, LARGEST]
 
 
 @pytest.mark.parametrize("arm", ARMS)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lab.cpu_engine.models.targets import load_target
+from lab.harness.scripted_sidecar import Arm, scripted_sidecar
 from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, TARGET, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import (
@@ -15,7 +16,6 @@ from tests.support.prompts_in_flight import (
     check_against_student,
     play,
 )
-from tests.support.scripted_sidecar import Arm, scripted_sidecar
 from trainer.checkpoint import load_dflash
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -48,7 +48,7 @@ def test_it_drafts_what_it_would_elsewhere(
     with scripted_sidecar(tmp_path) as sidecar:
         variables = {**sidecar.variables, **MODES[mode], **second, "SPECULATION_GAMMAS": "0,3,7"}
         with serving(tmp_path / "engine", flags, variables) as engine:
-            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
             answers, reports = play(engine, sidecar, lambda _: arm, ALONE, [LENGTH])
     assert answers[0].tokens == plain["alone"][0][:LENGTH]
     live = accepted_by_context(reports, "dflash", 7)

@@ -14,6 +14,7 @@ from urllib.error import HTTPError
 import pytest
 
 from lab.conformance.shim_side import ShimCheck
+from lab.harness.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from speculation.v1.engine_pb2 import (
     DRAFTER_KIND_MIXTURE,
     DRAFTER_KIND_NGRAM,
@@ -35,7 +36,6 @@ from tests.support.prompts_in_flight import (
     play_any_order,
     play_arm,
 )
-from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.support.waits import WAITS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -99,14 +99,14 @@ def engine(
     }
     options = (*EAGLE3, "--chat-template", "chatml")
     with serving(tmp_path_factory.mktemp("steered"), options, variables) as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 
 def test_it_introduces_the_lookup_and_two_mixtures(
     engine: EngineProcess, sidecar: ScriptedSidecar
 ) -> None:
-    drafters = sidecar.server.introductions[0].drafters
+    drafters = sidecar.introductions[0].drafters
     assert tuple(drafter.name for drafter in drafters) == NAMES
     assert drafters[LOOKUP].kind == DRAFTER_KIND_NGRAM
     for drafter, main in zip(drafters[3:], NAMES, strict=False):

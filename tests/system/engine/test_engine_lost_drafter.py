@@ -8,11 +8,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from lab.harness.scripted_sidecar import scripted_sidecar
 from speculation.v1 import engine_pb2, policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import LENGTHS, PROMPTS, play
-from tests.support.scripted_sidecar import scripted_sidecar
 from tests.support.sidecar_process import controller, sidecar_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -207,7 +207,7 @@ def test_a_sidecar_that_goes_on_planning_it_harms_nothing(
             "PYTHONPATH": str(plugins),
         }
         with serving(tmp_path / "engine", EAGLE3, variables) as engine:
-            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
             (tmp_path / "broken").touch()
             answers, reports = play(engine, sidecar, lambda _: (3, False, 1))
             assert [answer.tokens for answer in answers] == plain["batch"]
@@ -215,6 +215,6 @@ def test_a_sidecar_that_goes_on_planning_it_harms_nothing(
     assert {report.drafter for report in reports} == {"eagle3"}
     assert log.count("DFlash no longer drafts; the engine continues with its own drafter") == 1
     assert log.count("this engine has lost dflash") == 1
-    told = [list(request.lost) for request in sidecar.server.requests if request.lost]
+    told = [list(request.lost) for request in sidecar.requests if request.lost]
     assert len(told) == 1
     check_loss(told[0])

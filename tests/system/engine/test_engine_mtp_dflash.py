@@ -14,6 +14,7 @@ import torch
 
 from lab.cpu_engine.engine_command import MIMO
 from lab.cpu_engine.models.targets import load_predictor, load_target, save_predictor
+from lab.harness.scripted_sidecar import Arm, Script, ScriptedSidecar, scripted_sidecar
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP
 from tests.support.engine import EAGER_NIGHTLY, MODES, MTP, EngineProcess, serving
 from tests.support.eventually import eventually
@@ -31,7 +32,6 @@ from tests.support.prompts_in_flight import (
     play_until,
 )
 from tests.support.rank_weights import check_served, made, shown
-from tests.support.scripted_sidecar import Arm, Script, ScriptedSidecar, scripted_sidecar
 from trainer.checkpoint import load_dflash
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -105,12 +105,12 @@ def engine(
     with serving(
         tmp_path_factory.mktemp("steered"), MTP, variables(mode, sidecar) | learning
     ) as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 
 def test_it_introduces_both(mode: str, engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
-    first, second, *_ = sidecar.server.introductions[0].drafters
+    first, second, *_ = sidecar.introductions[0].drafters
     assert (first.name, first.kind) == ("nextn", DRAFTER_KIND_MTP)
     assert (second.name, second.kind) == ("dflash", DRAFTER_KIND_DFLASH)
     assert tuple(first.gammas) == GAMMAS
@@ -233,7 +233,7 @@ def test_two_ranks_run_both_and_the_predictor_learns(damaged: Path, tmp_path: Pa
         given |= {"SPECULATION_SLEEP_POSITIONS": "8", "SPECULATION_ONLINE_UPDATES": "1"}
         models = [str(damaged) if part == str(MIMO / "target") else part for part in MTP]
         with serving(tmp_path / "steered", [*models, *TWO_RANKS], given) as engine:
-            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
             asked = {("nextn", gamma) for gamma in GAMMAS}
             asked |= {("dflash", gamma) for gamma in GAMMAS[1:]}
             play_until(
@@ -260,7 +260,7 @@ def check_learning(engine: EngineProcess, sidecar: ScriptedSidecar, plain: list[
         counts = [(k, n) for report in drafted for k, n in enumerate(report.accepted_counts)]
         return 1 + sum(k * n for k, n in counts) / sum(n for _, n in counts)
 
-    assert sidecar.server.introductions[0].capabilities.can_update_online
+    assert sidecar.introductions[0].capabilities.can_update_online
     before = acceptance_length()
     sidecar.stride = 2
     for _ in range(PLAYS_MAX):
@@ -288,7 +288,7 @@ def test_dflash_may_be_the_only_drafter(plain: dict[str, list[list[int]]], tmp_p
         del given["SPECULATION_DFLASH_MODEL_PATH"]
         arguments = [*alone, "--speculative-draft-model-path", str(BLOCK_MODEL)]
         with serving(tmp_path / "engine", arguments, given) as engine:
-            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
             arms: list[Arm] = [(gamma, False) for gamma in GAMMAS]
             play_any_order(engine, sidecar, arms, 1, plain["batch"])
             _, reports = play(engine, sidecar, lambda _: (7, False), ALONE, [ALONE_LENGTH])

@@ -12,6 +12,7 @@ import pytest
 from engine_shim.sglang.training.versions import FOLDER, Versions
 from lab.cpu_engine.engine_command import SHALLOW
 from lab.cpu_engine.models.targets import load_target
+from lab.harness.scripted_sidecar import ScriptedSidecar, scripted_sidecar
 from tests.support.engine import (
     CODE_ONLY,
     EAGLE3,
@@ -24,7 +25,6 @@ from tests.support.engine import (
 from tests.support.eventually import eventually
 from tests.support.long_contexts import EVERYTHING, agreement, recorder
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES
-from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
 from trainer.checkpoint import load_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -84,7 +84,7 @@ def engine(
     variables = ONLINE | sidecar.variables | recording[1]
     variables["SPECULATION_SIGNALS_FOLDER"] = str(folder)
     with serving(tmp_path_factory.mktemp("online"), CODE_ONLY, variables) as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 
@@ -103,7 +103,7 @@ def test_in_long_contexts_a_student_of_the_whole_context_is_the_drafter(
 def test_it_learns_what_it_serves_and_never_changes_a_token(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain_waves: list[list[list[int]]]
 ) -> None:
-    assert sidecar.server.introductions[0].capabilities.can_update_online
+    assert sidecar.introductions[0].capabilities.can_update_online
     wait_ready(engine)
     sidecar.run(lambda _: (3, False))
     tokens, before = wave(engine, WAVES[0])
@@ -222,7 +222,7 @@ def test_updates_that_do_harm_are_taken_back(
     with scripted_sidecar(tmp_path) as sidecar:
         variables |= sidecar.variables
         with serving(tmp_path / "engine", EAGLE3, variables) as engine:
-            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
             wait_ready(engine)
             sidecar.run(lambda _: (3, False))
             tokens, aligned = wave(engine, WAVES[0])

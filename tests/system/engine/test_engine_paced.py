@@ -14,6 +14,7 @@ from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId
 from lab.cpu_engine.pace.pacer import VARIABLE, Pace
 from lab.cpu_engine.pace.step_costs import LOOKUP, OWN
 from lab.cpu_engine.pace.step_log import LoggedStep, LogPart, read_log
+from lab.harness.scripted_sidecar import ScriptedSidecar
 from tests.support.engine import (
     EAGLE3,
     START_SECONDS,
@@ -25,7 +26,6 @@ from tests.support.engine import (
 from tests.support.eventually import eventually
 from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import LENGTHS, PROMPTS
-from tests.support.scripted_sidecar import ScriptedSidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -154,7 +154,7 @@ def test_sleep_is_plain_decoding_and_waking_up_is_paid_for(
     }
     with serving(tmp_path, (*EAGLE3, FRESH), variables) as engine:
         begin = eventually(lambda: read_log(log_of(tmp_path)).end, within=30.0, what="a probe")
-        eventually(lambda: sidecar.server.introductions, within=30.0, what="its introduction")
+        eventually(lambda: sidecar.introductions, within=30.0, what="its introduction")
         sidecar.run(lambda count: [(0, True), (GAMMA, False), (0, False)][count // 8 % 3])
         engine.generate(PROMPTS[:1], [120])
         steps = [step for step in ended(tmp_path, begin, 1).steps if step.is_decode]
@@ -189,7 +189,7 @@ def test_a_lookup_pays_for_itself_alone_and_beside_a_drafter(
     sidecar.rules = rules_of(("eagle3+ngram",), (0, 1, GAMMA))
     with serving(tmp_path, (*EAGLE3, FRESH), variables) as engine:
         begin = eventually(lambda: read_log(log_of(tmp_path)).end, within=30.0, what="a probe")
-        eventually(lambda: sidecar.server.introductions, within=30.0, what="its introduction")
+        eventually(lambda: sidecar.introductions, within=30.0, what="its introduction")
         # The drafters' places: EAGLE3, the lookup, and their mixture.
         sidecar.run(lambda count: (GAMMA, False, count // 6 % 3))
         engine.generate(PROMPTS[:1], [120])

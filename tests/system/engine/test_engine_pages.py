@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.harness.scripted_sidecar import Arm, scripted_sidecar
 from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import (
@@ -15,7 +16,6 @@ from tests.support.prompts_in_flight import (
     play,
     play_any_order,
 )
-from tests.support.scripted_sidecar import Arm, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -48,7 +48,7 @@ def test_with_pages_any_order_of_arms_gives_plain_decodings_tokens(
         }
         options = [*drafters, "--page-size", "16"]
         with serving(tmp_path / "engine", options, variables) as engine:
-            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
             seeds = count(8)
 
             def caught_up() -> bool:

@@ -21,6 +21,7 @@ from engine_shim.sglang.training.versions import FOLDER, Made, Versions
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.cpu_engine.models.targets import load_target
 from lab.cpu_engine.serve import with_cpu_defaults
+from lab.harness.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.support.engine import (
     CODE_ONLY,
     DRAFT,
@@ -44,7 +45,6 @@ from tests.support.learning_engine import (
 from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES
 from tests.support.rank_weights import check_served, is_same, joined, made, shown
-from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from trainer.checkpoint import load_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -156,15 +156,15 @@ def engine(
     }
     arguments = [*CODE_ONLY, *TWO_RANKS, "--scheduler-recv-interval", "2"]
     with serving(tmp_path_factory.mktemp("steered"), arguments, variables) as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 
 def test_it_introduces_itself_once(
     way: str, engine: EngineProcess, sidecar: ScriptedSidecar
 ) -> None:
-    assert len(sidecar.server.introductions) == 1
-    spec = sidecar.server.introductions[0]
+    assert len(sidecar.introductions) == 1
+    spec = sidecar.introductions[0]
     assert spec.fingerprint.tensor_parallel_size == 2
     assert list(spec.fingerprint.graph_batch_sizes) == ([] if way == "eager" else [1, 2, 4, 8])
     # The whole model, not one rank's share of it.
@@ -203,7 +203,7 @@ def test_a_plan_runs_out_on_all_ranks_at_once(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: list[list[int]]
 ) -> None:
     planned, own = ("dflash", 7), ("eagle3", 3)
-    answer, sidecar.server.answer = sidecar.server.answer, lambda _: None
+    answer, sidecar.answer = sidecar.answer, lambda _: None
     sidecar.lease_ms = 300
     try:
         before = sidecar.run(lambda _: (7, False, 1))
@@ -219,7 +219,7 @@ def test_a_plan_runs_out_on_all_ranks_at_once(
                 break
     finally:
         sidecar.lease_ms = 60_000
-        sidecar.server.answer = answer
+        sidecar.answer = answer
     # The last plan goes on for the grace, and then the engine flies alone; until the agent, which
     # hears nothing, begins a new session, with a plan, and so on.
     assert (planned, own) in pairwise(ran)
@@ -233,7 +233,7 @@ def test_a_version_is_served_by_all_ranks_or_by_none(
     served: Path,
     plain_waves: list[list[list[int]]],
 ) -> None:
-    capabilities = sidecar.server.introductions[0].capabilities
+    capabilities = sidecar.introductions[0].capabilities
     assert capabilities.can_collect
     assert capabilities.can_take_versions
     versions = Versions(served / "signals" / FOLDER)
@@ -289,7 +289,7 @@ def test_an_update_lands_on_all_ranks_in_the_same_step(
     served: Path,
     plain_waves: list[list[list[int]]],
 ) -> None:
-    capabilities = sidecar.server.introductions[0].capabilities
+    capabilities = sidecar.introductions[0].capabilities
     assert capabilities.can_update_online
     assert capabilities.learner == (LEARNERS[way][0] if LEARNERS[way][1] else "")
     sidecar.run(lambda _: learner)

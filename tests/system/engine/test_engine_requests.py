@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lab.cpu_engine.models.prompts import held_out_prompts
+from lab.harness.scripted_sidecar import Arm, ScriptedSidecar
 from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.mixture_rules import rules_of
@@ -29,7 +30,6 @@ from tests.support.request_kinds import (
     check_same,
     request_kinds,
 )
-from tests.support.scripted_sidecar import Arm, ScriptedSidecar
 from tests.support.target_law import (
     Answer,
     Sampling,
@@ -93,7 +93,7 @@ def engine(
         "--cuda-graph-bs-decode", "1", "2", "4", "8", "16",
     ]  # fmt: skip
     with serving(tmp_path_factory.mktemp("steered"), options, variables) as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 

@@ -9,6 +9,7 @@ import torch
 
 from lab.cpu_engine.engine_command import SHALLOW
 from lab.cpu_engine.models.targets import load_target
+from lab.harness.scripted_sidecar import ScriptedSidecar, scripted_sidecar
 from speculation.v1.engine_pb2 import DRAFTER_KIND_STANDALONE
 from tests.support.engine import MODES, TARGET, EngineProcess, launched, serving
 from tests.support.eventually import eventually
@@ -19,7 +20,6 @@ from tests.support.prompts_in_flight import (
     play,
     play_any_order,
 )
-from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
 from trainer.sd2 import greedy_chain, load_sd2
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -62,14 +62,14 @@ def engine(
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
     }
     with serving(tmp_path_factory.mktemp("steered"), options(steered), variables) as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 
 def test_it_introduces_itself_as_a_model_of_its_own(
     steered: Path, engine: EngineProcess, sidecar: ScriptedSidecar
 ) -> None:
-    (drafter,) = sidecar.server.introductions[0].drafters
+    (drafter,) = sidecar.introductions[0].drafters
     assert (drafter.kind, drafter.model) == (DRAFTER_KIND_STANDALONE, str(steered))
     assert tuple(drafter.gammas) == GAMMAS
     # Two layers, its steering, and its own head.

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from lab.harness.scripted_sidecar import Arm, ScriptedSidecar
 from tests.support.engine import EAGLE3, MODES, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import PLAYS_MAX, PROMPTS, play
-from tests.support.scripted_sidecar import Arm, ScriptedSidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -39,14 +39,14 @@ def engine(
     }
     folder = tmp_path_factory.mktemp("steered")
     with serving(folder, [*EAGLE3, *ARGUMENTS], variables) as running:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
         yield running
 
 
 def test_any_order_of_arms_gives_the_tokens_of_another_backends_plain_decoding(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
-    assert sidecar.server.introductions[0].fingerprint.attention_backend == "triton"
+    assert sidecar.introductions[0].fingerprint.attention_backend == "triton"
     expected = [tokens[:length] for tokens, length in zip(plain["batch"][:2], LENGTHS, strict=True)]
     slept, ran = 0, set[tuple[int, int]]()
     # On a busy machine a plan comes for every few steps only.

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from engine_shim.sglang.training.versions import FOLDER, VersionError, Versions
+from lab.harness.scripted_sidecar import ScriptedSidecar
 from speculation.v1 import engine_pb2
 from tests.support.engine import DRAFT, EAGLE3, TARGET, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
-from tests.support.scripted_sidecar import ScriptedSidecar
 from trainer.specforge import export_signals
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -45,8 +45,8 @@ def test_it_serves_and_neither_learns_nor_collects_nor_takes_versions(
     }
     arguments = (*EAGLE3[:-1], str(draft))
     with serving(tmp_path / "engine", arguments, variables) as engine:
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
-        spec = sidecar.server.introductions[0]
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+        spec = sidecar.introductions[0]
         # Even if it is asked for.
         sidecar.collect = True
         sidecar.run(lambda _: (3, False))

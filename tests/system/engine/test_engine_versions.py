@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from engine_shim.sglang.api.versions import TESTED, sglang_version
+from lab.harness.scripted_sidecar import scripted_sidecar
 from tests.support.engine import DFLASH, EAGLE3, LONE, TARGET, forked, serving
 from tests.support.eventually import eventually
 from tests.support.installed_wheel import unpacked
 from tests.support.prompts_in_flight import play_any_order
-from tests.support.scripted_sidecar import scripted_sidecar
 
 pytestmark = [
     pytest.mark.engine,
@@ -75,11 +75,11 @@ def test_any_order_of_arms_gives_plain_decodings_tokens(
             "SPECULATION_SLEEP_POSITIONS": "8",
         }
         with serving(tmp_path / "engine", arguments, variables) as engine:
-            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            eventually(lambda: sidecar.introductions, what="the engine introduces itself")
             # The model is the same, and so are its tokens in every version.
             reports = play_any_order(engine, sidecar, arms, 3, plain["batch"])
             status = engine.internal_state()["speculation_controller"]
-    spec = sidecar.server.introductions[0]
+    spec = sidecar.introductions[0]
     assert spec.fingerprint.engine_version == version
     assert {(r.drafter, r.gamma) for r in reports} == {
         (spec.drafters[which].name, gamma) for gamma, _, which in arms

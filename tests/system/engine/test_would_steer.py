@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lab.cpu_engine.engine_command import MODELS
+from lab.harness.scripted_sidecar import scripted_sidecar
 from tests.support.answering import answering
 from tests.support.engine import (
     DEEP,
@@ -27,7 +28,6 @@ from tests.support.engine import (
     serving,
 )
 from tests.support.eventually import eventually
-from tests.support.scripted_sidecar import scripted_sidecar
 from tests.system.engine.test_engine_refusals import last_words
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -148,8 +148,8 @@ def test_a_running_engine_introduces_what_it_has_said(tmp_path: Path) -> None:
         scripted_sidecar(tmp_path) as sidecar,
         serving(tmp_path, EAGLE3, {**sidecar.variables, **variables}) as engine,
     ):
-        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
-        spec = sidecar.server.introductions[0]
+        eventually(lambda: sidecar.introductions, what="the engine introduces itself")
+        spec = sidecar.introductions[0]
         url = f"http://127.0.0.1:{engine.port}"
         words = ("sglang", "--url", url, "-o", "json", "--", "--model-path", str(TARGET))
         code, output = ran(tmp_path, *words, *EAGLE3[2:4], **settings)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.fuzz.campaign import CORPUS, Watch, fuzz, quiet, replay
-from tools.fuzz.table import TARGETS
+from tools.fuzz.campaign import CORPUS, TARGETS, Watch, fuzz, quiet, replay
 
 EXAMPLES = 1000
 # Of one target, where a machine is busy.

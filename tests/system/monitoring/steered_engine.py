@@ -11,7 +11,7 @@ from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from tests.support.eventually import eventually
-from tests.support.fake_sidecar import engine_spec
+from tests.support.link_messages import engine_spec
 
 ENGINE = "engine-1"
 BATCH_SIZE = 4

@@ -1,14 +1,20 @@
 """The alert rules, by Prometheus' own tool."""
 
+import re
 from pathlib import Path
 
 import yaml
 
-from tests.support.headings import anchors_of
 from tests.support.prometheus_server import ALERTS, promtool
 
 RUNBOOKS = ALERTS.parents[2] / "docs" / "alerts.md"
 CASES = Path(__file__).parent / "alerts_test.yml"
+
+
+def anchors_of(text: str) -> set[str]:
+    """The headings of a Markdown page, as links name them."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_the_rules_are_clean():

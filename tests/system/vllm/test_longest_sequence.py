@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from lab.harness.fake_sidecar import FakeSidecar
+from lab.harness.scripted_sidecar import scripted_sidecar
 from speculation.v1.engine_pb2 import StepReport
-from speculation.v1.plan_pb2 import REASON_EXPLOIT, Plan, PlanRow
 from tests.support.engine import TARGET
 from tests.support.vllm_engine import eagle3, run_job
 
@@ -41,18 +40,13 @@ def played(
         }
         for name in METHODS
     ]
-    row = PlanRow(max_batch_size=8, drafter="eagle3", gamma=CHOSEN, reason=REASON_EXPLOIT)
-    plan = Plan(epoch=1, rows=[row], lease_ms=60_000, reason=REASON_EXPLOIT)
-    with FakeSidecar(f"unix:{folder / 'sidecar.sock'}") as server:
-        server.first_plan = lambda: plan
-        variables = {
-            "SPECULATION_SIDECAR": server.target,
-            "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
-            "SPECULATION_REPORT_INTERVAL_MS": "0",
-        }
+    with scripted_sidecar(folder) as sidecar:
+        sidecar.plans_once = True
+        sidecar.script = lambda _: (CHOSEN, False)
+        variables = sidecar.variables | {"SPECULATION_GAMMAS": ",".join(map(str, GAMMAS))}
         requests = [{"prompt": prompt, "new_tokens": NEW_TOKENS} for prompt in prompts]
         found = run_job(folder, engines, requests, variables)
-        return found, [report for request in server.requests for report in request.reports]
+        return found, sidecar.reports
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from lab.conformance.rules import check_reports
-from lab.harness.fake_sidecar import FakeSidecar
+from lab.harness.scripted_sidecar import scripted_sidecar
 from speculation.v1.engine_pb2 import EngineSpec, StepReport
-from speculation.v1.plan_pb2 import REASON_EXPLOIT, Plan, PlanRow
-from speculation.v1.service_pb2 import SteerRequest, SteerResponse
+from speculation.v1.plan_pb2 import Plan
 from tests.support.engine import TARGET
 from tests.support.reported_counts import counted
 from tests.support.vllm_engine import (
@@ -50,35 +49,14 @@ def target_of(name: str) -> str:
     return str(MTP_TARGET if name.startswith("mtp") else TARGET)
 
 
-class RandomSidecar:
-    """Answers every message with a plan for another draft length, in an order drawn with a seed.
+def random_lengths() -> Iterator[int]:
+    """Draft lengths in an order drawn with a seed.
 
     Each length comes once before any comes again: a busy machine takes up few of the plans.
     """
-
-    def __init__(self, server: FakeSidecar) -> None:
-        self.server = server
-        self.plans: dict[int, Plan] = {}
-        self._random = random.Random(7)
-        self._coming: list[int] = []
-        server.first_plan = self._plan
-        server.answer = self._answer
-
-    def _plan(self) -> Plan:
-        epoch = len(self.plans) + 1
-        self._coming = self._coming or self._random.sample(GAMMAS, len(GAMMAS))
-        row = PlanRow(
-            max_batch_size=8,
-            drafter=self.server.introductions[-1].drafters[0].name,
-            gamma=self._coming.pop(),
-            reason=REASON_EXPLOIT,
-        )
-        plan = Plan(epoch=epoch, rows=[row], lease_ms=60_000, reason=REASON_EXPLOIT)
-        self.plans[epoch] = plan
-        return plan
-
-    def _answer(self, _: SteerRequest) -> SteerResponse:
-        return SteerResponse(plan=self._plan())
+    drawn = random.Random(7)
+    while True:
+        yield from drawn.sample(GAMMAS, len(GAMMAS))
 
 
 @dataclass(frozen=True)
@@ -119,27 +97,24 @@ def all_played(
         {"prompt": prompt, "new_tokens": 64 - 5 * place} for place, prompt in enumerate(prompts)
     ]
     requests[UNDRAFTED]["extra"] = {"speculation": False}
-    with FakeSidecar(f"unix:{folder / 'sidecar.sock'}") as server:
-        sidecar = RandomSidecar(server)
+    lengths = random_lengths()
+    with scripted_sidecar(folder) as sidecar:
+        sidecar.script = lambda _: (next(lengths), False)
         found = run_job(
             folder,
             engines,
             requests,
-            {
-                "SPECULATION_SIDECAR": server.target,
-                "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
-                "SPECULATION_REPORT_INTERVAL_MS": "0",
-            },
+            sidecar.variables | {"SPECULATION_GAMMAS": ",".join(map(str, GAMMAS))},
             [{"prompt": prompts[0]} | end for end in ENDS],
         )
         by_session: dict[str, list[StepReport]] = {}
-        for request in server.requests:
+        for request in sidecar.requests:
             by_session.setdefault(request.session_id, []).extend(request.reports)
-        assert len(server.introductions) == len(METHODS)
+        assert len(sidecar.introductions) == len(METHODS)
         yield {
             name: Played(spec, found[name], by_session[f"session-{place}"], sidecar.plans)
             for place, (name, spec) in enumerate(
-                zip(METHODS, server.introductions, strict=True), start=1
+                zip(METHODS, sidecar.introductions, strict=True), start=1
             )
         }
 

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 ENGINE_SIDE = {"engine_shim", "sglang", "torch", "transformers", "vllm"}
-PACKAGES = ("controller", "simulator", "engine_shim", "trainer", "lab")
+PACKAGES = ("controller", "simulator", "engine_shim", "trainer", "lab", "tools")
 LINT = Path(sys.executable).with_name("lint-imports")
 
 
@@ -60,6 +60,7 @@ def test_the_layers_hold(tree: Path):
         ("trainer/checkpoint.py", "import trainer.worker", "trainer"),
         ("engine_shim/sglang/drafters/dual.py", "import engine_shim.sglang.learning", "plugin"),
         ("lab/harness/processes.py", "import lab.demo.run", "lab"),
+        ("lab/harness/measured.py", "import tools.bench.measurement", "tools"),
     ],
 )
 def test_an_arrow_that_runs_back_is_found(tree: Path, module: str, line: str, contract: str):

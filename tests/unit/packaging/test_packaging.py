@@ -15,8 +15,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import controller
+from lab.harness.scripted_sidecar import ScriptedSidecar
 from simulator.scenarios.scenario_file import standard
-from tests.support.fake_sidecar import FakeSidecar, plan
+from tests.support.link_messages import plan
 from tests.unit.packaging.environments import (
     ROOT,
     closure,
@@ -198,7 +199,7 @@ def test_the_shims_link_works_at_both_ends_of_its_dependency_range(
         answer = subprocess.run(asked, capture_output=True, text=True, check=False, cwd="/")
         assert (answer.returncode, answer.stdout) == (2, "")
         assert f"{name} is not installed in this environment" in answer.stderr
-    with FakeSidecar(f"unix:{tmp_path}/sidecar.sock") as sidecar:
+    with ScriptedSidecar(f"unix:{tmp_path}/sidecar.sock", plans_once=True) as sidecar:
         sidecar.first_plan = lambda: plan(1, 2)
         said = run(python, engine_program.__file__, sidecar.target, said="1000\n1000\n")
     last = json.loads(said.splitlines()[-1])

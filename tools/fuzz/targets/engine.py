@@ -32,8 +32,8 @@ from engine_shim.sglang.training.exchange import Channel, Message, MessageKind
 from engine_shim.sglang.training.versions import Made, VersionError, Versions
 from speculation.v1 import plan_pb2
 from speculation.v1.service_pb2 import IntroduceRequest
-from tests.support.fake_sidecar import GAMMAS, engine_spec
-from tests.support.fake_sidecar import plan as plan_message
+from tests.support.link_messages import GAMMAS, engine_spec
+from tests.support.link_messages import plan as plan_message
 from tests.support.training_rounds import make_student, make_target
 from tools.fuzz.mutation import bytes_of, json_of, message_of, text_of
 from tools.fuzz.target import Feed, Target, environment, reader, variables_of

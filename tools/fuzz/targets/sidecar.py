@@ -3,8 +3,7 @@
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +18,6 @@ from controller.core.clock import VirtualClock
 from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import DrafterSpec, EngineSpec
-from controller.core.errors import SpeculationError
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.training import selective_training
@@ -44,8 +42,8 @@ from controller.wire.explanations import explain
 from speculation.v1 import record_pb2
 from tests.support import recorded_events
 from tests.support.service_harness import make_profile
-from tools.fuzz.mutation import bytes_of, json_of, message_of, text_of
-from tools.fuzz.target import Feed, Target, environment, file_reader, reader, variables_of
+from tools.fuzz.mutation import bytes_of, json_of, message_of
+from tools.fuzz.target import environment, refusing, refusing_file, variables_of
 
 _ENGINE = EngineSpec(
     "engine-0",
@@ -202,19 +200,14 @@ def _replay(path: Path) -> None:
     replay(find(path), [window])
 
 
-@contextmanager
-def _blocks_opened(folder: Path) -> Iterator[Feed]:
-    path = folder / "engine-0@00000001.record"
-
-    def feed(data: bytes) -> None:
-        try:
-            block = record_pb2.Block.FromString(data)
-        except DecodeError:
-            return
-        path.write_bytes(MAGIC + frame(block.records))
-        _replay(path)
-
-    yield feed
+def _read_blocks(path: Path) -> None:
+    try:
+        block = record_pb2.Block.FromString(path.read_bytes())
+    except DecodeError:
+        return
+    segment = path.with_name("engine-0@00000001.record")
+    segment.write_bytes(MAGIC + frame(block.records))
+    _replay(segment)
 
 
 def _training_seeds() -> Sequence[bytes]:
@@ -253,62 +246,24 @@ def _read_beliefs(data: bytes) -> None:
         assert 0 <= arm.expected_accepted <= arm.arm.gamma, arm
 
 
-_ERRORS = (SpeculationError,)
-
 TARGETS = (
-    Target("profile", _profile_seeds, json_of, file_reader(_read_profile, "profile.json"), _ERRORS),
-    Target(
-        "profile.partial",
-        _partial_seeds,
-        json_of,
-        file_reader(_read_partial, "a.partial.json"),
-        _ERRORS,
+    refusing_file("profile", _profile_seeds, _read_profile, "profile.json", json_of),
+    refusing_file("profile.partial", _partial_seeds, _read_partial, "a.partial.json", json_of),
+    refusing_file("settings.file", _SETTINGS, _read_settings, "controller.yaml"),
+    refusing("settings.environment", _VARIABLES, _read_variables),
+    refusing("settings.flags", _FLAGS, _read_flags, error=UsageError),
+    refusing_file("access", _ACCESS, AccessList, "access"),
+    refusing_file("policy", _POLICY, read_policy, "policy.yaml"),
+    refusing_file(
+        "recording.segment", _segment_seeds, _replay, "engine-0@00000001.record", bytes_of
     ),
-    Target(
-        "settings.file",
-        lambda: [_SETTINGS.encode()],
-        text_of,
-        file_reader(_read_settings, "controller.yaml"),
-        _ERRORS,
+    refusing_file(
+        "recording.records",
+        _block_seeds,
+        _read_blocks,
+        "block",
+        message_of(record_pb2.Block),
     ),
-    Target(
-        "settings.environment",
-        lambda: [_VARIABLES.encode()],
-        text_of,
-        reader(_read_variables),
-        _ERRORS,
-    ),
-    Target(
-        "settings.flags",
-        lambda: [_FLAGS.encode()],
-        text_of,
-        reader(_read_flags),
-        (UsageError,),
-    ),
-    Target(
-        "access",
-        lambda: [_ACCESS.encode()],
-        text_of,
-        file_reader(AccessList, "access"),
-        _ERRORS,
-    ),
-    Target(
-        "policy",
-        lambda: [_POLICY.encode()],
-        text_of,
-        file_reader(read_policy, "policy.yaml"),
-        _ERRORS,
-    ),
-    Target(
-        "recording.segment",
-        _segment_seeds,
-        bytes_of,
-        file_reader(_replay, "engine-0@00000001.record"),
-        _ERRORS,
-    ),
-    Target(
-        "recording.records", _block_seeds, message_of(record_pb2.Block), _blocks_opened, _ERRORS
-    ),
-    Target("training.state", _training_seeds, json_of, reader(_read_training), _ERRORS),
-    Target("beliefs", _belief_seeds, json_of, reader(_read_beliefs), _ERRORS),
+    refusing("training.state", _training_seeds, _read_training, json_of),
+    refusing("beliefs", _belief_seeds, _read_beliefs, json_of),
 )

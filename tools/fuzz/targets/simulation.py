@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from controller.core.errors import SpeculationError
 from lab.papers.drafters import read_grid
 from simulator import published_qwen
 from simulator.acceptance_trace import AcceptanceTrace
@@ -16,8 +15,8 @@ from simulator.sources import read_arrivals
 from simulator.step_costs import read_profile
 from simulator.surface import csv_surface, profile_surface
 from tests.support.service_harness import make_profile
-from tools.fuzz.mutation import json_of, text_of
-from tools.fuzz.target import Target, file_reader, reader
+from tools.fuzz.mutation import json_of
+from tools.fuzz.target import refusing, refusing_file
 
 _COSTS = "batch_size,num_draft_tokens,step_seconds\n" + "".join(
     f"{size},{width},{0.01 * width + 0.001 * size}\n" for size in (1, 4, 16) for width in (1, 2, 4)
@@ -85,57 +84,33 @@ def _acceptance(data: bytes) -> None:
         parse_acceptance(text).pool(np.random.default_rng(0), 3)
 
 
-_ERRORS = (SpeculationError,)
-
 TARGETS = (
-    Target(
-        "simulation.costs",
-        lambda: [_COSTS.encode()],
-        text_of,
-        file_reader(_costs, "costs.csv"),
-        _ERRORS,
-    ),
-    Target(
+    refusing_file("simulation.costs", _COSTS, _costs, "costs.csv"),
+    refusing_file(
         "simulation.profile",
         lambda: [make_profile().to_json().encode()],
+        _profile,
+        "profile.json",
         json_of,
-        file_reader(_profile, "profile.json"),
-        _ERRORS,
     ),
-    Target(
+    refusing_file(
         "simulation.arrivals",
         lambda: [_DATED.encode(), _SECONDS.encode(), _ARRIVALS.encode()],
-        text_of,
-        file_reader(read_arrivals, "arrivals.csv"),
-        _ERRORS,
+        read_arrivals,
+        "arrivals.csv",
     ),
-    Target(
-        "simulation.requests",
-        lambda: [_REQUESTS.encode()],
-        text_of,
-        file_reader(_requests, "requests.jsonl"),
-        _ERRORS,
-    ),
-    Target(
-        "simulation.rounds",
-        lambda: [_ROUNDS.encode()],
-        text_of,
-        file_reader(_rounds, "rounds.csv"),
-        _ERRORS,
-    ),
-    Target(
+    refusing_file("simulation.requests", _REQUESTS, _requests, "requests.jsonl"),
+    refusing_file("simulation.rounds", _ROUNDS, _rounds, "rounds.csv"),
+    refusing_file(
         "simulation.scenario",
         lambda: [scenario_text(name).encode() for name in _SCENARIOS],
-        text_of,
-        file_reader(load_scenario, "scenario.yaml"),
-        _ERRORS,
+        load_scenario,
+        "scenario.yaml",
     ),
-    Target("simulation.grid", _grid, json_of, file_reader(read_grid, "sweep.json"), _ERRORS),
-    Target(
+    refusing_file("simulation.grid", _grid, read_grid, "sweep.json", json_of),
+    refusing(
         "simulation.acceptance",
         lambda: [b"geometric:0.7", b"mtp=positions:0.8,0.7; dflash=survival:0.9,0.5,0.5"],
-        text_of,
-        reader(_acceptance),
-        _ERRORS,
+        _acceptance,
     ),
 )

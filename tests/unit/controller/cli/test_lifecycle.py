@@ -25,7 +25,7 @@ from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
-from tests.support.fake_sidecar import engine_spec
+from tests.support.link_messages import engine_spec
 from tests.support.service_harness import PATIENCE_SECONDS, engine_message, secret_of
 from tests.support.sidecar_process import SidecarProcess, controller, sidecar_process
 

@@ -24,6 +24,7 @@ from controller.core.settings import POLICIES, PlannerSettings
 from controller.core.step_report import StepReport
 from controller.wire.explanations import explain
 from controller.wire.override_effects import preview
+from tests.support.accepted_counts import accepted_counts
 
 GAMMAS = (0, 1, 3, 7)
 ABLE = Capabilities(
@@ -66,13 +67,8 @@ class Engine:
             self.planned += [row.arm, *([row.probe.arm] if row.probe else [])]
             if self.broken and arm.drafter == "dflash":
                 arm = Arm("eagle3", arm.gamma)
-            counts = [0] * (arm.gamma + 1)
             share = 0.95 if arm.drafter == "dflash" else 0.3
-            for _ in range(batch_size):
-                accepted = 0
-                while accepted < arm.gamma and self.rng.random() < share:
-                    accepted += 1
-                counts[accepted] += 1
+            counts = accepted_counts(self.rng, batch_size, arm.gamma, share)
             seconds = 0.02 + 0.001 * arm.gamma
             self.clock.advance(seconds)
             self.step += 1

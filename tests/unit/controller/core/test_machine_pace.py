@@ -15,6 +15,7 @@ from controller.core.engine_spec import Arm
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 from controller.wire.explanations import explain
+from tests.support.accepted_counts import accepted_counts
 from tests.support.virtual_engine import (
     GAMMAS,
     VirtualEngine,
@@ -58,12 +59,7 @@ class BusyMachine:
         """Whatever the plan says, as an engine does that an operator has pinned."""
         engine = self.engine
         for _ in range(steps):
-            counts = [0] * (gamma + 1)
-            for _ in range(batch_size):
-                accepted = 0
-                while accepted < gamma and engine.rng.random() < acceptance:
-                    accepted += 1
-                counts[accepted] += 1
+            counts = accepted_counts(engine.rng, batch_size, gamma, acceptance)
             seconds = engine.seconds(gamma, batch_size)
             seconds *= engine.rng.lognormvariate(0, engine.noise)
             engine.clock.advance(seconds)

@@ -13,6 +13,7 @@ from controller.core.engine_spec import Capabilities, DrafterSpec, EngineSpec, F
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
+from tests.support.accepted_counts import accepted_counts
 
 GAMMAS = (0, 1, 2, 3, 5, 7)
 # Acceptance by position of a chain and of a block, as the small models show it.
@@ -75,12 +76,7 @@ def of_the_best(steps: int, batch_size: int, seed: int) -> float:
             if row.probe is not None and left:
                 arm, probe_id, left = row.probe.arm, probe, left - 1
             acceptance = TRAFFIC[kind][arm.drafter == "dflash"]
-            counts = [0] * (arm.gamma + 1)
-            for _ in range(batch_size):
-                accepted = 0
-                while accepted < arm.gamma and rng.random() < acceptance[accepted]:
-                    accepted += 1
-                counts[accepted] += 1
+            counts = accepted_counts(rng, batch_size, arm.gamma, acceptance)
             took = seconds(arm.drafter, arm.gamma, batch_size) * rng.gauss(1, 0.03)
             clock.advance(took)
             best_seconds += sum((1 + k) * n for k, n in enumerate(counts)) / best

@@ -19,22 +19,23 @@ from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import ReportPacket, SidecarState
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
+from lab.harness.scripted_sidecar import ScriptedSidecar
 from speculation.v1.plan_pb2 import Probe
 from speculation.v1.service_pb2 import Received, ReportRejection, SteerRequest, SteerResponse
 from tests.support.eventually import eventually
-from tests.support.fake_sidecar import FakeSidecar, engine_spec, plan
+from tests.support.link_messages import engine_spec, plan
 
 StartLink = Callable[..., EngineLink]
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[FakeSidecar]:
-    with FakeSidecar(f"unix:{tmp_path}/s.sock") as running:
+def sidecar(tmp_path: Path) -> Iterator[ScriptedSidecar]:
+    with ScriptedSidecar(f"unix:{tmp_path}/s.sock", plans_once=True) as running:
         yield running
 
 
 @pytest.fixture
-def start_link(sidecar: FakeSidecar) -> Iterator[StartLink]:
+def start_link(sidecar: ScriptedSidecar) -> Iterator[StartLink]:
     links: list[EngineLink] = []
 
     def start(**settings: object) -> EngineLink:
@@ -66,7 +67,7 @@ def report(link: EngineLink, step: int, choice: StepChoice | None = None) -> boo
     )
 
 
-def renewing(sidecar: FakeSidecar, gamma: int, lease_ms: int) -> None:
+def renewing(sidecar: ScriptedSidecar, gamma: int, lease_ms: int) -> None:
     """Every message is answered with a fresh lease."""
     epochs = count(2)
     sidecar.first_plan = lambda: plan(1, gamma, lease_ms)
@@ -257,7 +258,7 @@ def test_a_sidecar_that_falls_silent_is_introduced_to_again(sidecar, start_link,
 def test_a_sidecar_at_a_tcp_address_steers_too(start_link, family: socket.AddressFamily, host: str):
     with socket.create_server((host.strip("[]"), 0), family=family) as probe:
         target = f"{host}:{probe.getsockname()[1]}"
-    with FakeSidecar(target):
+    with ScriptedSidecar(target, plans_once=True):
         assert steered(start_link(sidecar=target)).gamma == 3
 
 
@@ -389,7 +390,7 @@ ENGINE = """
 import sys, time
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.settings import LinkSettings
-from tests.support.fake_sidecar import engine_spec
+from tests.support.link_messages import engine_spec
 link = EngineLink.start(engine_spec(), LinkSettings(sidecar=sys.argv[1]), startup_gamma=1)
 while not link.choose(4).epoch:
     time.sleep(0.01)

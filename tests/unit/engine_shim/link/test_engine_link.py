@@ -17,7 +17,7 @@ from engine_shim.link.packets import PlanPacket, ProbeEntry, ReportPacket, RowEn
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from speculation.v1.engine_pb2 import EngineSpec
-from tests.support.fake_sidecar import engine_spec
+from tests.support.link_messages import engine_spec
 from tests.unit.engine_shim.link.in_process_agents import linked, report
 
 

@@ -11,10 +11,11 @@ from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import SidecarState
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
+from lab.harness.scripted_sidecar import ScriptedSidecar
 from speculation.v1.plan_pb2 import Plan, PlanRow, Probe, Regime
 from speculation.v1.service_pb2 import ReportRejection, SteerResponse
 from tests.support.eventually import eventually
-from tests.support.fake_sidecar import FakeSidecar, engine_spec, plan
+from tests.support.link_messages import engine_spec, plan
 
 TOP = 2**32 - 1
 LEASE_MAX_SECONDS = 1.0
@@ -22,13 +23,13 @@ AGENT_BYTES = 64 * 1024 * 1024
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[FakeSidecar]:
-    with FakeSidecar(f"unix:{tmp_path}/s.sock") as running:
+def sidecar(tmp_path: Path) -> Iterator[ScriptedSidecar]:
+    with ScriptedSidecar(f"unix:{tmp_path}/s.sock", plans_once=True) as running:
         yield running
 
 
 @contextmanager
-def steered_by(sidecar: FakeSidecar) -> Iterator[EngineLink]:
+def steered_by(sidecar: ScriptedSidecar) -> Iterator[EngineLink]:
     settings = LinkSettings(
         sidecar=sidecar.target, grace_seconds=0.2, lease_max_seconds=LEASE_MAX_SECONDS
     )
@@ -40,7 +41,7 @@ def waits_for(link: EngineLink, source: Source, what: str) -> None:
     eventually(lambda: link.choose(4).source is source, within=30.0, what=what)
 
 
-def test_an_engine_falls_back_in_bounded_time_whatever_lease_it_was_given(sidecar: FakeSidecar):
+def test_an_engine_falls_back_in_bounded_time_whatever_lease_it_was_given(sidecar: ScriptedSidecar):
     sidecar.first_plan = lambda: plan(1, 2, lease_ms=TOP)
     with steered_by(sidecar) as link:
         waits_for(link, Source.PLAN, "steered")
@@ -49,7 +50,7 @@ def test_an_engine_falls_back_in_bounded_time_whatever_lease_it_was_given(sideca
         waits_for(link, Source.SAFE_DEFAULT, "the safe default")
 
 
-def test_an_agent_notices_silence_however_long_the_lease_was(sidecar: FakeSidecar):
+def test_an_agent_notices_silence_however_long_the_lease_was(sidecar: ScriptedSidecar):
     sidecar.first_plan = lambda: plan(1, 2, lease_ms=TOP)
     with steered_by(sidecar) as link:
         waits_for(link, Source.PLAN, "steered")
@@ -79,7 +80,7 @@ def test_an_agent_notices_silence_however_long_the_lease_was(sidecar: FakeSideca
     ],
     ids=["empty", "no-lease", "gamma", "drafter", "order", "rows", "probe", "no-steps"],
 )
-def test_a_plan_that_cannot_be_run_is_not_and_the_next_one_is(sidecar: FakeSidecar, bad: Plan):
+def test_a_plan_that_cannot_be_run_is_not_and_the_next_one_is(sidecar: ScriptedSidecar, bad: Plan):
     with steered_by(sidecar) as link:
         waits_for(link, Source.PLAN, "steered")
         before = link.steering.plan
@@ -91,7 +92,7 @@ def test_a_plan_that_cannot_be_run_is_not_and_the_next_one_is(sidecar: FakeSidec
         assert link.choose(4).gamma == 0
 
 
-def test_numbers_at_their_top_harm_nothing(sidecar: FakeSidecar):
+def test_numbers_at_their_top_harm_nothing(sidecar: ScriptedSidecar):
     probe = Probe(probe_id=2**64 - 1, drafter="eagle3", gamma=2, steps=TOP)
     row = PlanRow(max_batch_size=TOP, drafter="eagle3", gamma=2, probe=probe)
     regime = Regime(mode=99, stride=TOP)  # type: ignore[arg-type]  # unknown to this version
@@ -105,7 +106,7 @@ def test_numbers_at_their_top_harm_nothing(sidecar: FakeSidecar):
         waits_for(link, Source.SAFE_DEFAULT, "the safe default")
 
 
-def test_messages_without_end_do_not_fill_the_agents_memory(sidecar: FakeSidecar):
+def test_messages_without_end_do_not_fill_the_agents_memory(sidecar: ScriptedSidecar):
     flood = [ReportRejection(step=1, code=3, message="x\x1b[31m\n" * 50)] * 1_000
     huge = plan(2, 2)
     huge.reason_detail = "x" * 900_000
@@ -126,7 +127,7 @@ def test_messages_without_end_do_not_fill_the_agents_memory(sidecar: FakeSidecar
         assert agent.memory_info().rss - before < AGENT_BYTES
 
 
-def test_a_session_id_without_end_is_not_taken(sidecar: FakeSidecar):
+def test_a_session_id_without_end_is_not_taken(sidecar: ScriptedSidecar):
     sidecar.session_id = "s" * 500_000
     with steered_by(sidecar) as link:
         eventually(

@@ -16,7 +16,7 @@ from engine_shim.link.report_buffer import InFlightReports, ReportBuffer
 from engine_shim.link.sidecar_client import SidecarClient, _Session
 from engine_shim.link.wire import Translator
 from speculation.v1.service_pb2 import Received, SteerRequest, SteerResponse
-from tests.support.fake_sidecar import engine_spec, plan
+from tests.support.link_messages import engine_spec, plan
 from tests.unit.engine_shim.link.report_packets import report
 
 

@@ -16,6 +16,7 @@ from engine_shim.link.errors import PacketError
 from engine_shim.link.losses import MAX_REASON_CHARACTERS, KnownLosses, lost, reason_of
 from engine_shim.link.packets import SidecarState
 from engine_shim.link.settings import LinkSettings
+from lab.harness.scripted_sidecar import ScriptedSidecar
 from speculation.v1.engine_pb2 import (
     CAPABILITY_DRAFTER,
     CAPABILITY_SLEEP,
@@ -23,7 +24,7 @@ from speculation.v1.engine_pb2 import (
     LostCapability,
 )
 from tests.support.eventually import eventually
-from tests.support.fake_sidecar import FakeSidecar, engine_spec
+from tests.support.link_messages import engine_spec
 from tests.unit.engine_shim.link.in_process_agents import linked, report
 
 DRAFTER = lost(CAPABILITY_DRAFTER, "MemoryError: no room", "eagle3")
@@ -32,13 +33,13 @@ StartLink = Callable[[EngineSpec], EngineLink]
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[FakeSidecar]:
-    with FakeSidecar(f"unix:{tmp_path}/s.sock") as running:
+def sidecar(tmp_path: Path) -> Iterator[ScriptedSidecar]:
+    with ScriptedSidecar(f"unix:{tmp_path}/s.sock", plans_once=True) as running:
         yield running
 
 
 @pytest.fixture
-def start_link(sidecar: FakeSidecar) -> Iterator[StartLink]:
+def start_link(sidecar: ScriptedSidecar) -> Iterator[StartLink]:
     links: list[EngineLink] = []
 
     def start(spec: EngineSpec) -> EngineLink:
@@ -57,7 +58,7 @@ def steers(link: EngineLink) -> bool:
     return link.status().sidecar is SidecarState.STEERING
 
 
-def told(sidecar: FakeSidecar) -> list[list[LostCapability]]:
+def told(sidecar: ScriptedSidecar) -> list[list[LostCapability]]:
     """What the messages of all streams tell of, where they tell of anything."""
     return [list(request.lost) for request in list(sidecar.requests) if request.lost]
 

@@ -16,6 +16,7 @@ from engine_shim.link.older_sidecar import reduced
 from engine_shim.link.packets import ReportPacket, SidecarState
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
+from lab.harness.scripted_sidecar import ScriptedSidecar
 from speculation.v1.engine_pb2 import (
     CAPABILITY_DRAFTER,
     CAPABILITY_SLEEP,
@@ -26,7 +27,7 @@ from speculation.v1.engine_pb2 import (
 )
 from speculation.v1.service_pb2 import IntroduceRequest, IntroduceResponse
 from tests.support.eventually import eventually
-from tests.support.fake_sidecar import FakeSidecar, engine_spec
+from tests.support.link_messages import engine_spec
 
 # What the versions before mixtures answer.
 REFUSAL = (
@@ -49,11 +50,11 @@ def spec() -> EngineSpec:
     return made
 
 
-class OlderSidecar(FakeSidecar):
+class OlderSidecar(ScriptedSidecar):
     """Refuses an introduction with a mixture until it is upgraded."""
 
     def __init__(self, target: str) -> None:
-        super().__init__(target)
+        super().__init__(target, plans_once=True)
         self.upgraded = False
         self.refused = 0
 

@@ -16,29 +16,11 @@ ROOT = Path(engine_shim.__file__).parents[1]
 PATIENCE_SECONDS = 240.0
 
 
-def test_the_base_is_kept_and_left_alone() -> None:
-    base = {"HOME": "/home/someone", "OMP_NUM_THREADS": "8"}
-    env = cpu_engine_env(base)
-    assert env["HOME"] == "/home/someone"
-    assert env["OMP_NUM_THREADS"] == "1"
-    assert base == {"HOME": "/home/someone", "OMP_NUM_THREADS": "8"}
-
-
-def test_the_current_environment_is_the_default_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOMETHING", "set")
-    assert cpu_engine_env()["SOMETHING"] == "set"
-
-
 def test_the_stand_in_comes_first_on_the_path_and_once() -> None:
     path = os.pathsep.join(["/elsewhere", str(STANDIN_FOLDER), "", "/other"])
     env = cpu_engine_env({"PYTHONPATH": path})
     assert env["PYTHONPATH"].split(os.pathsep) == [str(STANDIN_FOLDER), "/elsewhere", "/other"]
     assert cpu_engine_env({})["PYTHONPATH"] == str(STANDIN_FOLDER)
-
-
-def test_making_it_twice_changes_nothing() -> None:
-    once = cpu_engine_env({"PYTHONPATH": "/elsewhere", "SGLANG_PLUGINS": "mine"})
-    assert cpu_engine_env(once) == once
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 import pytest
 
-from lab.cpu_engine.models.prompts import DOMAINS
 from lab.demo.exact import GAMMAS, Mismatch, build_stream, compared, environment
 from lab.harness.engines import Workplace
 from lab.harness.load_generator import Answer
@@ -20,15 +19,6 @@ def test_only_the_steered_engine_knows_the_sidecar(place):
     steered = environment(STEERED, place)
     assert steered["SPECULATION_SIDECAR"] == place.address
     assert steered["SPECULATION_GAMMAS"] == ",".join(map(str, GAMMAS))
-
-
-def test_the_prompts_are_of_every_domain_none_twice_and_the_same_for_a_seed():
-    stream = build_stream(3)
-    assert stream == build_stream(3)
-    requests = [request for phase in stream for request in phase.requests]
-    assert {request.domain for request in requests} == set(DOMAINS)
-    assert len({request.prompt for request in requests}) == len(requests)
-    assert [request.index for request in requests] == list(range(len(requests)))
 
 
 def test_the_first_token_of_each_answer_that_differs_is_named():

@@ -1,11 +1,9 @@
 import json
-import struct
 
 import pytest
-import typer
 
 from controller.core.engine_spec import Arm
-from lab.demo import picture, report
+from lab.demo import report
 from lab.demo.outcome import as_json
 from lab.harness.terminal import Terminal
 from tests.unit.lab.demo.outcomes import DILATION, outcome
@@ -52,15 +50,6 @@ def test_it_says_what_is_imposed_and_what_is_real():
     assert "sidecar" in label["real"]
 
 
-def test_a_play_has_its_phases_and_its_probes_for_the_picture():
-    steered = as_json(outcome())["runs"][-1]
-    play = steered["repeats"][0]
-    assert play["began"] == [0.0, 9.0]
-    assert play["probe_samples"] == [[0.0, 1, 4, "eagle3"], [9.0, 2, 4, "eagle3"]]
-    assert play["switches"] == 0
-    assert steered["phase_shares"] == [1.0, 1.0]
-
-
 def test_step_times_are_compared_with_the_costs():
     found = outcome()
     took = sum(step.seconds for play in found.plays["off"] for step in play.decode_steps)
@@ -72,34 +61,6 @@ def test_step_times_are_compared_with_the_costs():
     assert found.time_over_costs("off") == pytest.approx(took / priced)
 
 
-def test_a_result_is_drawn_where_it_lies(tmp_path, capsys):
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps(as_json(outcome())))
-    picture.main(path)
-    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-    path.write_text("{}")
-    with pytest.raises(typer.Exit):
-        picture.main(path)
-    assert "holds no play of a steered engine" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("content", [b"no JSON", b"\xd0\xff"])
-def test_a_file_that_is_no_result_is_refused(tmp_path, capsys, content: bytes):
-    path = tmp_path / "result.json"
-    path.write_bytes(content)
-    with pytest.raises(typer.Exit):
-        picture.main(path)
-    assert "is not the result.json of a demo" in capsys.readouterr().err
-
-
-def test_the_picture_is_a_png_of_some_size(tmp_path):
-    path = tmp_path / "new/demo.png"
-    picture.draw(json.loads(json.dumps(as_json(outcome()))), path)
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n")
-    assert min(struct.unpack(">II", data[16:24])) > 800
-
-
 def test_the_tables_say_what_was_lost_and_what_was_not_exact(capsys):
     report.show(outcome(), Terminal())
     printed = " ".join(capsys.readouterr().out.split())
@@ -107,11 +68,3 @@ def test_the_tables_say_what_was_lost_and_what_was_not_exact(capsys):
     assert "NOT all of them equal" in printed
     assert "4.2% of the time (waiting for information 1.0%, probing 2.0%" in printed
     assert "4: 100%" in printed
-
-
-def test_the_profile_is_a_table_in_the_models_time(capsys):
-    found = outcome()
-    report.show_profile(found.profile, found.dilation, Terminal())
-    printed = capsys.readouterr().out
-    assert "eagle3 3" in printed
-    assert "19.00" in printed

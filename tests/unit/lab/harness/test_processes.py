@@ -1,18 +1,14 @@
 import os
-import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
-from lab.harness.errors import EngineFailedError, HarnessError
-from lab.harness.orphan_guard import OrphanGuard
-from lab.harness.processes import Child, answers_http, preferred
+from lab.harness.errors import EngineFailedError
+from lab.harness.processes import Child
 from tests.support.eventually import eventually
 
 ROOT = Path(__file__).parents[4]
@@ -44,34 +40,6 @@ def test_a_child_that_dies_is_an_error_with_the_end_of_its_log(tmp_path):
     says = pytest.raises(EngineFailedError, match=r"status 3(?s:.*)no such model")
     with child(tmp_path, code) as dead, says:
         dead.wait_until(lambda: False, timeout_seconds=120)
-
-
-def test_a_child_that_is_never_ready_is_an_error_that_names_the_log(tmp_path):
-    code = "import time; print('loading', flush=True); time.sleep(60)"
-    with child(tmp_path, code) as slow:
-        wait_for(slow.log)
-        with pytest.raises(EngineFailedError, match=r"was not ready after 0 s(?s:.*)loading"):
-            slow.wait_until(lambda: False, timeout_seconds=0.3)
-
-
-def test_a_command_that_ends_badly_is_an_error(tmp_path):
-    says = pytest.raises(EngineFailedError, match=r"status 1(?s:.*)bad grid")
-    with child(tmp_path, "raise SystemExit('bad grid')") as command, says:
-        command.wait(120)
-
-
-def test_a_command_that_takes_too_long_is_an_error(tmp_path):
-    says = pytest.raises(EngineFailedError, match="was not done after")
-    with child(tmp_path, "import time; time.sleep(60)") as command, says:
-        command.wait(0.1)
-
-
-def test_a_command_that_ends_well_is_waited_for(tmp_path):
-    ticks: list[int] = []
-    with child(tmp_path, "import time; time.sleep(0.3); print('a'); print('b')") as command:
-        command.wait(120, lambda: ticks.append(1))
-        assert ticks
-        assert command.last_line() == "b"
 
 
 _WITH_GRANDCHILD = """
@@ -140,77 +108,6 @@ def test_a_child_that_was_just_starting_when_its_parent_was_told_to_stop_ends(tm
     assert not is_alive(int(done.stdout))
 
 
-def test_the_environment_is_added_to_and_taken_from(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECULATION_GAMMAS", "0,3")
-    code = "import os; print(os.environ.get('SPECULATION_GAMMAS'), os.environ['NEW'])"
-    with child(tmp_path, code, SPECULATION_GAMMAS=None, NEW="here") as command:
-        command.wait(120)
-        assert command.last_line() == "None here"
-
-
-def test_http_readiness_is_a_200_and_nothing_else():
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200 if self.path == "/health" else 503)
-            self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        assert answers_http(f"{url}/health")
-        assert not answers_http(f"{url}/starting")
-        server.shutdown()
-    assert not answers_http(f"{url}/health")
-
-
-def test_a_stopped_child_may_be_stopped_again(tmp_path):
-    one = child(tmp_path, "pass")
-    one.stop()
-    one.terminate()
-    one.stop()
-    assert not is_alive(one.pid)
-
-
-def test_terminate_does_not_wait(tmp_path):
-    with child(tmp_path, "import time; print(1, flush=True); time.sleep(60)") as one:
-        wait_for(one.log)
-        one.terminate()
-        with pytest.raises(EngineFailedError, match=f"status {-signal.SIGTERM}"):
-            one.wait(120)
-
-
-def test_a_child_is_preferred_where_the_machine_permits_it(tmp_path):
-    with child(tmp_path, "import time; time.sleep(60)") as running:
-        before = os.getpriority(os.PRIO_PROCESS, running.pid)
-        permitted = running.prefer()
-        after = os.getpriority(os.PRIO_PROCESS, running.pid)
-    assert after == (-10 if permitted else before)
-
-
-def test_this_process_is_preferred_for_a_while_only():
-    seen = []
-
-    @preferred()
-    def fail() -> None:
-        seen.append(os.getpriority(os.PRIO_PROCESS, 0))
-        raise HarnessError("an engine did not start")
-
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    with pytest.raises(HarnessError):
-        fail()
-    assert seen[0] in {-10, before}
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
-
-
-def test_a_process_that_has_ended_is_not_preferred(tmp_path):
-    with child(tmp_path, "pass") as ended:
-        ended.wait(60)
-    assert not ended.prefer()
-
-
 _PARENT = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
@@ -272,16 +169,3 @@ def test_nothing_outlives_a_parent_that_leaves_it_behind(tmp_path):
     (tmp_path / "go").touch()
     assert parent.wait(PATIENCE_SECONDS) == 0
     eventually(lambda: not any(map(is_alive, pids)), within=PATIENCE_SECONDS, what="both end")
-
-
-def test_the_guard_leaves_alone_what_it_was_told_to_forget():
-    guard = OrphanGuard()
-    sleeps = [subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(2)]
-    for one in sleeps:
-        guard.watch(one.pid)
-    guard.forget(sleeps[1].pid)
-    guard.close()
-    assert sleeps[0].wait(PATIENCE_SECONDS) == -signal.SIGKILL
-    assert sleeps[1].poll() is None
-    sleeps[1].kill()
-    sleeps[1].wait()

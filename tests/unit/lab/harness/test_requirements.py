@@ -3,12 +3,6 @@ import sys
 
 import pytest
 
-from lab.harness.requirements import require
-
-
-def test_what_can_be_imported_is_enough():
-    require("lab.x", "sys", "lab.harness")
-
 
 @pytest.mark.parametrize(
     ("command", "module"),

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import pytest
@@ -101,29 +100,6 @@ def test_rows_that_had_ended_made_no_tokens():
 
 def gammas_of(sidecar: SidecarHandle) -> set[int]:
     return {row.gamma for row in sidecar.status().plan.rows}
-
-
-def test_an_introduced_engine_is_known_with_its_draft_lengths(talker, sidecar):
-    assert sidecar.serving()
-    assert sidecar.introduced()
-    assert list(sidecar.status().engine.drafters[0].gammas) == [0, 1, 3]
-    assert "REASON_PROFILE_MISSING" in sidecar.why()
-
-
-def test_a_stranger_is_not_introduced(place):
-    with SidecarHandle(place.address, "somebody-else") as sidecar:
-        assert sidecar.serving()
-        assert not sidecar.introduced()
-        with pytest.raises(HarnessError, match="does not know an engine 'somebody-else'"):
-            sidecar.status()
-
-
-def test_nobody_there_is_told_apart_from_a_stranger(tmp_path: Path):
-    with SidecarHandle(f"unix:{tmp_path}/nobody.sock", ENGINE_ID) as sidecar:
-        assert not sidecar.serving()
-        assert not sidecar.introduced()
-        with pytest.raises(HarnessError, match="does not answer"):
-            sidecar.status()
 
 
 def test_pinned_means_this_draft_length_everywhere_and_afterwards_planning_again(talker, sidecar):

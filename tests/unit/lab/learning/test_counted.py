@@ -3,7 +3,6 @@
 import pytest
 
 from lab.cpu_engine.pace.updates import UpdateCosts
-from lab.harness.errors import HarnessError
 from lab.learning.counted import (
     Step,
     acceptance,
@@ -11,7 +10,6 @@ from lab.learning.counted import (
     net,
     steps_of,
     tokens_of_last_play,
-    update_flops,
     update_price,
 )
 from speculation.v1.engine_pb2 import StepReport
@@ -61,11 +59,6 @@ def test_a_gain_compares_answers_to_the_same_prompt() -> None:
     assert found.values == (2.0, 1.5)
 
 
-def test_an_answer_without_steps_in_these_contexts_has_no_gain() -> None:
-    with pytest.raises(HarnessError, match="no step with drafts in contexts 200 to 300"):
-        gain([answer(2, 2)], [answer(1)], 200, 300)
-
-
 def test_what_is_left_of_a_gain_is_less_the_dearer_updates_are() -> None:
     off = [answer(1, 1, 1, 1, 1)]
     # An update of every fifth step lengthens it by 0.4 of a step for each.
@@ -79,10 +72,3 @@ def test_a_price_is_that_of_the_paced_engine_but_for_what_is_counted() -> None:
     assert 0.7 * imposed < update_price("EAGLE3", 48) < imposed
     assert update_price("EAGLE3", 48) < update_price("EAGLE3", 256)
     assert update_price("EAGLE3", 48, 4) == pytest.approx(4 * update_price("EAGLE3", 48))
-
-
-@pytest.mark.parametrize("drafter", ["EAGLE3", "DFlash"])
-def test_the_work_of_an_update_grows_with_every_position_alike(drafter: str) -> None:
-    small, middle, large = (update_flops(drafter, window) for window in (64, 128, 256))
-    assert 0 < small < middle < large
-    assert large - middle == pytest.approx(2 * (middle - small), rel=0.02)

@@ -5,8 +5,6 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import pytest
-
 from lab.learning import headline
 from lab.learning.headline import (
     OWN_CLAIMS,
@@ -50,11 +48,6 @@ def run(page: Path, results: Path, *arguments: str) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
-def test_a_row_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="a row of 1 cells in a table of 2"):
-        Headline(Paper.TTS, "", "", "", ("a", "b"), (("1",),), Verdict.NOT, "")
-
-
 def test_a_kept_result_is_read_again_and_says_its_command(tmp_path: Path) -> None:
     keep("tts-length", HEADLINE, 3, 12.34, tmp_path)
     kept = kept_results(tmp_path)["tts-length"]
@@ -96,30 +89,3 @@ def test_what_no_paper_has_measured_is_not_said_to_reproduce(tmp_path: Path) -> 
         }
     )
     assert "It holds here in part." in said
-
-
-def test_a_page_without_a_place_is_refused(tmp_path: Path) -> None:
-    page = tmp_path / "learning.md"
-    page.write_text("# Title\n")
-    done = run(page, tmp_path)
-    assert done.returncode == 1
-    assert "are needed" in done.stderr
-    assert page.read_text() == "# Title\n"
-
-
-def test_the_report_has_table_and_picture() -> None:
-    document = {
-        "tts-length": {
-            "paper": "Test-Time Speculation", "title": "Gain", "claim": "c", "setup": "s",
-            "columns": HEADLINE.columns, "rows": HEADLINE.rows, "verdict": "reproduces",
-            "because": "b", "axes": ("x", "y"),
-            "curves": [{"label": "gain", "points": [(1.0, 1.0), (2.0, 2.0)]}],
-        },
-        "machine": {"processor": "a processor", "cores": 2},
-        "seconds": 1.0,
-        "command": ["python"],
-    }  # fmt: skip
-    text = headline.page(document)
-    assert text.count("<svg") == 1
-    assert "1.40 (1.35 to 1.42)" in text
-    assert "It reproduces. b" in text

@@ -15,7 +15,3 @@ def test_a_play_is_halved_by_its_tokens_and_prompts_take_time_and_bring_none() -
     prompts = step(60, 0.5, gamma=-1)
     steps = (prompts, step(4, 1.0), step(8, 2.0), prompts, step(8, 4.0), step(4, 8.0))
     assert StreamPlay(steps, ()).halves == ((12, 3.5), (12, 12.5))
-
-
-def test_a_play_without_passes_has_empty_halves() -> None:
-    assert StreamPlay((), ()).halves == ((0, 0), (0, 0))

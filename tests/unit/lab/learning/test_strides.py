@@ -43,18 +43,6 @@ def test_the_best_stride_has_to_beat_both_ends_clearly(
     assert found.verdict is verdict
 
 
-def test_strides_stand_in_the_table_with_their_spread() -> None:
-    found = strides_headline({1.0: BETWEEN, 4.0: AT_THE_END}, PLAIN, same_tokens=False)
-    assert [row[0] for row in found.rows] == ["off", "5", "1"]
-    assert found.rows[1] == (
-        "5", "1.85 (1.80–1.90)", "130 (130–130)", "1.85 (1.80–1.90)", "130 (130–130)",
-    )  # fmt: skip
-    assert "S = 5 at 1× the price (in between)" in found.because
-    assert "S = 5 at 4× the price (not clearly in between)" in found.because
-    assert "Tokens are NOT the same" in found.because
-    assert found.curves[0].points == ((0.0, 100.0), (0.2, 130.0), (1.0, 90.0))
-
-
 def halves(first: float, second: float) -> Halves:
     return (2000, first), (2000, second)
 

@@ -9,7 +9,7 @@ from lab.harness.terminal import Terminal
 from lab.learning.engines_at_work import LabSetting
 from lab.learning.headline import Verdict
 from lab.learning.tide import DomainServed, judged_matrix, judged_time
-from lab.learning.tide_control import described_eq5, eq5, judged_domains
+from lab.learning.tide_control import eq5, judged_domains
 from simulator.published import TIDE_MODELS
 
 
@@ -67,12 +67,6 @@ def test_eq_5_is_compared_only_with_costs_that_it_does_not_define(tmp_path: Path
     # On tables that price a step by Eq. 3 the crossover is that of Eq. 5, whatever it says.
     assert not any(name in str(found.rows) for name in TIDE_MODELS)
     assert [row[0] for row in found.rows] == ["1", "4"]
-
-
-def test_how_far_off_eq_5_is_stands_with_what_it_was_compared_with():
-    said = described_eq5({1: 0.001, 64: 0.223}, (0.32, 0.07))
-    assert "off by +22.3% at a batch of 64" in said
-    assert "7% to 32% too optimistic" in said
 
 
 @pytest.mark.parametrize(

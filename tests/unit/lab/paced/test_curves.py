@@ -4,19 +4,11 @@ import json
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from lab.paced.curves import curves, curves_of_file, replayed, survival
+from lab.paced.curves import curves_of_file, replayed, survival
 from lab.paced.traffic import CLASSES, own_curves, published_curves
 from simulator.curves import conditional
 from simulator.errors import InvalidInputError
-
-
-def run(*arguments):
-    app = typer.Typer()
-    app.command()(curves)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
@@ -48,20 +40,6 @@ def test_the_tenths_accept_least_and_most(recorded):
     # 24 positions take request i ceil(24 / (min(i, 8) + 1)) steps.
     steps = [-(-24 // (min(i, 8) + 1)) for i in range(10)]
     assert found["eagle", "all"] == [round(sum(steps[k:]) / sum(steps), 3) for k in range(1, 9)]
-
-
-def test_the_command_prints_a_line_a_curve(recorded):
-    done = run(recorded)
-    assert done.exit_code == 0, done.output
-    assert "eagle        least    0.000, 0.000" in done.output
-    assert "eagle        most     1.000, 1.000" in done.output
-
-
-@pytest.mark.parametrize(("argument", "code"), [("no-such-file.jsonl", 1), (None, 2)])
-def test_bad_input_ends_with_a_sentence(argument, code):
-    done = run(*([argument] if argument else []))
-    assert done.exit_code == code
-    assert "no-such-file.jsonl" in done.output or "name a file, or --own" in done.output
 
 
 def test_every_class_has_a_curve_that_the_engine_can_draw_from():

@@ -1,6 +1,5 @@
 """The streams: the same for the same arguments, and what an oracle gains on them."""
 
-import numpy as np
 import pytest
 
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance
@@ -20,30 +19,6 @@ from lab.paced.traffic import (
 H100 = "h100-llama3.1-8b"
 GAMMAS = (0, 1, 2, 3, 4, 5, 7)
 PLANS = (PhasePlan("a", ("code", "chat"), 4, 9, 60), PhasePlan("b", ("hard",), 2, 1, 40, 30))
-
-
-def test_the_same_arguments_give_the_same_stream_and_another_seed_another_one():
-    stream = build_stream("s", PLANS, 7)
-    assert stream == build_stream("s", PLANS, 7)
-    other = build_stream("s", PLANS, 8)
-    numbers = [{r.index for phase in s.phases for r in phase.requests} for s in (stream, other)]
-    assert not numbers[0] & numbers[1]
-    prompts = [{r.prompt for phase in s.phases for r in phase.requests} for s in (stream, other)]
-    assert not prompts[0] & prompts[1]
-
-
-def test_a_stream_has_what_was_planned():
-    stream = build_stream("s", PLANS, 7)
-    assert [len(phase.requests) for phase in stream.phases] == [9, 2]
-    assert stream.requests == 11
-    assert stream.max_concurrency == 4
-    kinds = [[r.domain for r in phase.requests] for phase in stream.phases]
-    assert (kinds[0].count("code"), kinds[0].count("chat"), set(kinds[1])) == (5, 4, {"hard"})
-    many = build_stream("s", (PhasePlan("a", ("code",), 1, 4000, 160, 96),), 7)
-    assert many.tokens / 4000 == pytest.approx(160, rel=0.03)
-    prompts = [len(r.prompt) for r in many.phases[0].requests]
-    assert np.mean(prompts) == pytest.approx(96, rel=0.03)
-    assert len({r.rid for r in many.phases[0].requests}) == 4000
 
 
 def test_the_simulator_is_given_the_very_draws_of_the_engine():

@@ -6,8 +6,7 @@ from controller.core.engine_spec import Arm
 from lab.cpu_engine.models.edits import EncodedEdit
 from lab.cpu_engine.pace.step_log import LoggedStep, LogPart
 from lab.harness.load_generator import Answer, PhasePlay, Play
-from lab.harness.terminal import Terminal
-from lab.paced.edits import EditsOutcome, build_stream, shares, show
+from lab.paced.edits import EditsOutcome, build_stream, shares
 from lab.paced.plays import StreamPlay
 
 EDITS = tuple(
@@ -51,12 +50,6 @@ def test_the_best_single_arm_is_the_fastest_one_of_those_that_ran() -> None:
     assert OUTCOME.gain.values == pytest.approx((8 / 6, 1.0))
 
 
-def test_plain_decoding_may_be_the_best() -> None:
-    slow = EditsOutcome(played("off", 4.0), OUTCOME.singles, OUTCOME.mixed, OUTCOME.steered)
-    assert slow.best_arm is None
-    assert slow.gain.high == pytest.approx(4 / 6)
-
-
 def test_an_answer_with_another_token_than_plain_decodings_is_counted() -> None:
     assert (OUTCOME.compared, OUTCOME.differing) == (8 * 5, 1)
 
@@ -64,16 +57,6 @@ def test_an_answer_with_another_token_than_plain_decodings_is_counted() -> None:
 def test_steps_are_named_by_what_drafted() -> None:
     assert shares(OUTCOME.steered[0]) == {"eagle3+ngram 3": 0.5, "ngram 5": 0.5}
     assert shares(OUTCOME.off) == {"off": 1.0}
-
-
-def test_the_table_has_every_play_and_the_sentence_what_follows(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    show(OUTCOME, "table", Terminal())
-    text = " ".join(capsys.readouterr().out.split())
-    for part in ("eagle3 3", "ngram 5", "eagle3+ngram 3, fixed", "1.333", "39 of 40 answers"):
-        assert part in text
-    assert "best single arm (ngram 5): 1.167 (1.000–1.333)" in text
 
 
 def test_a_stream_has_all_edits_once_before_any_comes_again() -> None:

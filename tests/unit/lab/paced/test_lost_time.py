@@ -136,7 +136,3 @@ def test_what_a_switch_takes_is_not_lost_twice():
     total = step(0, 4).seconds + slow.seconds
     assert found.estimates == pytest.approx(wasted(1, "good") * step(1, 1).seconds / total)
     assert found.switching == pytest.approx(0.002 / total)
-
-
-def test_no_step_loses_nothing():
-    assert lost_time([], [], VALUES).total == 0.0

@@ -24,12 +24,3 @@ def test_the_figures_of_mixed_pools_come_out():
     assert len(rows) == 4
     for _, here, paper in rows:
         assert float(here) == pytest.approx(float(paper), abs=0.0105)
-
-
-@pytest.mark.parametrize(
-    "arguments", [("everything",), ("drafters", "--grid", "there-is-no-such-file.csv")]
-)
-def test_bad_input_ends_with_the_exit_code_for_usage(arguments):
-    done = run(*arguments)
-    assert done.exit_code == 2
-    assert arguments[-1] in done.stderr

@@ -8,7 +8,6 @@ import pytest
 from controller.core.cost.roofline import Overlap, device
 from lab.papers.drafters import crossover, goodput, reproduce_drafters
 from simulator import published, published_qwen
-from simulator.errors import InvalidInputError
 
 THEIRS, KERNELS, OVERHEADS = reproduce_drafters()
 
@@ -89,67 +88,9 @@ def test_the_surface_of_the_same_name_prices_the_same_steps():
         np.testing.assert_allclose(batch * tokens / surface.seconds[i, batch], rate, rtol=1e-12)
 
 
-def test_without_a_grid_there_is_nothing_to_be_off_by():
-    assert THEIRS.errors is None
-    assert THEIRS.points[0].kept is None
-
-
 def test_a_grid_of_the_same_goodput_is_met_exactly(tmp_path):
     envelope = reproduce_drafters(write(tmp_path / "grid.json", grid()))[0]
     assert envelope.errors is not None
     assert envelope.errors.cells == 12 * (9 + 17)
     assert envelope.errors.largest == pytest.approx(0, abs=1e-12)
     assert [point.kept for point in envelope.points] == [1.0] * 12
-
-
-def test_a_grid_that_is_twice_as_fast_is_missed_by_half(tmp_path):
-    envelope = reproduce_drafters(write(tmp_path / "grid.json", grid(2.0)))[0]
-    assert envelope.errors is not None
-    assert envelope.errors.median == pytest.approx(0.5)
-    assert envelope.errors.largest == pytest.approx(0.5)
-
-
-def test_a_choice_that_is_not_the_grids_best_keeps_less_than_all_of_it(tmp_path):
-    body = grid()
-    body["drafters"]["mtp"]["nospec"]["goodput"][0] *= 10
-    best = 10 * goodput("mtp", device("B200"), Overlap.STEP)[0, 0]
-    point = reproduce_drafters(write(tmp_path / "grid.json", body))[0].points[0]
-    assert point.published_best == pytest.approx(best)
-    assert point.kept == pytest.approx(point.goodput / best)
-
-
-def test_no_crossover_is_none():
-    assert crossover(("mtp",) * 12) is None
-
-
-def broken(change):
-    body = grid()
-    change(body)
-    return json.dumps(body)
-
-
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("", "JSON"),
-        ("[]", "the file"),
-        (broken(lambda b: b.pop("conc")), "conc"),
-        (broken(lambda b: b["conc"].pop()), "conc"),
-        (broken(lambda b: b["drafters"].pop("mtp")), "drafters"),
-        (broken(lambda b: b["drafters"]["mtp"]["fixed"].pop()), "gamma 1 to 8"),
-        (broken(lambda b: b["drafters"]["mtp"]["nospec"]["goodput"].pop()), "12 values"),
-        (broken(lambda b: b["drafters"]["mtp"]["nospec"].update(goodput=[0] * 12)), "greater"),
-        (broken(lambda b: b["drafters"]["mtp"]["nospec"].update(goodput="x")), "goodput"),
-    ],
-)
-def test_a_file_that_is_not_the_sweep_is_refused_with_its_fault(tmp_path, text, fault):
-    path = tmp_path / "grid.json"
-    path.write_text(text)
-    with pytest.raises(InvalidInputError, match=fault) as caught:
-        reproduce_drafters(path)
-    assert str(path) in str(caught.value)
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(InvalidInputError, match="cannot be read"):
-        reproduce_drafters(tmp_path / "none.json")

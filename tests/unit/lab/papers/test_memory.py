@@ -1,12 +1,8 @@
 """The memory that acceptance was drawn with is found again."""
 
-import json
-
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from lab.papers.__main__ import app
 from lab.papers.memory import correlation, fit
 from simulator.acceptance_trace import RecordedRequest
 from simulator.chain import Chain, Memory
@@ -40,21 +36,3 @@ def test_a_memory_is_found_again(memory):
 def test_the_correlation_between_drafters_is_found_again():
     for common in (0.0, 0.3, 0.8):
         assert correlation(recorded({}, common), "a", "b") == pytest.approx(common, abs=0.06)
-
-
-def test_the_command_prints_fits_and_how_close_they_are(tmp_path):
-    path = tmp_path / "requests.jsonl"
-    path.write_text(
-        "\n".join(
-            json.dumps(
-                {"prompt_token_ids": [1] * 10}
-                | {f"acc_{d}": {"acc_len": (v + 1).tolist()} for d, v in r.accepted.items()}
-            )
-            for r in recorded({})[:100]
-        )
-    )
-    done = CliRunner().invoke(app, ["memory", str(path)])
-    assert done.exit_code == 0, done.output
-    assert "a: level_spread 0." in done.output
-    assert "b, gamma 8: " in done.output
-    assert CliRunner().invoke(app, ["memory", str(tmp_path / "none")]).exit_code == 2

@@ -47,24 +47,3 @@ def test_every_file_and_all_of_them_have_a_row(tmp_path):
     assert done.exit_code == 0, done.output
     for name in ("one", "two", "all"):
         assert f"│ {name} " in done.output
-
-
-def test_the_longest_requests_can_be_left_out(tmp_path):
-    files = [write(tmp_path / "short.jsonl", output=60), write(tmp_path / "long.jsonl", output=120)]
-    both = tmp_path / "both.jsonl"
-    both.write_text("".join(file.read_text() for file in files))
-    arguments = ["--batch-sizes", "4", "--steps", "60", "--processes", "1"]
-    cut = CliRunner().invoke(app, ["rows", str(both), *arguments, "--longest", "60"])
-    (tmp_path / "same").mkdir()
-    same = files[0].rename(tmp_path / "same" / "both.jsonl")
-    alone = CliRunner().invoke(app, ["rows", str(same), *arguments])
-    assert cut.exit_code == 0, cut.output
-    assert cut.output == alone.output
-    # Nothing is left.
-    none = CliRunner().invoke(app, ["rows", str(both), *arguments, "--longest", "5"])
-    assert none.exit_code == 2
-
-
-def test_a_batch_size_that_is_no_number_is_one_line(tmp_path):
-    done = CliRunner().invoke(app, ["rows", str(write(tmp_path / "a.jsonl")), "--batch-sizes", "x"])
-    assert done.exit_code == 2

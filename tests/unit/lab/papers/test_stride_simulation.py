@@ -16,13 +16,10 @@ from lab.papers.stride_simulation import (
     alpha_of,
     compute_bound,
     in_hindsight,
-    interpolated,
-    on_one_machine,
     play,
     streams_of_table_3,
     streams_of_table_7,
 )
-from lab.papers.tts import StrideReport, StrideRun, mixes, streams
 
 LARGE, SMALL = streams_of_table_3(), streams_of_table_7()
 
@@ -63,14 +60,6 @@ def test_alpha_gives_the_length_back(length: float):
     assert sum(alpha**k for k in range(BLOCK + 1)) == pytest.approx(length, abs=0.01)
 
 
-def test_between_and_beyond_a_tables_strides():
-    table = {0: 2.0, 10: 3.0, 5: 4.0}
-    assert interpolated(table, 5) == 4.0
-    assert 3.0 < interpolated(table, 7) < 4.0
-    assert 2.0 < interpolated(table, 50) < 3.0
-    assert interpolated(table, 1) == 4.0
-
-
 @pytest.mark.parametrize("stream", [*LARGE, *SMALL], ids=lambda stream: stream.name)
 def test_an_update_costs_the_same_at_every_stride(stream: Stream):
     costs = {s: s * (stream.step_seconds[s] - stream.step_seconds[0]) for s in STRIDES if s}
@@ -93,10 +82,6 @@ def test_where_nothing_is_gained_off_is_the_best_stride():
         assert max(earned, key=lambda stride: earned[stride]) == 0
 
 
-def test_on_one_machine_all_steps_take_the_same():
-    assert len({tuple(s.step_seconds.items()) for s in on_one_machine(LARGE)}) == 1
-
-
 def test_the_core_finds_out_that_updates_pay():
     stream = short(LARGE[1], 6)
     (ours,), (off,) = play([stream], 1), in_hindsight([stream], 0, 1)
@@ -108,31 +93,3 @@ def test_the_core_leaves_an_aligned_drafter_alone():
     stream = short(aligned(SMALL[0]))
     (ours,), (off,) = play([stream], 1), in_hindsight([stream], 0, 1)
     assert ours.tokens_per_second > 0.97 * off.tokens_per_second
-
-
-def test_streams_and_mixes_have_all_kinds():
-    names = [stream.name for stream in streams()]
-    assert len(names) == len(set(names)) == 22
-    for _, group in mixes():
-        assert len(group) == 11
-        assert {stream.batch_size for stream in group} == {1, 64}
-
-
-def test_a_report_is_printed_with_its_best_stride():
-    from rich.console import Console
-
-    from lab.papers.reproductions import tables
-
-    fixed = dict.fromkeys(STRIDES, 1.0) | {5: 1.2}
-    run = StrideRun("3 GPQA", fixed, (1.19, 1.17), (0.99, 0.97))
-    assert run.best == 5
-    console = Console(width=160, record=True, file=None, quiet=True)
-    console.quiet = False
-    with console.capture() as capture:
-        console.print(tables(StrideReport((run,), (run,))))
-    text = capture.get()
-    assert "1.180" in text
-    assert "Off is not the paper's" in text
-    assert "fitted to Table 7" in text
-    assert "0.980" in text
-    assert "0.970" in text

@@ -8,6 +8,7 @@ from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine_spec import Arm, Fingerprint
 from controller.core.step_report import NO_FLAGS
 from simulator.policy import Policy, StepRecord
+from tests.support.accepted_counts import accepted_counts
 
 GAMMAS = (0, 1, 2, 3, 5, 7)
 ARMS = tuple(Arm("mtp", gamma) for gamma in GAMMAS)
@@ -79,12 +80,7 @@ class Loop:
                 self.policy.observe(self.late.popleft(), self.now)
             choice = self.policy.choose(batch_size, self.now)
             gamma = self.arms[choice.arm].gamma
-            counts = [0] * (gamma + 1)
-            for _ in range(min(batch_size, 512)):
-                accepted = 0
-                while accepted < gamma and self.rng.random() < alpha:
-                    accepted += 1
-                counts[accepted] += 1
+            counts = accepted_counts(self.rng, min(batch_size, 512), gamma, alpha)
             counts[0] += batch_size - sum(counts)
             seconds = step_seconds(gamma, batch_size) * self.rng.lognormvariate(0, self.noise)
             self.now += seconds

@@ -10,6 +10,7 @@ from controller.core.engine_spec import Arm, DrafterSpec
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import ClassCounts, ProposalCounts, RowGroup, StepReport
+from tests.support.accepted_counts import accepted_counts
 
 SPECS = (
     DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 3)),
@@ -19,13 +20,7 @@ SETTINGS = PlannerSettings()
 
 
 def counts_of(rng, sequences, gamma, acceptance):
-    counts = [0] * (gamma + 1)
-    for _ in range(sequences):
-        accepted = 0
-        while accepted < gamma and rng.random() < acceptance:
-            accepted += 1
-        counts[accepted] += 1
-    return tuple(counts)
+    return tuple(accepted_counts(rng, sequences, gamma, acceptance))
 
 
 def report(step, parts, rng, gamma=3, drafter="mtp", rest=0):

@@ -10,18 +10,9 @@ from hypothesis import strategies as st
 
 from controller.core.acceptance.estimator import AcceptanceEstimator
 from controller.core.settings import PlannerSettings
+from tests.support.accepted_counts import accepted_counts
 
 SETTINGS = PlannerSettings()
-
-
-def draw(rng, batch, gamma, acceptance):
-    counts = [0] * (gamma + 1)
-    for _ in range(batch):
-        accepted = 0
-        while accepted < gamma and rng.random() < acceptance[accepted]:
-            accepted += 1
-        counts[accepted] += 1
-    return counts
 
 
 @pytest.mark.parametrize("gammas", [(7,), (3,), (1, 7), (2, 0, 5), (1, 2, 3, 5, 7)])
@@ -32,7 +23,7 @@ def test_the_estimate_does_not_depend_on_the_draft_lengths_that_ran(gammas):
     seen = []
     for i in range(3000):
         gamma = gammas[i % len(gammas)]
-        estimator.fold(draw(rng, 8, gamma, truth))
+        estimator.fold(accepted_counts(rng, 8, gamma, truth))
         if i >= 1000:
             seen.append(estimator.curve().conditional)
     # On average over time: a false alarm now and then shortens the memory for a while.
@@ -153,10 +144,10 @@ def test_a_large_change_is_noticed_soon(batch, steps, before, after):
     rng = random.Random(2)
     estimator = AcceptanceEstimator(5, SETTINGS)
     for _ in range(500):
-        take(estimator, draw(rng, batch, 5, [before] * 5))
-    assert sum(take(estimator, draw(rng, batch, 5, [after] * 5)) for _ in range(steps)) > 0
+        take(estimator, accepted_counts(rng, batch, 5, before))
+    assert sum(take(estimator, accepted_counts(rng, batch, 5, after)) for _ in range(steps)) > 0
     for _ in range(20):
-        take(estimator, draw(rng, batch, 5, [after] * 5))
+        take(estimator, accepted_counts(rng, batch, 5, after))
     assert estimator.curve().conditional[0] == pytest.approx(after, abs=0.3)
 
 
@@ -164,7 +155,7 @@ def test_a_large_change_is_noticed_soon(batch, steps, before, after):
 def test_still_traffic_raises_few_alarms(batch):
     rng = random.Random(3)
     estimator = AcceptanceEstimator(4, SETTINGS)
-    alarms = sum(take(estimator, draw(rng, batch, 4, [0.6] * 4)) for _ in range(4000))
+    alarms = sum(take(estimator, accepted_counts(rng, batch, 4, [0.6] * 4)) for _ in range(4000))
     assert alarms <= 12
 
 
@@ -172,7 +163,7 @@ def test_two_deep_drafts_are_enough_where_one_in_ten_was_accepted():
     rng = random.Random(4)
     estimator = AcceptanceEstimator(8, SETTINGS)
     for _ in range(300):
-        estimator.fold(draw(rng, 1, 8, [0.1] * 8))
+        estimator.fold(accepted_counts(rng, 1, 8, [0.1] * 8))
         estimator.believe()
     deep = [0] * 8 + [1]
     assert estimator.fold(deep) or estimator.fold(deep)
@@ -182,9 +173,9 @@ def test_after_a_shift_deep_positions_do_not_remember_the_old_traffic():
     rng = random.Random(5)
     estimator = AcceptanceEstimator(8, SETTINGS)
     for _ in range(300):
-        take(estimator, draw(rng, 4, 8, [0.95] * 8))
+        take(estimator, accepted_counts(rng, 4, 8, [0.95] * 8))
     for _ in range(60):
-        take(estimator, draw(rng, 4, 8, [0.4] * 8))
+        take(estimator, accepted_counts(rng, 4, 8, [0.4] * 8))
     assert max(estimator.curve().conditional) < 0.75
 
 
@@ -209,7 +200,7 @@ def test_what_would_have_been_accepted_is_evidence_as_far_as_the_step_shows_it()
     for _ in range(1500):
         exact, censored = [0] * 4, [0] * 3
         for _ in range(4):
-            accepted = draw(rng, 1, 3, truth).index(1)
+            accepted = accepted_counts(rng, 1, 3, truth).index(1)
             # The step shows one, two or three tokens, whatever the proposal was.
             known = rng.randint(1, 3)
             if accepted < known:
@@ -233,7 +224,7 @@ def test_answers_that_end_at_once_do_not_look_like_rejections():
         exact, censored, counts = [0] * 8, [0] * 7, [0] * 8
         for _ in range(8):
             # Behind the end of an answer drafts are hardly accepted.
-            accepted = draw(rng, 1, 7, truth[:2] + [0.1] * 5).index(1)
+            accepted = accepted_counts(rng, 1, 7, truth[:2] + [0.1] * 5).index(1)
             counts[accepted] += 1
             if accepted >= 2:
                 censored[2] += 1
@@ -253,7 +244,7 @@ def test_sensitivity_is_the_derivative_of_the_expectation(acceptance, weight):
     estimator = AcceptanceEstimator(len(acceptance), SETTINGS)
     rng = random.Random(weight)
     for _ in range(30):
-        estimator.fold(draw(rng, 8, len(acceptance), acceptance))
+        estimator.fold(accepted_counts(rng, 8, len(acceptance), acceptance))
     curve = estimator.curve()
 
     def expected(conditional):

@@ -10,6 +10,7 @@ from controller.core.engine_spec import DrafterSpec, EngineSpec
 from controller.core.model_shapes import DrafterKind
 from controller.core.step_report import ProposalCounts, RowGroup, StepFlags, StepReport
 from controller.wire.explanations import explain
+from tests.support.accepted_counts import accepted_counts
 from tests.support.virtual_engine import engine_spec, make
 
 WRONG = [0.05, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2]
@@ -32,12 +33,7 @@ class Steps:
 
     def feed(self, steps: int, acceptance: list[float], batch_size: int = 4, gamma: int = 3):
         for _ in range(steps):
-            counts = [0] * (gamma + 1)
-            for _ in range(batch_size):
-                k = 0
-                while k < gamma and self.random.random() < acceptance[k]:
-                    k += 1
-                counts[k] += 1
+            counts = accepted_counts(self.random, batch_size, gamma, acceptance)
             self.put(counts)
 
     def put(self, counts: list[int], measured: bool = False, **more):

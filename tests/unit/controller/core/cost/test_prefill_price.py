@@ -12,6 +12,7 @@ from controller.core.engine_spec import Capabilities
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 from controller.wire.explanations import explain
+from tests.support.accepted_counts import accepted_counts
 from tests.support.virtual_engine import engine_spec, gpu_like, profile_of
 
 ACCEPTANCE = 0.6
@@ -35,12 +36,7 @@ class Engine:
             self.step += 1
             row = self.core.decide(BATCH)
             arm = row.probe.arm if row.probe else row.arm
-            counts = [0] * (arm.gamma + 1)
-            for _ in range(BATCH):
-                accepted = 0
-                while accepted < arm.gamma and self.rng.random() < ACCEPTANCE:
-                    accepted += 1
-                counts[accepted] += 1
+            counts = accepted_counts(self.rng, BATCH, arm.gamma, ACCEPTANCE)
             tokens = self.tokens if self.every and self.step % self.every == 0 else 0
             seconds = gpu_like(arm.gamma, BATCH) + 2e-5 * tokens
             seconds += self.standstill if tokens else 0.0

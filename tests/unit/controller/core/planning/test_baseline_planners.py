@@ -20,6 +20,7 @@ from controller.settings.settings import Settings
 from controller.wire.explanations import explain
 from simulator.peers.sglang_adaptive import SGLangAdaptive
 from simulator.policy import StepRecord
+from tests.support.accepted_counts import accepted_counts
 from tests.support.virtual_engine import make
 
 GAMMAS = (0, 1, 3, 5, 7)
@@ -86,12 +87,7 @@ def test_the_moving_average_goes_where_sglangs_own_class_goes(seed, batches):
         assert ours.update(nothing, CALM)[batch - 1] == arm
         gamma = GAMMAS[arm]
         moved.add(gamma)
-        counts = [0] * (gamma + 1)
-        for _ in range(batch):
-            accepted = 0
-            while accepted < gamma and rng.random() < acceptance:
-                accepted += 1
-            counts[accepted] += 1
+        counts = accepted_counts(rng, batch, gamma, acceptance)
         ours.observe(StepReport(step, batch, 100, "mtp", gamma, tuple(counts), 0.01))
         peer.observe(record(batch, counts), 0.0)
     assert len(moved) > 1

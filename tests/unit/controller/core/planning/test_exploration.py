@@ -19,6 +19,7 @@ from controller.core.planning.planner import evaluate
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import RowGroup, StepReport
 from controller.wire.explanations import explain
+from tests.support.accepted_counts import accepted_counts
 from tests.support.virtual_engine import engine_spec, gpu_like, make, profile_of
 
 GAMMAS = (0, 1, 2, 3, 5, 7)
@@ -39,12 +40,7 @@ def situation(acceptance, steps, current, bucket=0, horizon=2000.0, off_ran=True
     """After `steps` steps at the current arm; off_ran: gamma = 0 has run, and costs as believed."""
     estimator, rng = AcceptanceEstimator(7, SETTINGS), random.Random(0)
     for _ in range(steps):
-        counts = [0] * (GAMMAS[current] + 1)
-        for _ in range(SIZES[bucket]):
-            accepted = 0
-            while accepted < GAMMAS[current] and rng.random() < acceptance:
-                accepted += 1
-            counts[accepted] += 1
+        counts = accepted_counts(rng, SIZES[bucket], GAMMAS[current], acceptance)
         estimator.fold(counts)
     costs = CostModel(ARMS, SIZES, profile_of(engine_spec(), gpu_like), SETTINGS)
     if off_ran:

@@ -5,6 +5,7 @@ import pytest
 
 from controller.core.step_report import RowGroup, StepFlags, StepReport
 from controller.core.training.update_response import Forecast, UpdateResponse
+from tests.support.accepted_counts import accepted_counts
 
 RATES = (0.0, 0.02, 0.2)
 GAMMA = 3
@@ -167,12 +168,7 @@ def test_longer_drafts_do_not_look_like_a_change():
     nows, shifts = [], 0
     for step in range(3000):
         gamma = 7 if step % 1000 > 500 else 1
-        counts = [0] * (gamma + 1)
-        for _ in range(8):
-            length = 0
-            while length < gamma and rng.random() < chances[length]:
-                length += 1
-            counts[length] += 1
+        counts = accepted_counts(rng, 8, gamma, chances)
         response.fold(StepReport(step, 8, 8, "eagle3", gamma, tuple(counts), 0.02), drafted=True)
         if step > 1000 and step % 250 == 0:
             nows.append(response.forecast(RATES, 5000.0, 0).now)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tokenizers import Tokenizer
 
 import lab.cpu_engine.models
@@ -101,27 +100,3 @@ def test_a_second_set_shares_the_tokenizer_and_the_held_out_text(
     assert made.shape == with_predictor.predictor_shape
     saved = Tokenizer.from_file(str(tmp_path / "target/tokenizer.json"))
     assert saved.to_str() == tokenizer.to_str()
-
-
-def test_drafts_can_be_made_again_for_the_target_already_there(
-    few_texts: dict[str, list[str]], tmp_path: Path
-) -> None:
-    make(recipe(), tmp_path, few_texts)
-    weights, draft = (
-        tmp_path / "target/model.safetensors",
-        tmp_path / "draft-small/model.safetensors",
-    )
-    before, draft_before = weights.read_bytes(), draft.read_bytes()
-    draft.unlink()
-    make(recipe(), tmp_path, few_texts, keep_target=True)
-    assert weights.read_bytes() == before
-    assert draft.read_bytes() == draft_before  # the same seeds, the same draft
-
-
-def test_a_target_with_an_idle_layer_is_refused(
-    few_texts: dict[str, list[str]], tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    with pytest.raises(RuntimeError, match=r"layer \d adds only .* train longer"):
-        make(recipe(least_branch_share=1e6), tmp_path, few_texts)
-    assert not (tmp_path / "target").exists()

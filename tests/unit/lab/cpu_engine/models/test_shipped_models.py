@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoTokenizer, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 import lab.cpu_engine.models
 from lab.cpu_engine.models._draft import agreement, teach
@@ -25,7 +23,6 @@ MODELS = Path(lab.cpu_engine.models.__file__).parent
 SHALLOW_SET = MODELS / "shallow"
 MIMO_SET = MODELS / "mimo"
 RECIPE = Recipe()
-DRAFTS = tuple(RECIPE.drafts)
 CEILINGS = {"code": 3.8, "prose": 4.0, "json": 0.6, "csv": 1.2}
 """Nats a token; the measured losses stand in the README beside the models."""
 
@@ -63,40 +60,6 @@ def test_the_target_knows_its_domains(target: Qwen3Target, domain: str, nats: fl
 def test_every_layer_of_the_target_does_something(target: Qwen3Target) -> None:
     tokens = torch.cat([windows(domain, 2, 128) for domain in DOMAINS])
     assert min(branch_shares(target, tokens)) > RECIPE.least_branch_share
-
-
-@pytest.mark.parametrize("name", DRAFTS)
-def test_a_draft_file_holds_exactly_what_sglang_reads(name: str) -> None:
-    stored = load_file(MODELS / name / "model.safetensors")
-    hidden, width, kv, mlp = 128, 128, 64, 384
-    layer = {
-        "input_layernorm": (hidden,),
-        "hidden_norm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (width, 2 * hidden),
-        "self_attn.k_proj": (kv, 2 * hidden),
-        "self_attn.v_proj": (kv, 2 * hidden),
-        "self_attn.o_proj": (hidden, width),
-        "mlp.gate_proj": (mlp, hidden),
-        "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp),
-    }
-    assert {key: tuple(tensor.shape) for key, tensor in stored.items()} == {
-        "fc.weight": (hidden, 3 * hidden),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (1024, hidden),
-        "d2t": (1024,),
-        "t2d": (1024,),
-    } | {f"midlayer.{part}.weight": shape for part, shape in layer.items()}
-    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16, torch.int64, torch.bool}
-
-
-@pytest.mark.parametrize("name", DRAFTS)
-def test_a_draft_reads_layers_the_target_has(name: str) -> None:
-    config = json.loads((MODELS / name / "config.json").read_text(encoding="utf-8"))
-    layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    assert tuple(layers) == RECIPE.draft_shape.feature_layers
-    assert max(layers) < RECIPE.shape.layers - 1
 
 
 def agreements(target: Qwen3Target, name: str, domain: str) -> list[float]:
@@ -142,37 +105,6 @@ def test_the_code_draft_is_lost_off_its_domain(target: Qwen3Target) -> None:
     for domain in ("json", "csv"):
         assert agreements(target, "draft-code", domain)[0] < 0.6 * code[0]
         assert agreements(target, "draft-mixed", domain)[0] > code[0]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def f(x):\n    return x + 1\n",
-        '{"id": 12345, "user": "alice", "tags": ["red"]}',
-        "index,value\n10,3.25\n",
-        "Zwölf große Boxkämpfer, 東京, \t tabs and 007.",
-    ],
-)
-def test_text_survives_the_tokenizer(text: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert max(ids) < RECIPE.shape.vocabulary
-
-
-def test_held_out_prompts_read_as_their_domain() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
-    marks = {"code": "\n        ", "prose": " the ", "json": '"email": "', "csv": "north,"}
-    for domain, mark in marks.items():
-        passages = held_out_prompts(domain, 8, 1000, seed=0)
-        assert sum(mark in tokenizer.decode(passage) for passage in passages) >= 7, domain
-
-
-def test_the_whole_set_stays_small() -> None:
-    shipped = [
-        path for path in MODELS.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc"}
-    ]
-    assert sum(path.stat().st_size for path in shipped) < 30_000_000
 
 
 @pytest.mark.parametrize("domain", DOMAINS)

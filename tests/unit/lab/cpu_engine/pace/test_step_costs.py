@@ -154,34 +154,6 @@ def test_a_block_drafter_lacks_none_of_the_lengths_that_its_block_fills(tmp_path
         load_step_costs(str(path), GAMMAS)
 
 
-@pytest.mark.parametrize(
-    ("drafters", "complaint"),
-    [
-        ({"eagle3": (0, 1, 3)}, r"the engine \[7\] as well"),
-        ({"dflash": GAMMAS}, "no drafter of it drafts in serial passes"),
-    ],
-)
-def test_a_profile_that_cannot_price_the_engine_is_refused(tmp_path, drafters, complaint):
-    path = tmp_path / "profile.json"
-    path.write_text(profile(drafters).to_json())
-    with pytest.raises(InvalidInputError, match=complaint):
-        load_step_costs(str(path), GAMMAS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("h200", GAMMAS), "is neither a file nor one of: tide-"),
-        ((H100, (0, -1)), "leave 0..64"),
-        ((H100, (0, 65)), "leave 0..64"),
-        ((H100, GAMMAS, 0), "max_batch_size 0 leaves"),
-    ],
-)
-def test_bad_input_is_refused_in_a_sentence(arguments, complaint):
-    with pytest.raises(InvalidInputError, match=complaint):
-        load_step_costs(*arguments)
-
-
 def test_a_lookup_drafts_at_the_price_of_the_tables_n_gram_drafter() -> None:
     costs = load_step_costs(H100, GAMMAS, lookup=True)
     fixed, token, context = VERIFY

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from lab.cpu_engine.pace.step_log import LoggedRequest, LoggedStep, StepLog, read_log
 
 STEP = LoggedStep(
@@ -50,15 +48,6 @@ def test_half_a_line_is_left_for_the_next_reader(tmp_path):
     path.write_bytes(whole + whole[:20])
     found = read_log(path)
     assert (len(found.steps), found.end) == (1, len(whole))
-
-
-def test_without_a_file_there_is_nothing(tmp_path):
-    assert read_log(tmp_path / "none", 7).end == 7
-
-
-def test_a_file_that_cannot_be_opened_is_an_error_at_once(tmp_path):
-    with pytest.raises(OSError, match="directory"):
-        StepLog(tmp_path)
 
 
 def test_a_full_disk_ends_the_log_with_one_line_and_nothing_else(caplog):

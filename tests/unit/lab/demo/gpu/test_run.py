@@ -4,9 +4,11 @@ import json
 import signal
 import sys
 
+import psutil
 import pytest
 import typer
 
+import lab.harness.orphan_guard
 from lab.demo.gpu import __main__ as command_line
 from lab.demo.gpu import engines
 from lab.demo.gpu.plan import SETTINGS
@@ -14,11 +16,32 @@ from lab.demo.gpu.run import BudgetReachedError, GpuDemoOptions, run
 from lab.gpu_check.shapes import SMALL, Device
 from lab.harness.errors import EngineFailedError, HarnessError
 from lab.harness.terminal import Terminal
-from tests.support.left_behind import find_children
 
 
 def options(output):
     return GpuDemoOptions(SETTINGS[SMALL.name], 540.0, 5.0, output, device=Device.CPU)
+
+
+def find_children() -> set[int]:
+    """The ids of all descendants of this process, but for the lab's guard.
+
+    The guard starts with the first process that the lab starts here, in whichever test that is, and
+    stays until this process ends.
+    """
+    guard = lab.harness.orphan_guard.__file__
+    return {
+        child.pid
+        for child in psutil.Process().children(recursive=True)
+        if guard not in _read_command(child)
+    }
+
+
+def _read_command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        # It has ended, or ends now: whoever reads it again does not find it.
+        return []
 
 
 @pytest.fixture

@@ -31,24 +31,9 @@ def test_the_table_s_best_arms_are_the_published_ones(concurrency):
     assert name_of(winner).startswith(published_qwen.BEST_DRAFTER[index])
 
 
-def test_the_table_has_plain_decoding_once_and_every_draft_length_of_both_drafters():
-    arms = set(table_rates(COSTS, 4))
-    drafting = {Arm(drafter, g) for drafter in ("eagle3", "dflash") for g in GAMMAS if g > 0}
-    assert arms == {PLAIN} | drafting
-
-
 @pytest.mark.parametrize(("concurrency", "goodput"), [(1, 1394.1), (16, 4292.2), (128, 14096.1)])
 def test_plain_decoding_has_the_published_goodput(concurrency, goodput):
     assert table_rates(COSTS, concurrency)[PLAIN] == pytest.approx(goodput, rel=0.01)
-
-
-def test_a_best_arm_always_drafts():
-    rates = {PLAIN: 100.0, Arm("eagle3", 1): 50.0, Arm("eagle3", 2): 60.0}
-    assert best_arm(rates, "eagle3") == Arm("eagle3", 2)
-
-
-def test_one_sequence_has_the_dilation_that_was_asked_for():
-    assert dilation_at(26.0, COSTS, 1) == 26.0
 
 
 def test_a_dilation_leaves_the_machine_as_much_of_a_step_as_its_work_grows():
@@ -58,10 +43,6 @@ def test_a_dilation_leaves_the_machine_as_much_of_a_step_as_its_work_grows():
     }
     assert room[8] / room[1] == pytest.approx(58 / 51, rel=0.02)
     assert room[128] / room[1] == pytest.approx(178 / 51, rel=0.02)
-
-
-def test_no_dilation_is_shorter_than_life():
-    assert dilation_at(1.0, COSTS, 32) == 1.0
 
 
 def test_a_stream_is_of_whole_rounds_and_has_tokens_enough():

@@ -13,8 +13,6 @@ from lab.paced.envelope.outcome import (
     STEERED,
     agreeing,
     as_json,
-    dilation_to_try,
-    from_json,
     measure,
 )
 from tests.unit.lab.paced.envelope.recorded import (
@@ -65,21 +63,6 @@ def test_both_drafters_at_no_draft_are_plain_decoding():
     assert measure(STEERED, None, steps, 2, DILATION).shares == {PLAIN: 1.0}
 
 
-def test_a_run_of_too_few_steps_is_refused():
-    with pytest.raises(HarnessError, match="19 steps of 2 sequences are too few"):
-        measure(MTP, MTP_1, steps_of(MTP_1, 27), 2, DILATION)
-
-
-def test_the_dilation_to_try_has_room_for_what_the_steps_needed():
-    # 30 ms of work in a step of 2 ms need a dilation of 15 where 10 was in force.
-    run = measure(MTP, MTP_1, steps_of(MTP_1, 108, late=10, used=0.03), 2, DILATION)
-    assert run.needed == pytest.approx(15.0)
-    assert dilation_to_try(26.0, run, DILATION) == 47
-    # Late for another reason than its own work: more room than before all the same.
-    idle = measure(MTP, MTP_1, steps_of(MTP_1, 108, late=10), 2, DILATION)
-    assert dilation_to_try(26.0, idle, DILATION) == 32
-
-
 def test_the_envelope_is_the_best_of_the_static_runs():
     found = point(rates=(1400, 1600, 1650, 1633.5))
     assert (found.envelope, found.winner) == (1650, DFLASH_3)
@@ -111,8 +94,3 @@ def test_the_result_holds_every_run():
     assert found["runs"][STEERED]["arm"] is None
     assert found["runs"][STEERED]["shares"] == {"dflash 3": 0.7, "mtp 1": 0.25, "off": 0.05}
     assert found["runs"][DFLASH]["tokens_per_second"] == 1650
-
-
-def test_a_result_is_read_back_as_it_was():
-    points = (point(1), point(128))
-    assert from_json(json.loads(json.dumps(as_json(points)))) == points

@@ -1,6 +1,5 @@
-"""A scripted sidecar whose first plan is for an engine of one drafter."""
+"""An engine of one drafter, as it introduces itself, and plans for it."""
 
-from lab.harness import fake_sidecar
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, Drafter, EngineSpec
 from speculation.v1.plan_pb2 import REASON_EXPLOIT, Plan, PlanRow, Probe
 
@@ -20,11 +19,3 @@ def plan(epoch: int, gamma: int, lease_ms: int = 60_000, probe: Probe | None = N
     if probe is not None:
         row.probe.CopyFrom(probe)
     return Plan(epoch=epoch, rows=[row], lease_ms=lease_ms, reason=REASON_EXPLOIT)
-
-
-class FakeSidecar(fake_sidecar.FakeSidecar):
-    """Begins with gamma 3."""
-
-    def __init__(self, target: str) -> None:
-        super().__init__(target)
-        self.first_plan = lambda: plan(1, 3)

@@ -3,10 +3,9 @@
 from pathlib import Path
 from threading import Timer
 
+from lab.harness.scripted_sidecar import ScriptedSidecar
 from speculation.v1.engine_pb2 import RowGroup, StepReport
 from speculation.v1.service_pb2 import SteerRequest
-from tests.support.fake_sidecar import FakeSidecar
-from tests.support.scripted_sidecar import ScriptedSidecar
 
 
 def test_a_row_that_had_ended_stands_for_no_other(tmp_path: Path) -> None:
@@ -15,10 +14,10 @@ def test_a_row_that_had_ended_stands_for_no_other(tmp_path: Path) -> None:
     ended = RowGroup(drafter="eagle3", accepted_counts=[1], ended=True)
     gone = StepReport(step=2, batch_size=1, accepted_counts=[1], groups=[ended])
     last = StepReport(step=3, batch_size=1, accepted_counts=[1])
-    with FakeSidecar(f"unix:{tmp_path}/s.sock") as server:
+    with ScriptedSidecar(f"unix:{tmp_path}/s.sock", plans_once=True) as server:
         server.requests.append(SteerRequest(reports=[one, gone]))
         late = Timer(0.2, server.requests.append, [SteerRequest(reports=[last])])
         late.start()
-        reports = ScriptedSidecar(server).reports_since(0, 2)
+        reports = server.reports_since(0, 2)
         late.join()
     assert [report.step for report in reports] == [1, 2, 3]

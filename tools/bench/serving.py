@@ -1,0 +1,54 @@
+"""A real sidecar that says nothing, reports for it, and what it takes of the processors."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import grpc
+
+from speculation.v1 import service_pb2, service_pb2_grpc
+from speculation.v1.engine_pb2 import EngineSpec, StepReport
+from tests.support.sidecar_process import SidecarProcess, sidecar_process
+
+
+@contextlib.contextmanager
+def quiet_sidecar() -> Iterator[SidecarProcess]:
+    """In a folder of its own."""
+    with (
+        tempfile.TemporaryDirectory() as name,
+        sidecar_process(Path(name), "--log-level", "error") as sidecar,
+    ):
+        yield sidecar
+
+
+def introduced(channel: grpc.Channel, engine: EngineSpec) -> str:
+    """The engine's session."""
+    stub = service_pb2_grpc.SpeculationServiceStub(channel)
+    request = service_pb2.IntroduceRequest(engine=engine)
+    return str(stub.Introduce(request, wait_for_ready=True).session_id)
+
+
+def messages_of(
+    session_id: str, reports: Sequence[StepReport], each: int
+) -> list[service_pb2.SteerRequest]:
+    """So many reports to a message."""
+    return [
+        service_pb2.SteerRequest(session_id=session_id, reports=reports[first : first + each])
+        for first in range(0, len(reports), each)
+    ]
+
+
+def send(channel: grpc.Channel, messages: Sequence[service_pb2.SteerRequest]) -> None:
+    """On one stream, until the sidecar has ended it after the last one."""
+    for _ in service_pb2_grpc.SpeculationServiceStub(channel).Steer(iter(messages)):
+        pass
+
+
+def processor_seconds(pid: int) -> float:
+    """Of its threads that live, to the scheduler's nanosecond (`cpu_times` has ticks of 10 ms)."""
+    spent = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            spent += int((task / "schedstat").read_text().split()[0])
+    return spent * 1e-9
