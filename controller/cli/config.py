@@ -10,7 +10,6 @@ from controller.cli.output import (
     Output,
     OutputOption,
     print_error,
-    print_json,
     show,
 )
 from controller.cli.serve import flags_of, serve
@@ -27,9 +26,6 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 def config(
     context: typer.Context,
     output: OutputOption = Output.TABLE,
-    json: Annotated[
-        bool, typer.Option("--json", help="The items of -o json alone, for older scripts.")
-    ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Print nothing; the exit code says it.")
     ] = False,
@@ -53,11 +49,7 @@ def config(
         raise typer.Exit(Exit.USAGE) from error
     if check:
         return
-    rows = _rows(settings, sources)
-    if json:
-        print_json(rows, indent=2)
-    else:
-        show(_SETTINGS, rows, output)
+    show(_SETTINGS, _rows(settings, sources), output)
 
 
 def _require_a_redis(settings: "Settings") -> None:

@@ -1,8 +1,7 @@
 """Implements `controller override list`, `watch` and `log`: overrides in force, and their audit."""
 
 import contextlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,7 +14,6 @@ from controller.cli.output import (
     OutputOption,
     plain_values,
     print_error,
-    print_json,
     print_line,
     show,
     show_news,
@@ -28,14 +26,9 @@ if TYPE_CHECKING:
 
 _ANSWER_SECONDS_MAX = 10.0
 
-AsJson = Annotated[
-    bool, typer.Option("--json", help="JSON lines without kind and version; for older scripts.")
-]
-
 
 def list_(
     output: OutputOption = Output.TABLE,
-    as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Shows the overrides in force, and which one wins."""
@@ -45,12 +38,9 @@ def list_(
         answer = policy_pb2_grpc.PolicyServiceStub(channel).ListOverrides(
             policy_pb2.ListOverridesRequest(), timeout=_ANSWER_SECONDS_MAX
         )
-    if as_json:
-        _print_json(answer.overrides)
-    else:
-        show(_OVERRIDES, answer.overrides, output, "no override is in force")
-        if answer.overrides and output in {Output.TABLE, Output.WIDE}:
-            print_line(PRECEDENCE)
+    show(_OVERRIDES, answer.overrides, output, "no override is in force")
+    if answer.overrides and output in {Output.TABLE, Output.WIDE}:
+        print_line(PRECEDENCE)
     if answer.HasField("policy") and not answer.policy.ok:
         print_error(
             "the policy file cannot be used, so what it said before stays in force: "
@@ -66,7 +56,6 @@ def list_(
 
 def watch(
     output: OutputOption = Output.TABLE,
-    as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Shows what is in force, then every change, until it is interrupted.
@@ -77,13 +66,10 @@ def watch(
 
     with contextlib.suppress(KeyboardInterrupt), connected(address) as channel:
         stub = policy_pb2_grpc.PolicyServiceStub(channel)
-        people = not as_json and output in {Output.TABLE, Output.WIDE}
+        people = output in {Output.TABLE, Output.WIDE}
         if people:
             print_line(PRECEDENCE)
         for news in stub.WatchOverrides(policy_pb2.WatchOverridesRequest()):
-            if as_json:
-                _print_json([news])
-                continue
             held, kind = news.held, _kind(news)
             if not people:
                 values = {"change": kind, "held": plain_values(held)}
@@ -109,7 +95,6 @@ def log(
     ] = "",
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 50,
     output: OutputOption = Output.TABLE,
-    as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Shows who changed what, when, why and from where; the newest first."""
@@ -126,10 +111,7 @@ def log(
             records += answer.records[: request.limit]
             request.page_token = pages.next_token(answer)
             request.limit = limit - len(records) if request.page_token else 0
-    if as_json:
-        _print_json(records)
-    else:
-        show(_CHANGES, records, output, "no override was ever changed")
+    show(_CHANGES, records, output, "no override was ever changed")
 
 
 def _moment(seconds: float) -> str:
@@ -188,11 +170,3 @@ _CHANGES: "Listing[policy_pb2.AuditRecord]" = Listing(
     ),
     plain_values,
 )
-
-
-def _print_json(messages: Iterable[Any]) -> None:
-    from google.protobuf import json_format
-
-    for message in messages:
-        found = json_format.MessageToDict(message, preserving_proto_field_name=True)
-        print_json(found)

@@ -9,7 +9,6 @@ from controller.cli.output import (
     Output,
     OutputOption,
     print_error,
-    print_json,
     print_line,
     print_table,
     show_one,
@@ -46,10 +45,6 @@ def replay(
         typer.Option(metavar="NAME=VALUE", help="What with this constant? Several are allowed."),
     ] = None,
     output: OutputOption = Output.TABLE,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="As -o json, without kind and version; for older scripts."),
-    ] = False,
 ) -> None:
     """Decides a recording again, and compares every plan with the recorded one bit by bit.
 
@@ -71,17 +66,13 @@ def replay(
         print_error(f"controller replay: {' '.join(str(error).splitlines())}")
         raise typer.Exit(Exit.USAGE) from error
     compared = None if other is None else other.found
-    found = _as_json(verdict, compared)
 
     def tell() -> None:
         _print(verdict)
         if compared is not None:
             _print_comparison(compared, wide=output is Output.WIDE)
 
-    if as_json:
-        print_json(found, indent=1)
-    else:
-        show_one("Replay", found, output, [verdict.engine_id], tell)
+    show_one("Replay", _values(verdict, compared), output, [verdict.engine_id], tell)
     if not verdict.is_same:
         raise typer.Exit(Exit.FAILED)
 
@@ -202,7 +193,7 @@ def _arm(arm: "Arm") -> str:
     return f"{arm.drafter} {arm.gamma}"
 
 
-def _as_json(verdict: "ReplayVerdict", compared: "Comparison | None") -> dict[str, Any]:
+def _values(verdict: "ReplayVerdict", compared: "Comparison | None") -> dict[str, Any]:
     from dataclasses import asdict
 
     body = asdict(verdict) | {"same": verdict.is_same}

@@ -278,21 +278,16 @@ def put(connection: sqlite3.Connection, entry: StoredEntry) -> None:
     )
 
 
-def add(connection: sqlite3.Connection, record: AuditRecord) -> None:
-    """Appends a record."""
+def _append(connection: sqlite3.Connection, record: AuditRecord) -> None:
     sequence, *rest = astuple(record)
     connection.execute(
         "INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (int(sequence), *rest)
     )
-
-
-def _append(connection: sqlite3.Connection, record: AuditRecord) -> None:
-    add(connection, record)
     if int(record.sequence) % _PRUNE_EVERY == 0:
-        prune(connection, record.at)
+        _prune(connection, record.at)
 
 
-def prune(connection: sqlite3.Connection, now: float) -> None:
+def _prune(connection: sqlite3.Connection, now: float) -> None:
     """Removes all but the newest audit records, and the tombstones whose time is over."""
     connection.execute(
         "DELETE FROM audit WHERE sequence <= (SELECT max(sequence) FROM audit) - ?", (AUDIT_KEPT,)

@@ -24,7 +24,6 @@ CREATE TABLE audit (
   after TEXT NOT NULL
 ) STRICT;
 CREATE INDEX audit_of_subject ON audit (subject, sequence);
-CREATE TABLE imported (line_checksum TEXT NOT NULL) STRICT;
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {FORMAT};
 """

@@ -42,7 +42,6 @@ from controller.store.interface import (
     SummaryBoard,
     UnknownSequenceError,
 )
-from controller.store.journal_import import import_journal
 from controller.store.skipped_entries import SkippedEntries
 from controller.util.atomic_file import remove_unfinished
 from controller.util.supervisor import Work
@@ -96,7 +95,6 @@ class FileStore:
             self._lock()
             remove_unfinished(self._directory)
             self._database = Database(self._directory / "overrides.db")
-            import_journal(self._directory / "overrides.journal", self._database, self._now())
             self._sequence = self._database.last_sequence
             self._load(self._database)
         except OSError as error:

@@ -17,8 +17,6 @@ from lab.harness.errors import HarnessError
 
 ALL = "all"
 DEFAULT_PARTS = ("exact", "costs", "graphs", "rounding")
-# The name of `costs` in earlier versions.
-_ALIASES = {"profile": "costs"}
 
 
 # In the order of their worth, in which they run by default.
@@ -46,13 +44,12 @@ def parse_parts(given: str) -> tuple[str, ...]:
     Raises UnknownPartError, also when no part is named.
     """
     names = [name.strip() for name in given.split(",") if name.strip()]
-    wanted = [_ALIASES.get(name, name) for name in names]
-    if ALL in wanted:
-        wanted = [*(name for name in wanted if name != ALL), *PARTS]
-    unknown = [name for name in wanted if name not in PARTS]
-    if unknown or not wanted:
+    if ALL in names:
+        names = [*(name for name in names if name != ALL), *PARTS]
+    unknown = [name for name in names if name not in PARTS]
+    if unknown or not names:
         shown = ", ".join(unknown) or repr(given)
         raise UnknownPartError(
             f"--parts {shown} is unknown: choose from {', '.join(PARTS)}, or {ALL}"
         )
-    return tuple(dict.fromkeys(wanted))
+    return tuple(dict.fromkeys(names))

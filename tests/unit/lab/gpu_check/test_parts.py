@@ -7,7 +7,7 @@ from lab.gpu_check.parts import DEFAULT_PARTS, PARTS, UnknownPartError, parse_pa
     ("given", "parts"),
     [
         ("costs, exact", ("costs", "exact")),
-        ("profile,arms,costs", ("costs", "arms")),
+        ("costs,arms,costs", ("costs", "arms")),
         ("all", tuple(PARTS)),
         ("outage,all", ("outage", *(name for name in PARTS if name != "outage"))),
         (",".join(DEFAULT_PARTS), DEFAULT_PARTS),
