@@ -8,7 +8,7 @@ import typer
 
 from controller.cli.output import print_error
 from controller.util.exit_codes import Exit
-from controller.util.printable import printable
+from controller.util.text import printable
 
 if TYPE_CHECKING:
     import grpc
@@ -19,7 +19,7 @@ UINT32_MAX = 2**32 - 1
 
 def checked_address(text: str) -> str:
     """Returns the address in gRPC's form; raises a usage error if the text is not an address."""
-    from controller.util.socket_paths import sidecar_address
+    from controller.util.sockets import sidecar_address
 
     try:
         return sidecar_address(text) if text else ""
@@ -40,7 +40,7 @@ DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
 
 def for_operators(address: str) -> str:
     """Returns where overrides are set: beside the sidecar's unix socket, or at its TCP address."""
-    from controller.util.socket_paths import operators_address
+    from controller.util.sockets import operators_address
 
     return operators_address(address)
 
@@ -74,8 +74,8 @@ def connected(address: str, hints: Mapping[Exit, str] | None = None) -> "Iterato
 
 def _failure(address: str, error: "grpc.RpcError") -> tuple[str, Exit]:
     """Turns a failed call into what its caller gets: one line, and the exit code."""
-    from controller.client.credentials import why_silent
-    from controller.util.socket_paths import why_denied
+    from controller.client.channels import why_silent
+    from controller.util.sockets import why_denied
 
     details = error.details() or error.code().name
     if is_away(error):
@@ -119,8 +119,7 @@ def open_channel(address: str) -> "grpc.Channel":
 
     address: as of `connected`.  Ends the command when they cannot be used.
     """
-    from controller.client.credentials import Credentials, CredentialsError
-    from controller.client.reading_channel import reading_channel
+    from controller.client.channels import Credentials, CredentialsError, reading_channel
 
     try:
         credentials = Credentials.for_address(address)

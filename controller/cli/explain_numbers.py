@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 from controller.cli.output import print_table, print_words
 from controller.cli.plan_words import counted, health_text, lost_text, warnings_text
-from controller.util.moments import TIME, moment_text
-from controller.util.text_table import TextColumn, TextTable, numbers
+from controller.util.text import TIME, TextColumn, TextTable, moment_text, numbers
 from controller.wire.override_text import (
     PRECEDENCE,
     author_text,

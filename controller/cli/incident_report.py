@@ -25,7 +25,7 @@ def report(
     from controller.recording.recording import find
     from controller.recording.replay import replay
     from controller.recording.window import Window
-    from controller.util.atomic_file import write_whole
+    from controller.util.files import write_whole
 
     try:
         window = Window()

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import typer
 
-from controller.util.printable import escaped_json, escaped_yaml, printable, printable_lines
+from controller.util.text import escaped_json, escaped_yaml, printable, printable_lines
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
     from rich.console import Console
     from rich.table import Table
 
-    from controller.util.text_table import TextTable
+    from controller.util.text import TextTable
 
 # Of all documents.  Fields are only added to a version.
 API_VERSION = "speculation.v1"

@@ -18,7 +18,7 @@ from controller.cli.output import (
     show,
     show_news,
 )
-from controller.util.moments import moment_text
+from controller.util.text import moment_text
 from controller.wire.override_text import PRECEDENCE, author_text, rule_text, scope_text
 
 if TYPE_CHECKING:

@@ -288,7 +288,7 @@ def _read(file: Path) -> "Profile":
 
 
 def _write(file: Path, what: "Profile") -> None:
-    from controller.util.atomic_file import write_whole
+    from controller.util.files import write_whole
 
     try:
         write_whole(file, what.to_json().encode())

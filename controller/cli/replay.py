@@ -14,7 +14,7 @@ from controller.cli.output import (
     show_one,
 )
 from controller.util.exit_codes import Exit
-from controller.util.text_table import TextColumn, TextTable
+from controller.util.text import TextColumn, TextTable
 
 if TYPE_CHECKING:
     from controller.core.cost.profile import Profile

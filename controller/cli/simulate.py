@@ -284,7 +284,7 @@ def _show(
 ) -> None:
     from controller.simulation.errors import InvalidInputError
     from controller.simulation.report import render_html, render_text, to_json, to_values
-    from controller.util.atomic_file import write_whole
+    from controller.util.files import write_whole
 
     written = []
     for path, text in ((json_file, to_json), (html, render_html)):

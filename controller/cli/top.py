@@ -35,7 +35,7 @@ from controller.cli.output import (
     show,
     show_news,
 )
-from controller.util.printable import printable
+from controller.util.text import printable
 
 if TYPE_CHECKING:
     import grpc

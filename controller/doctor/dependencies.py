@@ -17,7 +17,7 @@ from controller.profiling.server_kinds import VLLM
 from controller.settings.listeners import Listener
 from controller.settings.redis_settings import redis_access
 from controller.settings.settings import Settings
-from controller.util.redaction import redact
+from controller.store.redis_url import redact
 
 _ANSWER_SECONDS = 5.0
 _CLOCK_SECONDS = 2.0

@@ -27,7 +27,7 @@ from controller.profiling.server_kinds import (
     sglang_limits,
     vllm_limits,
 )
-from controller.util.loopback import is_loopback_host
+from controller.util.sockets import is_loopback_host
 
 _ANSWER_SECONDS = 30.0
 # /health_generate itself waits up to 20 s for the scheduler.

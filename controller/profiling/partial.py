@@ -16,7 +16,7 @@ from controller.core.engine_spec import EngineSpec, Fingerprint
 from controller.core.errors import ProfileMismatchError
 from controller.profiling.errors import InvalidPartialError
 from controller.profiling.samples import CellKey, Cells, Context, Samples
-from controller.util.atomic_file import write_whole
+from controller.util.files import write_whole
 
 OLDEST = timedelta(days=1)
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

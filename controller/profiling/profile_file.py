@@ -10,7 +10,7 @@ from controller.core.engine_spec import EngineSpec
 from controller.core.errors import InvalidProfileError, ProfileMismatchError
 from controller.profiling.errors import ProfileRefusedError
 from controller.profiling.partial import identities
-from controller.util.atomic_file import write_whole
+from controller.util.files import write_whole
 
 _NAME_MAX = 48
 

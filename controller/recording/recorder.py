@@ -28,7 +28,7 @@ from controller.recording.frames import RECORDS_MAX, frame
 from controller.recording.messages import moment_to_proto
 from controller.recording.recorded_controller import RecordedController
 from controller.recording.ring import Ring, Segment
-from controller.util.supervisor import keep_thread
+from controller.util.tasks import keep_thread
 
 _ROUND_SECONDS = 0.5
 # After trouble the disk is tried again after this time.

@@ -35,6 +35,7 @@ from controller.core.planning.overrides import (
     Scope,
     ScopeKind,
 )
+from controller.util.files import UnreadableFileError, read_small
 from controller.util.strict_yaml import (
     StrictLoader,
     StrictYamlError,
@@ -42,7 +43,6 @@ from controller.util.strict_yaml import (
     fault,
     load_mapping,
 )
-from controller.util.watched_file import UnreadableFileError, read_small
 from controller.wire.override_text import batch_range
 
 POLICY_PREFIX: Final = "policy:"

@@ -17,9 +17,9 @@ from controller.simulation import published
 from controller.simulation.controller_policy import ControllerPolicy
 from controller.simulation.curves import Curves
 from controller.simulation.policy import StepRecord
+from controller.simulation.process_pool import make_process_pool
 from controller.simulation.surface import CostSurface
-from controller.util.process_pool import make_process_pool
-from controller.util.text_table import TextColumn, TextTable, numbers
+from controller.util.text import TextColumn, TextTable, numbers
 
 # Conditional acceptance of four kinds of traffic, position by position; the last value goes on.
 KINDS: Mapping[str, tuple[float, ...]] = {

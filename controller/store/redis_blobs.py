@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from controller.core.errors import MALFORMED
-from controller.store.interface import BLOB_NAMES, Blob, BlobKind
+from controller.store.interface import BLOB_NAMES, Blob, BlobKind, SkippedEntries
 from controller.store.redis_audit import Ask
 from controller.store.redis_replies import (
     list_of,
@@ -17,7 +17,6 @@ from controller.store.redis_replies import (
     text_of,
     time_of,
 )
-from controller.store.skipped_entries import SkippedEntries
 
 _NOW = """
 local t = redis.call('TIME')

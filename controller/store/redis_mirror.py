@@ -25,7 +25,7 @@ from controller.store.redis_replies import (
     text_of,
     time_of,
 )
-from controller.util.atomic_file import remove_unfinished, write_whole
+from controller.util.files import remove_unfinished, write_whole
 
 # Of the id of an override (`controller.core.planning.overrides`).
 _ID_CHARACTERS_MAX: Final = 128

@@ -31,10 +31,10 @@ from controller.store.interface import (
     Entry,
     Health,
     Listener,
+    SkippedEntries,
     StoreFullError,
     StoreUnavailableError,
 )
-from controller.store.redis_access import NOTHING_BESIDE_THE_URL, RedisAccess
 from controller.store.redis_audit import RedisAudit
 from controller.store.redis_blobs import RedisBlobStore
 from controller.store.redis_client import close, connect
@@ -55,9 +55,8 @@ from controller.store.redis_scripts import (
     WRITTEN,
 )
 from controller.store.redis_summaries import RedisSummaries
-from controller.store.skipped_entries import SkippedEntries
-from controller.util.redaction import redact
-from controller.util.supervisor import Work
+from controller.store.redis_url import NOTHING_BESIDE_THE_URL, RedisAccess, redact
+from controller.util.tasks import Work
 
 # Part of every key: another layout of keys is another number.
 SCHEMA = 1

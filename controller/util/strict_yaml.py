@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, TypeVar
 
 import yaml
 
-from controller.util.watched_file import UnreadableFileError, read_small
+from controller.util.files import UnreadableFileError, read_small
 
 _NULL = "tag:yaml.org,2002:null"
 _NUMBERS: Final = frozenset({"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from controller.core.capabilities import MAX_REASON_CHARACTERS, Capability, LostCapability
 from controller.core.engine_spec import MAX_ARMS
 from controller.core.errors import InvalidLossError
-from controller.util.moments import moment_text
+from controller.util.text import moment_text
 from speculation.v1 import engine_pb2
 
 # Every draft length and every capability, each for itself.

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from controller.util.atomic_file import write_whole
+from controller.util.files import write_whole
 from lab.gpu_check import acceptance, page
 from lab.gpu_check.budget import PRICE_FILE, Deadline, OutOfTimeError
 from lab.gpu_check.check import Check, GpuCheckOptions

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from controller.util.atomic_file import write_whole
+from controller.util.files import write_whole
 
 _PACKAGES = (
     "speculation-controller", "speculation-controller-shim", "sglang", "torch", "grpcio",

@@ -30,7 +30,7 @@ from controller.simulation.scenarios.place import Place
 from controller.simulation.scenarios.profile import ProfileSection
 from controller.simulation.sources import ClosedSource, PhaseSpec
 from controller.simulation.surface import CostSurface
-from controller.util.process_pool import make_process_pool
+from controller.simulation.process_pool import make_process_pool
 
 PIECE = 512
 MIXTURE = "eagle+ngram"

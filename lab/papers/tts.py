@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from controller.core.training.stride_planner import STRIDES
-from controller.util.process_pool import make_process_pool
+from controller.simulation.process_pool import make_process_pool
 from lab.papers.stride_simulation import (
     Earned,
     Stream,

@@ -29,8 +29,8 @@ from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.status.engine_snapshot import EngineSnapshot
 from controller.service.status.fleet_view import FleetView
-from controller.util.loopback import is_loopback_host
-from controller.util.supervisor import Supervisor
+from controller.util.sockets import is_loopback_host
+from controller.util.tasks import Supervisor
 
 _log = structlog.get_logger(__name__)
 

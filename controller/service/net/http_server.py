@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from controller.util.loopback import is_loopback_host
-from controller.util.supervisor import keep_thread
+from controller.util.sockets import is_loopback_host
+from controller.util.tasks import keep_thread
 
 # Requests at a time; more are asked to try again.
 REQUESTS_MAX: Final = 8

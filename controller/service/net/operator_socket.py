@@ -25,8 +25,8 @@ import structlog
 
 from controller.service.net import unix_socket
 from controller.service.net.unix_socket import SocketTakenError
-from controller.util import cancellation
-from controller.util.socket_paths import operators_path
+from controller.util import tasks
+from controller.util.sockets import operators_path
 
 _MODE = 0o600
 _INNER_DIRECTORY_MODE = 0o700
@@ -133,7 +133,7 @@ class OperatorSocket:
         for path, inode in self._made.items():
             unix_socket.remove_own(path, inode)
         self._made.clear()
-        await cancellation.end(self._connections)
+        await tasks.end(self._connections)
         if self._inner is not None:
             os.close(self._inner)
             self._inner = None
@@ -173,7 +173,7 @@ class OperatorSocket:
                 try:
                     await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    await cancellation.end(ways)
+                    await tasks.end(ways)
             finally:
                 # First this: nobody else may come under the name once it is free.
                 del self._peers[f"unix-abstract:{name}"]

@@ -10,7 +10,7 @@ from controller.service.net.access import DIGEST, AccessList
 from controller.service.net.errors import AddressTakenError, StartRefusedError
 from controller.service.net.tls import certificates
 from controller.settings.settings import Settings
-from controller.util.loopback import is_loopback
+from controller.util.sockets import is_loopback
 
 _log = structlog.get_logger(__name__)
 

@@ -12,7 +12,7 @@ import grpc
 import structlog
 
 from controller.service.net.access import AccessFileError
-from controller.util.watched_file import UnreadableFileError, read_small
+from controller.util.files import UnreadableFileError, read_small
 
 # Of a PEM file; a bundle of all public authorities has a quarter of it.
 _MAX_BYTES: Final = 1024 * 1024

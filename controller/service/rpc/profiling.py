@@ -26,7 +26,7 @@ from controller.service.sessions.profile_registry import (
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
 from controller.service.status.paging import page_of
-from controller.util import cancellation
+from controller.util import tasks
 from controller.wire.engines import fingerprint_to_proto
 from controller.wire.plans import arm_from_proto
 from controller.wire.reports import report_to_proto
@@ -149,7 +149,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     async def _profile_of(self, text: str) -> Profile:
         """Reads a profile in a thread, one at a time.  Raises InvalidProfileError."""
         async with self._turns.turn():
-            return await cancellation.finish(asyncio.to_thread(_profile_of, text))
+            return await tasks.finish(asyncio.to_thread(_profile_of, text))
 
     async def ListProfiles(
         self,

@@ -42,7 +42,7 @@ from controller.service.status.fleet_json import LIMIT, fleet_document
 from controller.service.status.fleet_view import FleetView
 from controller.service.status.status_cache import StatusCache
 from controller.settings.listeners import Listener
-from controller.util.loopback import is_loopback_host
+from controller.util.sockets import is_loopback_host
 
 _JSON = "application/json; charset=utf-8"
 _TEXT = "text/plain; charset=utf-8"

@@ -31,11 +31,11 @@ from controller.simulation.errors import InvalidInputError
 from controller.simulation.latency import spread
 from controller.simulation.peers.sglang_adaptive import PeerUnavailableError
 from controller.simulation.policy import Policy
+from controller.simulation.process_pool import make_process_pool
 from controller.simulation.results import Latency, PolicyOrigin, Timeline
 from controller.simulation.scenario import Scenario
 from controller.simulation.surface import CostSurface
 from controller.simulation.workload import ClosedLoop
-from controller.util.process_pool import make_process_pool
 
 _POINTS = 200
 # 64 bits: far more than chance equality of a few thousand runs takes.

@@ -14,7 +14,7 @@ from controller.simulation.report.rows import (
     sustained_rows,
 )
 from controller.simulation.results import ScenarioReport, SimulationReport
-from controller.util.text_table import TextColumn, TextTable
+from controller.util.text import TextColumn, TextTable
 
 # So many scenarios are shown policy by policy; more are shown in the overview alone.
 _DETAILED = 6

@@ -23,8 +23,7 @@ from controller.service.sessions.registry import SessionRegistry
 from controller.service.status.fleet_json import engine_values
 from controller.service.status.fleet_summary import EngineSummary, decode_summary, encode_summary
 from controller.service.status.fleet_view import FleetEngine, totals_of
-from controller.store.file_blobs import FileBlobStore
-from controller.store.file_store import FileStore
+from controller.store.file_store import FileBlobStore, FileStore
 from controller.store.interface import Actor, BlobKind
 from controller.store.redis_mirror import RedisMirror
 from controller.wire.overrides import to_body

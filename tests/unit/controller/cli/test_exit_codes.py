@@ -374,7 +374,7 @@ def test_a_directory_that_may_not_be_entered_says_who_may(shut: Path):
     shut.parent.chmod(0o700)
     program = (
         "import os, sys\n"
-        "from controller.util.socket_paths import why_denied\n"
+        "from controller.util.sockets import why_denied\n"
         f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
         "print(why_denied(sys.argv[1]))\n"
     )

@@ -15,7 +15,7 @@ from controller.profiling.partial import (
     save_partial,
 )
 from controller.profiling.samples import CellKey, Context, Samples
-from controller.util.atomic_file import write_whole
+from controller.util.files import write_whole
 
 NOW = datetime(2030, 5, 1, 12, tzinfo=UTC)
 SPEC = EngineSpec(

@@ -17,8 +17,8 @@ from controller.recording.events import Noted, NoteKind, Overridden
 from controller.recording.recorder import Recorder
 from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
-from controller.util import supervisor as supervisor_module
-from controller.util.supervisor import Supervisor
+from controller.util import tasks as supervisor_module
+from controller.util.tasks import Supervisor
 from tests.support.eventually import eventually
 from tests.support.recorded_events import (
     engine,

@@ -14,7 +14,7 @@ import pytest
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.service.net.errors import TooManyOverridesError
 from controller.service.sessions.override_registry import OverrideRegistry
-from controller.store.database import Database, StoredEntry, put
+from controller.store.database import Database, StoredEntry
 from controller.store.file_store import FileStore
 from controller.store.interface import LIVE_ENTRIES_MAX, Actor
 from controller.wire.overrides import to_body
@@ -34,9 +34,12 @@ def database_of(folder: Path, bodies: Iterable[tuple[str, str]]) -> None:
     """A database with these live entries, of ascending revisions."""
     folder.mkdir(parents=True, exist_ok=True)
     database = Database(folder / "overrides.db")
-    with database.transaction() as connection:
-        for number, (name, body) in enumerate(bodies, 1):
-            put(connection, StoredEntry(name, number, body, None, time.time(), ""))
+    database.replace(
+        [
+            StoredEntry(name, number, body, None, time.time(), "")
+            for number, (name, body) in enumerate(bodies, 1)
+        ]
+    )
     database.close()
 
 
