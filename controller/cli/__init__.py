@@ -13,9 +13,8 @@ from controller.cli import (
     convert,
     doctor,
     explain,
-    incident_report,
     override,
-    policy,
+    override_lists,
     profile,
     profiles,
     replay,
@@ -41,11 +40,11 @@ app.command("engines")(explain.engines)
 app.command("explain")(explain.explain)
 app.command("top")(top.top)
 app.add_typer(override.override, name="override")
-app.add_typer(policy.policy, name="policy")
+app.add_typer(override_lists.policy, name="policy")
 app.command("doctor")(doctor.doctor)
 app.command("simulate")(simulate.simulate)
 app.command("replay")(replay.replay)
-app.command("report")(incident_report.report)
+app.command("report")(replay.report)
 app.command("convert")(convert.convert)
 app.command("advise")(advise.advise)
 

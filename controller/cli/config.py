@@ -9,11 +9,10 @@ from controller.cli.output import (
     Listing,
     Output,
     OutputOption,
-    print_error,
+    refuse,
     show,
 )
 from controller.cli.serve import flags_of, serve
-from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
     from controller.settings.settings import Settings
@@ -45,8 +44,7 @@ def config(
         settings, sources = Settings.read(flags, file)
         _require_a_redis(settings)
     except SpeculationError as error:
-        print_error(f"controller config: {error}")
-        raise typer.Exit(Exit.USAGE) from error
+        refuse("config", error)
     if check:
         return
     show(_SETTINGS, _rows(settings, sources), output)

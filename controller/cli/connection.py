@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controller.cli.output import print_error
+from controller.cli.output import refuse
 from controller.util.exit_codes import Exit
 from controller.util.text import printable
 
@@ -63,13 +63,11 @@ def connected(address: str, hints: Mapping[Exit, str] | None = None) -> "Iterato
         with open_channel(address) as channel:
             yield channel
     except EndlessListError as error:
-        print_error(f"controller: {error}")
-        raise typer.Exit(Exit.FAILED) from error
+        refuse("", error, Exit.FAILED)
     except grpc.RpcError as error:
         details, code = _failure(address, error)
         hint = (hints or {}).get(code, "")
-        print_error(printable(f"controller: {details}{hint and '; '}{hint}"))
-        raise typer.Exit(code) from error
+        refuse("", printable(f"{details}{hint and '; '}{hint}"), code)
 
 
 def _failure(address: str, error: "grpc.RpcError") -> tuple[str, Exit]:
@@ -124,8 +122,7 @@ def open_channel(address: str) -> "grpc.Channel":
     try:
         credentials = Credentials.for_address(address)
     except CredentialsError as error:
-        print_error(f"controller: {error}")
-        raise typer.Exit(Exit.USAGE) from error
+        refuse("", error)
     channel = reading_channel(credentials, address)
     return _with_metadata(channel, credentials.metadata()) if credentials.token else channel
 

@@ -1,6 +1,10 @@
-"""Implements `controller override list`, `watch` and `log`: overrides in force, and their audit."""
+"""Lists overrides: `controller override list`, `watch` and `log`, and `controller policy check`.
+
+The first show what is in force and its audit; the last reads a policy file as a sidecar would.
+"""
 
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -8,6 +12,7 @@ import typer
 from controller.cli.completion import override_ids
 from controller.cli.connection import DEFAULT_ADDRESS, Address, connected
 from controller.cli.output import (
+    TABLES,
     Column,
     Listing,
     Output,
@@ -15,6 +20,7 @@ from controller.cli.output import (
     plain_values,
     print_error,
     print_line,
+    refuse,
     show,
     show_news,
 )
@@ -39,7 +45,7 @@ def list_(
             policy_pb2.ListOverridesRequest(), timeout=_ANSWER_SECONDS_MAX
         )
     show(_OVERRIDES, answer.overrides, output, "no override is in force")
-    if answer.overrides and output in {Output.TABLE, Output.WIDE}:
+    if answer.overrides and output in TABLES:
         print_line(PRECEDENCE)
     if answer.HasField("policy") and not answer.policy.ok:
         print_error(
@@ -66,7 +72,7 @@ def watch(
 
     with contextlib.suppress(KeyboardInterrupt), connected(address) as channel:
         stub = policy_pb2_grpc.PolicyServiceStub(channel)
-        people = output in {Output.TABLE, Output.WIDE}
+        people = output in TABLES
         if people:
             print_line(PRECEDENCE)
         for news in stub.WatchOverrides(policy_pb2.WatchOverridesRequest()):
@@ -167,6 +173,46 @@ _CHANGES: "Listing[policy_pb2.AuditRecord]" = Listing(
         Column("from", lambda record: record.origin, priority=6),
         Column("before", lambda record: _in_short(record, "before"), priority=5),
         Column("after", lambda record: _in_short(record, "after"), priority=4),
+    ),
+    plain_values,
+)
+
+
+policy = typer.Typer(no_args_is_help=True, help="File-based policy (CONTROLLER_POLICY).")
+
+
+# With a callback, the one command keeps its name.
+@policy.callback()
+def _policy() -> None: ...
+
+
+@policy.command("check")
+def check(
+    file: Annotated[Path, typer.Argument(help="The policy file.")],
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Reads a policy file, without a sidecar, and prints what it stands for.
+
+    Exit codes: 0 a sidecar would put it into force, 2 it would not.
+    """
+    from controller.settings.policy_file import PolicyFileError, read_policy
+    from controller.wire.overrides import override_to_proto
+
+    try:
+        overrides, _ = read_policy(file)
+    except PolicyFileError as error:
+        refuse("policy", error)
+    show(_RULES, [*map(override_to_proto, overrides)], output, "the file is an empty policy")
+
+
+_RULES: "Listing[policy_pb2.Override]" = Listing(
+    "PolicyOverrideList",
+    lambda override: override.override_id,
+    (
+        Column("override", lambda override: override.override_id),
+        Column("for", scope_text, priority=1),
+        Column("what", rule_text),
+        Column("why", lambda override: override.reason, priority=2),
     ),
     plain_values,
 )

@@ -1,4 +1,8 @@
-"""Implements `controller replay`: decides a recording again, unchanged or with other constants."""
+"""Implements `controller replay` and `controller report`, which read recordings.
+
+The one decides a recording again, unchanged or with other constants; the other makes a recorded
+window one page for an incident.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from controller.cli.output import (
+    FormOption,
     Output,
     OutputOption,
-    print_error,
     print_line,
     print_table,
+    refuse,
     show_one,
 )
 from controller.util.exit_codes import Exit
@@ -63,8 +68,7 @@ def replay(
         other = None if change is None else Counterfactual(change)
         verdict = decide_again(find(recording, engine), [] if other is None else [other])
     except SpeculationError as error:
-        print_error(f"controller replay: {' '.join(str(error).splitlines())}")
-        raise typer.Exit(Exit.USAGE) from error
+        refuse("replay", " ".join(str(error).splitlines()))
     compared = None if other is None else other.found
 
     def tell() -> None:
@@ -209,3 +213,40 @@ def _values(verdict: "ReplayVerdict", compared: "Comparison | None") -> dict[str
             "gain": compared.gain,
         }
     return body
+
+
+def report(
+    recording: RecordingPath,
+    file: Annotated[Path, typer.Option("--output", help="Where the page is written.")],
+    engine: Engine = "",
+    output: FormOption = Output.TABLE,
+) -> None:
+    """Turns a recording into one self-contained HTML file.
+
+    Exit codes: 0 written, 2 bad input.
+    """
+    from controller.core.errors import SpeculationError
+    from controller.recording.incident_report import render_ticket
+    from controller.recording.recording import find
+    from controller.recording.replay import replay
+    from controller.recording.window import Window
+    from controller.util.files import write_whole
+
+    try:
+        window = Window()
+        verdict = replay(find(recording, engine), [window])
+        text = render_ticket(window, verdict)
+    except SpeculationError as error:
+        refuse("report", " ".join(str(error).splitlines()))
+    try:
+        write_whole(file, text.encode("utf-8", "replace"))
+    except OSError as error:
+        refuse("report", f"{file} cannot be written: {error.strerror}")
+    steps, plans = len(window.steps), window.plan_count
+    show_one(
+        "IncidentReport",
+        {"path": file, "engine_id": verdict.engine_id, "steps": steps, "plans": plans},
+        output,
+        [str(file)],
+        lambda: print_line(f"{file}: {steps} steps, {plans} plans"),
+    )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controller.cli.output import print_error
+from controller.cli.output import refuse
 from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -135,15 +135,13 @@ def serve(
     try:
         settings = read()
     except SettingsError as error:
-        print_error(f"controller serve: {error}")
-        raise typer.Exit(Exit.USAGE) from error
+        refuse("serve", error)
     logs.configure(settings.log_level)
     limits.raise_descriptors(settings)
     try:
         asyncio.run(Sidecar(settings).run(read))
     except SpeculationError as error:
-        print_error(f"controller serve: {error}")
-        raise typer.Exit(_code_of(error)) from error
+        refuse("serve", error, _code_of(error))
     finally:
         logs.tell_suppressed()
 

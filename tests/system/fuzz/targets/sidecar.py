@@ -31,7 +31,7 @@ from controller.core.training.selective_training import (
     TrainingState,
     Trial,
 )
-from controller.profiling.partial import Partial, PartialCell, load_partial
+from controller.profiling.profile_file import Partial, PartialCell, load_partial
 from controller.recording.frames import MAGIC, blocks, frame
 from controller.recording.recording import find
 from controller.recording.replay import replay

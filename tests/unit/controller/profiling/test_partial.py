@@ -8,7 +8,7 @@ import pytest
 from controller.core.engine_spec import DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
 from controller.profiling.errors import InvalidPartialError
-from controller.profiling.partial import (
+from controller.profiling.profile_file import (
     Partial,
     load_partial,
     partial_path,
