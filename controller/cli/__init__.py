@@ -9,7 +9,6 @@ import typer
 from controller.cli import (
     advise,
     completion,
-    config,
     convert,
     doctor,
     explain,
@@ -32,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve")(serve.serve)
-app.command("config", context_settings=config.CONTEXT)(config.config)
+app.command("config", context_settings=serve.CONFIG_CONTEXT)(serve.config)
 app.add_typer(profile.profile, name="profile")
 for _name, _command in profiles.COMMANDS.items():
     profile.profile.command(_name)(_command)

@@ -10,7 +10,14 @@ import typer
 
 from controller.cli.completion import engine_ids
 from controller.cli.connection import DEFAULT_ADDRESS, UINT32_MAX, Address, connected
-from controller.cli.explain_numbers import health_text, lost_text, row_for, warnings_text
+from controller.cli.explain_numbers import (
+    counted,
+    health_text,
+    lost_text,
+    row_for,
+    store_text,
+    warnings_text,
+)
 from controller.cli.fleet import (
     FilterOption,
     FleetOption,
@@ -185,9 +192,7 @@ def paragraph_text(answer: "service_pb2.ExplainResponse") -> str:
     if arm is not None:
         told = [*_choice(answer, arm), *_evidence(answer, arm), *_limits(answer)]
     troubles = lost_text(answer.lost) + warnings_text(answer.warnings)
-    troubles += health_text(answer.services)
-    if not answer.store.ok:
-        troubles += f"the store of overrides is in trouble: {answer.store.detail}\n"
+    troubles += health_text(answer.services) + store_text(answer.store)
     more = f"All numbers: controller explain {answer.engine_id} --numbers"
     return f"{' '.join(told)}\n{troubles}{more}"
 
@@ -195,8 +200,8 @@ def paragraph_text(answer: "service_pb2.ExplainResponse") -> str:
 def _choice(
     answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmExplanation"
 ) -> Iterator[str]:
-    size = f"With {answer.batch_size} sequence{'s' if answer.batch_size != 1 else ''} in its batch"
-    tokens = f"{arm.gamma} token{'s' if arm.gamma != 1 else ''}"
+    size = f"With {counted(answer.batch_size, 'sequence', 'sequences')} in its batch"
+    tokens = counted(arm.gamma, "token", "tokens")
     if arm.gamma:
         told = (
             f"{size}, {answer.engine_id} drafts {tokens} per step with {arm.drafter}: "
@@ -275,11 +280,9 @@ def _chosen(answer: "service_pb2.ExplainResponse") -> "service_pb2.ArmExplanatio
 
 
 def _arm_text(drafter: str, gamma: int) -> str:
-    return f"{drafter} with {_tokens(gamma)}" if gamma else f"no speculation ({drafter} off)"
-
-
-def _tokens(gamma: int) -> str:
-    return f"{gamma} draft token{'s' if gamma != 1 else ''}"
+    if not gamma:
+        return f"no speculation ({drafter} off)"
+    return f"{drafter} with {counted(gamma, 'draft token', 'draft tokens')}"
 
 
 def _against_plain(answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmExplanation") -> str:

@@ -278,9 +278,7 @@ def _overrides_text(answer: "service_pb2.ExplainResponse") -> str:
         )
     if lines:
         lines.append(f"{PRECEDENCE}\n")
-    if not answer.store.ok:
-        lines.append(f"the store of overrides is in trouble: {answer.store.detail}\n")
-    return "".join(lines)
+    return "".join(lines) + store_text(answer.store)
 
 
 def _standing(it: "policy_pb2.Override", limits: "service_pb2.OverrideLimits") -> str:
@@ -329,6 +327,11 @@ def health_text(services: "Iterable[service_pb2.ServiceHealth]") -> str:
         for it in services
         if not it.serving
     )
+
+
+def store_text(store: "policy_pb2.StoreStatus") -> str:
+    """Says what is wrong with the store of overrides; "" for nothing."""
+    return "" if store.ok else f"the store of overrides is in trouble: {store.detail}\n"
 
 
 def row_for(plan: "plan_pb2.Plan", batch_size: int) -> "plan_pb2.PlanRow":

@@ -1,6 +1,6 @@
-"""Lists overrides: `controller override list`, `watch` and `log`, and `controller policy check`.
+"""Implements `controller override list`, `watch` and `log`, and `controller policy check`.
 
-The first show what is in force and its audit; the last reads a policy file as a sidecar would.
+The first three show what is in force and its audit; the last reads a file as a sidecar would.
 """
 
 import contextlib

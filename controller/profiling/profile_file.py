@@ -1,4 +1,4 @@
-"""What a measurement leaves on disk: the profile, and, if it was interrupted, its raw steps.
+"""Keeps on disk what a measurement yields: the profile, or its raw steps if it was interrupted.
 
 Of an interrupted measurement the steps are kept, not their summaries: a later run goes on where
 this one stopped, and fits everything together.

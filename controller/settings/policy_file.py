@@ -92,8 +92,7 @@ def parse_policy(path: Path, content: bytes) -> tuple[Override, ...]:
     try:
         found = load_mapping(decoded(content), _Loader, _lines)
     except StrictYamlError as error:
-        where = f", line {error.line}" if error.line else ""
-        raise PolicyFileError(f"{path}{where}: {error}") from error
+        raise PolicyFileError(error.at(path)) from error
     if found is None:
         raise PolicyFileError(
             f"{path}: the file is empty, or has comments only, which may be the beginning of a "

@@ -115,8 +115,7 @@ def read_settings_file(path: Path) -> SettingsFile:
     try:
         found = load_mapping(read_text(path, _MAX_BYTES), _Loader, _lines)
     except StrictYamlError as error:
-        where = f", line {error.line}" if error.line else ""
-        raise SettingsFileError(f"{path}{where}: {error}") from error
+        raise SettingsFileError(error.at(path)) from error
     return SettingsFile(path, *found) if found else SettingsFile(path, {}, {})
 
 

@@ -48,6 +48,7 @@ from controller.store.interface import (
     StoreUnavailableError,
     SummaryBoard,
     UnknownSequenceError,
+    text_from_json,
 )
 from controller.util.files import remove_unfinished, write_whole
 from controller.util.tasks import Work
@@ -233,18 +234,13 @@ class FileStore:
     def _expect(self, override_id: str, expected: int, now: float) -> StoredEntry | None:
         found = self._held.get(override_id)
         if (found.revision if found else 0) != expected:
-            raise ConflictError(
-                f"override {override_id!r} is not at revision {expected}",
-                found.entry(now) if found else None,
-            )
+            raise ConflictError(override_id, expected, found.entry(now) if found else None)
         return found
 
     def _require_room(self, now: float) -> None:
         live = sum(not held.ended and not held.over(now) for held in self._held.values())
         if live >= LIVE_ENTRIES_MAX:
-            raise StoreFullError(
-                f"{live} overrides are in force already, which is the limit: clear some"
-            )
+            raise StoreFullError(live)
 
     def _next(
         self, override_id: str, body: str, seconds: float | None, now: float, ended: str
@@ -364,10 +360,9 @@ class FileBlobStore:
         for path in (self._directory / kind.name / name).glob("*.json"):
             try:
                 body = json.loads(path.read_bytes())
-                text, at = body["text"], float(body["at"])
-                if not (isinstance(text, str) and math.isfinite(at)):
-                    raise TypeError("a text and a time are needed")
-                text.encode()  # half a surrogate pair can stand in JSON, and nowhere else
+                text, at = text_from_json(body["text"]), float(body["at"])
+                if not math.isfinite(at):
+                    raise ValueError("a time is needed")
                 item = Blob(path.stem, text, max(0.0, now - at))
             except (OSError, *MALFORMED) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)

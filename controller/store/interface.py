@@ -65,12 +65,15 @@ class UnknownSequenceError(StoreError):
 class StoreFullError(StoreError):
     """The store has as many live entries as it takes; nothing was changed."""
 
+    def __init__(self, live: int) -> None:
+        super().__init__(f"{live} overrides are in force already, which is the limit: clear some")
+
 
 class ConflictError(StoreError):
     """The entry is not at the revision that the write was meant for.  `found`: what is there."""
 
-    def __init__(self, message: str, found: "Entry | None") -> None:
-        super().__init__(message)
+    def __init__(self, override_id: str, expected: int, found: "Entry | None") -> None:
+        super().__init__(f"override {override_id!r} is not at revision {expected}")
         self.found = found
 
 
@@ -301,6 +304,14 @@ class SummaryBoard(Protocol):
     async def read(self) -> Summaries:
         """Returns what is there, and changes nothing."""
         ...
+
+
+def text_from_json(value: object) -> str:
+    """Checks a text that somebody else may have written.  Raises one of MALFORMED."""
+    if not isinstance(value, str):
+        raise TypeError("a text is needed")
+    value.encode()  # half a surrogate pair can stand in JSON, and nowhere else
+    return value
 
 
 def digest(body: str) -> str:

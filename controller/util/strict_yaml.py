@@ -33,6 +33,10 @@ class StrictYamlError(Exception):
         self.line = line
         super().__init__(problem)
 
+    def at(self, path: Path) -> str:
+        """Returns the problem behind the file's name and the line."""
+        return f"{path}, line {self.line}: {self}" if self.line else f"{path}: {self}"
+
 
 class StrictLoader(yaml.SafeLoader):
     """A safe loader without YAML's features that only an attack would use in such a file.

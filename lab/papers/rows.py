@@ -24,13 +24,13 @@ from controller.simulation.acceptance_trace import AcceptanceTrace, RecordedRequ
 from controller.simulation.comparison.contestants import controller, statics
 from controller.simulation.comparison.truth import Truth
 from controller.simulation.engine import EngineOptions, RunResult, simulate
+from controller.simulation.process_pool import make_process_pool
 from controller.simulation.scenario import Scenario
 from controller.simulation.scenarios.cost import SWITCH_SECONDS, CostSection
 from controller.simulation.scenarios.place import Place
 from controller.simulation.scenarios.profile import ProfileSection
 from controller.simulation.sources import ClosedSource, PhaseSpec
 from controller.simulation.surface import CostSurface
-from controller.simulation.process_pool import make_process_pool
 
 PIECE = 512
 MIXTURE = "eagle+ngram"

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from controller.simulation.scenarios.read import load_scenario
 from controller.simulation.process_pool import make_process_pool
+from controller.simulation.scenarios.read import load_scenario
 from tests.support.against_off import BAR, FLOOR, SHARE_BELOW_BAR, WINDOW, against_off
 from tests.support.dealing import dealt
 from tests.support.random_scenarios import has_memory, scenarios
