@@ -26,8 +26,6 @@ of packages offers.
 Every series of an engine has the label `engine`, the engine's id, and at most one more label with
 few values. The counters of an engine end with its session and begin at zero with the next one. If
 vLLM or SGLang have a metric for the same thing, the last column names it, and ours uses its words.
-A deprecated metric stays for
-[one more minor release](releases.md#what-may-change-and-how-is-it-announced).
 
 `speculation_estimated_*` are counterfactuals: what did not run cannot be timed. They are computed
 from the cost table and the acceptance estimates, so they are as accurate as these;

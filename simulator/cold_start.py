@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.step_report import StepFlags
-from controller.util.process_pool import make_process_pool
-from controller.util.text_table import TextColumn, TextTable, numbers
+from controller.util.text import TextColumn, TextTable, numbers
 from simulator import published
 from simulator.controller_policy import ControllerPolicy
 from simulator.curves import Curves
 from simulator.policy import StepRecord
+from simulator.process_pool import make_process_pool
 from simulator.surface import CostSurface
 
 # Conditional acceptance of four kinds of traffic, position by position; the last value goes on.

@@ -8,12 +8,10 @@ import typer
 
 from controller.cli import (
     completion,
-    config,
     doctor,
     explain,
-    incident_report,
     override,
-    policy,
+    override_lists,
     profile,
     profiles,
     replay,
@@ -32,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve")(serve.serve)
-app.command("config", context_settings=config.CONTEXT)(config.config)
+app.command("config", context_settings=serve.CONFIG_CONTEXT)(serve.config)
 app.add_typer(profile.profile, name="profile")
 for _name, _command in profiles.COMMANDS.items():
     profile.profile.command(_name)(_command)
@@ -40,10 +38,10 @@ app.command("engines")(explain.engines)
 app.command("explain")(explain.explain)
 app.command("top")(top.top)
 app.add_typer(override.override, name="override")
-app.add_typer(policy.policy, name="policy")
+app.add_typer(override_lists.policy, name="policy")
 app.command("doctor")(doctor.doctor)
 app.command("replay")(replay.replay)
-app.command("report")(incident_report.report)
+app.command("report")(replay.report)
 
 
 def _print_version(asked: bool) -> None:

@@ -70,8 +70,8 @@ def _offered(
 
 def _asked(context: typer.Context, ask: Callable[..., Iterable[str]]) -> list[str]:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from controller.client.credentials import Credentials
-    from controller.util.socket_paths import sidecar_address
+    from controller.client.channels import Credentials
+    from controller.util.sockets import sidecar_address
 
     given = (
         context.params.get("address")

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controller.cli.output import print_error
+from controller.cli.output import refuse
 from controller.util.exit_codes import Exit
-from controller.util.printable import printable
+from controller.util.text import printable
 
 if TYPE_CHECKING:
     import grpc
@@ -19,7 +19,7 @@ UINT32_MAX = 2**32 - 1
 
 def checked_address(text: str) -> str:
     """Returns the address in gRPC's form; raises a usage error if the text is not an address."""
-    from controller.util.socket_paths import sidecar_address
+    from controller.util.sockets import sidecar_address
 
     try:
         return sidecar_address(text) if text else ""
@@ -40,7 +40,7 @@ DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
 
 def for_operators(address: str) -> str:
     """Returns where overrides are set: beside the sidecar's unix socket, or at its TCP address."""
-    from controller.util.socket_paths import operators_address
+    from controller.util.sockets import operators_address
 
     return operators_address(address)
 
@@ -63,19 +63,17 @@ def connected(address: str, hints: Mapping[Exit, str] | None = None) -> "Iterato
         with open_channel(address) as channel:
             yield channel
     except EndlessListError as error:
-        print_error(f"controller: {error}")
-        raise typer.Exit(Exit.FAILED) from error
+        refuse("", error, Exit.FAILED)
     except grpc.RpcError as error:
         details, code = _failure(address, error)
         hint = (hints or {}).get(code, "")
-        print_error(printable(f"controller: {details}{hint and '; '}{hint}"))
-        raise typer.Exit(code) from error
+        refuse("", printable(f"{details}{hint and '; '}{hint}"), code)
 
 
 def _failure(address: str, error: "grpc.RpcError") -> tuple[str, Exit]:
     """Turns a failed call into what its caller gets: one line, and the exit code."""
-    from controller.client.credentials import why_silent
-    from controller.util.socket_paths import why_denied
+    from controller.client.channels import why_silent
+    from controller.util.sockets import why_denied
 
     details = error.details() or error.code().name
     if is_away(error):
@@ -119,14 +117,12 @@ def open_channel(address: str) -> "grpc.Channel":
 
     address: as of `connected`.  Ends the command when they cannot be used.
     """
-    from controller.client.credentials import Credentials, CredentialsError
-    from controller.client.reading_channel import reading_channel
+    from controller.client.channels import Credentials, CredentialsError, reading_channel
 
     try:
         credentials = Credentials.for_address(address)
     except CredentialsError as error:
-        print_error(f"controller: {error}")
-        raise typer.Exit(Exit.USAGE) from error
+        refuse("", error)
     channel = reading_channel(credentials, address)
     return _with_metadata(channel, credentials.metadata()) if credentials.token else channel
 

@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controller.cli.connection import checked_address
-from controller.cli.output import (
-    DOCUMENTS,
-    Output,
-    OutputOption,
-    print_document,
-    print_json,
-    print_line,
-)
+from controller.cli.output import DOCUMENTS, Output, OutputOption, print_document, print_line
 from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -44,9 +37,6 @@ def doctor(
         str, typer.Option(envvar="ENGINE_API_KEY", help="The engine's API key, if it has one.")
     ] = "",
     output: OutputOption = Output.TABLE,
-    json: Annotated[
-        bool, typer.Option("--json", help="The items of -o json alone, for older scripts.")
-    ] = False,
 ) -> None:
     """Looks at everything between engine and sidecar: ok, warn or fail, and one line of what to do.
 
@@ -61,18 +51,15 @@ def doctor(
 
     from controller.doctor import DoctorRequest, Level
 
-    shown = not json and output not in DOCUMENTS
     findings = _findings(
         DoctorRequest(config, address, engine_url, api_key),
-        (_print_name if output is Output.NAME else _print) if shown else None,
+        None if output in DOCUMENTS else _print_name if output is Output.NAME else _print,
     )
-    rows = [
-        {"check": it.check, "level": it.level.value, "found": it.found, "fix": it.fix}
-        for it in findings
-    ]
-    if json:
-        print_json(rows, indent=2)
-    elif not shown:
+    if output in DOCUMENTS:
+        rows = [
+            {"check": it.check, "level": it.level.value, "found": it.found, "fix": it.fix}
+            for it in findings
+        ]
         print_document("FindingList", {"items": rows}, output)
     if any(finding.level is Level.FAIL for finding in findings):
         raise typer.Exit(Exit.FAILED)

@@ -1,11 +1,23 @@
-"""`controller engines` and `controller explain`: what a running sidecar knows."""
+"""`controller engines` and `controller explain`: what a running sidecar knows.
 
+Of the latter's levels, the decision in a line and in a paragraph are here.
+"""
+
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from controller.cli.completion import engine_ids
 from controller.cli.connection import DEFAULT_ADDRESS, UINT32_MAX, Address, connected
+from controller.cli.explain_numbers import (
+    counted,
+    health_text,
+    lost_text,
+    row_for,
+    store_text,
+    warnings_text,
+)
 from controller.cli.fleet import (
     FilterOption,
     FleetOption,
@@ -14,6 +26,7 @@ from controller.cli.fleet import (
     show_fleet,
 )
 from controller.cli.output import (
+    TABLES,
     Column,
     Listing,
     Output,
@@ -24,13 +37,29 @@ from controller.cli.output import (
     show,
     show_one,
 )
-from controller.cli.plan_words import health_text, lost_text, row_for
-from controller.wire.override_text import reason_text
+from controller.wire.override_text import (
+    author_text,
+    reason_text,
+    regime_text,
+    rule_text,
+    scope_text,
+)
 
 if TYPE_CHECKING:
     from speculation.v1 import service_pb2
 
 _ANSWER_SECONDS_MAX = 5.0
+# An estimate with less behind it is called weak.
+_WEAK_EVIDENCE = 50
+_REASONS = {
+    "exploit": "this is the best choice by the current estimates",
+    "probe": "this stays the choice while a few steps try another one",
+    "hold": "another choice is better, but not by enough to pay for the change",
+    "profile-missing": "this is the best choice by assumed step times",
+    "profiling": "a measurement chooses",
+    "lease": "nothing has changed since the last plan",
+    "override": "an override or a bound has excluded a better choice",
+}
 
 
 def engines(
@@ -55,7 +84,7 @@ def engines(
             )
         )
     show(_ENGINES, answer.engines, output, "no engine has introduced itself")
-    if output not in {Output.TABLE, Output.WIDE}:
+    if output not in TABLES:
         return
     for status in answer.engines:
         for line in lost_text(status.engine.lost).splitlines():
@@ -89,8 +118,8 @@ def explain(
     With --short in one line, with --numbers (or -o wide) with all numbers. JSON and YAML always
     have all numbers.
     """
+    from controller.cli.explain import line_text, paragraph_text
     from controller.cli.explain_numbers import print_numbers
-    from controller.cli.explain_words import line_text, paragraph_text
     from speculation.v1 import service_pb2, service_pb2_grpc
 
     if short and numbers:
@@ -142,3 +171,147 @@ _ENGINES: "Listing[service_pb2.EngineStatus]" = Listing(
     plain_values,
     lambda status: status.unavailable,
 )
+
+
+def line_text(answer: "service_pb2.ExplainResponse") -> str:
+    """Says in one line what the engine runs, what that should yield, and why."""
+    arm = _chosen(answer)
+    if arm is None:
+        return f"{answer.engine_id}: no choice has been made yet"
+    return (
+        f"{answer.engine_id} at B = {answer.batch_size}: {_arm_text(arm.drafter, arm.gamma)}, "
+        f"{arm.tokens_per_second:.0f} tokens/s expected{_against_plain(answer, arm)}; "
+        f"{_why(answer)}"
+    )
+
+
+def paragraph_text(answer: "service_pb2.ExplainResponse") -> str:
+    """Tells the same in full sentences, and below them a line for everything that is in trouble."""
+    arm = _chosen(answer)
+    told = [f"No choice has been made yet for {answer.engine_id}."]
+    if arm is not None:
+        told = [*_choice(answer, arm), *_evidence(answer, arm), *_limits(answer)]
+    troubles = lost_text(answer.lost) + warnings_text(answer.warnings)
+    troubles += health_text(answer.services) + store_text(answer.store)
+    more = f"All numbers: controller explain {answer.engine_id} --numbers"
+    return f"{' '.join(told)}\n{troubles}{more}"
+
+
+def _choice(
+    answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmExplanation"
+) -> Iterator[str]:
+    size = f"With {counted(answer.batch_size, 'sequence', 'sequences')} in its batch"
+    tokens = counted(arm.gamma, "token", "tokens")
+    if arm.gamma:
+        told = (
+            f"{size}, {answer.engine_id} drafts {tokens} per step with {arm.drafter}: "
+            f"{_why(answer)}. About {arm.expected_accepted:.2f} of them should be accepted, so a "
+            f"step of {arm.step_seconds * 1e3:.1f} ms should give every sequence "
+            f"{1 + arm.expected_accepted:.2f} tokens"
+        )
+    else:
+        told = (
+            f"{size}, {answer.engine_id} decodes without speculation: {_why(answer)}. A step "
+            f"should take {arm.step_seconds * 1e3:.1f} ms and give every sequence one token"
+        )
+    yield told + f", {arm.tokens_per_second:.0f} tokens/s in all{_against_plain(answer, arm)}."
+    best = _best_allowed(answer)
+    if best is not None and best.tokens_per_second > arm.tokens_per_second:
+        yield (
+            f"The highest estimate is that of {_arm_text(best.drafter, best.gamma)}, "
+            f"{best.tokens_per_second:.0f} tokens/s."
+        )
+    elif answer.runner_up_drafter:
+        second = _arm_text(answer.runner_up_drafter, answer.runner_up_gamma)
+        yield f"The second best choice, {second}, is {answer.margin:.1%} behind the best."
+
+
+def _evidence(
+    answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmExplanation"
+) -> Iterator[str]:
+    if answer.policy not in {"", "goodput"}:
+        yield f"The rule {answer.policy} decides, not the controller's own."
+    if answer.profile_id:
+        yield f"Step times come from profile {answer.profile_id}, corrected by live steps."
+    else:
+        yield (
+            f"No profile matches this engine, so step times start from a "
+            f"{answer.prior or 'generic'} prior; `controller profile` measures them."
+        )
+    behind = [
+        estimate.exposures
+        for estimate in answer.positions
+        if estimate.drafter == arm.drafter and not estimate.label and estimate.position <= arm.gamma
+    ]
+    if behind and min(behind) < _WEAK_EVIDENCE:
+        yield (
+            f"The acceptance of draft position {arm.gamma} is weakly known, from "
+            f"{min(behind):.0f} recent observations."
+        )
+    if answer.probes:
+        yield f"Trying other choices has cost {answer.probe_share:.2%} of the step time so far."
+
+
+def _limits(answer: "service_pb2.ExplainResponse") -> Iterator[str]:
+    counting = [
+        held for held in answer.overrides if held.override.override_id in answer.limits.overrides
+    ]
+    for held in counting:
+        it = held.override
+        yield (
+            f"Override {it.override_id} limits the choice ({scope_text(it)}: {rule_text(it)}; "
+            f"{author_text(held)}: {it.reason})."
+        )
+    if others := len(answer.overrides) - len(counting):
+        yield f"Overrides that do not count at this batch size: {others}."
+    if (regime := regime_text(answer.plan.regime)) not in {"off", "unspecified"}:
+        yield f"The drafter's regime is {regime}."
+    if answer.HasField("bound"):
+        bound = answer.bound
+        kept = "is kept" if bound.expected_seconds <= bound.seconds else "is not kept"
+        yield (
+            f"The bound of {bound.seconds * 1e3:g} ms per output token {kept}: "
+            f"{bound.expected_seconds * 1e3:.2f} ms are expected."
+        )
+
+
+def _chosen(answer: "service_pb2.ExplainResponse") -> "service_pb2.ArmExplanation | None":
+    return next((arm for arm in answer.arms if arm.chosen), None)
+
+
+def _arm_text(drafter: str, gamma: int) -> str:
+    if not gamma:
+        return f"no speculation ({drafter} off)"
+    return f"{drafter} with {counted(gamma, 'draft token', 'draft tokens')}"
+
+
+def _against_plain(answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmExplanation") -> str:
+    """Compares an arm with plain decoding, or plain decoding with the best draft length."""
+    if arm.gamma:
+        others = [it.tokens_per_second for it in answer.arms if it.gamma == 0]
+        what = "those of plain decoding"
+    else:
+        others = [it.tokens_per_second for it in answer.arms if it.gamma and not it.forbidden]
+        what = "those of the best draft length"
+    best = max(others, default=0.0)
+    return f", {arm.tokens_per_second / best:.2f} times {what}" if best > 0 else ""
+
+
+def _why(answer: "service_pb2.ExplainResponse") -> str:
+    """Says why the row of this batch size is what it is."""
+    reason = reason_text(row_for(answer.plan, answer.batch_size))
+    if reason == "exploit" and not answer.profile_id and answer.prior:
+        # A row does not say that its costs are assumed, or that longer drafts are discounted.
+        arm, best = _chosen(answer), _best_allowed(answer)
+        if arm is None or best is None or best.tokens_per_second <= arm.tokens_per_second:
+            return _REASONS["profile-missing"]
+        return "without a profile it begins carefully, and drafts more once that is sure to pay"
+    return _REASONS.get(reason, f"the reason is {reason}")
+
+
+def _best_allowed(
+    answer: "service_pb2.ExplainResponse",
+) -> "service_pb2.ArmExplanation | None":
+    """The arm with the most tokens per second by the estimates, of those that overrides allow."""
+    allowed = (arm for arm in answer.arms if not arm.forbidden)
+    return max(allowed, key=lambda arm: arm.tokens_per_second, default=None)

@@ -1,12 +1,14 @@
-"""The third level of `controller explain`: every choice with all its numbers."""
+"""The third level of `controller explain`: every choice with all its numbers.
+
+Below it is what all levels, and `controller engines`, put into words.
+"""
 
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from controller.cli.output import print_table, print_words
-from controller.cli.plan_words import counted, health_text, lost_text, warnings_text
-from controller.util.moments import TIME, moment_text
-from controller.util.text_table import TextColumn, TextTable, numbers
+from controller.util.text import TIME, TextColumn, TextTable, moment_text, numbers
 from controller.wire.override_text import (
     PRECEDENCE,
     author_text,
@@ -17,10 +19,15 @@ from controller.wire.override_text import (
 )
 
 if TYPE_CHECKING:
-    from speculation.v1 import policy_pb2, service_pb2
+    from speculation.v1 import engine_pb2, plan_pb2, policy_pb2, service_pb2
 
 # Rounds of training that are shown, the newest.
 _PAST_ROUNDS = 4
+# Columns of the choices, by when they are left out.
+_ARMS = {
+    "": 0, "drafter": 0, "gamma": 0, "accepted": 3, "step ms": 2, "drift": 6, "catch-up ms": 7,
+    "ms a token": 4, "tokens/s": 1, "of best": 2, "could be": 5,
+}  # fmt: skip
 
 
 def print_numbers(answer: "service_pb2.ExplainResponse", *, wide: bool) -> None:
@@ -37,13 +44,6 @@ def print_numbers(answer: "service_pb2.ExplainResponse", *, wide: bool) -> None:
     if answer.HasField("updates"):
         print_table(_strides_table(answer.updates), wide=wide)
     print_words(_in_words(answer))
-
-
-# Columns of the choices, by when they are left out.
-_ARMS = {
-    "": 0, "drafter": 0, "gamma": 0, "accepted": 3, "step ms": 2, "drift": 6, "catch-up ms": 7,
-    "ms a token": 4, "tokens/s": 1, "of best": 2, "could be": 5,
-}  # fmt: skip
 
 
 def _arms_table(answer: "service_pb2.ExplainResponse") -> TextTable:
@@ -278,9 +278,7 @@ def _overrides_text(answer: "service_pb2.ExplainResponse") -> str:
         )
     if lines:
         lines.append(f"{PRECEDENCE}\n")
-    if not answer.store.ok:
-        lines.append(f"the store of overrides is in trouble: {answer.store.detail}\n")
-    return "".join(lines)
+    return "".join(lines) + store_text(answer.store)
 
 
 def _standing(it: "policy_pb2.Override", limits: "service_pb2.OverrideLimits") -> str:
@@ -303,3 +301,42 @@ def probing_text(lost_seconds: float) -> str:
     if lost_seconds < 0:
         return f"{-lost_seconds:.2f} s gained"
     return f"{lost_seconds:.2f} s lost"
+
+
+def counted(number: int, one: str, several: str) -> str:
+    """Writes a number with its noun."""
+    return f"{number} {one if number == 1 else several}"
+
+
+def lost_text(lost: "Iterable[engine_pb2.LostCapability]") -> str:
+    """A line for everything that the engine can no longer do."""
+    from controller.wire import engines
+
+    return "".join(f"{engines.lost_text(loss)}\n" for loss in lost)
+
+
+def warnings_text(warnings: "Iterable[service_pb2.EngineWarning]") -> str:
+    """A line for everything that an engine's reports show to be wrong with it."""
+    return "".join(f"warning: {it.found}; {it.advice}\n" for it in warnings)
+
+
+def health_text(services: "Iterable[service_pb2.ServiceHealth]") -> str:
+    """The services that are NOT_SERVING, and why."""
+    return "".join(
+        f"{it.service or 'the sidecar'} is NOT_SERVING: {it.detail}\n"
+        for it in services
+        if not it.serving
+    )
+
+
+def store_text(store: "policy_pb2.StoreStatus") -> str:
+    """Says what is wrong with the store of overrides; "" for nothing."""
+    return "" if store.ok else f"the store of overrides is in trouble: {store.detail}\n"
+
+
+def row_for(plan: "plan_pb2.Plan", batch_size: int) -> "plan_pb2.PlanRow":
+    """Returns the row of a plan that is for this batch size; an empty one if it has none."""
+    from speculation.v1 import plan_pb2
+
+    fitting = (row for row in plan.rows if batch_size <= row.max_batch_size)
+    return next(fitting, plan.rows[-1] if plan.rows else plan_pb2.PlanRow())

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from controller.cli.output import (
+    DOCUMENTS,
     Column,
     Listing,
     Output,
-    optional_text,
+    optional_column,
     print_document,
     print_line,
     show,
@@ -59,7 +60,7 @@ def fleet_of(channel: "grpc.Channel", words: str) -> "service_pb2.ListFleetRespo
 
 def show_fleet(answer: "service_pb2.ListFleetResponse", output: Output) -> None:
     """Prints the engines. Tables and documents also have the totals, and say what is missing."""
-    if output in {Output.JSON, Output.YAML}:
+    if output in DOCUMENTS:
         print_document(FLEET.kind, document(answer), output)
         return
     show(FLEET, answer.engines, output, "no engine is known")
@@ -138,18 +139,10 @@ FLEET: "Listing[service_pb2.FleetEngine]" = Listing(
         Column("B", lambda line: str(line.batch_size or "-"), right=True),
         Column("γ", lambda line: str(line.gamma), right=True, style=lambda _: "bold cyan"),
         Column("drafter", lambda line: line.drafter, priority=2),
-        Column(
-            "τ", lambda line: optional_text(line, "accept_length", "{:.2f}"), right=True, priority=3
-        ),
-        Column(
-            "tokens/s", lambda line: optional_text(line, "tokens_per_second", "{:.0f}"), right=True,
-            priority=5,
-        ),
-        Column("gain", lambda line: optional_text(line, "gain", "x{:.2f}"), right=True, priority=2),
-        Column(
-            "gained/s", lambda line: optional_text(line, "tokens_gained_per_second", "{:+.0f}"),
-            right=True, priority=6,
-        ),
+        optional_column("τ", "accept_length", "{:.2f}", priority=3),
+        optional_column("tokens/s", "tokens_per_second", "{:.0f}", priority=5),
+        optional_column("gain", "gain", "x{:.2f}", priority=2),
+        optional_column("gained/s", "tokens_gained_per_second", "{:+.0f}", priority=6),
         Column("reason", lambda line: line.reason, priority=7),
         Column("link", lambda line: line.link, priority=1, style=lambda link: LINKS.get(link, "")),
         Column("overrides", _overrides, priority=4),

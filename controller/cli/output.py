@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Never, TypeVar
 
 import typer
 
-from controller.util.printable import escaped_json, escaped_yaml, printable, printable_lines
+from controller.util.exit_codes import Exit
+from controller.util.text import escaped_json, escaped_yaml, printable, printable_lines
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
     from rich.console import Console
     from rich.table import Table
 
-    from controller.util.text_table import TextTable
+    from controller.util.text import TextTable
 
 # Of all documents.  Fields are only added to a version.
 API_VERSION = "speculation.v1"
@@ -46,8 +47,9 @@ class Output(StrEnum):
     NAME = "name"
 
 
-# What programs read.
+# What programs read, and what people do.
 DOCUMENTS = frozenset({Output.JSON, Output.YAML})
+TABLES = frozenset({Output.TABLE, Output.WIDE})
 FORM_HELP = "How to print: table (what fits), wide (all columns), json, yaml, or name (ids only)."
 OutputOption = Annotated[Output, typer.Option("--output", "-o", help=FORM_HELP)]
 # Of a command that has --output FILE.
@@ -185,6 +187,13 @@ def optional_text(message: "Message", name: str, form: str) -> str:
     return form.format(getattr(message, name)) if message.HasField(name) else "-"
 
 
+def optional_column(title: str, name: str, form: str, priority: int) -> Column[Any]:
+    """Describes a column of an optional number.  The parameters are those of `optional_text`."""
+    return Column(
+        title, lambda message: optional_text(message, name, form), right=True, priority=priority
+    )
+
+
 def print_line(words: str) -> None:
     """Prints one line, without what could command a terminal or begin another line."""
     print(printable(words), flush=True)
@@ -198,6 +207,12 @@ def print_lines(text: str) -> None:
 def print_error(text: str) -> None:
     """Prints lines to standard error, without what could command a terminal."""
     typer.echo(printable_lines(text), err=True)
+
+
+def refuse(command: str, fault: object, code: Exit = Exit.USAGE) -> Never:
+    """Ends a command with an error text.  command: as in `profile`; "" where several share it."""
+    print_error(f"controller{command and ' '}{command}: {fault}")
+    raise typer.Exit(code)
 
 
 def print_json(value: Any, indent: int | None = None) -> None:

@@ -19,7 +19,6 @@ from controller.cli.connection import (
 )
 from controller.cli.output import Output, OutputOption, plain_values, print_line, show_one
 from controller.util.exit_codes import Exit
-from controller.util.user import user_name
 from controller.wire.override_text import (
     PRECEDENCE,
     batch_range,
@@ -103,6 +102,7 @@ def set_(
     engine, 10 the store takes nothing, 11 it would have no effect, 12 the caller may not.  Only
     with 0 it is set.
     """
+    from controller.client.channels import user_name
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
     rule = policy_pb2.OverrideRule(
@@ -179,6 +179,7 @@ def clear(
     Exit codes: 0 ended, 1 refused (another etag), 2 options, 4 no sidecar answers, 10 the store
     takes nothing, 12 the caller may not, 13 no such override.
     """
+    from controller.client.channels import user_name
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
     with connected(for_operators(address)) as channel:

@@ -1,26 +1,30 @@
-"""Implements `controller override list`, `watch` and `log`: overrides in force, and their audit."""
+"""Implements `controller override list`, `watch` and `log`, and `controller policy check`.
+
+The first three show what is in force and its audit; the last reads a file as a sidecar would.
+"""
 
 import contextlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from controller.cli.completion import override_ids
 from controller.cli.connection import DEFAULT_ADDRESS, Address, connected
 from controller.cli.output import (
+    TABLES,
     Column,
     Listing,
     Output,
     OutputOption,
     plain_values,
     print_error,
-    print_json,
     print_line,
+    refuse,
     show,
     show_news,
 )
-from controller.util.moments import moment_text
+from controller.util.text import moment_text
 from controller.wire.override_text import PRECEDENCE, author_text, rule_text, scope_text
 
 if TYPE_CHECKING:
@@ -28,14 +32,9 @@ if TYPE_CHECKING:
 
 _ANSWER_SECONDS_MAX = 10.0
 
-AsJson = Annotated[
-    bool, typer.Option("--json", help="JSON lines without kind and version; for older scripts.")
-]
-
 
 def list_(
     output: OutputOption = Output.TABLE,
-    as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Shows the overrides in force, and which one wins."""
@@ -45,12 +44,9 @@ def list_(
         answer = policy_pb2_grpc.PolicyServiceStub(channel).ListOverrides(
             policy_pb2.ListOverridesRequest(), timeout=_ANSWER_SECONDS_MAX
         )
-    if as_json:
-        _print_json(answer.overrides)
-    else:
-        show(_OVERRIDES, answer.overrides, output, "no override is in force")
-        if answer.overrides and output in {Output.TABLE, Output.WIDE}:
-            print_line(PRECEDENCE)
+    show(_OVERRIDES, answer.overrides, output, "no override is in force")
+    if answer.overrides and output in TABLES:
+        print_line(PRECEDENCE)
     if answer.HasField("policy") and not answer.policy.ok:
         print_error(
             "the policy file cannot be used, so what it said before stays in force: "
@@ -66,7 +62,6 @@ def list_(
 
 def watch(
     output: OutputOption = Output.TABLE,
-    as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Shows what is in force, then every change, until it is interrupted.
@@ -77,13 +72,10 @@ def watch(
 
     with contextlib.suppress(KeyboardInterrupt), connected(address) as channel:
         stub = policy_pb2_grpc.PolicyServiceStub(channel)
-        people = not as_json and output in {Output.TABLE, Output.WIDE}
+        people = output in TABLES
         if people:
             print_line(PRECEDENCE)
         for news in stub.WatchOverrides(policy_pb2.WatchOverridesRequest()):
-            if as_json:
-                _print_json([news])
-                continue
             held, kind = news.held, _kind(news)
             if not people:
                 values = {"change": kind, "held": plain_values(held)}
@@ -109,7 +101,6 @@ def log(
     ] = "",
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 50,
     output: OutputOption = Output.TABLE,
-    as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Shows who changed what, when, why and from where; the newest first."""
@@ -126,10 +117,7 @@ def log(
             records += answer.records[: request.limit]
             request.page_token = pages.next_token(answer)
             request.limit = limit - len(records) if request.page_token else 0
-    if as_json:
-        _print_json(records)
-    else:
-        show(_CHANGES, records, output, "no override was ever changed")
+    show(_CHANGES, records, output, "no override was ever changed")
 
 
 def _moment(seconds: float) -> str:
@@ -190,9 +178,41 @@ _CHANGES: "Listing[policy_pb2.AuditRecord]" = Listing(
 )
 
 
-def _print_json(messages: Iterable[Any]) -> None:
-    from google.protobuf import json_format
+policy = typer.Typer(no_args_is_help=True, help="File-based policy (CONTROLLER_POLICY).")
 
-    for message in messages:
-        found = json_format.MessageToDict(message, preserving_proto_field_name=True)
-        print_json(found)
+
+# With a callback, the one command keeps its name.
+@policy.callback()
+def _policy() -> None: ...
+
+
+@policy.command("check")
+def check(
+    file: Annotated[Path, typer.Argument(help="The policy file.")],
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Reads a policy file, without a sidecar, and prints what it stands for.
+
+    Exit codes: 0 a sidecar would put it into force, 2 it would not.
+    """
+    from controller.settings.policy_file import PolicyFileError, read_policy
+    from controller.wire.overrides import override_to_proto
+
+    try:
+        overrides, _ = read_policy(file)
+    except PolicyFileError as error:
+        refuse("policy", error)
+    show(_RULES, [*map(override_to_proto, overrides)], output, "the file is an empty policy")
+
+
+_RULES: "Listing[policy_pb2.Override]" = Listing(
+    "PolicyOverrideList",
+    lambda override: override.override_id,
+    (
+        Column("override", lambda override: override.override_id),
+        Column("for", scope_text, priority=1),
+        Column("what", rule_text),
+        Column("why", lambda override: override.reason, priority=2),
+    ),
+    plain_values,
+)

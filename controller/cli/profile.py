@@ -7,7 +7,7 @@ import typer
 
 from controller.cli.completion import engine_ids
 from controller.cli.connection import checked_address
-from controller.cli.output import FormOption, Output, print_error, print_words, show_one
+from controller.cli.output import FormOption, Output, print_error, print_words, refuse, show_one
 from controller.cli.profiles import print_profile, profile_values
 from controller.util.exit_codes import Exit
 
@@ -123,9 +123,8 @@ def measure(
         )
         outcome = _run(request)
     except (SpeculationError, UnicodeDecodeError) as error:
-        print_error(f"controller profile: {error}")
         code = error.exit_code if isinstance(error, ProfilingError) else Exit.FAILED
-        raise typer.Exit(code) from error
+        refuse("profile", error, code)
     _print(outcome, form)
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Never
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,11 +16,11 @@ from controller.cli.output import (
     Output,
     OutputOption,
     plain_values,
-    print_error,
     print_line,
     print_lines,
     print_table,
     print_words,
+    refuse,
     show_one,
 )
 from controller.cli.output import show as show_list
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from speculation.v1 import service_pb2, service_pb2_grpc
 
 _ANSWER_SECONDS = 10.0
-# Two profiles of different engines, as where a file at --output is another engine's.
 
 Which = Annotated[
     str, typer.Argument(help="A file, or the id of a profile in the sidecar's profile store.")
@@ -235,7 +234,7 @@ def merge(
     try:
         merged = merge_profiles([_read(each) for each in files])
     except ProfileMergeError as error:
-        _refuse(str(error))
+        refuse("profile", str(error))
     _write(file, merged)
     count = len(merged.merged_from)
     show_one(
@@ -266,7 +265,7 @@ def _fetched(address: str, profile_id: str, engine: str) -> "Profile":
     try:
         return Profile.from_json(answer.profile_json)
     except InvalidProfileError as error:
-        _refuse(f"what the sidecar gave is no profile: {error}")
+        refuse("profile", f"what the sidecar gave is no profile: {error}")
 
 
 def _stub(channel: "grpc.Channel") -> "service_pb2_grpc.ProfilingServiceStub":
@@ -282,23 +281,18 @@ def _read(file: Path) -> "Profile":
     try:
         return Profile.from_json(file.read_text(encoding="utf-8"))
     except OSError as error:
-        _refuse(f"{file}: {error.strerror}")
+        refuse("profile", f"{file}: {error.strerror}")
     except (InvalidProfileError, UnicodeDecodeError) as error:
-        _refuse(f"{file} is no profile: {error}")
+        refuse("profile", f"{file} is no profile: {error}")
 
 
 def _write(file: Path, what: "Profile") -> None:
-    from controller.util.atomic_file import write_whole
+    from controller.util.files import write_whole
 
     try:
         write_whole(file, what.to_json().encode())
     except OSError as error:
-        _refuse(f"{file}: {error.strerror}")
-
-
-def _refuse(message: str) -> Never:
-    print_error(f"controller profile: {message}")
-    raise typer.Exit(Exit.USAGE)
+        refuse("profile", f"{file}: {error.strerror}")
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

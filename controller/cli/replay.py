@@ -1,4 +1,8 @@
-"""Implements `controller replay`: decides a recording again, unchanged or with other constants."""
+"""Implements `controller replay` and `controller report`, which read recordings.
+
+The one decides a recording again, unchanged or with other constants; the other makes a recorded
+window one page for an incident.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from controller.cli.output import (
+    FormOption,
     Output,
     OutputOption,
-    print_error,
-    print_json,
     print_line,
     print_table,
+    refuse,
     show_one,
 )
 from controller.util.exit_codes import Exit
-from controller.util.text_table import TextColumn, TextTable
+from controller.util.text import TextColumn, TextTable
 
 if TYPE_CHECKING:
     from controller.core.cost.profile import Profile
@@ -46,10 +50,6 @@ def replay(
         typer.Option(metavar="NAME=VALUE", help="What with this constant? Several are allowed."),
     ] = None,
     output: OutputOption = Output.TABLE,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="As -o json, without kind and version; for older scripts."),
-    ] = False,
 ) -> None:
     """Decides a recording again, and compares every plan with the recorded one bit by bit.
 
@@ -68,20 +68,15 @@ def replay(
         other = None if change is None else Counterfactual(change)
         verdict = decide_again(find(recording, engine), [] if other is None else [other])
     except SpeculationError as error:
-        print_error(f"controller replay: {' '.join(str(error).splitlines())}")
-        raise typer.Exit(Exit.USAGE) from error
+        refuse("replay", " ".join(str(error).splitlines()))
     compared = None if other is None else other.found
-    found = _as_json(verdict, compared)
 
     def tell() -> None:
         _print(verdict)
         if compared is not None:
             _print_comparison(compared, wide=output is Output.WIDE)
 
-    if as_json:
-        print_json(found, indent=1)
-    else:
-        show_one("Replay", found, output, [verdict.engine_id], tell)
+    show_one("Replay", _values(verdict, compared), output, [verdict.engine_id], tell)
     if not verdict.is_same:
         raise typer.Exit(Exit.FAILED)
 
@@ -202,7 +197,7 @@ def _arm(arm: "Arm") -> str:
     return f"{arm.drafter} {arm.gamma}"
 
 
-def _as_json(verdict: "ReplayVerdict", compared: "Comparison | None") -> dict[str, Any]:
+def _values(verdict: "ReplayVerdict", compared: "Comparison | None") -> dict[str, Any]:
     from dataclasses import asdict
 
     body = asdict(verdict) | {"same": verdict.is_same}
@@ -218,3 +213,40 @@ def _as_json(verdict: "ReplayVerdict", compared: "Comparison | None") -> dict[st
             "gain": compared.gain,
         }
     return body
+
+
+def report(
+    recording: RecordingPath,
+    file: Annotated[Path, typer.Option("--output", help="Where the page is written.")],
+    engine: Engine = "",
+    output: FormOption = Output.TABLE,
+) -> None:
+    """Turns a recording into one self-contained HTML file.
+
+    Exit codes: 0 written, 2 bad input.
+    """
+    from controller.core.errors import SpeculationError
+    from controller.recording.incident_report import render_ticket
+    from controller.recording.recording import find
+    from controller.recording.replay import replay
+    from controller.recording.window import Window
+    from controller.util.files import write_whole
+
+    try:
+        window = Window()
+        verdict = replay(find(recording, engine), [window])
+        text = render_ticket(window, verdict)
+    except SpeculationError as error:
+        refuse("report", " ".join(str(error).splitlines()))
+    try:
+        write_whole(file, text.encode("utf-8", "replace"))
+    except OSError as error:
+        refuse("report", f"{file} cannot be written: {error.strerror}")
+    steps, plans = len(window.steps), window.plan_count
+    show_one(
+        "IncidentReport",
+        {"path": file, "engine_id": verdict.engine_id, "steps": steps, "plans": plans},
+        output,
+        [str(file)],
+        lambda: print_line(f"{file}: {steps} steps, {plans} plans"),
+    )

@@ -23,19 +23,20 @@ from controller.cli.fleet import (
 )
 from controller.cli.output import (
     DOCUMENTS,
+    TABLES,
     Column,
     Listing,
     Output,
     OutputOption,
     fitting_table,
-    optional_text,
+    optional_column,
     plain_values,
     print_error,
     print_line,
     show,
     show_news,
 )
-from controller.util.printable import printable
+from controller.util.text import printable
 
 if TYPE_CHECKING:
     import grpc
@@ -200,7 +201,7 @@ def _screen(
 
 def _print(view: _View[Answer], answer: Answer, output: Output, trouble: str = "") -> None:
     """Prints one look; what stands above the table is for people only."""
-    if output in {Output.TABLE, Output.WIDE}:
+    if output in TABLES:
         print_line(view.head(answer))
         if trouble:
             print_line(trouble)
@@ -209,7 +210,7 @@ def _print(view: _View[Answer], answer: Answer, output: Output, trouble: str = "
 
 def _print_engines(answer: "service_pb2.OverviewResponse", output: Output) -> None:
     show(ENGINES, answer.engines, output, "no engine has introduced itself")
-    if output in {Output.TABLE, Output.WIDE}:
+    if output in TABLES:
         for line in _losses(answer):
             print_line(line)
 
@@ -239,14 +240,9 @@ ENGINES: "Listing[service_pb2.EngineOverview]" = Listing(
         Column("B", lambda line: str(line.batch_size or "-"), right=True),
         Column("γ", lambda line: str(line.gamma), right=True, style=lambda _: "bold cyan"),
         Column("drafter", lambda line: line.drafter, priority=1),
-        Column(
-            "τ", lambda line: optional_text(line, "accept_length", "{:.2f}"), right=True, priority=2
-        ),
-        Column(
-            "tokens/s", lambda line: optional_text(line, "tokens_per_second", "{:.0f}"), right=True,
-            priority=3,
-        ),
-        Column("gain", lambda line: optional_text(line, "gain", "x{:.2f}"), right=True, priority=2),
+        optional_column("τ", "accept_length", "{:.2f}", priority=2),
+        optional_column("tokens/s", "tokens_per_second", "{:.0f}", priority=3),
+        optional_column("gain", "gain", "x{:.2f}", priority=2),
         Column("regime", lambda line: line.regime, priority=6),
         Column("reason", lambda line: line.reason, priority=4),
         Column("plan age", lambda line: f"{line.plan_age_seconds:.0f} s", right=True, priority=7),

@@ -17,12 +17,10 @@ from typing import Any, Final, Self, TypeVar
 
 import grpc
 
-from controller.client.credentials import Credentials
+from controller.client.channels import Credentials, reading_channel, user_name
 from controller.client.errors import NotFoundError, UnsupportedError, error_of
 from controller.client.paging import Pages, every_page
-from controller.client.reading_channel import reading_channel
-from controller.util.socket_paths import operators_address, sidecar_address
-from controller.util.user import user_name
+from controller.util.sockets import operators_address, sidecar_address
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 
 DEFAULT_ADDRESS: Final = "unix:/run/speculation/controller.sock"

@@ -11,9 +11,9 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from controller.client.credentials import why_silent
+from controller.client.channels import why_silent
 from controller.core.errors import SpeculationError
-from controller.util.socket_paths import why_denied
+from controller.util.sockets import why_denied
 
 _DOMAIN: Final = "speculation.v1"
 

@@ -11,13 +11,12 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from controller.doctor.finding import Finding, fail, ok, warn
-from controller.profiling.engine_http import EngineHttp
+from controller.profiling.engine_http import VLLM, EngineHttp
 from controller.profiling.errors import ProfilingError
-from controller.profiling.server_kinds import VLLM
 from controller.settings.listeners import Listener
 from controller.settings.redis_settings import redis_access
 from controller.settings.settings import Settings
-from controller.util.redaction import redact
+from controller.store.redis_url import redact
 
 _ANSWER_SECONDS = 5.0
 _CLOCK_SECONDS = 2.0

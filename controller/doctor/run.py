@@ -6,12 +6,12 @@ from pathlib import Path
 
 import grpc.aio
 
-from controller.client.credentials import Credentials, CredentialsError
+from controller.client.channels import Credentials, CredentialsError
 from controller.client.paging import EndlessListError
-from controller.doctor import callers, dependencies, local, processes, sidecar
+from controller.doctor import dependencies, local, processes, sidecar
 from controller.doctor.finding import Finding, fail, ok
 from controller.settings.settings import DEFAULT_ADDRESS, Settings, SettingsError
-from controller.util.socket_paths import reading_addresses, socket_path
+from controller.util.sockets import reading_addresses, socket_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
     address = request.address or (settings.address if settings else DEFAULT_ADDRESS)
     if address.startswith("unix:"):
         yield local.check_socket(socket_path(address))
-        for finding in callers.check_callers(socket_path(address)):
+        for finding in processes.check_callers(socket_path(address)):
             yield finding
     findings, introduced = await _sidecar(address, request.engine_url)
     for finding in findings:

@@ -8,10 +8,10 @@ import grpc
 import grpc.aio
 
 import controller
-from controller.client.credentials import why_silent
+from controller.client.channels import why_silent
 from controller.client.paging import every_page_aio
 from controller.doctor.finding import Finding, fail, ok, warn
-from controller.util.socket_paths import why_denied
+from controller.util.sockets import why_denied
 from controller.wire.engines import lost_text
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 

@@ -2,7 +2,7 @@
 
 from controller.profiling.errors import ProfilingError
 from controller.profiling.run import ProfileOutcome, ProfileRequest, profile_engine
-from controller.profiling.settings import ProfilingSettings
+from controller.profiling.schedule import ProfilingSettings
 
 __all__ = [
     "ProfileOutcome",

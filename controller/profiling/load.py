@@ -4,9 +4,8 @@ import random
 import string
 from collections.abc import Sequence
 
-from controller.profiling.engine_http import EngineHttp, Generation
+from controller.profiling.engine_http import EngineHttp, EngineLimits, Generation
 from controller.profiling.errors import ProfilingUsageError
-from controller.profiling.server_kinds import EngineLimits
 
 # The text that random prompts are cut from, when the user gives none.
 _WORDS = 4000

@@ -20,19 +20,20 @@ from controller.profiling.errors import (
 )
 from controller.profiling.fit import summarise_column
 from controller.profiling.load import LoadSource
-from controller.profiling.partial import Partial
+from controller.profiling.profile_file import Partial
 from controller.profiling.progress import Reporter
 from controller.profiling.samples import Cells, Context
 from controller.profiling.schedule import (
     PartKind,
     ProfilePart,
+    ProfilingSettings,
     TimeBudget,
+    batch_sizes_for,
     is_measured,
     long_context,
     parts_of,
     sweep_arms,
 )
-from controller.profiling.settings import ProfilingSettings, batch_sizes_for
 from controller.profiling.sidecar import MeasureStream
 from controller.profiling.wake_cost import WakeUps
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from controller.core.clock import Clock, WallClock
-from controller.util.printable import printable
+from controller.util.text import printable
 
 _LINE_SECONDS = 10.0
 

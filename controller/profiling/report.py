@@ -8,7 +8,7 @@ from pathlib import Path
 
 from controller.core.cost.profile import Profile, ProfileCell
 from controller.core.engine_spec import Arm
-from controller.util.text_table import TextColumn, TextTable, spread_priorities
+from controller.util.text import TextColumn, TextTable, spread_priorities
 
 
 def profile_tables(profile: Profile) -> Iterator[TextTable]:

@@ -1,4 +1,4 @@
-"""Orders the parts of a measurement, and divides the time among them.
+"""Defines what is measured, orders its parts, and divides the time among them.
 
 A part is one batch size of the grid, or one batch size of the context sweep.  The grid is gone
 through twice, up and down again with the sweep between, so that a machine that is slower for a
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from controller.core.engine_spec import Arm, EngineSpec
+from controller.profiling.errors import ProfilingUsageError
 from controller.profiling.load import LoadSource
 from controller.profiling.samples import CellKey, Cells
-from controller.profiling.settings import ProfilingSettings
 
 # Lengths that a long context may have; the longest that fits and can be afforded is taken.
 LONG_CONTEXTS = (8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512, 384, 256)
@@ -23,6 +23,50 @@ _SWEEP_LARGEST_BATCH = 8
 _SWEEP_BATCH_STEP = 4
 # Share of its time that a part of the sweep may spend on the long prefill.
 _PREFILL_SHARE = 0.4
+# Beyond this the default grid stops: larger batches cost time and rarely speculate.
+DEFAULT_LARGEST_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilingSettings:
+    """Raises ProfilingUsageError for values that cannot work.
+
+    batch_sizes: () for powers of two up to what the engine runs.  budget_seconds: the whole
+    measurement.  tolerance: relative half width of a median's 95 % confidence interval that is
+    good enough.  context_tokens: prompt length of the grid's loads.  new_tokens: how far a load's
+    sequences grow before a fresh load takes over.
+    """
+
+    batch_sizes: tuple[int, ...] = ()
+    budget_seconds: float = 60.0
+    tolerance: float = 0.01
+    context_tokens: int = 128
+    new_tokens: int = 512
+    # Part of the budget for the context sweep, and part that is kept for what takes longer.
+    context_share: float = 0.15
+    spare_share: float = 0.08
+    # Times that every draft length is visited each time a batch size is, at the least.
+    rounds: int = 2
+    # Steps after a switch that are left out: the switch itself, and one that it may have disturbed.
+    settle_steps: int = 2
+    # Steps of a visit, at the least and when they come quickly: short visits make many rounds,
+    # and a drift that is slow beside a round can be taken out.
+    visit_steps: int = 3
+    visit_steps_most: int = 10
+    # Steps of a cell, at the least.
+    cell_steps: int = 9
+    # Nothing usable for so long means that something is wrong.
+    stall_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.budget_seconds > 0:
+            raise ProfilingUsageError(f"a budget of {self.budget_seconds} s leaves no time")
+        if any(size < 1 for size in self.batch_sizes):
+            raise ProfilingUsageError(f"batch sizes {list(self.batch_sizes)}: 1 is the least")
+        if not 0 < self.tolerance < 1:
+            raise ProfilingUsageError(f"tolerance {self.tolerance} must lie in (0, 1)")
+        if self.context_tokens < 1 or self.new_tokens < 1:
+            raise ProfilingUsageError("a load needs at least one token of context and one to make")
 
 
 class PartKind(Enum):
@@ -51,6 +95,20 @@ def sweep_arms(spec: EngineSpec) -> tuple[Arm, ...]:
     drafter = spec.drafters[0]
     middle = drafter.gammas[len(drafter.gammas) // 2]
     return tuple(dict.fromkeys((Arm(drafter.name, drafter.gammas[0]), Arm(drafter.name, middle))))
+
+
+def batch_sizes_for(spec: EngineSpec, wanted: Sequence[int]) -> tuple[int, ...]:
+    """The batch sizes to measure, ascending.  Raises ProfilingUsageError."""
+    most = spec.max_batch_size
+    if wanted:
+        if max(wanted) > most:
+            raise ProfilingUsageError(
+                f"batch size {max(wanted)}: this engine runs {most} sequences at most"
+            )
+        return tuple(sorted(set(wanted)))
+    largest = min(most, DEFAULT_LARGEST_BATCH)
+    powers = {1 << i for i in range(largest.bit_length()) if 1 << i <= largest}
+    return tuple(sorted(powers | {largest}))
 
 
 def parts_of(batch_sizes: Sequence[int]) -> tuple[ProfilePart, ...]:

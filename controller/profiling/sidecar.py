@@ -8,7 +8,7 @@ from typing import Self
 import grpc
 import grpc.aio
 
-from controller.client.credentials import Credentials, CredentialsError, why_silent
+from controller.client.channels import Credentials, CredentialsError, why_silent
 from controller.client.paging import EndlessListError, every_page_aio
 from controller.core.cost.profile import Profile
 from controller.core.engine_spec import Arm, EngineSpec
@@ -25,7 +25,7 @@ from controller.profiling.errors import (
     ProfilingUsageError,
     SidecarUnreachableError,
 )
-from controller.util.socket_paths import operators_address, why_denied
+from controller.util.sockets import operators_address, why_denied
 from controller.wire.engines import engine_from_proto
 from controller.wire.reports import report_from_proto
 from speculation.v1 import service_pb2, service_pb2_grpc

@@ -29,7 +29,7 @@ from controller.recording.recorded_controller import (
     RecordedController,
 )
 from controller.recording.segments import RECORDS_MAX, Ring, Segment, frame
-from controller.util.supervisor import keep_thread
+from controller.util.tasks import keep_thread
 from speculation.v1 import record_pb2
 
 _ROUND_SECONDS = 0.5

@@ -27,7 +27,7 @@ from controller.service.net.unix_sockets import OperatorSocket
 from controller.service.sessions.session import EngineSession
 from controller.service.views.readiness import SERVICES
 from controller.settings.settings import Settings
-from controller.util.watched_file import LOOK_SECONDS
+from controller.util.files import LOOK_SECONDS
 
 # For unary calls and last words, once the streams are closed; health watches are cut after it.
 _LAST_GRACE_SECONDS = 0.2

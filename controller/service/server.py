@@ -54,7 +54,7 @@ from controller.settings.redis_settings import redis_access
 from controller.settings.settings import Settings
 from controller.store.file_store import FileStore
 from controller.store.interface import Store
-from controller.util.supervisor import Supervisor, Work
+from controller.util.tasks import Supervisor, Work
 from speculation.v1 import policy_pb2_grpc, service_pb2_grpc, training_pb2_grpc
 
 if TYPE_CHECKING:

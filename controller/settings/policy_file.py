@@ -35,6 +35,7 @@ from controller.core.planning.overrides import (
     Scope,
     ScopeKind,
 )
+from controller.util.files import UnreadableFileError, read_small
 from controller.util.strict_yaml import (
     StrictLoader,
     StrictYamlError,
@@ -42,7 +43,6 @@ from controller.util.strict_yaml import (
     fault,
     load_mapping,
 )
-from controller.util.watched_file import UnreadableFileError, read_small
 from controller.wire.override_text import batch_range
 
 POLICY_PREFIX: Final = "policy:"
@@ -92,8 +92,7 @@ def parse_policy(path: Path, content: bytes) -> tuple[Override, ...]:
     try:
         found = load_mapping(decoded(content), _Loader, _lines)
     except StrictYamlError as error:
-        where = f", line {error.line}" if error.line else ""
-        raise PolicyFileError(f"{path}{where}: {error}") from error
+        raise PolicyFileError(error.at(path)) from error
     if found is None:
         raise PolicyFileError(
             f"{path}: the file is empty, or has comments only, which may be the beginning of a "

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from controller.settings.settings import Settings
-from controller.store.redis_access import RedisAccess
+from controller.store.redis_url import RedisAccess
 
 
 def redis_access(settings: Settings) -> RedisAccess:

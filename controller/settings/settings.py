@@ -28,13 +28,15 @@ from controller.core.errors import SpeculationError
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings
 from controller.settings.listeners import Listener, clashes
-from controller.settings.sources import PREFIX, Sources, variable
-from controller.settings.yaml_file import (
+from controller.settings.sources import (
+    PREFIX,
     SettingsFile,
     SettingsFileError,
+    Sources,
     read_settings_file,
+    variable,
 )
-from controller.util.socket_paths import socket_path
+from controller.util.sockets import socket_path
 from speculation.service_links import service_links
 
 DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"

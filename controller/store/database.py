@@ -16,6 +16,7 @@ still those that were opened.
 import contextlib
 import hashlib
 import json
+import os
 import sqlite3
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.core.errors import MALFORMED
-from controller.store.database_file import create_database, require_entries, require_format
 from controller.store.interface import (
     AUDIT_KEPT,
     AuditRecord,
@@ -32,12 +32,32 @@ from controller.store.interface import (
     StoreBrokenError,
     StoreUnavailableError,
 )
+from controller.util.files import sync_directory
 
 # Pages of 4 KiB after which commits move from the WAL into the database file.
 _CHECKPOINT_PAGES: Final = 64
 # Old audit records are removed once in so many commits.
 _PRUNE_EVERY: Final = 256
 _LARGEST: Final = 2**63 - 1
+_FORMAT: Final = 1
+# "SPEC": tells this database from any other SQLite file.
+_APPLICATION_ID: Final = 0x53504543
+_MODE: Final = 0o640
+
+_SCHEMA = f"""
+CREATE TABLE entries (
+  override_id TEXT PRIMARY KEY, revision INTEGER NOT NULL, body TEXT NOT NULL, until REAL,
+  created_at REAL NOT NULL, ended TEXT NOT NULL, checksum TEXT NOT NULL
+) STRICT, WITHOUT ROWID;
+CREATE TABLE audit (
+  sequence INTEGER PRIMARY KEY, at REAL NOT NULL, action TEXT NOT NULL, subject TEXT NOT NULL,
+  author TEXT NOT NULL, reason TEXT NOT NULL, origin TEXT NOT NULL, before TEXT NOT NULL,
+  after TEXT NOT NULL
+) STRICT;
+CREATE INDEX audit_of_subject ON audit (subject, sequence);
+PRAGMA application_id = {_APPLICATION_ID};
+PRAGMA user_version = {_FORMAT};
+"""
 
 _OF_ALL = (
     "SELECT sequence, at, action, subject, author, reason, origin, before, after FROM audit "
@@ -106,7 +126,7 @@ class Database:
         self.alone = False
         refuse_links(path, *(Path(f"{path}{suffix}") for suffix in ("-wal", "-shm", "-journal")))
         with self._typed():
-            create_database(path)
+            _create_database(path)
             try:
                 self._writer = self._opened()
             except sqlite3.OperationalError as error:
@@ -148,13 +168,13 @@ class Database:
             ("cell_size_check", "ON"),
         ):
             connection.execute(f"PRAGMA {name} = {value}")
-        require_format(connection, self._path)
+        _require_format(connection, self._path)
         if connection.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
             raise StoreUnavailableError(
                 f"{self._path}: this file system does not support SQLite's write-ahead log; "
                 "use a local one for the state directory"
             )
-        require_entries(connection)
+        _require_entries(connection)
 
     def close(self) -> None:
         """Closes the connections; everything committed is durable already."""
@@ -182,23 +202,23 @@ class Database:
 
     def change(self, entry: StoredEntry, record: AuditRecord) -> None:
         """Keeps an entry, in place of one with its id, and a record; durable on return."""
-        with self._typed(), self.transaction() as connection:
-            put(connection, entry)
+        with self._typed(), self._transaction() as connection:
+            _put(connection, entry)
             _append(connection, record)
 
     def note(self, record: AuditRecord) -> None:
         """Keeps a record of something that changes no entry; durable on return."""
-        with self._typed(), self.transaction() as connection:
+        with self._typed(), self._transaction() as connection:
             _append(connection, record)
 
     def replace(self, entries: Sequence[StoredEntry]) -> None:
         """Keeps entries, in place of those with their ids, without a record."""
-        with self._typed(), self.transaction() as connection:
+        with self._typed(), self._transaction() as connection:
             for entry in entries:
-                put(connection, entry)
+                _put(connection, entry)
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
         """All of it or nothing; durable on leaving.
 
         Raises sqlite3.Error, and StoreUnavailableError when the files are not there any more.
@@ -234,8 +254,16 @@ class Database:
 
     @contextlib.contextmanager
     def _typed(self) -> Iterator[None]:
-        with typed_errors(self._path):
+        """Turns errors of SQLite and invalid rows into the errors of the store interface."""
+        try:
             yield
+        except sqlite3.Error as error:
+            reason = _REASONS.get(_code(error))
+            if reason is None:
+                raise _damaged(self._path, error) from error
+            raise StoreUnavailableError(f"{self._path}: {reason}") from error
+        except MALFORMED as error:
+            raise _damaged(self._path, error) from error
 
 
 def refuse_links(*paths: Path) -> None:
@@ -254,21 +282,7 @@ def refuse_links(*paths: Path) -> None:
             raise StoreBrokenError(f"{path} is not a regular file; move it away")
 
 
-@contextlib.contextmanager
-def typed_errors(path: Path) -> Iterator[None]:
-    """Turns errors of SQLite and invalid rows into the errors of the store interface."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        reason = _REASONS.get(_code(error))
-        if reason is None:
-            raise _damaged(path, error) from error
-        raise StoreUnavailableError(f"{path}: {reason}") from error
-    except MALFORMED as error:
-        raise _damaged(path, error) from error
-
-
-def put(connection: sqlite3.Connection, entry: StoredEntry) -> None:
+def _put(connection: sqlite3.Connection, entry: StoredEntry) -> None:
     """Keeps an entry in place of one with its id."""
     connection.execute(
         "INSERT OR REPLACE INTO entries "
@@ -278,21 +292,16 @@ def put(connection: sqlite3.Connection, entry: StoredEntry) -> None:
     )
 
 
-def add(connection: sqlite3.Connection, record: AuditRecord) -> None:
-    """Appends a record."""
+def _append(connection: sqlite3.Connection, record: AuditRecord) -> None:
     sequence, *rest = astuple(record)
     connection.execute(
         "INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (int(sequence), *rest)
     )
-
-
-def _append(connection: sqlite3.Connection, record: AuditRecord) -> None:
-    add(connection, record)
     if int(record.sequence) % _PRUNE_EVERY == 0:
-        prune(connection, record.at)
+        _prune(connection, record.at)
 
 
-def prune(connection: sqlite3.Connection, now: float) -> None:
+def _prune(connection: sqlite3.Connection, now: float) -> None:
     """Removes all but the newest audit records, and the tombstones whose time is over."""
     connection.execute(
         "DELETE FROM audit WHERE sequence <= (SELECT max(sequence) FROM audit) - ?", (AUDIT_KEPT,)
@@ -342,3 +351,62 @@ def _audit(row: Sequence[Any]) -> AuditRecord:
     if not all(isinstance(text, str) for text in texts):
         raise TypeError(f"audit record {sequence} holds what is not text")
     return AuditRecord(str(int(sequence)), float(at), *texts)
+
+
+def _create_database(path: Path) -> None:
+    """Writes a database without overrides, whole or not at all, if there is no file.
+
+    A file without content is therefore one that has lost it.  SQLite gives the file's mode to those
+    beside it.
+    """
+    if path.exists():
+        return
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(_SCHEMA)
+        content = connection.serialize()
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
+    file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _MODE)
+    with os.fdopen(file, "wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(file)
+    part.rename(path)
+    sync_directory(path.parent)
+
+
+def _require_format(connection: sqlite3.Connection, path: Path) -> None:
+    """Raises StoreBrokenError for a database of something else, a newer one, or an empty file."""
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if not (application or version or tables):
+        raise StoreBrokenError(
+            f"{path} is empty, which no database of overrides is: restore it from a backup, or "
+            "move it away to start without overrides"
+        )
+    if application != _APPLICATION_ID:
+        raise StoreBrokenError(f"{path} is not a database of overrides; move it away")
+    if version > _FORMAT:
+        raise StoreBrokenError(
+            f"{path} has format {version}, which a newer version wrote; this one reads format "
+            f"{_FORMAT}: install the newer version"
+        )
+
+
+def _require_entries(connection: sqlite3.Connection) -> None:
+    """Raises sqlite3.DatabaseError if the tree of the entries is damaged, or may lack a part.
+
+    It may lack one where pages belong to nothing.  If the audit is damaged, they may be its own:
+    that is found when it is read, and overrides do not depend on it.
+    """
+    found = _fault(connection, "(entries)")
+    if not found and (anywhere := _fault(connection, "")) and not _fault(connection, "(audit)"):
+        found = anywhere
+    if found:
+        raise sqlite3.DatabaseError(" ".join(found.split()))
+
+
+def _fault(connection: sqlite3.Connection, scope: str) -> str:
+    found = str(connection.execute(f"PRAGMA quick_check{scope}").fetchone()[0])
+    return "" if found == "ok" else found

@@ -2,7 +2,7 @@
 
     overrides.db   entries and the audit of every change (`database`)
     lock           held by the sidecar that uses the directory
-    shelf/         profiles and estimates (`file_blobs`)
+    shelf/         profiles and estimates, `<kind>/<name>/<source>.json`
 
 The entries are held in memory as well; the database makes them durable.  Writes and reads of the
 audit have a thread each, so that a long audit delays no override.
@@ -15,7 +15,10 @@ shows at a start that the clock went back: it then gets the granted time to live
 import asyncio
 import dataclasses
 import fcntl
+import json
+import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,28 +27,31 @@ from typing import Any, TypeVar
 
 import structlog
 
+from controller.core.errors import MALFORMED
 from controller.store.database import Database, StoredEntry, refuse_links
-from controller.store.file_blobs import FileBlobStore
 from controller.store.interface import (
+    BLOB_NAMES,
     LIVE_ENTRIES_MAX,
     TOMBSTONE_SECONDS,
     Actor,
     AuditRecord,
+    Blob,
+    BlobKind,
     ConflictError,
     Entry,
     Health,
     Listener,
+    SkippedEntries,
     StoreError,
     StoreFullError,
     StoreTakenError,
     StoreUnavailableError,
     SummaryBoard,
     UnknownSequenceError,
+    text_from_json,
 )
-from controller.store.journal_import import import_journal
-from controller.store.skipped_entries import SkippedEntries
-from controller.util.atomic_file import remove_unfinished
-from controller.util.supervisor import Work
+from controller.util.files import remove_unfinished, write_whole
+from controller.util.tasks import Work
 
 _SIDECAR = Actor("", "its time was up", "sidecar")
 
@@ -96,7 +102,6 @@ class FileStore:
             self._lock()
             remove_unfinished(self._directory)
             self._database = Database(self._directory / "overrides.db")
-            import_journal(self._directory / "overrides.journal", self._database, self._now())
             self._sequence = self._database.last_sequence
             self._load(self._database)
         except OSError as error:
@@ -229,18 +234,13 @@ class FileStore:
     def _expect(self, override_id: str, expected: int, now: float) -> StoredEntry | None:
         found = self._held.get(override_id)
         if (found.revision if found else 0) != expected:
-            raise ConflictError(
-                f"override {override_id!r} is not at revision {expected}",
-                found.entry(now) if found else None,
-            )
+            raise ConflictError(override_id, expected, found.entry(now) if found else None)
         return found
 
     def _require_room(self, now: float) -> None:
         live = sum(not held.ended and not held.over(now) for held in self._held.values())
         if live >= LIVE_ENTRIES_MAX:
-            raise StoreFullError(
-                f"{live} overrides are in force already, which is the limit: clear some"
-            )
+            raise StoreFullError(live)
 
     def _next(
         self, override_id: str, body: str, seconds: float | None, now: float, ended: str
@@ -304,3 +304,72 @@ def _moved_back(entry: StoredEntry, now: float) -> StoredEntry:
     """Dates an entry as if it had been accepted now."""
     until = None if entry.until is None else now + (entry.until - entry.created_at)
     return dataclasses.replace(entry, until=until, created_at=now)
+
+
+class FileBlobStore:
+    """Times are wall-clock seconds of this machine: files are read again after a restart."""
+
+    def __init__(
+        self,
+        directory: Path,
+        wall: Callable[[], float] = time.time,
+        skipped: SkippedEntries | None = None,
+    ) -> None:
+        self._directory = directory
+        self._skipped = skipped or SkippedEntries(str(directory))
+        self._wall = wall
+        self._one_at_a_time = asyncio.Lock()
+
+    async def put(self, kind: BlobKind, name: str, source: str, text: str) -> None:
+        """Implements the method of the store interface."""
+        async with self._one_at_a_time:
+            await self._run(lambda: self._put(kind, name, source, text))
+
+    async def items(self, kind: BlobKind, name: str) -> Sequence[Blob]:
+        """Implements the store interface; counts and omits a file that cannot be read."""
+        return await self._run(lambda: [item for item, _ in self._items(kind, name)])
+
+    async def names(self, kind: BlobKind) -> Sequence[str]:
+        """Implements the method of the store interface."""
+        return await self._run(lambda: [path.name for path in self._names(kind)])
+
+    async def _run(self, work: Callable[[], _T]) -> _T:
+        try:
+            return await asyncio.to_thread(work)
+        except OSError as error:
+            raise StoreUnavailableError(f"{self._directory}: {error.strerror}") from error
+
+    def _put(self, kind: BlobKind, name: str, source: str, text: str) -> None:
+        folder = self._directory / kind.name / name
+        body = json.dumps({"at": self._wall(), "text": text})
+        write_whole(folder / f"{source}.json", body.encode())
+        os.utime(folder)
+        for _, path in self._items(kind, name)[kind.sources :]:
+            path.unlink(missing_ok=True)
+        for old in self._names(kind)[BLOB_NAMES:]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _names(self, kind: BlobKind) -> list[Path]:
+        folder = self._directory / kind.name
+        if not folder.is_dir():
+            return []
+        return sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+
+    def _items(self, kind: BlobKind, name: str) -> list[tuple[Blob, Path]]:
+        now, found = self._wall(), []
+        for path in (self._directory / kind.name / name).glob("*.json"):
+            try:
+                body = json.loads(path.read_bytes())
+                text, at = text_from_json(body["text"]), float(body["at"])
+                if not math.isfinite(at):
+                    raise ValueError("a time is needed")
+                item = Blob(path.stem, text, max(0.0, now - at))
+            except (OSError, *MALFORMED) as error:
+                reason = error.strerror if isinstance(error, OSError) else str(error)
+                self._skipped.add(kind.name, [f"{name}/{path.name}"], reason or "")
+                continue
+            if kind.seconds is None or item.age_seconds < kind.seconds:
+                found.append((item, path))
+            else:
+                path.unlink(missing_ok=True)
+        return sorted(found, key=lambda pair: pair[0].age_seconds)

@@ -8,12 +8,16 @@ clock is wrong neither shortens nor lengthens an override.
 """
 
 import hashlib
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+import structlog
+
 from controller.core.errors import SpeculationError
-from controller.util.supervisor import Work
+from controller.util.tasks import Work
 
 # How long the tombstone of an ended override is kept.
 TOMBSTONE_SECONDS = 7 * 24 * 3600.0
@@ -21,6 +25,18 @@ TOMBSTONE_SECONDS = 7 * 24 * 3600.0
 LIVE_ENTRIES_MAX: Final = 200
 # Records of the audit that a store keeps; the oldest go first.
 AUDIT_KEPT = 100_000
+# Names of one kind that are kept; the one that was longest not put goes first.
+BLOB_NAMES = 1000
+# Between two log lines about one kind of entries.
+LOG_SECONDS: Final = 60.0
+# What a store holds, of which each entry is read by itself.
+SKIPPED_KINDS: Final = ("override", "override_beyond_limit", "audit", "profiles", "acceptance")
+# Names in such a log line.
+_NAMED_MAX: Final = 5
+
+_log = structlog.get_logger(__name__)
+
+Listener = Callable[[], None]
 
 
 class StoreError(SpeculationError):
@@ -49,12 +65,15 @@ class UnknownSequenceError(StoreError):
 class StoreFullError(StoreError):
     """The store has as many live entries as it takes; nothing was changed."""
 
+    def __init__(self, live: int) -> None:
+        super().__init__(f"{live} overrides are in force already, which is the limit: clear some")
+
 
 class ConflictError(StoreError):
     """The entry is not at the revision that the write was meant for.  `found`: what is there."""
 
-    def __init__(self, message: str, found: "Entry | None") -> None:
-        super().__init__(message)
+    def __init__(self, override_id: str, expected: int, found: "Entry | None") -> None:
+        super().__init__(f"override {override_id!r} is not at revision {expected}")
         self.found = found
 
 
@@ -123,9 +142,6 @@ class Health:
     unusable: Mapping[str, str] = field(default_factory=dict)
     unusable_count: int = 0
     skipped: Mapping[str, int] = field(default_factory=dict)
-
-
-Listener = Callable[[], None]
 
 
 class Store(Protocol):
@@ -223,8 +239,6 @@ class BlobKind:
 
 PROFILES = BlobKind("profiles", sources=8, seconds=None)
 ACCEPTANCE = BlobKind("acceptance", sources=16, seconds=7 * 24 * 3600.0)
-# Names of one kind that are kept; the one that was longest not put goes first.
-BLOB_NAMES = 1000
 
 
 class BlobStore(Protocol):
@@ -292,6 +306,42 @@ class SummaryBoard(Protocol):
         ...
 
 
+def text_from_json(value: object) -> str:
+    """Checks a text that somebody else may have written.  Raises one of MALFORMED."""
+    if not isinstance(value, str):
+        raise TypeError("a text is needed")
+    value.encode()  # half a surrogate pair can stand in JSON, and nowhere else
+    return value
+
+
 def digest(body: str) -> str:
     """Twelve hexadecimal digits that stand for a content."""
     return hashlib.sha256(body.encode()).hexdigest()[:12]
+
+
+class SkippedEntries:
+    """Counts the entries of a store that cannot be read, and logs them sparingly.
+
+    It counts since the start, by kind; every reading counts.  where: the store.  clock: seconds.
+    """
+
+    def __init__(self, where: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._where = where
+        self._clock = clock
+        self._logged_at: dict[str, float] = {}
+        self.counts: Counter[str] = Counter(dict.fromkeys(SKIPPED_KINDS, 0))
+
+    def add(self, kind: str, names: Sequence[str], reason: str, count: int = 0) -> None:
+        """Counts the entries named, or `count` of which only some are named."""
+        number = max(count, len(names))
+        if not number:
+            return
+        self.counts[kind] += number
+        now = self._clock()
+        if now - self._logged_at.get(kind, -LOG_SECONDS) < LOG_SECONDS:
+            return
+        self._logged_at[kind] = now
+        _log.error(
+            "store_entries_skipped", store=self._where, kind=kind, count=number,
+            names=list(names[:_NAMED_MAX]), error=reason, skipped_so_far=self.counts[kind],
+        )  # fmt: skip

@@ -5,9 +5,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 from controller.core.errors import MALFORMED
-from controller.store.interface import AUDIT_KEPT, AuditRecord
+from controller.store.interface import AUDIT_KEPT, AuditRecord, SkippedEntries
 from controller.store.redis_replies import list_of, number_of, rows_of, shown, text_of, time_of
-from controller.store.skipped_entries import SkippedEntries
 
 # Records that one look goes through, bytes of one record, and bytes that one look returns.
 _PAGE: Final = 500

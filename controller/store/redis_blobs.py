@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from controller.core.errors import MALFORMED
-from controller.store.interface import BLOB_NAMES, Blob, BlobKind
+from controller.store.interface import BLOB_NAMES, Blob, BlobKind, SkippedEntries, text_from_json
 from controller.store.redis_audit import Ask
 from controller.store.redis_replies import (
     list_of,
@@ -17,17 +17,12 @@ from controller.store.redis_replies import (
     text_of,
     time_of,
 )
-from controller.store.skipped_entries import SkippedEntries
-
-_NOW = """
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
-"""
+from controller.store.redis_scripts import NOW
 
 # KEYS 1 the name's hash, 2 the index.  ARGV 1 source, 2 text, 3 name, 4 sources kept, 5 their
 # milliseconds (-1: without an end), 6 names kept, 7 prefix of hashes.
 _PUT = (
-    _NOW
+    NOW
     + """
 for i, kind in ipairs({'hash', 'zset'}) do
   local found = redis.call('TYPE', KEYS[i]).ok
@@ -61,7 +56,7 @@ return 1
 # KEYS 1 the name's hash.  ARGV 1 sources that are read, 2 bytes of all their texts.
 # -> {now, items left out because of their size or number, flat: source, text}
 _ITEMS = (
-    _NOW
+    NOW
     + """
 local sources, left, left_out, all = redis.pcall('HKEYS', KEYS[1]), tonumber(ARGV[2]), 0, {}
 if sources.err then return {string.format('%.0f', now), 1, {}} end
@@ -162,8 +157,7 @@ def _items(reply: Any) -> tuple[int, int, Sequence[tuple[Any, ...]]]:
 def _blob(source: Any, body: Any, now: int) -> Blob:
     """Reads an item; now: Redis's milliseconds.  Raises one of MALFORMED."""
     value = json.loads(text_of(body))
-    text, at = value["text"], value["at"]
-    if not (isinstance(text, str) and _is_name(source)):
-        raise TypeError("a source and a text are needed")
-    text.encode()  # half a surrogate pair can stand in JSON, and nowhere else
-    return Blob(source.decode(), text, max(0.0, now / 1000 - time_of(at / 1000)))
+    if not _is_name(source):
+        raise TypeError("a source is needed")
+    age = now / 1000 - time_of(value["at"] / 1000)
+    return Blob(source.decode(), text_from_json(value["text"]), max(0.0, age))

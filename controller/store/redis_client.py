@@ -1,6 +1,6 @@
 """Makes a Redis client from a URL and settings: one server, Sentinel or Cluster.
 
-redis_url reads the URL, redis_access has the settings, redis_connections opens connections.
+redis_url reads the URL, and redis_connections opens connections.
 """
 
 import dataclasses
@@ -14,17 +14,22 @@ import redis.asyncio
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.connection import Connection, ConnectionPool, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel as _UntypedSentinel
 from redis.asyncio.sentinel import SentinelManagedConnection
 from redis.backoff import NoBackoff
 
 from controller.core.errors import SpeculationError
-from controller.store.redis_access import NOTHING_BESIDE_THE_URL, RedisAccess
 from controller.store.redis_connections import Credentials, SentinelTlsConnection, TlsConnection
-from controller.store.redis_errors import REDIS_ERRORS
-from controller.store.redis_replies import BoundedParser
-from controller.store.redis_sentinel import Sentinels
-from controller.store.redis_url import RedisUrl, UnusableUrlError, read_url
-from controller.util.redaction import redact
+from controller.store.redis_errors import REDIS_ERRORS, NoPrimaryError, explained
+from controller.store.redis_replies import BoundedParser, shown
+from controller.store.redis_url import (
+    NOTHING_BESIDE_THE_URL,
+    RedisAccess,
+    RedisUrl,
+    UnusableUrlError,
+    read_url,
+    redact,
+)
 
 # Options of a URL's query that are no options of a connection here.
 _LOGINS: Final = frozenset({"password", "sentinel_password", "sentinel_username", "username"})
@@ -37,6 +42,9 @@ _TLS_OPTION: Final = "ssl_"
 _DEFAULT_USER: Final = "default"
 # What Python says of an argument that nobody takes.
 _UNEXPECTED: Final = re.compile(r"unexpected keyword argument '([a-z_]+)'")
+# Services that a Sentinel watches, of which a message names so many.
+_NAMES_MAX: Final = 5
+_Sentinel: Any = _UntypedSentinel
 
 
 class RedisUrlError(SpeculationError):
@@ -255,3 +263,60 @@ def _try_options(make_connection: Callable[[], object]) -> None:
             "its query names an option that a connection of this kind lacks"
             f"{f' ({named[1]})' if named else ''}"
         ) from error
+
+
+class Sentinels(_Sentinel):  # type: ignore[misc]
+    """The Sentinels of one service.
+
+    clients: one for each of them.  Differs from redis-py's in what a failure says, and in that one
+    which does not answer is asked last the next time, also where the caller did not wait for it.
+    """
+
+    def __init__(self, clients: Sequence[Any]) -> None:
+        super().__init__([])
+        self.sentinels = list(clients)
+
+    async def discover_master(self, service_name: str) -> tuple[str, int]:
+        """Returns the primary's address and port.  Raises NoPrimaryError."""
+        reasons: dict[str, list[str]] = {}
+        fixes: dict[str, None] = {}
+        for client in tuple(self.sentinels):
+            self._move(client, len(self.sentinels))
+            try:
+                states = await client.sentinel_masters()
+                state = states.get(service_name)
+                if state and self.check_master_state(state, service_name):
+                    self._move(client, 0)
+                    return state["ip"], state["port"]
+                reason, fix = _refusal(service_name, states, state)
+            except Exception as error:  # noqa: BLE001  # also whatever a reply makes it raise
+                reason, fix = explained(error, "redis_sentinel_")
+            reasons.setdefault(reason, []).append(_address(client))
+            fixes[fix] = None
+        said = "; ".join(f"{', '.join(where)}: {reason}" for reason, where in reasons.items())
+        raise NoPrimaryError(
+            f"no Sentinel names the primary of {service_name!r}: {said}",
+            "; ".join(fix for fix in fixes if fix),
+        )
+
+    def _move(self, client: Any, place: int) -> None:
+        self.sentinels.remove(client)
+        self.sentinels.insert(place, client)
+
+
+def _refusal(service: str, states: Mapping[str, Any], state: Any) -> tuple[str, str]:
+    """Says why a Sentinel's answer names no primary, and what to do."""
+    if state:
+        return f"says that {_text(state['ip'])}:{state['port']} is down", "see that it runs"
+    known = ", ".join(map(_text, sorted(states)[:_NAMES_MAX]))
+    return f"watches {known or 'nothing'}, not {service!r}", "correct the service in redis_url"
+
+
+def _text(said: str) -> str:
+    return shown(said.encode(errors="replace"))
+
+
+def _address(client: Any) -> str:
+    place = client.connection_pool.connection_kwargs
+    host = f"[{place['host']}]" if ":" in place["host"] else place["host"]
+    return f"{host}:{place['port']}"

@@ -12,7 +12,7 @@ from redis.asyncio.connection import SSLConnection
 from redis.asyncio.sentinel import SentinelManagedSSLConnection
 from redis.credentials import CredentialProvider
 
-from controller.util.watched_file import UnreadableFileError, read_small
+from controller.util.files import UnreadableFileError, read_small
 
 # Far more than a password has.
 _PASSWORD_BYTES_MAX: Final = 64 * 1024

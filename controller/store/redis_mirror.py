@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -15,7 +16,7 @@ from typing import Any, Final, Self
 import structlog
 
 from controller.core.errors import MALFORMED
-from controller.store.interface import Entry
+from controller.store.interface import Entry, text_from_json
 from controller.store.redis_replies import (
     NUMBER_MAX,
     list_of,
@@ -25,7 +26,7 @@ from controller.store.redis_replies import (
     text_of,
     time_of,
 )
-from controller.util.atomic_file import remove_unfinished, write_whole
+from controller.util.files import remove_unfinished, write_whole
 
 # Of the id of an override (`controller.core.planning.overrides`).
 _ID_CHARACTERS_MAX: Final = 128
@@ -50,11 +51,16 @@ class MirroredEntry:
 
         Raises one of MALFORMED for what is no entry.
         """
-        found, ms = json.loads(text_of(text)), number_of(left)
-        until = math.inf if ms < 0 else now + ms / 1000
+        return cls.made(override_id, json.loads(text_of(text)), left, now)
+
+    @classmethod
+    def made(cls, override_id: str, found: Mapping[str, Any], left: Any, now: float) -> Self:
+        """Does the same with JSON that was parsed, by Redis's names or by those of `seed`."""
+        ms = number_of(left)
         return cls(
-            override_id, _revision(found["revision"]), _text(found["body"]), until,
-            time_of(found["created"]), _text(found["ended"]),
+            override_id, _revision(found["revision"]), text_from_json(found["body"]),
+            math.inf if ms < 0 else now + ms / 1000, time_of(found["created"]),
+            text_from_json(found["ended"]),
         )  # fmt: skip
 
     def left(self, now: float) -> float:
@@ -165,20 +171,16 @@ class RedisMirror:
                 effect="overrides get the time that they had left when the mirror was written",
             )  # fmt: skip
             idle = 0.0
-        entries = [_held(item, idle, now) for item in found["entries"]]
+        entries = [
+            MirroredEntry.made(text_from_json(item["id"]), item, item["ms"], now - idle)
+            for item in found["entries"]
+        ]
         return {held.override_id: held for held in entries if not held.over(now)}, idle
 
 
 def _shown(name: Any) -> str:
     """An id whole, if it can be one of an override, so that it can be cleared."""
     return shown(name, _ID_CHARACTERS_MAX)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("a text is needed")
-    value.encode()  # half a surrogate pair can stand in JSON, and nowhere else
-    return value
 
 
 def _revision(value: Any) -> int:
@@ -188,12 +190,3 @@ def _revision(value: Any) -> int:
     if not 0 <= value < NUMBER_MAX:
         raise ValueError("a revision is below 2^53")
     return int(value)
-
-
-def _held(item: dict[str, Any], idle: float, now: float) -> MirroredEntry:
-    ms = number_of(item["ms"])
-    until = math.inf if ms < 0 else now + ms / 1000 - idle
-    return MirroredEntry(
-        _text(item["id"]), _revision(item["revision"]), _text(item["body"]), until,
-        time_of(item["created"]), _text(item["ended"]),
-    )  # fmt: skip

@@ -38,13 +38,17 @@ _NAMED_MAX: Final = 20
 # room for the revisions of other changes.
 _REVISION_MAX: Final = NUMBER_MAX // 2
 
-_COMMON = (
-    f"local ENTRY_BYTES_MAX, LIVE_MAX = {ENTRY_BYTES_MAX}, {LIVE_ENTRIES_MAX}\n"
-    f"local TIME_MAX, REVISION_MAX = {TIME_MAX:.0f}, {_REVISION_MAX}\n"
-    """
-local prefix, channel = ARGV[1], ARGV[2]
+# Redis's clock, in milliseconds.
+NOW: Final = """
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
+"""
+
+_COMMON = (
+    NOW + f"local ENTRY_BYTES_MAX, LIVE_MAX = {ENTRY_BYTES_MAX}, {LIVE_ENTRIES_MAX}\n"
+    f"local TIME_MAX, REVISION_MAX = {TIME_MAX:.0f}, {_REVISION_MAX}\n"
+    + """
+local prefix, channel = ARGV[1], ARGV[2]
 local GRACE, TOMBSTONE, AUDIT_MAX = 60000, 604800000, 100000
 
 local KINDS = {'string', 'zset', 'zset', 'stream'}

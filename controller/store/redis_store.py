@@ -16,6 +16,7 @@ import json
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,10 +32,10 @@ from controller.store.interface import (
     Entry,
     Health,
     Listener,
+    SkippedEntries,
     StoreFullError,
     StoreUnavailableError,
 )
-from controller.store.redis_access import NOTHING_BESIDE_THE_URL, RedisAccess
 from controller.store.redis_audit import RedisAudit
 from controller.store.redis_blobs import RedisBlobStore
 from controller.store.redis_client import close, connect
@@ -55,9 +56,8 @@ from controller.store.redis_scripts import (
     WRITTEN,
 )
 from controller.store.redis_summaries import RedisSummaries
-from controller.store.skipped_entries import SkippedEntries
-from controller.util.redaction import redact
-from controller.util.supervisor import Work
+from controller.store.redis_url import NOTHING_BESIDE_THE_URL, RedisAccess, redact
+from controller.util.tasks import Work
 
 # Part of every key: another layout of keys is another number.
 SCHEMA = 1
@@ -157,21 +157,17 @@ class RedisStore:
     ) -> Entry:
         """Implements the method of the store interface."""
         ms = -1 if seconds is None else max(1, round(seconds * 1000))
-        asked = json.dumps({"author": who.author, "reason": who.reason, "origin": who.origin})
+        asked = json.dumps(asdict(who))
         done, held = await self._ask(
             lambda: self._script(WRITE, override_id, body, ms, expected, asked),
             functools.partial(_written, override_id, body),
             writes=True,
         )
         if done == FULL:
-            raise StoreFullError(
-                f"{LIVE_ENTRIES_MAX} overrides are in force already, which is the limit: clear some"
-            )
+            raise StoreFullError(LIVE_ENTRIES_MAX)
         if done != WRITTEN:
-            raise ConflictError(
-                f"override {override_id!r} is not at revision {expected}",
-                held.entry(time.monotonic()) if held else None,
-            )
+            found = held.entry(time.monotonic()) if held else None
+            raise ConflictError(override_id, expected, found)
         assert held is not None
         await self._replicated()
         await self._hold({**self._held, override_id: held})
@@ -183,7 +179,7 @@ class RedisStore:
 
     async def record(self, action: str, subject: str, who: Actor) -> None:
         """Implements the method of the store interface."""
-        asked = json.dumps({"author": who.author, "reason": who.reason, "origin": who.origin})
+        asked = json.dumps(asdict(who))
         await self._ask(lambda: self._script(RECORD, action, subject, asked), nothing, writes=True)
         await self._replicated()
 

@@ -18,6 +18,7 @@ import redis.exceptions
 from controller.store.interface import StoreUnavailableError, Summaries, Summary
 from controller.store.redis_errors import in_words
 from controller.store.redis_replies import list_of, nothing, number_of, rows_of, text_of
+from controller.store.redis_scripts import NOW
 
 # How long a text is kept: a sidecar that died is listed as silent for so long.
 KEPT_SECONDS: Final = 300.0
@@ -32,20 +33,21 @@ _TEXTS = 100
 # After a failure nothing is asked for so long; twice as long after the next one.
 _PAUSE_SECONDS = (0.5, 5.0)
 
-_NOW = """
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+_INDEX = (
+    NOW
+    + """
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind ~= 'none' and kind ~= 'zset' then
   return redis.error_reply('key ' .. KEYS[1] .. ' is a ' .. kind
     .. ', not a zset; rename or delete it')
 end
 """
+)
 
 # KEYS 1 index, 2 the source's text.  ARGV 1 source, 2 text, 3 milliseconds that it is kept, 4
 # sources that are kept, 5 prefix of texts.
 _PUT = (
-    _NOW
+    _INDEX
     + """
 local kept = tonumber(ARGV[3])
 redis.call('SET', KEYS[2], ARGV[2], 'PX', kept)
@@ -75,7 +77,7 @@ return 1
 # KEYS 1 index.  ARGV 1 sources that are read.
 # -> {members that are no sources; of each source: its name, its age in milliseconds}
 _SOURCES = (
-    _NOW
+    _INDEX
     + """
 local members = redis.call('ZREVRANGE', KEYS[1], 0, tonumber(ARGV[1]) - 1, 'WITHSCORES')
 local all = {0}

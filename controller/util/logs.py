@@ -1,25 +1,166 @@
 """Logs are JSON lines on standard error, one per change and none per step; logging never blocks."""
 
+import contextlib
 import logging
+import queue
 import sys
+import threading
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from dataclasses import dataclass
+from logging.handlers import QueueHandler
+from typing import Any, Final, TextIO
 
 import structlog
-
-from controller.util.log_handler import LineLimit, LogQueue
 
 _SHARED: list[structlog.typing.Processor] = [
     structlog.stdlib.add_log_level,
     structlog.stdlib.add_logger_name,
     structlog.processors.TimeStamper(fmt="iso", utc=True),
 ]
+# Lines that may wait in the queue; a pipe holds some hundred more.
+_LINES_MAX: Final = 1000
+# How long `close` waits for lines that nobody reads.
+_CLOSE_SECONDS: Final = 2.0
+# Lines of one kind that may be written at once, and the time after which one more may follow.
+_BURST: Final = 10
+_SECONDS_A_LINE: Final = 6.0
+# Kinds that are remembered.  Beyond it, the one that has been quiet for longest is forgotten, and
+# its suppressed lines are counted with its event.
+_KINDS: Final = 4096
+_SAME = ("engine", "override")
+
+_Kind = tuple[str, ...]
 
 Line = MutableMapping[str, Any]
 
-_limit = LineLimit()
 _readers: list[Callable[[Line], None]] = []
 _log = structlog.get_logger(__name__)
+
+
+class LogQueue(QueueHandler):
+    """Formats a line where it is logged, and writes it to `stream` on a thread of its own.
+
+    A bounded queue stands between the two.  Lines for which it has no room are counted in `lost`
+    and reported in a line of their own once there is room again; `lost` is then 0.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._lines: queue.Queue[logging.LogRecord | None] = queue.Queue(_LINES_MAX)
+        super().__init__(self._lines)
+        self.lost = 0
+        self._stream = stream
+        self._thread = threading.Thread(target=self._write, name="speculation-log", daemon=True)
+        self._thread.start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Puts a line into the queue, or counts it as lost; never waits."""
+        try:
+            self._lines.put_nowait(record)
+        except queue.Full:
+            self.lost += 1
+
+    def close(self) -> None:
+        """Waits a few seconds at most until all lines are written."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=_CLOSE_SECONDS)
+            self._thread.join(_CLOSE_SECONDS)
+        super().close()
+
+    def _write(self) -> None:
+        while (record := self._lines.get()) is not None:
+            # If standard error is closed, there is nowhere to report it, nor would anybody notice
+            # that this thread has ended.
+            with contextlib.suppress(Exception):
+                self._stream.write(f"{record.getMessage()}\n")
+                self._stream.flush()
+            if self.lost and self._lines.qsize() < _LINES_MAX // 2:
+                lost, self.lost = self.lost, 0
+                _log.warning("log_lines_lost", lines=lost)
+
+
+@dataclass(slots=True)
+class _LineBudget:
+    lines: float
+    filled_at: float
+    suppressed: int = 0
+
+
+class LineLimit(logging.Filter):
+    """Suppresses repeated lines of a handler, and counts them in the next line of their kind.
+
+    Lines are of one kind if they have the same event and, where they name them, the same engine and
+    override.  Every kind has a token bucket of `_BURST` lines, which gains one every
+    `_SECONDS_A_LINE`.  `suppressed` counts all suppressed lines.  clock: seconds, for tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        # The kind that was seen last stands last.
+        self._buckets: OrderedDict[_Kind, _LineBudget] = OrderedDict()
+        # Suppressed lines of forgotten kinds, by event.
+        self._forgotten: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self.suppressed = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Returns False for a suppressed line; adds `suppressed` to one that follows such lines."""
+        kind = _kind_of(record)
+        with self._lock:
+            bucket = self._bucket(kind)
+            if bucket.lines < 1:
+                bucket.suppressed += 1
+                self.suppressed += 1
+                return False
+            bucket.lines -= 1
+            untold, bucket.suppressed = bucket.suppressed, 0
+        if untold:
+            if isinstance(record.msg, dict):
+                record.msg = {**record.msg, "suppressed": untold}
+            else:
+                record.suppressed = untold
+        return True
+
+    def untold(self) -> dict[str, int]:
+        """Returns, by event, the suppressed lines that no line has counted yet, once."""
+        with self._lock:
+            found, self._forgotten = self._forgotten, Counter()
+            for kind, bucket in self._buckets.items():
+                found[kind[0]] += bucket.suppressed
+                bucket.suppressed = 0
+        return {event: count for event, count in sorted(found.items()) if count}
+
+    def _bucket(self, kind: _Kind) -> _LineBudget:
+        now = self._clock()
+        if kind not in self._buckets:
+            if len(self._buckets) >= _KINDS:
+                self._forget_one()
+            self._buckets[kind] = _LineBudget(_BURST, now)
+        self._buckets.move_to_end(kind)
+        bucket = self._buckets[kind]
+        bucket.lines = min(_BURST, bucket.lines + (now - bucket.filled_at) / _SECONDS_A_LINE)
+        bucket.filled_at = now
+        return bucket
+
+    def _forget_one(self) -> None:
+        (event, *_), bucket = self._buckets.popitem(last=False)
+        if bucket.suppressed:
+            # The number of events has no bound: a library may use any text.
+            known = event in self._forgotten or len(self._forgotten) < _KINDS
+            self._forgotten[event if known else "other events"] += bucket.suppressed
+
+
+def _kind_of(record: logging.LogRecord) -> _Kind:
+    said = record.msg
+    if isinstance(said, dict):
+        return (str(said.get("event")), *(str(said[name]) for name in _SAME if name in said))
+    # A library's line: its text before any argument is inserted.
+    return (str(said), record.name)
+
+
+_limit = LineLimit()
 
 
 def configure(level: str) -> None:

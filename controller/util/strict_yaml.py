@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, TypeVar
 
 import yaml
 
-from controller.util.watched_file import UnreadableFileError, read_small
+from controller.util.files import UnreadableFileError, read_small
 
 _NULL = "tag:yaml.org,2002:null"
 _NUMBERS: Final = frozenset({"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"})
@@ -32,6 +32,10 @@ class StrictYamlError(Exception):
     def __init__(self, line: int, problem: str) -> None:
         self.line = line
         super().__init__(problem)
+
+    def at(self, path: Path) -> str:
+        """Returns the problem behind the file's name and the line."""
+        return f"{path}, line {self.line}: {self}" if self.line else f"{path}: {self}"
 
 
 class StrictLoader(yaml.SafeLoader):

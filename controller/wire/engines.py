@@ -34,7 +34,7 @@ from controller.core.model_shapes import (
     LinearAttention,
     ModelShape,
 )
-from controller.util.moments import moment_text
+from controller.util.text import moment_text
 from controller.wire.field_mapping import message_of, numbers_of, value_of
 from speculation.v1 import engine_pb2
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import grpc
 import typer
 
-from controller.util.printable import printable
+from controller.util.text import printable
 from lab.conformance.rules import Findings
 from lab.conformance.shim_side import ShimCheck
 from lab.conformance.sidecar_side import check_sidecar

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from controller.util.atomic_file import write_whole
+from controller.util.files import write_whole
 from lab.gpu_check import acceptance, page
 from lab.gpu_check.budget import (
     PRICE_FILE,

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import psutil
 
-from controller.util.atomic_file import write_whole
+from controller.util.files import write_whole
 
 _PACKAGES = (
     "speculation-controller", "speculation-controller-shim", "sglang", "torch", "grpcio",

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from controller.util.atomic_file import write_whole
+from controller.util.files import write_whole
 from lab.cpu_engine.pace.pacer import Pace
 from lab.cpu_engine.pace.step_log import LoggedStep, await_log, read_log
 from lab.harness.engines import Harness, Workplace, launch_sidecar, measure_profile, wait_serving

@@ -31,12 +31,12 @@ from rich.table import Table
 
 from controller.core.acceptance.mixtures import LEAST_MATCH, LONGEST_MATCH
 from controller.core.engine_spec import Arm
-from controller.util.process_pool import make_process_pool
 from simulator.acceptance_trace import AcceptanceTrace, RecordedRequest
 from simulator.comparison.contestants import controller, statics
 from simulator.comparison.truth import Truth
 from simulator.engine import EngineOptions, RunResult, simulate
 from simulator.errors import InvalidInputError
+from simulator.process_pool import make_process_pool
 from simulator.scenarios.cost import SWITCH_SECONDS, CostSection, ProfileSection
 from simulator.scenarios.fields import Place
 from simulator.scenarios.scenario_file import Scenario

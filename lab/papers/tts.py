@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from controller.core.training.stride_planner import STRIDES
-from controller.util.process_pool import make_process_pool
 from lab.papers.stride_simulation import (
     Earned,
     Stream,
@@ -23,6 +22,7 @@ from lab.papers.stride_simulation import (
     streams_of_table_3,
     streams_of_table_7,
 )
+from simulator.process_pool import make_process_pool
 
 # Sequences of each stream when they follow one another.
 _MIX_SEQUENCES = 10

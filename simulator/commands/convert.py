@@ -33,7 +33,7 @@ def convert(
 
     Exit codes: 0 done, 2 anything else, with one line on standard error.
     """
-    from controller.util.atomic_file import write_whole
+    from controller.util.files import write_whole
 
     try:
         _require_free(target, force=force)

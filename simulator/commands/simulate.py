@@ -276,7 +276,7 @@ def _run(
 def _show(
     report: "SimulationReport", json_file: Path | None, html: Path | None, output: Output
 ) -> None:
-    from controller.util.atomic_file import write_whole
+    from controller.util.files import write_whole
     from simulator.report.html import render_html
     from simulator.report.text import render_text
     from simulator.results import to_json, to_values

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.settings import PlannerSettings
-from controller.util.process_pool import make_process_pool
 from simulator.comparison.contestants import (
     BY_REQUEST,
     ORACLE,
@@ -30,6 +29,7 @@ from simulator.engine import RunResult, Trace, simulate
 from simulator.errors import InvalidInputError
 from simulator.peers.sglang_adaptive import PeerUnavailableError
 from simulator.policy import Policy
+from simulator.process_pool import make_process_pool
 from simulator.results import Latency, PolicyOrigin, Timeline, spread
 from simulator.scenarios.scenario_file import Scenario
 from simulator.surface import MINIMAL_SHARE, CostSurface

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from controller.util.text_table import TextColumn, TextTable
+from controller.util.text import TextColumn, TextTable
 from simulator.report.bars import OURS, bars, best_peer, ours
 from simulator.results import PolicyReport, ScenarioReport, SimulationReport, Spread, SustainedLoad
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from controller.store.interface import Store
-from controller.util.supervisor import Supervisor
+from controller.util.tasks import Supervisor
 
 
 @asynccontextmanager

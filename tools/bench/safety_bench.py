@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from controller.util.process_pool import make_process_pool
+from simulator.process_pool import make_process_pool
 from simulator.scenarios.scenario_file import load_scenario
 from tests.support.against_off import BAR, FLOOR, SHARE_BELOW_BAR, WINDOW, against_off
 from tests.support.dealing import dealt

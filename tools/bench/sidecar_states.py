@@ -9,7 +9,7 @@ from controller.service.sessions.registry import SessionRegistry
 from controller.service.state.override_registry import OverrideRegistry
 from controller.service.state.profile_registry import ProfileRegistry
 from controller.store.redis_store import RedisStore
-from controller.util.supervisor import Supervisor
+from controller.util.tasks import Supervisor
 from tests.support.virtual_engine import engine_spec
 
 

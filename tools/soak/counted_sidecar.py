@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from controller.cli import app
-from controller.util.atomic_file import write_whole
+from controller.util.files import write_whole
 
 _EVERY_SECONDS = 0.1
 

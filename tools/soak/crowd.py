@@ -31,7 +31,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from controller.util.socket_paths import operators_address
+from controller.util.sockets import operators_address
 from lab.harness.processes import free_port
 from speculation.v1 import (
     engine_pb2,

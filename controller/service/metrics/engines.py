@@ -125,12 +125,6 @@ ESTIMATES: Final[tuple[Family[EngineSnapshot], ...]] = (
         unit="tokens", like="sglang:spec_accept_length (observed)",
     ),
     Family(
-        _GAUGE, "speculation_expected_accept_length",
-        "Deprecated: speculation_expected_acceptance_length has the same number.",
-        lambda e: 1 + e.chosen.expected_accepted,
-        unit="tokens", replaced_by="speculation_expected_acceptance_length",
-    ),
-    Family(
         _GAUGE, "speculation_acceptance_length_error",
         "Expected minus actual acceptance length of the last minute's drafts; above 0 the "
         "estimates are too high. Absent if nothing was drafted.",

@@ -57,7 +57,7 @@ class Family(Generic[Source]):
 
     name: a counter's samples have `_total` behind it, a histogram's `_bucket`, `_sum` and `_count`.
     label: its own, beside `engine` where it is of an engine; "" = none; a histogram has `le`.
-    like: what vLLM or SGLang call the same.  replaced_by: what to use instead of a deprecated one.
+    like: what vLLM or SGLang call the same.
     """
 
     kind: MetricKind
@@ -67,7 +67,6 @@ class Family(Generic[Source]):
     unit: str = ""
     label: str = ""
     like: str = ""
-    replaced_by: str = ""
 
     @property
     def sample_name(self) -> str:

@@ -25,7 +25,7 @@ from controller.service.state.override_registry import OverrideRegistry
 from controller.service.views.engine_status import EngineSnapshot
 from controller.service.views.fleet_view import FleetView
 from controller.settings.listeners import Listener
-from controller.util.supervisor import Supervisor
+from controller.util.tasks import Supervisor
 
 _log = structlog.get_logger(__name__)
 

@@ -14,7 +14,7 @@ from controller.service.views.fleet_view import FleetCounts
 from controller.settings.policy_file import Policy
 from controller.store.interface import Health
 from controller.util import logs
-from controller.util.supervisor import TaskState
+from controller.util.tasks import TaskState
 
 _COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
 

@@ -33,7 +33,7 @@ from controller.core.errors import SpeculationError
 from controller.service.net.callers import ALL, Caller, Right
 from controller.service.net.errors import UnauthenticatedError
 from controller.service.net.unix_sockets import OperatorSocket, Peer
-from controller.util.watched_file import AGREEING_LOOKS, Found, WatchedFile
+from controller.util.files import AGREEING_LOOKS, Found, WatchedFile
 
 # Finds the caller of a call by its gRPC context.  Raises UnauthenticatedError.
 Identify: TypeAlias = Callable[[Any], Caller]

@@ -17,8 +17,8 @@ import structlog
 
 from controller.service.net.errors import AddressTakenError
 from controller.settings.listeners import Listener
-from controller.util.loopback import is_loopback_host
-from controller.util.supervisor import keep_thread
+from controller.util.sockets import is_loopback_host
+from controller.util.tasks import keep_thread
 
 # Requests at a time; more are asked to try again.
 REQUESTS_MAX: Final = 8

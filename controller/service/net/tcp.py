@@ -17,8 +17,8 @@ import structlog
 from controller.service.net.access import DIGEST, AccessFileError, AccessList
 from controller.service.net.errors import AddressTakenError, StartRefusedError
 from controller.settings.settings import Settings
-from controller.util.loopback import is_loopback
-from controller.util.watched_file import UnreadableFileError, read_small
+from controller.util.files import UnreadableFileError, read_small
+from controller.util.sockets import is_loopback
 
 # Of a PEM file; a bundle of all public authorities has a quarter of it.
 _MAX_BYTES: Final = 1024 * 1024

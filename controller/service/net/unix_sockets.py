@@ -32,8 +32,8 @@ from types import MappingProxyType
 import structlog
 
 from controller.core.errors import SpeculationError
-from controller.util import cancellation
-from controller.util.socket_paths import operators_path
+from controller.util import tasks
+from controller.util.sockets import operators_path
 
 # Of the engines' socket, of the operators', and of their directories.
 _MODE = 0o660
@@ -242,7 +242,7 @@ class OperatorSocket:
         for path, inode in self._made.items():
             remove_own(path, inode)
         self._made.clear()
-        await cancellation.end(self._connections)
+        await tasks.end(self._connections)
         if self._inner is not None:
             os.close(self._inner)
             self._inner = None
@@ -282,7 +282,7 @@ class OperatorSocket:
                 try:
                     await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    await cancellation.end(ways)
+                    await tasks.end(ways)
             finally:
                 # First this: nobody else may come under the name once it is free.
                 del self._peers[f"unix-abstract:{name}"]

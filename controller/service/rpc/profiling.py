@@ -25,7 +25,7 @@ from controller.service.state.profile_registry import (
     require_past,
 )
 from controller.service.views.paging import page_of
-from controller.util import cancellation
+from controller.util import tasks
 from controller.wire.engines import fingerprint_to_proto
 from controller.wire.plans import arm_from_proto
 from controller.wire.reports import report_to_proto
@@ -131,7 +131,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     async def _profile_of(self, text: str) -> Profile:
         """Reads a profile in a thread, one at a time.  Raises InvalidProfileError."""
         async with self._turns.turn():
-            return await cancellation.finish(asyncio.to_thread(_profile_of, text))
+            return await tasks.finish(asyncio.to_thread(_profile_of, text))
 
     async def ListProfiles(
         self, request: service_pb2.ListProfilesRequest, context: Context

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from controller.service.net.callers import calling
 from controller.service.net.errors import InvalidQuestionError, RequestIdReusedError
-from controller.util import cancellation
+from controller.util import tasks
 
 KEPT_SECONDS: Final = 600.0
 KEPT_ANSWERS: Final = 1000
@@ -88,7 +88,7 @@ class RequestIds:
 
     async def close(self) -> None:
         """Ends what is under way."""
-        await cancellation.end(entry.task for entry in self._entries.values())
+        await tasks.end(entry.task for entry in self._entries.values())
 
     def _ended(self, key: tuple[str, str], task: "asyncio.Task[Any]") -> None:
         if task.cancelled() or task.exception() is not None:

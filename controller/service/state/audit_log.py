@@ -23,7 +23,7 @@ from controller.service.net import limits
 from controller.service.net.callers import Caller
 from controller.service.sessions.session import EngineSession
 from controller.store.interface import Actor, Store, StoreError
-from controller.util.background_tasks import BackgroundTasks
+from controller.util.tasks import BackgroundTasks
 
 # Records that are being written when the sidecar stops may take so long.
 _LAST_WORDS_SECONDS = 1.0

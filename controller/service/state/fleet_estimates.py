@@ -30,8 +30,8 @@ from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
 from controller.service.state.session_searches import Give, SessionSearches
 from controller.store.interface import ACCEPTANCE, Blob, BlobStore, StoreUnavailableError
-from controller.util import cancellation
-from controller.util.background_tasks import BackgroundTasks
+from controller.util import tasks
+from controller.util.tasks import BackgroundTasks
 
 _TELL_SECONDS = 60.0
 # Hexadecimal digits of a source that name its group; the last one is its place.
@@ -105,7 +105,7 @@ class FleetEstimates:
             drafter.name: await self._blobs.items(ACCEPTANCE, _name(session.spec, drafter))
             for drafter in session.spec.drafters
         }
-        found = await cancellation.finish(asyncio.to_thread(_pooled, stored))
+        found = await tasks.finish(asyncio.to_thread(_pooled, stored))
         return partial(_begin_from, found, began) if found.sources else None
 
 

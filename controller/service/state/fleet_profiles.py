@@ -32,7 +32,7 @@ from controller.service.state.profile_registry import (
 )
 from controller.service.state.session_searches import Give, SessionSearches
 from controller.store.interface import PROFILES, BlobStore, StoreUnavailableError
-from controller.util import cancellation
+from controller.util import tasks
 
 # Identities that are listed, the newest.
 _LISTED = 200
@@ -201,7 +201,7 @@ class FleetProfiles:
     async def _read(self, identity: str, make: Callable[[str, Sequence[str]], T]) -> T:
         """Makes something of the stored texts of an identity, in a thread."""
         texts = [item.text for item in await self._blobs.items(PROFILES, identity)]
-        return await cancellation.finish(asyncio.to_thread(make, identity, texts))
+        return await tasks.finish(asyncio.to_thread(make, identity, texts))
 
 
 def _measurements(identity: str, texts: Sequence[str]) -> list[Profile]:

@@ -27,8 +27,7 @@ from controller.settings.policy_file import (
     parse_policy,
     read_policy,
 )
-from controller.util.atomic_file import write_whole
-from controller.util.watched_file import AGREEING_LOOKS, LOOK_SECONDS, Found, WatchedFile
+from controller.util.files import AGREEING_LOOKS, LOOK_SECONDS, Found, WatchedFile, write_whole
 
 # Looks in a row with fewer entries and none that is new, 2 s: longer than a writer pauses.
 _SHORTER_LOOKS: Final = 1 + math.ceil(2.0 / LOOK_SECONDS)

@@ -18,7 +18,7 @@ from controller.core.cost.profile import MeasuredEngine, Profile
 from controller.core.engine_spec import EngineSpec
 from controller.core.errors import InvalidProfileError, ProfileMismatchError, SpeculationError
 from controller.service.net.errors import ProfileNotSavedError
-from controller.util.atomic_file import remove_unfinished, write_whole
+from controller.util.files import remove_unfinished, write_whole
 
 # How far clocks of a fleet, and their time zones, may lie apart.
 _CLOCK_SKEW = timedelta(days=1)

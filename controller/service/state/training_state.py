@@ -22,7 +22,7 @@ from controller.core.training.selective_training import (
 )
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
-from controller.util.atomic_file import write_whole
+from controller.util.files import write_whole
 
 _LOOK_SECONDS = 1.0
 

@@ -28,8 +28,8 @@ from controller.service.views.fleet_summary import (
 )
 from controller.service.views.status_cache import StatusCache
 from controller.store.interface import StoreUnavailableError, Summaries, Summary, SummaryBoard
-from controller.util import cancellation
-from controller.util.background_tasks import BackgroundTasks
+from controller.util import tasks
+from controller.util.tasks import BackgroundTasks
 
 # A look waits so long for the store.
 _PATIENCE_SECONDS = 0.5
@@ -256,7 +256,7 @@ class FleetView:
         others, began = self._others, time.monotonic()
         # A thread's work, because a large fleet would keep steering waiting.
         made = asyncio.to_thread(_merged, self._me, lines, others)
-        self._fleet = await cancellation.finish(made)
+        self._fleet = await tasks.finish(made)
         self._made_of = lines, others
         self._good_until = self._clock.now() + (time.monotonic() - began) / _SHARE_MAX
 

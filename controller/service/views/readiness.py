@@ -26,7 +26,7 @@ from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
 from controller.service.state.override_registry import OverrideRegistry
 from controller.service.state.profile_registry import ProfileRegistry
-from controller.util.supervisor import Supervisor
+from controller.util.tasks import Supervisor
 from speculation.v1 import policy_pb2, service_pb2, training_pb2
 
 SERVICES = tuple(

@@ -16,6 +16,7 @@ from lab.harness.errors import HarnessError
 ALL = "all"
 DEFAULT_PARTS = ("exact", "costs", "graphs", "rounding")
 
+
 # In the order of their worth, in which they run by default.
 _ALL_PARTS: tuple[Part, ...] = (
     ExactPart(), CostsPart(), GraphsPart(), RoundingPart(), ArmsPart(), AsleepPart(),

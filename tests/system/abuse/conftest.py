@@ -12,7 +12,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2
 
-from controller.util.socket_paths import operators_path
+from controller.util.sockets import operators_path
 from engine_shim.link.plan_follower import Source
 from lab.harness.processes import free_port
 from tests.support.eventually import eventually

@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from controller.cli import app
+from controller.client.channels import Credentials, CredentialsError
 from controller.client.client import Client
-from controller.client.credentials import Credentials, CredentialsError
 from controller.client.paging import LIST_BYTES_MAX, PAGES_MAX, EndlessListError
 from controller.profiling.engine_http import EngineHttp
 from controller.profiling.errors import EngineUnreachableError

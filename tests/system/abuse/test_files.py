@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from controller.util.exit_codes import Exit
-from controller.util.socket_paths import operators_path
+from controller.util.sockets import operators_path
 from lab.harness.processes import free_port
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 from tests.support.credentials import make_authority, token_line

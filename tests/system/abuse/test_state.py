@@ -1,8 +1,10 @@
 """The state directory under attack: floods of audit queries beside a long audit."""
 
 import asyncio
+import sqlite3
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,8 @@ import psutil
 import pytest
 
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
-from controller.store.database import Database, StoredEntry, add, put
-from controller.store.interface import AuditRecord
-from controller.util.socket_paths import operators_path
+from controller.store.database import Database, StoredEntry
+from controller.util.sockets import operators_path
 from controller.wire.overrides import to_body
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.service_harness import PATIENCE_SECONDS
@@ -27,23 +28,27 @@ FLOOD = 100
 def long_audit(folder: Path) -> None:
     """Overrides that were set and cleared, with the longest reasons that are allowed."""
     folder.mkdir()
-    database = Database(folder / "overrides.db")
     rule = Rule(gamma=3)
     body = to_body(Override("x", Scope(ScopeKind.FLEET), rule, "a" * 100, "r" * 500))
     now = time.time()
-    with database.transaction() as connection:
-        for number in range(1, RECORDS + 1):
-            cleared = number % 2 == 0
-            texts = (
-                ("clear", f"o{number // 2}", "a" * 100, "r" * 500, "uid 0", body, "")
-                if cleared
-                else ("set", f"o{number // 2 + 1}", "a" * 100, "r" * 500, "uid 0", "", body)
-            )
-            add(connection, AuditRecord(str(number), now, *texts))
-        # The traces of the newest are still there.
-        for number in range(1, 1000):
-            put(connection, StoredEntry(f"o{number}", number, "", now + 9e5, now, "cleared"))
+    database = Database(folder / "overrides.db")
+    # The traces of the newest are still there.
+    database.replace(
+        [
+            StoredEntry(f"o{number}", number, "", now + 9e5, now, "cleared")
+            for number in range(1, 1000)
+        ]
+    )
     database.close()
+    records = (
+        (number, now, "clear", f"o{number // 2}", "a" * 100, "r" * 500, "uid 0", body, "")
+        if number % 2 == 0
+        else (number, now, "set", f"o{number // 2 + 1}", "a" * 100, "r" * 500, "uid 0", "", body)
+        for number in range(1, RECORDS + 1)
+    )
+    with closing(sqlite3.connect(folder / "overrides.db")) as connection:
+        connection.executemany("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", records)
+        connection.commit()
 
 
 async def flood(address: str, stop: threading.Event, answers: dict[Any, int]) -> None:

@@ -18,7 +18,7 @@ import redis
 
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.store.interface import LIVE_ENTRIES_MAX
-from controller.util.socket_paths import operators_path
+from controller.util.sockets import operators_path
 from controller.wire.overrides import to_body
 from engine_shim.link.plan_follower import Source
 from lab.harness.processes import free_port

@@ -78,6 +78,6 @@ def test_what_is_open_takes_both_families_and_the_doctor_finds_it(tmp_path: Path
             assert status_of(host, metrics, "/metrics") == 200
         assert is_serving(f"127.0.0.1:{health}")
         assert is_serving(f"[::1]:{health}")
-        found = run("doctor", "--config", str(file), "--engine-url", "", "--json")
-    checks = {check["check"]: check for check in json.loads(found.stdout)}
+        found = run("doctor", "--config", str(file), "--engine-url", "", "-o", "json")
+    checks = {check["check"]: check for check in json.loads(found.stdout)["items"]}
     assert checks["health port"]["level"] == "ok", found

@@ -15,7 +15,7 @@ import controller
 import engine_shim
 from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
 from controller.service.views.readiness import STORE
-from controller.util.supervisor import Supervisor
+from controller.util.tasks import Supervisor
 from lab.harness.processes import free_port
 from tests.support import override_calls
 from tests.support.redis_server import RedisServer
@@ -41,9 +41,7 @@ SHORT_LIVED = {
     "engine_shim/link/sidecar_client.py",
 }
 KEEPERS = {
-    "controller/util/background_tasks.py",
-    "controller/util/cancellation.py",
-    "controller/util/supervisor.py",
+    "controller/util/tasks.py",
 }
 TASKS = {
     "readiness", "expiry", "load", "access_list", "overrides", "store_news", "store_counter",

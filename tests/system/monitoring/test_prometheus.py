@@ -305,19 +305,7 @@ def test_every_metric_has_its_place_on_the_dashboard():
     queries = " ".join(dashboard_queries(json.loads(DASHBOARD.read_text())))
     shown = set(re.findall(r"\bspeculation_\w+", queries))
     families: list[Family[Any]] = [*OF_AN_ENGINE, *OF_THE_SIDECAR]
-    assert {family.sample_name for family in families if not family.replaced_by} - shown == set()
-
-
-def test_what_replaces_a_deprecated_metric_is_there_and_says_the_same(stage: Stage):
-    deprecated = {family.name: family.replaced_by for family in OF_AN_ENGINE if family.replaced_by}
-    assert deprecated
-    for name, successor in deprecated.items():
-        assert successor in {family.name for family in OF_AN_ENGINE}
-        scraped = stage.scrape()
-        old, new = (
-            re.findall(rf"^{one}{{.*}} (\S+)$", scraped, re.MULTILINE) for one in (name, successor)
-        )
-        assert old == new != []
+    assert {family.sample_name for family in families} - shown == set()
 
 
 @pytest.mark.parametrize(

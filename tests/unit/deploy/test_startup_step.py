@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from controller.core.cost.profile import Profile
-from controller.util.socket_paths import operators_path
+from controller.util.sockets import operators_path
 from tests.support.clockwork_engine import ClockworkEngine
 from tests.support.eventually import eventually
 from tests.support.service_harness import ENVIRONMENT

@@ -24,7 +24,7 @@ from controller.service.net import guard
 from controller.service.net.callers import Right
 from controller.service.server import Sidecar
 from controller.settings.settings import Settings
-from controller.util.socket_paths import operators_path
+from controller.util.sockets import operators_path
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2, training_pb2
 from tests.support.service_harness import engine_message, make_profile, report_message
 from tools.fuzz.mutation import message_of, parts_of, several, several_of

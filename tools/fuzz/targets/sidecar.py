@@ -29,7 +29,7 @@ from controller.core.training.selective_training import (
     TrainingState,
     Trial,
 )
-from controller.profiling.partial import Partial, PartialCell, load_partial
+from controller.profiling.profile_file import Partial, PartialCell, load_partial
 from controller.recording.recording import find
 from controller.recording.replay import replay
 from controller.recording.segments import MAGIC, blocks, frame

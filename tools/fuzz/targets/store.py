@@ -1,4 +1,4 @@
-"""What the override store keeps on disk, or finds there: database, journal, mirror, shelf."""
+"""What the override store keeps on disk, or finds there: database, mirror, shelf."""
 
 import asyncio
 import hashlib
@@ -23,15 +23,12 @@ from controller.service.state.profile_registry import ProfileRegistry
 from controller.service.views.fleet_filter import engine_values
 from controller.service.views.fleet_summary import EngineSummary, decode_summary, encode_summary
 from controller.service.views.fleet_view import FleetEngine, totals_of
-from controller.store.file_blobs import FileBlobStore
-from controller.store.file_store import FileStore
+from controller.store.file_store import FileBlobStore, FileStore
 from controller.store.interface import Actor, BlobKind
-from controller.store.journal_import import line_checksum
 from controller.store.redis_mirror import RedisMirror
 from controller.wire.overrides import to_body
 from speculation.v1 import service_pb2
 from tests.support import recorded_events
-from tests.support.journal_files import lines, record
 from tests.support.service_harness import make_profile
 from tools.fuzz.mutation import bytes_of, json_of
 from tools.fuzz.target import Feed, Target
@@ -42,29 +39,6 @@ def _database_opened(folder: Path) -> Iterator[Feed]:
     def feed(data: bytes) -> None:
         _clean(folder)
         (folder / "overrides.db").write_bytes(data)
-        asyncio.run(_ask_store(folder))
-
-    yield feed
-
-
-@contextmanager
-def _journal_opened(folder: Path) -> Iterator[Feed]:
-    def feed(data: bytes) -> None:
-        _clean(folder)
-        (folder / "overrides.journal").write_bytes(data)
-        asyncio.run(_ask_store(folder))
-
-    yield feed
-
-
-@contextmanager
-def _records_opened(folder: Path) -> Iterator[Feed]:
-    """Lines of JSON, which get their checksums."""
-
-    def feed(data: bytes) -> None:
-        _clean(folder)
-        found = (line_checksum(line) + b" " + line + b"\n" for line in data.splitlines())
-        (folder / "overrides.journal").write_bytes(b"".join(found))
         asyncio.run(_ask_store(folder))
 
     yield feed
@@ -113,26 +87,6 @@ def _body(name: str) -> str:
 def _database_seeds() -> Sequence[bytes]:
     with tempfile.TemporaryDirectory() as folder:
         return [asyncio.run(_written_database(Path(folder)))]
-
-
-def _journal_seeds() -> Sequence[bytes]:
-    first, second = _body("pin-1"), _body("pin-2")
-    return [
-        lines(
-            [
-                record(1, "pin-1", first),
-                record(2, "pin-1", first, until=9e9, before=first),
-                record(3, "pin-2", second, until=9e9),
-                record(4, "pin-2", ""),
-            ]
-        )
-    ]
-
-
-def _record_seeds() -> Sequence[bytes]:
-    lines = _journal_seeds()[0].splitlines()
-    plain = [line.partition(b" ")[2] for line in lines]
-    return [b"\n".join(plain), *plain[:1]]
 
 
 def _mirror_seeds() -> Sequence[bytes]:
@@ -205,8 +159,6 @@ _ERRORS = (SpeculationError,)
 
 TARGETS = (
     Target("store.database", _database_seeds, bytes_of, _database_opened, _ERRORS),
-    Target("store.journal", _journal_seeds, bytes_of, _journal_opened, _ERRORS),
-    Target("store.records", _record_seeds, json_of, _records_opened, _ERRORS),
     Target("store.mirror", _mirror_seeds, json_of, _mirror_opened),
     Target("store.summary", _summary_seeds, json_of, _summary_opened, (ValueError,)),
     Target("store.shelf", _shelf_seeds, json_of, _shelf_opened, _ERRORS),

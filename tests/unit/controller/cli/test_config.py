@@ -34,9 +34,9 @@ def test_every_setting_comes_with_its_value_its_source_and_what_changes_it(
     config: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("CONTROLLER_LOG_LEVEL", "debug")
-    done = run("--config", config, "--profile", "/c", "--no-reflection", "--json")
+    done = run("--config", config, "--profile", "/c", "--no-reflection", "-o", "json")
     assert done.exit_code == Exit.DONE, done.output
-    rows = {row.pop("key"): row for row in json.loads(done.stdout)}
+    rows = {row.pop("key"): row for row in json.loads(done.stdout)["items"]}
     assert list(rows) == list(keys())
     assert rows["metrics_port"] == {
         "value": 1,
@@ -77,7 +77,7 @@ def test_a_check_prints_nothing(config: str):
     assert (done.exit_code, done.output) == (Exit.DONE, "")
 
 
-@pytest.mark.parametrize("more", [(), ("--check",), ("--json",)])
+@pytest.mark.parametrize("more", [(), ("--check",), ("-o", "json")])
 def test_what_serve_would_refuse_is_refused(tmp_path: Path, more: tuple[str, ...]):
     path = tmp_path / "c.yaml"
     path.write_text("metrics_prt: 1\nlog_level: loud\n")

@@ -146,7 +146,7 @@ CASES: list[tuple[str, Exit, str]] = [
     ("replay {HERE}/none", Exit.USAGE, "none"),
     ("replay {HERE}/one.json", Exit.USAGE, "one.json"),
     ("report {HERE}/one.json --output {HERE}/x.html", Exit.USAGE, "one.json"),
-    ("report {HERE}/none", Exit.USAGE, "--output FILE"),
+    ("report {HERE}/none", Exit.USAGE, "--output"),
     ("convert {HERE}/one.json {HERE}/one.csv", Exit.DONE, "cells"),
     ("convert {ROOT}/pyproject.toml {HERE}/one.csv", Exit.USAGE, "pyproject.toml"),
     ("advise --pool H100:8:6.76:2.44", Exit.DONE, "pays from"),
@@ -375,7 +375,7 @@ def test_a_directory_that_may_not_be_entered_says_who_may(shut: Path):
     shut.parent.chmod(0o700)
     program = (
         "import os, sys\n"
-        "from controller.util.socket_paths import why_denied\n"
+        "from controller.util.sockets import why_denied\n"
         f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
         "print(why_denied(sys.argv[1]))\n"
     )

@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 import controller as package
 from controller.cli import app
-from controller.cli.explain_numbers import probing_text, resembles_text
-from controller.cli.explain_words import line_text, paragraph_text
-from controller.cli.plan_words import counted
+from controller.cli.explain import line_text, paragraph_text
+from controller.cli.explain_numbers import counted, probing_text, resembles_text
 from controller.util.exit_codes import Exit
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2, service_pb2_grpc
 from tests.support.service_harness import (

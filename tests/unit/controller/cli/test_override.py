@@ -56,9 +56,8 @@ def test_policy_is_listed_with_its_file_and_a_bad_file_is_reported(tmp_path: Pat
         assert str(policy) in of_file
         assert "with its file" in of_file
         assert "operator" in of_operator
-        lines = [json.loads(line) for line in command(running, "list", "--json").stdout.split("\n")
-                 if line]  # fmt: skip
-        assert [line.get("origin", "") for line in lines] == ["", str(policy)]
+        items = json.loads(command(running, "list", "-o", "json").stdout)["items"]
+        assert [item.get("origin", "") for item in items] == ["", str(policy)]
         assert not command(running, "list").stderr
         with grpc.insecure_channel(running.address) as channel:
             service_pb2_grpc.SpeculationServiceStub(channel).Introduce(
@@ -161,7 +160,7 @@ def test_a_pin_at_three_in_the_morning(sidecar: SidecarProcess):
     assert ended.returncode == 0, ended.stderr
     log = command(sidecar, "log", "pin").stdout
     assert log.index("well again") < log.index("drafter is ill")
-    records = [json.loads(line) for line in command(sidecar, "log", "--json").stdout.splitlines()]
+    records = json.loads(command(sidecar, "log", "-o", "json").stdout)["items"]
     assert [r["action"] for r in records if r["override_id"] == "pin"] == ["clear", "set"]
 
 
@@ -182,9 +181,7 @@ def test_every_kind_of_rule_can_be_said(sidecar: SidecarProcess):
         listed = command(sidecar, "list").stdout
         assert text in next(line for line in listed.splitlines() if line.startswith(f"{name} "))
     assert "permanent" in command(sidecar, "list").stdout
-    overrides = [
-        json.loads(line) for line in command(sidecar, "list", "--json").stdout.splitlines()
-    ]
+    overrides = json.loads(command(sidecar, "list", "-o", "json").stdout)["items"]
     assert {o["override"]["override_id"] for o in overrides} == set(rules)
     for name in rules:
         assert command(sidecar, "clear", name, "--reason", "done").returncode == 0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.client.credentials import Credentials, CredentialsError, why_silent
+from controller.client.channels import Credentials, CredentialsError, why_silent
 from tests.support.addresses import ELSEWHERE, LOOPBACK
 from tests.support.credentials import make_authority
 

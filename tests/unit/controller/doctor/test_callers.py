@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from controller.doctor import Level
-from controller.doctor.callers import check_callers
 from controller.doctor.finding import Finding
+from controller.doctor.processes import check_callers
 from tests.support.service_harness import ENVIRONMENT, serving, until
 from tests.unit.controller.doctor.test_local import public
 

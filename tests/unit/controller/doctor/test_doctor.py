@@ -402,9 +402,9 @@ def test_the_command_sees_a_real_pod_and_ends_with_what_it_found(tmp_path: Path,
         assert "ok   engine pod-7: " in done.stdout
         assert "ok   plugin: steered" in done.stdout
         sidecar.stop()
-        done = command(*words, "--json", environment=environment)
+        done = command(*words, "-o", "json", environment=environment)
     assert done.returncode == Exit.FAILED
-    rows = {row["check"]: row for row in json.loads(done.stdout)}
+    rows = {row["check"]: row for row in json.loads(done.stdout)["items"]}
     assert rows["socket"]["level"] == rows["sidecar"]["level"] == "fail"
     assert "controller serve" in rows["socket"]["fix"]
     assert rows["state directory"]["level"] == "ok"

@@ -8,14 +8,14 @@ import pytest
 from controller.core.engine_spec import DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
 from controller.profiling.errors import InvalidPartialError
-from controller.profiling.partial import (
+from controller.profiling.profile_file import (
     Partial,
     load_partial,
     partial_path,
     save_partial,
 )
 from controller.profiling.samples import CellKey, Context, Samples
-from controller.util.atomic_file import write_whole
+from controller.util.files import write_whole
 
 NOW = datetime(2030, 5, 1, 12, tzinfo=UTC)
 SPEC = EngineSpec(

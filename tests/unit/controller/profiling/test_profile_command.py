@@ -9,7 +9,7 @@ from asyncio.subprocess import PIPE, Process
 import pytest
 
 from controller.core.cost.profile import Profile
-from controller.profiling.partial import partial_path
+from controller.profiling.profile_file import partial_path
 from speculation.v1 import plan_pb2
 from tests.support.clockwork_engine import ClockworkEngine
 from tests.unit.controller.profiling.harness import beside, running, socket_address, until

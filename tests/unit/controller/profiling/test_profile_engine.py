@@ -21,7 +21,7 @@ from controller.profiling.errors import (
     ProfilingUsageError,
     SidecarUnreachableError,
 )
-from controller.profiling.partial import partial_path
+from controller.profiling.profile_file import partial_path
 from speculation.v1 import engine_pb2, plan_pb2
 from tests.support.clockwork_engine import GAMMAS, K_KV, ClockworkEngine, introduction, step_seconds
 from tests.unit.controller.profiling.harness import (

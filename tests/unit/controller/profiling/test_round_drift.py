@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.profiling.round_drift import without_drift
+from controller.profiling.fit import without_drift
 
 LEVELS = {"off": 0.010, "three": 0.015, "seven": 0.024}
 

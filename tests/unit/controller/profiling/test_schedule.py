@@ -4,19 +4,19 @@ import pytest
 
 from controller.core.engine_spec import Arm, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
-from controller.profiling.engine_http import EngineHttp
+from controller.profiling.engine_http import EngineHttp, EngineLimits
 from controller.profiling.errors import ProfilingUsageError
 from controller.profiling.load import LoadSource, Prompts
 from controller.profiling.schedule import (
     PartKind,
     ProfilePart,
+    ProfilingSettings,
     TimeBudget,
+    batch_sizes_for,
     long_context,
     parts_of,
     sweep_arms,
 )
-from controller.profiling.server_kinds import EngineLimits
-from controller.profiling.settings import ProfilingSettings, batch_sizes_for
 
 GRID, CONTEXT = PartKind.GRID, PartKind.CONTEXT
 

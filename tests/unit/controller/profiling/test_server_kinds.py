@@ -2,8 +2,7 @@
 
 import pytest
 
-from controller.profiling.errors import EngineUnreachableError
-from controller.profiling.server_kinds import (
+from controller.profiling.engine_http import (
     SGLANG,
     VLLM,
     EngineLimits,
@@ -11,6 +10,7 @@ from controller.profiling.server_kinds import (
     sglang_limits,
     vllm_limits,
 )
+from controller.profiling.errors import EngineUnreachableError
 
 MODELS = {"data": [{"id": "m", "max_model_len": 1024}]}
 

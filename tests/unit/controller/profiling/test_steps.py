@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from controller.core.step_report import RowGroup, StepFlags, StepReport
-from controller.profiling.steps import StepFilter
+from controller.profiling.bench import StepFilter
 
 
 def step(gamma=2, batch_size=4, context=100, **flags):

@@ -16,8 +16,8 @@ from controller.recording.recorder import Recorder
 from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
 from controller.recording.segments import RecordDirectoryError
-from controller.util import supervisor as supervisor_module
-from controller.util.supervisor import Supervisor
+from controller.util import tasks as supervisor_module
+from controller.util.tasks import Supervisor
 from speculation.v1 import record_pb2
 from tests.support.eventually import eventually
 from tests.support.recorded_events import (

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.settings.yaml_file import SettingsFileError, read_settings_file
+from controller.settings.sources import SettingsFileError, read_settings_file
 
 
 def written(directory: Path, content: str | bytes) -> Path:

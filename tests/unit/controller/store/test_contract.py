@@ -231,7 +231,7 @@ async def test_a_shelf_keeps_one_text_of_a_source_the_newest_first(opened: Opene
 async def test_a_shelf_keeps_the_newest_sources_and_names(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ):
-    for module in ("file_blobs", "redis_blobs"):
+    for module in ("file_store", "redis_blobs"):
         monkeypatch.setattr(f"controller.store.{module}.BLOB_NAMES", 2)
     async with opened() as store:
         for source in ("01", "02", "03", "04", "05"):

@@ -228,7 +228,7 @@ async def opened_in_spite(folder: Path) -> FileStore | None:
         return None
 
 
-@pytest.mark.parametrize("name", ["overrides.db", "overrides.db-wal", "overrides.journal", "lock"])
+@pytest.mark.parametrize("name", ["overrides.db", "overrides.db-wal", "lock"])
 @pytest.mark.parametrize("exists", [True, False])
 async def test_a_symbolic_link_is_refused_and_its_target_is_not_touched(
     tmp_path: Path, name: str, exists: bool

@@ -19,10 +19,10 @@ from controller.doctor.dependencies import check_redis
 from controller.doctor.finding import Level
 from controller.settings.settings import Settings
 from controller.store.interface import PROFILES, Actor, StoreUnavailableError
-from controller.store.redis_access import RedisAccess
 from controller.store.redis_client import close, connect
 from controller.store.redis_errors import REDIS_ERRORS, in_words
 from controller.store.redis_store import RedisStore
+from controller.store.redis_url import RedisAccess
 from lab.harness.processes import free_port
 from tests.support.credentials import make_authority
 from tests.support.kept_tasks import kept_running

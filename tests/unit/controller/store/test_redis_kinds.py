@@ -12,10 +12,10 @@ import pytest
 import redis
 
 from controller.store.interface import Actor, ConflictError, Entry, StoreUnavailableError
-from controller.store.redis_access import RedisAccess
 from controller.store.redis_client import RedisUrlError, close, connect
 from controller.store.redis_errors import REDIS_ERRORS
 from controller.store.redis_store import RedisStore
+from controller.store.redis_url import RedisAccess
 from lab.harness.processes import free_port
 from tests.support.fake_redis import FakeRedis, handshake, resp
 from tests.support.kept_tasks import kept_running

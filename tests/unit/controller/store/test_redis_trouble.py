@@ -20,8 +20,8 @@ from controller.store.interface import (
     StoreFullError,
     StoreUnavailableError,
 )
-from controller.store.redis_access import RedisAccess
 from controller.store.redis_store import RedisStore
+from controller.store.redis_url import RedisAccess
 from tests.support.kept_tasks import kept_running
 from tests.support.redis_server import PATIENCE_SECONDS, RedisServer
 

@@ -42,7 +42,6 @@ CREATE TABLE audit (
   after TEXT NOT NULL
 ) STRICT;
 CREATE INDEX audit_of_subject ON audit (subject, sequence);
-CREATE TABLE imported (line_checksum TEXT NOT NULL) STRICT;
 PRAGMA application_id = 0x53504543;
 PRAGMA user_version = 1;
 """

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from controller.util import cancellation
+from controller.util import tasks
 
 
 async def test_a_cancelled_caller_waits_for_the_end_of_the_work():
@@ -15,7 +15,7 @@ async def test_a_cancelled_caller_waits_for_the_end_of_the_work():
         ended.append("work")
         return "done"
 
-    caller = asyncio.create_task(cancellation.finish(work()))
+    caller = asyncio.create_task(tasks.finish(work()))
     await asyncio.sleep(0)
     caller.cancel()
     await asyncio.sleep(0)
@@ -33,6 +33,6 @@ async def test_without_a_cancellation_it_is_the_work_itself():
     async def fail() -> None:
         raise ValueError("of the work")
 
-    assert await cancellation.finish(work()) == "done"
+    assert await tasks.finish(work()) == "done"
     with pytest.raises(ValueError, match="of the work"):
-        await cancellation.finish(fail())
+        await tasks.finish(fail())

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from controller.util.log_handler import _KINDS, LineLimit
+from controller.util.logs import _KINDS, LineLimit
 
 
 class Clock:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from controller.util.loopback import is_loopback, is_loopback_host
+from controller.util.sockets import is_loopback, is_loopback_host
 from tests.support.addresses import ELSEWHERE, LOOPBACK
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import structlog.testing
 
-from controller.util import supervisor as module
-from controller.util.background_tasks import BackgroundTasks
-from controller.util.supervisor import Supervisor, keep_thread
+from controller.util import tasks as module
+from controller.util.tasks import BackgroundTasks, Supervisor, keep_thread
 from tests.support.service_harness import until
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.util.watched_file import (
+from controller.util.files import (
     MissingFileError,
     UnreadableFileError,
     WatchedFile,

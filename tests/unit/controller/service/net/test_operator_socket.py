@@ -14,7 +14,7 @@ import structlog
 
 from controller.service.net import unix_sockets
 from controller.service.net.unix_sockets import SocketTakenError
-from controller.util.socket_paths import operators_path
+from controller.util.sockets import operators_path
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2
 from tests.support.override_calls import FLEET, asked, set_
 from tests.support.permitted_calls import Called
@@ -245,7 +245,7 @@ def test_who_may_not_enter_that_directory_is_told(tmp_path: Path):
     own.parent.chmod(0o700)
     program = (
         "import os, sys\n"
-        "from controller.util.socket_paths import why_denied\n"
+        "from controller.util.sockets import why_denied\n"
         "if os.getuid() == 0: os.setuid(65534)\n"
         "print(why_denied(sys.argv[1]))\n"
     )

@@ -5,8 +5,8 @@ from typing import Any
 import grpc
 import pytest
 
+from controller.cli.explain import paragraph_text
 from controller.cli.explain_numbers import print_numbers
-from controller.cli.explain_words import paragraph_text
 from controller.cli.output import Output
 from controller.cli.top import _SIDECAR, _print
 from controller.doctor.sidecar import ask, check_engines

@@ -261,7 +261,7 @@ async def test_a_store_that_cannot_be_written_refuses_and_what_is_there_goes_on(
             raise error
 
         # Between the entry and its record, which are one transaction.
-        monkeypatch.setattr("controller.store.database.add", full)
+        monkeypatch.setattr("controller.store.database._append", full)
         code, text = await failure(running.policy.SetOverride(asked("bad", off=True)))
         assert code is grpc.StatusCode.UNAVAILABLE
         assert "No space left on device; nothing was changed" in text

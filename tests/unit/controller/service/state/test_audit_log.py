@@ -8,7 +8,7 @@ from controller.service.sessions.engine_identity import EngineIdentity
 from controller.service.state.audit_log import AuditLog
 from controller.store.file_store import FileStore
 from controller.store.interface import AuditRecord
-from controller.util.supervisor import Supervisor
+from controller.util.tasks import Supervisor
 from tests.support.service_harness import PATIENCE_SECONDS
 from tests.unit.controller.service.sessions.small_registry import ANYBODY, registry, spec
 

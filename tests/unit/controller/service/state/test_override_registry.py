@@ -14,13 +14,12 @@ import pytest
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.service.net.errors import TooManyOverridesError
 from controller.service.state.override_registry import OverrideRegistry
-from controller.store.database import Database, StoredEntry, put
+from controller.store.database import Database, StoredEntry
 from controller.store.file_store import FileStore
 from controller.store.interface import LIVE_ENTRIES_MAX, Actor
 from controller.wire.overrides import to_body
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.credentials import free_address, token_line
-from tests.support.journal_files import lines, record
 from tests.support.service_harness import failure, serving, soon
 from tests.unit.controller.service.sessions.small_registry import registry
 
@@ -35,9 +34,12 @@ def database_of(folder: Path, bodies: Iterable[tuple[str, str]]) -> None:
     """A database with these live entries, of ascending revisions."""
     folder.mkdir(parents=True, exist_ok=True)
     database = Database(folder / "overrides.db")
-    with database.transaction() as connection:
-        for number, (name, body) in enumerate(bodies, 1):
-            put(connection, StoredEntry(name, number, body, None, time.time(), ""))
+    database.replace(
+        [
+            StoredEntry(name, number, body, None, time.time(), "")
+            for number, (name, body) in enumerate(bodies, 1)
+        ]
+    )
     database.close()
 
 
@@ -70,18 +72,6 @@ async def test_of_a_database_with_too_many_the_newest_are_in_force(tmp_path: Pat
         assert found.health.unusable_count == 28
         await found.clear("o101", "", ANN)
         assert "o27" in in_force(found)
-    finally:
-        await found.close()
-
-
-async def test_of_a_journal_with_too_many_the_newest_are_in_force(tmp_path: Path):
-    names = [f"o{number}" for number in range(LIVE_ENTRIES_MAX + 5)]
-    records = [record(n, name, to_body(override(name))) for n, name in enumerate(names, 1)]
-    (tmp_path / "overrides.journal").write_bytes(lines(records))
-    found = await opened(tmp_path)
-    try:
-        assert in_force(found) == set(names[5:])
-        assert found.health.unusable_count == 5
     finally:
         await found.close()
 

@@ -18,7 +18,7 @@ from controller.recording.replay import replay
 from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
 from controller.service.state import policy_watch
 from controller.settings.policy_file import Policy, PolicyFileError
-from controller.util.watched_file import AGREEING_LOOKS
+from controller.util.files import AGREEING_LOOKS
 from speculation.v1 import policy_pb2
 from tests.support.override_calls import FLEET, asked, clear, gammas, listed, set_
 from tests.support.service_harness import (

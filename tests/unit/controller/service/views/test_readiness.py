@@ -11,7 +11,7 @@ from controller.service.net.errors import AddressTakenError
 from controller.service.server import Sidecar
 from controller.service.views.readiness import SERVICES, STEERING, STORE
 from controller.settings.settings import Settings
-from controller.util.socket_paths import operators_path
+from controller.util.sockets import operators_path
 from lab.harness.processes import free_port
 from speculation.v1 import service_pb2
 from tests.support.service_harness import (

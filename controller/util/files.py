@@ -1,4 +1,4 @@
-"""Reads small files that somebody else writes, at the start and while the sidecar runs.
+"""Writes files that appear whole or not at all, and reads small files that somebody else writes.
 
 Whoever writes a file may not be done with it: an editor empties it before it writes, a copy grows.
 What a file holds therefore counts once looks in a row have found the same.
@@ -10,10 +10,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+_UNFINISHED = ".part"
 # Looks in a row that have to find the same before a change counts.
 AGREEING_LOOKS: Final = 2
 # Seconds between looks.  A change counts within a second: after two pauses at most.
 LOOK_SECONDS: Final = 0.4
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file so that a crash leaves the old or the new content.  Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes new names in a directory durable.  Raises OSError."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Removes unfinished files of killed processes from a directory and its subdirectories.
+
+    No other process may be writing there.  Raises OSError.
+    """
+    for part in directory.rglob(f".*{_UNFINISHED}"):
+        part.unlink(missing_ok=True)
 
 
 class UnreadableFileError(Exception):

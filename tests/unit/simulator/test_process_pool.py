@@ -1,6 +1,6 @@
 import os
 
-from controller.util.process_pool import make_process_pool
+from simulator.process_pool import make_process_pool
 
 
 def test_its_processes_are_no_forks_of_this_one():

@@ -1,24 +1,23 @@
-"""Keeps the long-lived tasks of a process running: none of them ends unseen.
+"""Runs the tasks of a process so that none of them ends unseen, and ends them reliably.
 
-    run("overrides", keep)   starts a task; whenever it ends, by whatever cause, this is logged and
-                             counted, and it is started again after a pause
-    states                   what health checks and metrics read
+    Supervisor        keeps what has to run for as long as the process does: whenever it ends, by
+                      whatever cause, this is logged and counted, and it is started again after a
+                      pause; health checks and metrics read its `states`
+    BackgroundTasks   runs short work beside everything else
 
-Only `end` ends a task.  Work on a thread is kept running by `keep_thread`.
+Work on a thread is kept running by `keep_thread`.
 """
 
 import asyncio
 import functools
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import structlog
-
-from controller.util import cancellation
 
 # A task that has ended is started again after the first pause; the pause doubles with each end that
 # follows soon, up to the longest, so that a lasting fault costs next to nothing.
@@ -30,11 +29,15 @@ SETTLED_SECONDS: Final = 1.0
 RECOVERED_SECONDS: Final = 60.0
 # How often a thread is looked at.
 _LOOK_SECONDS: Final = 0.5
+# Between two cancellations of a task that has not ended.
+_AGAIN_SECONDS: Final = 0.5
 
 _log = structlog.get_logger(__name__)
 
 # Runs until it is cancelled.
 Work: TypeAlias = Callable[[], Awaitable[None]]
+
+_T = TypeVar("_T")
 
 
 class TaskEndedError(Exception):
@@ -54,7 +57,7 @@ class TaskState:
 
 
 class Supervisor:
-    """See the module.  Every method belongs to the event loop's thread."""
+    """Keeps tasks running until `end`.  Every method belongs to the event loop's thread."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -87,7 +90,7 @@ class Supervisor:
     async def end(self) -> None:
         """Ends all tasks, and returns when they have ended."""
         ending, self._tasks = self._tasks, {}
-        await cancellation.end(ending.values())
+        await end(ending.values())
 
     def _start(self, name: str, work: Work, pause: float) -> None:
         task = asyncio.get_running_loop().create_task(self._run_after(name, work, pause))
@@ -136,3 +139,64 @@ async def keep_thread(thread: threading.Thread, start: Callable[[], object]) -> 
         await asyncio.sleep(_LOOK_SECONDS)
     start()
     raise TaskEndedError("its thread has ended")
+
+
+class BackgroundTasks:
+    """Holds what is under way for one owner; what fails is logged and not lost.
+
+    Every method belongs to the event loop's thread.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begins the work.  name: of the work, for the log."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    async def join(self) -> None:
+        """Returns when everything has ended that is under way now."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def close(self, patience_seconds: float = 0.0) -> None:
+        """Waits for what is under way, for the time given, and cancels the rest."""
+        if self._tasks and patience_seconds:
+            await asyncio.wait(self._tasks, timeout=patience_seconds)
+        await end(self._tasks)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("background_work_failed", work=task.get_name(), exc_info=error)
+
+
+async def end(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+    """Cancels tasks and returns when all have ended.
+
+    It cancels repeatedly, because a client library may take a cancellation for its own time-out.
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=_AGAIN_SECONDS)
+
+
+async def finish(work: Coroutine[Any, Any, _T]) -> _T:
+    """Returns the result of work that cannot be interrupted, such as that of a thread.
+
+    If the caller is cancelled meanwhile, this waits for the end of the work and ends cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

@@ -1,5 +1,9 @@
-"""Finds the sockets of a sidecar from its one address, and explains who may open them."""
+"""Finds the sockets of a sidecar from its one address, and explains who may open them.
 
+Which hosts are this machine's to itself follows from addresses, never from how a name looks.
+"""
+
+import ipaddress
 import os
 import re
 import stat
@@ -9,6 +13,8 @@ _HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/]+):\d{1,5}")
 # Other forms that gRPC takes.
 _SCHEMES = ("unix-abstract:", "dns:", "ipv4:", "ipv6:")
 _OPERATORS = "-operators"
+# A bracketed IPv6 address, or a name or an IPv4 address; then the port.
+_PLAIN_HOST_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+)):[0-9]{1,5}")
 
 
 def sidecar_address(text: str) -> str:
@@ -90,3 +96,40 @@ def reading_addresses(address: str) -> tuple[str, ...]:
     if operators == address or not os.access(socket_path(operators), os.W_OK):
         return (address,)
     return (operators, address)
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether a host is `localhost` or a loopback address; no other name is resolved.
+
+    host: without a port; IPv6 addresses may have brackets.  One with a zone is not loopback.
+    """
+    if host.lower() == "localhost":
+        return True
+    try:
+        if host.startswith("[") and host.endswith("]"):
+            return _is_loopback(ipaddress.IPv6Address(host[1:-1]))
+        return _is_loopback(ipaddress.ip_address(host))
+    except ValueError:
+        return False
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is HOST:PORT with a loopback host.
+
+    Other forms that gRPC takes (dns:///HOST, ipv4:ADDRESS,ADDRESS, or ::1:PORT, which it takes for
+    an address without a port) are not: what they lead to is not in the text.
+    """
+    found = _PLAIN_HOST_PORT.fullmatch(address)
+    if found is None:
+        return False
+    six, other = found.groups()
+    return is_loopback_host(f"[{six}]" if six else other)
+
+
+def _is_loopback(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.scope_id is not None:
+            return False
+        if address.ipv4_mapped is not None:
+            return address.ipv4_mapped.is_loopback
+    return address.is_loopback

@@ -8,7 +8,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from controller.store.redis_client import RedisUrlError, connect
-from controller.util.redaction import redact
+from controller.store.redis_url import redact
 
 HOSTS = ("10.0.0.7:6379", "cache", "[::1]:6379", "a.b-c:1,d.e:2")
 PATHS = ("", "/0", "/fleet/0")
