@@ -31,8 +31,10 @@ def _register() -> None:
     from engine_shim.sglang.api.settings import load_settings
     from engine_shim.sglang.server_args import SteeredConfiguration
     from engine_shim.sglang.startup import EngineStartup
+    from engine_shim.steering.checks import protobuf_check, require
 
     settings = load_settings()
+    require([protobuf_check()])
     settings.require_version("SGLang", versions.sglang_version(), versions.TESTED)
     configuration = SteeredConfiguration(settings)
     register_resolution_hook(sglang_api.RESOLUTION_STEP)(configuration.resolve)
