@@ -121,7 +121,7 @@ class Channel:
         return introduce
 
     def stream_stream(
-        self, _: str, request_serializer: Write, response_deserializer: Read
+        self, _: str, request_serializer: Write = bytes, *, response_deserializer: Read
     ) -> Callable[..., "Call"]:
         def steer(metadata: object) -> Call:
             call = self._open(request_serializer, response_deserializer)

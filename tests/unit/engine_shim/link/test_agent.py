@@ -276,6 +276,7 @@ def test_a_plan_that_the_engine_cannot_run_is_refused_there(sidecar, start_link,
     link = start_link()
     steered(link)
     sidecar.push(plan(2, 6))
+    eventually(lambda: link.choose(4) and link.status().packets_refused == 1)
     sidecar.push(plan(3, 5))
     eventually(lambda: link.choose(4).epoch == 3)
     assert link.status().packets_refused == 1

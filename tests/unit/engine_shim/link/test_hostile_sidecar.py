@@ -84,6 +84,12 @@ def test_a_plan_that_cannot_be_run_is_not_and_the_next_one_is(sidecar: FakeSidec
         waits_for(link, Source.PLAN, "steered")
         before = link.steering.plan
         sidecar.push(bad)
+
+        def refused() -> bool:
+            link.poll()
+            return link.status().packets_refused == 1
+
+        eventually(refused, within=30.0, what="the plan is refused")
         sidecar.push(plan(3, 0))
         eventually(lambda: link.choose(4).epoch == 3, within=30.0, what="the plan after it")
         assert before is not None

@@ -23,7 +23,7 @@ from engine_shim.sglang.step_reports import (
     kv_tokens_before,
 )
 from speculation.v1.engine_pb2 import StepReport
-from tests.support.step_reports import class_counts, filled, flags_of, group, proposals
+from tests.support.step_reports import class_counts, filled, group, proposals
 
 
 @dataclass
