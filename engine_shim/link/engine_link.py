@@ -91,7 +91,7 @@ class EngineLink:
         self._socket: socket.socket | None = None
         self._arrivals = select.poll()
         self._closed = False
-        # One byte more than a packet may have, by which a longer one is told.
+        # One byte more than a packet may have, which shows that one is longer.
         self._buffer = bytearray(MAX_PACKET_BYTES + 1)
         self._view = memoryview(self._buffer)
         self._unreported_drops = 0

@@ -1,4 +1,6 @@
-"""What travels on the socket pair between an engine and its agent: one message of proto a packet.
+"""Packs and reads what travels on the socket pair between an engine and its agent.
+
+A packet is one message of the contract.
 
   engine -> agent   first an IntroduceRequest; then, after a byte that says which of them it is, a
                     StepReport, which the agent passes on unread, or a SteerRequest without reports
@@ -89,7 +91,7 @@ def as_field(report: bytes) -> bytes:
 
 
 def table_digest(plan: Plan) -> int:
-    """Returns a number, not 0, by which a plan with the same rows and rules is told."""
+    """Returns a number, not 0, that is the same for the same rows and rules."""
     table: Message = Plan()
     table.CopyFrom(plan)
     for name in _NOT_OF_TABLE:

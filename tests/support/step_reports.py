@@ -22,7 +22,7 @@ def step_report(
     step: int, counts: Sequence[int] = (1, 1, 1, 1), choice: StepChoice | None = None, **fields: Any
 ) -> StepReport:
     """A step whose rows accepted so many drafts.  choice: that it ran.  fields: of the report."""
-    report = StepReport(**{
+    said: dict[str, Any] = {
         "step": step,
         "batch_size": sum(counts),
         "kv_tokens": 100 * sum(counts),
@@ -30,7 +30,8 @@ def step_report(
         "gamma": len(counts) - 1,
         "accepted_counts": counts,
         "step_seconds": 0.01,
-    } | fields)  # fmt: skip
+    }
+    report = StepReport(**(said | fields))
     if choice is not None:
         report.plan_epoch, report.plan_session = choice.epoch, choice.session
         report.probe_id = choice.probe_id

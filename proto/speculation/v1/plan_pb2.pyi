@@ -258,8 +258,8 @@ class Plan(_message.Message):
     keeps the one it has.
     """
     session: _builtins.int
-    """A number of the session, by which a plan of an earlier one is told (its id is a secret); 0
-    (sidecars that do not know it): not said.
+    """A number of the session, other than that of an earlier one (its id is a secret); 0 (sidecars that
+    do not know it): not said.
     """
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanRow]:

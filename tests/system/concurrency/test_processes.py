@@ -49,7 +49,7 @@ class Walk:
         self._sidecar = ExitStack()
         self._serving: SidecarProcess | None = None
         self._stopped: set[int] = set()
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: tuple[int, int, float] | None = None
         self._step = self._overrides = self._since_sidecar = 0
         self.events: list[str] = []
 

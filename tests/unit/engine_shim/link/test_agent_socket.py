@@ -118,7 +118,7 @@ async def test_a_state_is_told_once_for_each_change():
         for state in (SidecarState.AWAY, SidecarState.AWAY, SidecarState.STEERING):
             port.send_state(state, 14, "text")
         port.send_plan(plan(1))
-        states = [(await state_read(engine)).state for _ in range(2)]
+        states = [SidecarState((await state_read(engine)).state) for _ in range(2)]
         assert states == [SidecarState.AWAY, SidecarState.STEERING]
         assert (await plan_read(engine)).epoch == 1
 

@@ -168,7 +168,8 @@ def test_a_plan_with_an_arm_that_the_engine_lacks_changes_nothing(bad):
 
 
 def good(**changes: Any) -> Plan:
-    return Plan(**({"epoch": 1, "rows": [row(4, 3)], "lease_ms": 1} | changes))
+    said: dict[str, Any] = {"epoch": 1, "rows": [row(4, 3)], "lease_ms": 1}
+    return Plan(**(said | changes))
 
 
 def rule(**changes: Any) -> MixtureRule:

@@ -543,7 +543,7 @@ async def test_a_plan_of_another_session_is_not_believed_to_be_one_of_this(
                 await soon(running.speculation.Decide(asked))
             else:
                 await stream.send(report)
-                await until(lambda step=step: session.newest_step == step)  # type: ignore[misc]
+                await until(lambda step=step: session.newest_step == step)
             assert session.last_report is not None
             seen.append((session.last_report.plan_epoch, session.last_report.probe_id))
     assert seen[:2] == [(4, 8), (4, 8)]
@@ -554,7 +554,7 @@ async def test_a_plan_of_another_session_is_not_believed_to_be_one_of_this(
 def of_a_later_version() -> engine_pb2.EngineSpec:
     """An engine with a drafter whose kind is not known here, and with losses."""
     message = engine_message()
-    message.drafters.add(name="oracle", kind=77, gammas=[1, 2])  # type: ignore[arg-type]
+    message.drafters.add(name="oracle", kind=77, gammas=[1, 2])
     message.lost.add(capability=engine_pb2.CAPABILITY_DRAFTER, drafter="oracle", reason="gone")
     message.lost.add(capability=engine_pb2.CAPABILITY_SLEEP, reason="gone")
     return message
