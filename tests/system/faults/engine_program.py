@@ -38,10 +38,10 @@ def main() -> None:
                 counts = [0] * choice.gamma + [4]
                 seconds = 0.01 * (1 + 0.08 * choice.gamma)
                 if takes_fields:
-                    link.report(
-                        *(step, 4, 2048, choice.drafter_index, choice.gamma, counts, seconds, 0),
+                    link.report(  # type: ignore[call-arg]
+                        *(step, 4, 2048, choice.drafter_index, choice.gamma, counts, seconds, 0),  # type: ignore[arg-type]
                         *(choice.epoch, choice.probe_id, choice.session),
-                    )  # type: ignore[arg-type, call-arg]
+                    )
                 else:
                     report = engine_pb2.StepReport(
                         step=step,
