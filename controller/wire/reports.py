@@ -60,6 +60,7 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
         message.prefill_tokens,
         message.learnt_from if message.HasField("learnt_from") else None,
         message.delivered_tokens if message.HasField("delivered_tokens") else None,
+        message.waiting_prompt_tokens if message.HasField("waiting_prompt_tokens") else None,
     )
 
 
@@ -145,6 +146,7 @@ def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
         prefill_tokens=report.prefill_tokens,
         learnt_from=report.learnt_from,
         delivered_tokens=report.delivered_tokens,
+        waiting_prompt_tokens=report.waiting_prompt_tokens,
     )
     flags = report.flags
     if flags != NO_FLAGS:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from engine_shim.sglang.drafters.idle_kv_buffer import BacklogStep
     from engine_shim.sglang.drafters.row_drafting import RowDrafting
     from engine_shim.sglang.learning.verified_step import UpdateStatus
+    from engine_shim.steering.waiting_prompts import WaitingPrompts
     from speculation.v1.engine_pb2 import StepReport
 
 
@@ -110,6 +111,11 @@ def kept_tokens(launch: Launch, requests: list[Any]) -> list[int]:
     return kept
 
 
+def prompt_tokens(request: Any) -> int:
+    """Returns the length of a waiting request's prompt; 0 if it has been read, and retracted."""
+    return 0 if request.output_ids else len(request.origin_input_ids)
+
+
 def kv_tokens_before(requests: list[Any], tokens: list[list[int]]) -> int:
     """The same from the requests, once SGLang has counted the step's result.
 
@@ -128,16 +134,18 @@ class StepTap:
 
     `graph_batch_sizes`: ascending; batches are padded up to the next one, and a larger batch runs
     eagerly.  Empty: the engine has no graphs.  `eager`: counts the passes without a graph.  `rows`:
-    knows which drafter each row used.
+    knows which drafter each row used.  `waiting`: counts prompts; None where none is read here.
     """
 
     def __init__(
         self, link: EngineLink, graph_batch_sizes: tuple[int, ...] = (),
         eager: EagerPasses | None = None, rows: RowDrafting | None = None,
+        waiting: WaitingPrompts | None = None,
     ) -> None:  # fmt: skip
         self._link = link
         self._names = link.steering.names
         self._rows = rows
+        self._waiting = waiting
         self._eager = eager or EagerPasses()
         self._has_graphs = bool(graph_batch_sizes)
         self._arms_run = ArmsRun(graph_batch_sizes)
@@ -164,6 +172,8 @@ class StepTap:
         report.drafter = self._names[choice.drafter_index]
         report.gamma = gamma
         report.delivered_tokens = delivered
+        if self._waiting is not None:
+            report.waiting_prompt_tokens = self._waiting.count()
         if delivered < sum(accepted) + batch_size:
             cut = {
                 row: tokens

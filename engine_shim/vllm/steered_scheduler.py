@@ -28,11 +28,12 @@ from engine_shim.steering.losses import Losses
 from engine_shim.steering.row_groups import SPECULATION
 from engine_shim.steering.source_log import log_source
 from engine_shim.steering.status import link_status
+from engine_shim.steering.waiting_prompts import WaitingPrompts
 from engine_shim.vllm import vllm_api
 from engine_shim.vllm.draft_lengths import disregarded, unread_layers
 from engine_shim.vllm.engine_description import introduce
 from engine_shim.vllm.recurrent_targets import require_kept_state
-from engine_shim.vllm.step_reports import Launch, Rows, StepTap
+from engine_shim.vllm.step_reports import Launch, Rows, StepTap, prompt_tokens
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
@@ -218,6 +219,7 @@ def start(scheduler: Any, settings: VllmSettings) -> Steering:
         gammas,
         may_draft_less=speculative.method == "ngram",
         is_async=bool(config.scheduler_config.async_scheduling),
+        waiting=WaitingPrompts(lambda: scheduler.waiting, prompt_tokens),
     )
     _log.info("%s is steered: draft lengths %s", spec.engine_id, ",".join(map(str, gammas)))
     return Steering(link, tap, gammas)

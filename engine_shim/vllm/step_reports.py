@@ -29,6 +29,7 @@ from engine_shim.steering.row_groups import Evidence, add_group
 
 if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink
+    from engine_shim.steering.waiting_prompts import WaitingPrompts
     from speculation.v1.engine_pb2 import StepReport
 
 # The contract's limit; a step of more different rows is not reported.
@@ -88,7 +89,7 @@ class StepTap:
 
     gammas: the draft lengths that were introduced.  may_draft_less: the drafter proposes fewer
     tokens than it was asked for where it finds none.
-    is_async: results are read a step later.
+    is_async: results are read a step later.  waiting: counts prompts.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class StepTap:
         *,
         may_draft_less: bool,
         is_async: bool,
+        waiting: WaitingPrompts | None = None,
     ) -> None:
         self._link = link
         # vLLM has one drafter.
@@ -105,6 +107,7 @@ class StepTap:
         self._gammas = frozenset(gammas)
         self._may_draft_less = may_draft_less
         self._is_async = is_async
+        self._waiting = waiting
         self._arms_run = ArmsRun()
         self._launches: deque[Launch] = deque(maxlen=_MOST_LAUNCHES)
         self._step = 0
@@ -207,6 +210,8 @@ class StepTap:
                 len(row.tokens) for row in rows.drafted
             )
             report.prefill_tokens = rows.prefill_tokens
+            if self._waiting is not None:
+                report.waiting_prompt_tokens = self._waiting.count()
             report.plan_epoch = choice.epoch
             report.plan_session = choice.session
             report.probe_id = choice.probe_id
@@ -274,6 +279,11 @@ class StepTap:
         if len(row.tokens) <= row.accepted:
             return len(row.tokens)
         return row.under.gamma if self._may_draft_less and not row.is_cut else row.width
+
+
+def prompt_tokens(request: Any) -> int:
+    """Returns the length of a waiting request's prompt; 0 if it has been read, and preempted."""
+    return 0 if request.num_output_tokens else int(request.num_prompt_tokens)
 
 
 def _was_paused(launch: Launch, last_end: float, now: float) -> bool:

@@ -292,3 +292,13 @@ def test_a_step_without_drafts_is_never_cut() -> None:
     settle(steps, 1, 0, [1, 1])
     (report,) = link.reports
     assert (len(report.groups), len(report.proposals), report.delivered_tokens) == (0, 0, 2)
+
+
+@pytest.mark.parametrize("tokens", [None, 0, 700])
+def test_prompts_that_wait_are_reported_where_they_are_counted(tokens: int | None) -> None:
+    link = RecordingLink()
+    waiting: Any = None if tokens is None else SimpleNamespace(count=lambda: tokens)
+    settle(StepTap(link, waiting=waiting), 1, 3, [1])  # type: ignore[arg-type]
+    (report,) = link.reports
+    assert report.HasField("waiting_prompt_tokens") == (tokens is not None)
+    assert report.waiting_prompt_tokens == (tokens or 0)

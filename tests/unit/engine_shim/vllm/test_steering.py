@@ -364,7 +364,7 @@ def test_a_batch_beyond_the_graphs_is_a_plain_step_since_it_never_has_one(monkey
         use_v2_model_runner=False,
     )
     scheduler = SimpleNamespace(
-        vllm_config=config, dynamic_sd_lookup=[0, 3, 2, 1, 0], kv_cache_config=CACHES
+        vllm_config=config, dynamic_sd_lookup=[0, 3, 2, 1, 0], kv_cache_config=CACHES, waiting=[]
     )
     engine = Engine(choice(3))
     engine.steering = steered_scheduler.start(scheduler, VllmSettings.load())
@@ -615,3 +615,15 @@ def test_an_engine_whose_caches_hold_a_state_that_vllm_loses_does_not_start(monk
     with pytest.raises(UnsupportedEngineError, match="silently wrong"):
         steered_scheduler.start(scheduler, VllmSettings.load())
     assert started == []
+
+
+@pytest.mark.parametrize("tokens", [None, 0, 700])
+def test_prompts_that_wait_are_reported_where_they_are_counted(tokens: int | None):
+    engine = Engine(
+        choice(3), waiting=None if tokens is None else SimpleNamespace(count=lambda: tokens)
+    )
+    engine.add(request("a"))
+    engine.step({"a": 1}, {}, {"a": 1})
+    engine.step({"a": 4}, {"a": 3}, {"a": 2})
+    (report,) = engine.link.reports
+    assert report.waiting_prompt_tokens == (tokens or 0)

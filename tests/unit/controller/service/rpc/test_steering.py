@@ -54,6 +54,11 @@ BAD_REPORTS: dict[str, tuple[dict[str, Any], grpc.StatusCode, str]] = {
     "confidence above one": ({"confidences": [0.5, 1.5]}, INVALID, "are not 2 probabilities"),
     "empty batch": ({"batch_size": 0, "accepted_counts": [0, 0, 0]}, INVALID, "batch_size 0"),
     "step going back": ({"step": 3}, PRECONDITION, "step 3 does not follow step 10"),
+    "a queue without end": (
+        {"waiting_prompt_tokens": 2**63},
+        INVALID,
+        "waiting_prompt_tokens 9223372036854775808",
+    ),
     "step repeated": ({"step": 10}, PRECONDITION, "step 10 does not follow step 10"),
 }
 bad_reports = pytest.mark.parametrize(
