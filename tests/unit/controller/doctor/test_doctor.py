@@ -362,7 +362,8 @@ def linked(address: str) -> Iterator[EngineLink]:
 
         def step(number: int) -> bool:
             choice = link.choose(4)
-            send(link, step_report(number, (4, *(0,) * choice.gamma), choice))
+            report = step_report(number, (4, *(0,) * choice.gamma), choice, drafter="mtp")
+            send(link, report)
             return choice.source is Source.PLAN
 
         eventually(lambda: link.choose(4).source is Source.PLAN, within=60)
