@@ -15,6 +15,8 @@ MIN_STEP_SECONDS = 1e-6  # nothing decodes in less, and less would overflow what
 MAX_REPORT_CLASSES = 64
 MAX_LABEL_CHARACTERS = 64
 MAX_PREFILL_TOKENS = 1 << 24
+# Prompts that wait have no more tokens than that, however many there are.
+MAX_WAITING_TOKENS = 1 << 40
 MAX_GROUPS = 16
 MAX_PROPOSALS = 64
 
@@ -111,6 +113,7 @@ class StepReport:
     made the weights, None where none has changed them; equal to draft_version until the engine has
     stored them as a version, which is draft_version then.  delivered_tokens: those that the step
     added to answers, without first ones, or None where the engine does not say.
+    waiting_prompt_tokens: of requests that wait for their first pass, or None as before.
     """
 
     step: int
@@ -132,6 +135,7 @@ class StepReport:
     prefill_tokens: int = 0
     learnt_from: int | None = None
     delivered_tokens: int | None = None
+    waiting_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batch_size > MAX_BATCH_SIZE:
@@ -179,12 +183,22 @@ class StepReport:
             self._check_confidences()
         if self.groups or self.proposals or self.prefill_tokens:
             self._check_rows()
+        self._check_answers()
+
+    def _check_answers(self) -> None:
         delivered = self.delivered_tokens
         if delivered and delivered > self.batch_size * (self.gamma + 1):
             raise InvalidReportError(
                 f"step {self.step}: delivered_tokens {delivered} are more than {self.batch_size} "
                 f"sequences get at gamma {self.gamma}",
                 field_path="delivered_tokens",
+            )
+        waiting = self.waiting_prompt_tokens
+        if waiting and waiting > MAX_WAITING_TOKENS:
+            raise InvalidReportError(
+                f"step {self.step}: waiting_prompt_tokens {waiting}, at most {MAX_WAITING_TOKENS} "
+                "are possible",
+                field_path="waiting_prompt_tokens",
             )
 
     def _check_classes(self) -> None:

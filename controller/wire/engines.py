@@ -84,6 +84,25 @@ def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
     return replace(spec, lost=added(spec, lost)) if lost else spec
 
 
+def leave_out_unknown(message: engine_pb2.EngineSpec) -> frozenset[str]:
+    """Removes drafters of kinds that this version does not know, with their losses.
+
+    Returns their names.  The first drafter stays whatever it is, since the engine's safe draft
+    length is of it, and so does one of unspecified kind.
+    """
+    unknown = [
+        drafter
+        for drafter in message.drafters[1:]
+        if drafter.kind and drafter.kind not in _KIND_FROM_PROTO
+    ]
+    for drafter in unknown:
+        message.drafters.remove(drafter)
+    names = {drafter.name for drafter in unknown} - {drafter.name for drafter in message.drafters}
+    for loss in [loss for loss in message.lost if loss.drafter in names]:
+        message.lost.remove(loss)
+    return frozenset(names)
+
+
 def _bound(message: Message) -> None:
     """An introduction is kept, shown and compared: none of its texts and lists may be endless."""
     for field, value in message.ListFields():

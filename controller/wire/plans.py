@@ -17,8 +17,8 @@ def reason_to_proto(reason: Reason) -> plan_pb2.Reason.ValueType:
     return _REASON_TO_PROTO[reason]
 
 
-def plan_to_proto(plan: Plan) -> plan_pb2.Plan:
-    """Lease in whole milliseconds, 1 at least."""
+def plan_to_proto(plan: Plan, session: int = 0) -> plan_pb2.Plan:
+    """Lease in whole milliseconds, 1 at least.  session: its tag, 0 for a plan of none."""
     return plan_pb2.Plan(
         epoch=plan.epoch,
         rows=[_row_to_proto(row) for row in plan.rows],
@@ -29,6 +29,7 @@ def plan_to_proto(plan: Plan) -> plan_pb2.Plan:
         overrides=plan.overrides,
         draft_version=plan.draft_version,
         rules=map(_rule_to_proto, plan.rules),
+        session=session,
     )
 
 

@@ -65,6 +65,7 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
         message.prefill_tokens,
         message.learnt_from if message.HasField("learnt_from") else None,
         message.delivered_tokens if message.HasField("delivered_tokens") else None,
+        message.waiting_prompt_tokens if message.HasField("waiting_prompt_tokens") else None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from engine_shim.link.packets import FIRST_USE, SWITCHED
+from speculation.v1.engine_pb2 import StepReport
 
 # Drafter, draft length, whether the drafter slept, and the batch.
 Ran = tuple[int, int, bool, int]
@@ -24,15 +24,15 @@ class ArmsRun:
         self._used: set[Ran] = set()
         self.last: Ran | None = None
 
-    def change(self, ran: Ran) -> int:
-        """The flags of a step that ran something else than the last one, which it is now."""
+    def change(self, ran: Ran, report: StepReport) -> None:
+        """Flags the report of a step that ran something else than the last one, which it is now."""
         last, self.last = self.last, ran
-        flags = SWITCHED if last is not None and last[:3] != ran[:3] else 0
+        if last is not None and last[:3] != ran[:3]:
+            report.flags.switched = True
         shape = (*ran[:3], self.padded(ran[3]))
         if shape not in self._used:
             self._used.add(shape)
-            flags |= FIRST_USE
-        return flags
+            report.flags.first_use = True
 
     def padded(self, batch_size: int) -> int:
         """Returns the batch that really runs."""

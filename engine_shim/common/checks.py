@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from engine_shim.common.errors import UnsupportedEngineError
+from engine_shim.link.messages import slow_protobuf
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,12 @@ def checked(topic: str, found: object, obstacles: Mapping[str, object], lead: st
     """
     obstacle = next((text for text, is_so in obstacles.items() if is_so), "")
     return Check(topic, str(found), obstacle, lead)
+
+
+def protobuf_check() -> Check:
+    """Checks whether protobuf is fast enough to report each step."""
+    obstacle = slow_protobuf()
+    return Check("protobuf", "pure Python" if obstacle else "compiled", obstacle)
 
 
 def require(checks: Iterable[Check]) -> None:

@@ -25,7 +25,6 @@ from engine_shim.link.errors import PacketError
 from engine_shim.link.rate_limited_log import RateLimitedLog
 from engine_shim.link.report_buffer import ReportBuffer
 from engine_shim.link.sidecar_client import SidecarClient, introduced
-from engine_shim.link.wire import Translator
 
 _PR_SET_PDEATHSIG: Final = 1
 EXIT_BAD_INTRODUCTION: Final = 3
@@ -70,7 +69,7 @@ async def _serve(options: argparse.Namespace) -> int:
             options.target,
             credentials,
             introduction.engine,
-            Translator(introduction.engine, options.lease_max_seconds),
+            options.lease_max_seconds,
             port,
             buffer,
             log,

@@ -4,19 +4,26 @@ import asyncio
 import socket
 from typing import Final
 
-from engine_shim.link import packets
 from engine_shim.link.errors import PacketError
 from engine_shim.link.losses import KnownLosses
-from engine_shim.link.packets import SidecarState
+from engine_shim.link.messages import (
+    MAX_PACKET_BYTES,
+    REPORT,
+    ArrivedPlan,
+    SidecarState,
+    plan_packet,
+    read_introduction,
+    read_request,
+    state_packet,
+)
 from engine_shim.link.rate_limited_log import RateLimitedLog
 from engine_shim.link.report_buffer import ReportBuffer
+from speculation.v1.service_pb2 import IntroduceRequest
 
-_MOST_BYTES: Final = packets.MAX_HELLO_BYTES + 64
 # A socket can be refilled as fast as it is read: the loop gets its turn after so many packets.
 _MOST_PACKETS_AT_ONCE: Final = 512
 # After so many looks that found nothing, the next packet wakes this process.
 _VAIN_LOOKS: Final = 8
-_LOST: Final = bytes([packets.LOST])
 
 
 class AgentSocket:
@@ -43,7 +50,7 @@ class AgentSocket:
         # Looks in a row that found nothing; None while a packet wakes this process.
         self._vain_looks: int | None = None
         self._loop = asyncio.get_running_loop()
-        self._introduction: asyncio.Future[bytes] = self._loop.create_future()
+        self._introduction: asyncio.Future[IntroduceRequest] = self._loop.create_future()
         self._unsent_plan: bytes | None = None
         self._unsent_event: bytes | None = None
         self._state = SidecarState.UNKNOWN
@@ -52,20 +59,20 @@ class AgentSocket:
         self.gone = asyncio.Event()
         self._loop.add_reader(peer, self._read)
 
-    async def introduction(self) -> bytes:
-        """A serialized IntroduceRequest, of the engine.  Raises PacketError for anything else."""
+    async def introduction(self) -> IntroduceRequest:
+        """The engine's first packet.  Raises PacketError when that is no introduction."""
         return await self._introduction
 
-    def send_plan(self, plan: packets.PlanPacket) -> None:
-        """Sends a plan, or keeps it as the next to send."""
-        self._unsent_plan = packets.encode_plan(plan)
+    def send_plan(self, arrived: ArrivedPlan) -> None:
+        """Sends a plan, or keeps it as the next to send.  Raises PacketError for one too large."""
+        self._unsent_plan = plan_packet(arrived)
         self._flush()
 
     def send_state(self, state: SidecarState, code: int, text: str) -> None:
         """Tells the engine how the sidecar is doing, once for each change."""
         if state is not self._state:
             self._state = state
-            self._unsent_event = packets.encode_event(state, code, text)
+            self._unsent_event = state_packet(state, code, text)
             self._flush()
 
     def close(self) -> None:
@@ -111,7 +118,7 @@ class AgentSocket:
         """Packets that were there."""
         for number in range(_MOST_PACKETS_AT_ONCE):
             try:
-                data = self._peer.recv(_MOST_BYTES)
+                data = self._peer.recv(MAX_PACKET_BYTES)
             except BlockingIOError:
                 return number
             except OSError:
@@ -124,27 +131,28 @@ class AgentSocket:
 
     def _sort(self, data: bytes) -> None:
         if not self._introduction.done():
-            try:
-                self._introduction.set_result(packets.decode_hello(data))
-            except PacketError as error:
-                self._introduction.set_exception(error)
+            self._take_introduction(data)
             return
-        if data[1:2] == _LOST:
-            self._take_loss(data)
+        if data[:1] == REPORT:
+            self._buffer.add(data[1:])
+            self.arrived.set()
             return
         try:
-            report = packets.decode_report(data)
+            said = read_request(data)
         except PacketError as error:
             self._buffer.lose()
-            self._log.warning("unreadable-report", error=str(error))
+            self._log.warning("unreadable-packet", error=str(error))
             return
-        self._buffer.add(report)
+        self._buffer.lose(said.dropped_reports)
+        try:
+            for loss in said.lost:
+                self.losses.take(loss)
+        except PacketError as error:
+            self._log.warning("unusable-loss", error=str(error))
         self.arrived.set()
 
-    def _take_loss(self, data: bytes) -> None:
+    def _take_introduction(self, data: bytes) -> None:
         try:
-            self.losses.take(data)
+            self._introduction.set_result(read_introduction(data))
         except PacketError as error:
-            self._log.warning("unreadable-loss", error=str(error))
-        else:
-            self.arrived.set()
+            self._introduction.set_exception(error)

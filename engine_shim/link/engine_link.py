@@ -14,22 +14,32 @@ import logging
 import os
 import select
 import socket
-import struct
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 from typing import Final, Self
 from weakref import WeakSet
 
-from engine_shim.link import packets
-from engine_shim.link.errors import LinkStartError, PacketError
-from engine_shim.link.packets import PlanPacket, ReportPacket, SidecarState
+from google.protobuf.message import EncodeError
+
+from engine_shim.link.errors import LinkStartError, PacketError, UnusablePlanError
+from engine_shim.link.messages import (
+    MAX_GAMMA,
+    MAX_PACKET_BYTES,
+    REPORT,
+    REQUEST,
+    ArrivedPlan,
+    SidecarState,
+    read_packet,
+    slow_protobuf,
+)
 from engine_shim.link.plan_follower import PlanFollower, Source, StepChoice, safe_choice
 from engine_shim.link.secret import new_secret
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.supervisor import AgentSupervisor, agent_command
-from speculation.v1.engine_pb2 import EngineSpec, LostCapability
-from speculation.v1.service_pb2 import IntroduceRequest
+from speculation.v1.engine_pb2 import EngineSpec, LostCapability, StepReport
+from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest
 
 _SEND_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 # More than the kernel's buffer holds, and an end to a loop that an agent gone wild could keep up.
@@ -37,8 +47,8 @@ _MOST_PACKETS_AT_ONCE: Final = 1024
 _PEER_GONE: Final = frozenset(
     {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF, errno.ESHUTDOWN}
 )
-_UNENCODABLE: Final = (struct.error, IndexError, TypeError, ValueError, OverflowError)
-_MOST_DROPPED: Final = 2**32 - 1
+# Of protobuf, for numbers that do not fit a field.
+_UNENCODABLE: Final = (TypeError, ValueError, OverflowError, EncodeError)
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +59,7 @@ class LinkStatus:
 
     `source`: where the last choice came from.  `lease_seconds_left`: negative after the lease ran
     out, -inf before the first plan.  `reports_dropped`: the socket was full or gone.
-    `reports_invalid`: numbers that fit no packet.  `packets_refused`: malformed packets and plans
+    `reports_invalid`: numbers that fit no message.  `packets_refused`: malformed packets and plans
     that were stale or asked for an arm this engine does not have.
     """
 
@@ -81,8 +91,8 @@ class EngineLink:
         self._socket: socket.socket | None = None
         self._arrivals = select.poll()
         self._closed = False
-        # One byte more than a packet may have: one that is cut here has no valid length.
-        self._buffer = bytearray(packets.MAX_PLAN_BYTES + 1)
+        # One byte more than a packet may have, which shows that one is longer.
+        self._buffer = bytearray(MAX_PACKET_BYTES + 1)
         self._view = memoryview(self._buffer)
         self._unreported_drops = 0
         self._sent = self._dropped = self._invalid = self._refused = 0
@@ -108,17 +118,21 @@ class EngineLink:
         knows this engine again; "" for a new one.  Raises LinkStartError when the introduction or
         the settings cannot work, or when no agent can be started.
         """
+        if slow := slow_protobuf():
+            raise LinkStartError(slow)
         if not settings.sidecar:
             raise LinkStartError("SPECULATION_SIDECAR is not set: there is no sidecar to talk to")
         steering = steering_of(hello, settings, startup_gamma)
         said = EngineSpec(safe_gamma=steering.safe.gamma)
         said.MergeFrom(hello)
-        try:
-            # All agents of this engine show the same secret, so that each goes on under its id.
-            introduction = IntroduceRequest(engine=said, engine_secret=secret or new_secret())
-            first_packet = packets.encode_hello(introduction.SerializeToString())
-        except PacketError as error:
-            raise LinkStartError(f"the introduction cannot be sent: {error}") from error
+        # All agents of this engine show the same secret, so that each goes on under its id.
+        introduction = IntroduceRequest(engine=said, engine_secret=secret or new_secret())
+        first_packet = introduction.SerializeToString()
+        if len(first_packet) > MAX_PACKET_BYTES:
+            raise LinkStartError(
+                f"the introduction cannot be sent: it has {len(first_packet)} bytes, limit "
+                f"{MAX_PACKET_BYTES}"
+            )
         command = agent_command(settings)
         supervisor = AgentSupervisor(command, first_packet)
         supervisor.start()
@@ -126,15 +140,16 @@ class EngineLink:
         link._connected()
         return link
 
-    def report(self, report: ReportPacket) -> bool:
-        """Sends one step report; its `dropped_before` is the link's to fill in.
+    def report(self, fill: Callable[[StepReport], None]) -> bool:
+        """Sends one step report, which `fill` writes into the empty message that it is given.
 
         Returns False if the report was dropped (and counted).
         """
+        # A message that is kept and cleared would grow: its memory is freed with the message only.
+        report = StepReport()
         try:
-            if self._unreported_drops:
-                report = report._replace(dropped_before=self._unreported_drops)
-            packet = packets.encode_report(report)
+            fill(report)
+            packet = REPORT + report.SerializeToString()
         except _UNENCODABLE as error:
             self._invalid += 1
             if self._invalid == 1:
@@ -145,6 +160,10 @@ class EngineLink:
             peer = self._tell_losses(peer)
         if peer is not None:
             try:
+                if self._unreported_drops:
+                    dropped = SteerRequest(dropped_reports=self._unreported_drops)
+                    peer.send(REQUEST + dropped.SerializeToString(), _SEND_FLAGS)
+                    self._unreported_drops = 0
                 peer.send(packet, _SEND_FLAGS)
             except BlockingIOError:
                 pass
@@ -152,10 +171,9 @@ class EngineLink:
                 self._failed(error)
             else:
                 self._sent += 1
-                self._unreported_drops = 0
                 return True
         self._dropped += 1
-        self._unreported_drops = min(self._unreported_drops + 1, _MOST_DROPPED)
+        self._unreported_drops += 1
         return False
 
     def lose(self, loss: LostCapability) -> None:
@@ -163,11 +181,7 @@ class EngineLink:
 
         From the thread that reports.  A plan that was made before may still ask for it.
         """
-        try:
-            packet = packets.encode_lost(loss.SerializeToString())
-        except PacketError as error:
-            _log.error("a loss cannot be reported: %s", error)
-            return
+        packet = REQUEST + SteerRequest(lost=[loss]).SerializeToString()
         self._lost.append(packet)
         self._untold.append(packet)
         self._tell_losses(self._connected())
@@ -191,7 +205,7 @@ class EngineLink:
         if plan is not None:
             self.steering.accept(plan, monotonic())
 
-    def receive(self) -> PlanPacket | None:
+    def receive(self) -> ArrivedPlan | None:
         """Takes in what the agent sent: the newest plan that `steering` can accept, if any."""
         peer = self._socket or self._connected()
         if self._untold:
@@ -200,7 +214,7 @@ class EngineLink:
         # much.
         if peer is None or not self._arrivals.poll(0):
             return None
-        plans: list[bytes] = []
+        plans: list[ArrivedPlan] = []
         try:
             for number in range(_MOST_PACKETS_AT_ONCE):
                 if number and not self._arrivals.poll(0):
@@ -216,10 +230,15 @@ class EngineLink:
             self._failed(error)
         repeated = None
         while plans:  # the newest that can be used, and is not in use already if there is another
-            plan = self._usable(plans.pop())
-            if plan is not None and not self.steering.uses(plan):
-                return plan
-            repeated = repeated or plan
+            arrived = plans.pop()
+            try:
+                self.steering.check(arrived)
+            except UnusablePlanError as error:
+                self._refuse(error)
+                continue
+            if not self.steering.uses(arrived.plan):
+                return arrived
+            repeated = repeated or arrived
         return repeated
 
     def status(self) -> LinkStatus:
@@ -279,31 +298,20 @@ class EngineLink:
             self._failed(error)
         return self._socket
 
-    def _sort(self, length: int, plans: list[bytes]) -> None:
+    def _sort(self, length: int, plans: list[ArrivedPlan]) -> None:
         """Handles the packet in the buffer, or adds it to `plans`."""
-        packet = self._view[:length]
         try:
-            if packets.kind_of(packet) == packets.PLAN:
-                plans.append(bytes(packet))
+            message = read_packet(self._view[:length])
+            if isinstance(message, ArrivedPlan):
+                plans.append(message)
                 return
-            event = packets.decode_event(packet)
-        except PacketError as error:
+            self._sidecar = SidecarState(message.state)
+        except (PacketError, ValueError) as error:
             self._refuse(error)
         else:
-            self._sidecar, self._sidecar_detail = event.state, event.text
+            self._sidecar_detail = message.text
 
-    def _usable(self, packet: bytes) -> PlanPacket | None:
-        try:
-            plan = packets.decode_plan(packet)
-        except PacketError as error:
-            self._refuse(error)
-            return None
-        if not self.steering.can_accept(plan):
-            self._refuse(PacketError(f"plan {plan.epoch} is stale or not for this engine"))
-            return None
-        return plan
-
-    def _refuse(self, error: PacketError) -> None:
+    def _refuse(self, error: Exception) -> None:
         self._refused += 1
         if self._refused == 1:
             _log.error("the agent sent what cannot be used (later ones are counted): %s", error)
@@ -339,26 +347,25 @@ def steering_of(
 
     Arguments and errors as of `EngineLink.start`.
     """
-    arms = _arms(hello)
+    _check_drafters(hello)
     gamma = startup_gamma if settings.safe_gamma is None else settings.safe_gamma
     if gamma is None:
         raise LinkStartError("no safe draft length: set SPECULATION_SAFE_GAMMA")
-    if (0, gamma) not in arms:
+    if gamma not in hello.drafters[0].gammas:
         raise LinkStartError(
             f"the safe draft length {gamma} is not among those of drafter "
             f"{hello.drafters[0].name!r}: {list(hello.drafters[0].gammas)}"
         )
-    return PlanFollower(arms, safe_choice(gamma), settings.grace_seconds)
+    return PlanFollower(hello.drafters, safe_choice(gamma), settings.grace_seconds)
 
 
-def _arms(hello: EngineSpec) -> frozenset[tuple[int, int]]:
-    """(drafter index, gamma) pairs of an introduction.  Raises LinkStartError."""
-    if not hello.drafters or len(hello.drafters) > 255:
-        raise LinkStartError(f"{len(hello.drafters)} drafters are introduced: 1 to 255 are needed")
+def _check_drafters(hello: EngineSpec) -> None:
+    """Raises LinkStartError for drafters with which nothing can be steered."""
+    if not hello.drafters:
+        raise LinkStartError("0 drafters are introduced: 1 at least is needed")
     for drafter in hello.drafters:
-        if not drafter.gammas or max(drafter.gammas) > packets.MAX_GAMMA:
+        if not drafter.gammas or max(drafter.gammas) > MAX_GAMMA:
             raise LinkStartError(
                 f"drafter {drafter.name!r}: draft lengths {list(drafter.gammas)} must be a "
-                f"non-empty list within 0..{packets.MAX_GAMMA}"
+                f"non-empty list within 0..{MAX_GAMMA}"
             )
-    return frozenset((i, g) for i, drafter in enumerate(hello.drafters) for g in drafter.gammas)

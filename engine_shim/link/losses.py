@@ -10,15 +10,13 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from google.protobuf.message import DecodeError
-
-from engine_shim.link import packets
 from engine_shim.link.errors import PacketError
 from speculation.v1.engine_pb2 import Capability, LostCapability
 
 MAX_REASON_CHARACTERS: Final = 200
 # An engine has fewer draft lengths and capabilities than that.
 _MOST_LOSSES: Final = 512
+MAX_LOSS_BYTES: Final = 1024
 
 
 def lost(
@@ -57,13 +55,11 @@ class KnownLosses:
         """Returns the losses in the order in which they came."""
         return list(self._known.values())
 
-    def take(self, data: bytes) -> None:
-        """Takes a packet in.  Raises PacketError."""
-        content = packets.decode_lost(data)
-        try:
-            loss = LostCapability.FromString(content)
-        except DecodeError as error:
-            raise PacketError(f"a loss that is no LostCapability: {error}") from error
+    def take(self, loss: LostCapability) -> None:
+        """Takes in a loss.  Raises PacketError for one too many, and one that is too large."""
+        content = loss.SerializeToString(deterministic=True)
+        if len(content) > MAX_LOSS_BYTES:
+            raise PacketError(f"a loss of {len(content)} bytes, limit {MAX_LOSS_BYTES}")
         if content not in self._known and len(self._known) >= _MOST_LOSSES:
             raise PacketError(f"more than {_MOST_LOSSES} losses")
         self._known[content] = loss

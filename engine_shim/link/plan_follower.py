@@ -10,13 +10,25 @@ issued: rows of two plans are never mixed, and no row outlives its plan's lease 
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
-from engine_shim.link.packets import PlanPacket, ProbeEntry, RowEntry
-from speculation.v1.plan_pb2 import REGIME_MODE_COLLECT, REGIME_MODE_ONLINE
+from engine_shim.link.errors import UnusablePlanError
+from engine_shim.link.messages import MAX_GAMMA, ArrivedPlan
+from speculation.v1.engine_pb2 import Drafter
+from speculation.v1.plan_pb2 import (
+    REGIME_MODE_COLLECT,
+    REGIME_MODE_ONLINE,
+    MixtureRule,
+    Plan,
+    PlanRow,
+)
 
+MAX_ROWS: Final = 512
+MAX_RULES: Final = 255
+# Rules are for a handful of match lengths.
+MAX_MATCH_LENGTHS: Final = 16
 _REMEMBERED_PROBES: Final = 4096
 _NEVER: Final = float("-inf")
 
@@ -33,7 +45,7 @@ class StepChoice(NamedTuple):
     """Names what the next step runs.
 
     Hand `epoch`, `probe_id` and `session` back with the report of the step that ran it; a source
-    other than PLAN is to be reported with the flag UNSTEERED.
+    other than PLAN is to be reported with the flag `unsteered`.
     `asleep`: at gamma 0, nothing of the drafter runs.
     """
 
@@ -53,26 +65,57 @@ def safe_choice(gamma: int) -> StepChoice:
     )
 
 
+# What a row or its probe runs: place of the drafter, draft length, whether the drafter sleeps.
+_Arm: TypeAlias = tuple[int, int, bool]
+
+
+class _Probe(NamedTuple):
+    probe_id: int
+    arm: _Arm
+    steps: int
+
+
+class _Table(NamedTuple):
+    """The rows and rules of a plan that this engine can run, ready to choose from.
+
+    bounds: of the batch size, of all rows but the last one, which serves every larger batch.
+    """
+
+    bounds: list[int]
+    arms: list[_Arm]
+    probes: list[_Probe | None]
+    rules: tuple[MixtureRule, ...]
+
+
+_NO_TABLE: Final = _Table([], [], [], ())
+
+
 class PlanFollower:
     """The plan in use.  `choose` is to be called once for every decode step that will run.
 
-    `arms`: (drafter index, gamma) pairs that the engine can run.  `lapses` counts how often a
-    lease ran out with no newer plan available; `taken`, the plans; `source`: of the last choice.
+    `drafters`: the engine's; a choice names one by its place among them, and `names` has their
+    names.  `lapses` counts how often a lease ran out with no newer plan available; `taken`, the
+    plans; `source`: of the last choice.
     `plan`: the newest one that was taken, however old; `lease_end`: when its lease ends or ended,
     in seconds of the clock passed in, -inf before a plan.
     """
 
-    def __init__(
-        self, arms: Collection[tuple[int, int]], safe: StepChoice, grace_seconds: float
-    ) -> None:
-        self._arms = frozenset(arms)
+    def __init__(self, drafters: Iterable[Drafter], safe: StepChoice, grace_seconds: float) -> None:
+        known = tuple(drafters)
+        self.names = tuple(drafter.name for drafter in known)
+        self._places = {
+            (drafter.name, gamma): place
+            for place, drafter in enumerate(known)
+            for gamma in drafter.gammas
+        }
         self.safe = safe
         self._grace_seconds = grace_seconds
-        self.plan: PlanPacket | None = None
+        self.plan: Plan | None = None
         self.lease_end = _NEVER
-        # Rows that fit the engine: those of a renewed plan are often the very same object.
-        self._fitting: tuple[RowEntry, ...] = ()
-        self._bounds: list[int] = []
+        # Of the newest plan that was found usable.  A renewed plan has the same table.
+        self._checked_digest = 0
+        self._checked_table = _NO_TABLE
+        self._table = _NO_TABLE
         # The choice of each row once it has been made; a row with an open probe stays None.
         self._ready: list[StepChoice | None] = []
         self._steps_left: dict[int, int] = {}
@@ -80,42 +123,50 @@ class PlanFollower:
         self.lapses = self.taken = 0
         self.source = Source.SAFE_DEFAULT
 
-    def can_accept(self, plan: PlanPacket) -> bool:
-        """False when it is older than the one in use, or asks for an arm the engine has not."""
+    @property
+    def rules(self) -> tuple[MixtureRule, ...]:
+        """Returns the rules of mixtures in the newest plan that was taken."""
+        return self._table.rules
+
+    def check(self, arrived: ArrivedPlan) -> None:
+        """Raises UnusablePlanError for a plan that is older than the one in use.
+
+        Also for one that is no table, and for one that asks for what the engine has not introduced.
+        """
+        plan, digest = arrived.plan, arrived.table_digest
         old = self.plan
         if old is not None and old.session == plan.session and plan.epoch < old.epoch:
-            return False
-        if plan.rows is self._fitting:
-            return True
-        arms = self._arms
-        fits = all(
-            (drafter_index, gamma) in arms
-            and (probe is None or (probe.drafter_index, probe.gamma) in arms)
-            for _, drafter_index, gamma, _, probe in plan.rows
-        )
-        if fits:
-            self._fitting = plan.rows
-        return fits
+            raise UnusablePlanError(f"plan {plan.epoch}: older than {old.epoch}")
+        if plan.lease_ms < 1:
+            raise UnusablePlanError(f"plan {plan.epoch}: no lease")
+        if not digest or digest != self._checked_digest:
+            self._checked_table = self._table_of(plan)
+            self._checked_digest = digest
 
-    def uses(self, plan: PlanPacket) -> bool:
+    def uses(self, plan: Plan) -> bool:
         """Whether this very plan was taken last; its lease may have been renewed."""
         old = self.plan
         return old is not None and (old.session, old.epoch) == (plan.session, plan.epoch)
 
-    def accept(self, plan: PlanPacket, now: float) -> bool:
-        """Takes a plan into use; False, and no change, when it cannot be accepted.
+    def accept(self, arrived: ArrivedPlan, now: float) -> bool:
+        """Takes a plan into use; False, and no change, when it cannot be.
 
         The lease counts from the plan's arrival at the agent (which cannot lie in the future).
         """
-        if not self.can_accept(plan):
+        plan = arrived.plan
+        try:
+            self.check(arrived)
+        except UnusablePlanError:
             return False
-        if self.plan is not None and self.plan.session != plan.session:
+        table = self._checked_table
+        is_new_session = self.plan is not None and self.plan.session != plan.session
+        if is_new_session:
             self._steps_left.clear()
-        self._remember([row.probe for row in plan.rows if row.probe is not None])
-        # The last row serves every larger batch, so its bound is not needed.
-        self._bounds = [row[0] for row in plan.rows[:-1]]
-        self._ready = [None] * len(plan.rows)
-        self.lease_end = min(plan.arrival_ns * 1e-9, now) + plan.lease_ms * 1e-3
+        if is_new_session or table is not self._table:
+            self._remember([probe for probe in table.probes if probe is not None])
+        self._table = table
+        self._ready = [None] * len(table.arms)
+        self.lease_end = min(arrived.arrival_ns * 1e-9, now) + plan.lease_ms * 1e-3
         self.plan = plan
         self._lapsed = False
         self.taken += 1
@@ -124,6 +175,51 @@ class PlanFollower:
     def drop_plan(self) -> None:
         """Chooses the safe default from now on, until a plan is accepted."""
         self.plan, self.lease_end, self.source = None, _NEVER, Source.SAFE_DEFAULT
+        self._table = _NO_TABLE
+
+    def _table_of(self, plan: Plan) -> _Table:
+        """Returns the rows and rules of a plan.  Raises UnusablePlanError."""
+        if not 1 <= len(plan.rows) <= MAX_ROWS:
+            raise UnusablePlanError(f"plan {plan.epoch}: {len(plan.rows)} rows")
+        if len(plan.rules) > MAX_RULES:
+            raise UnusablePlanError(f"plan {plan.epoch}: {len(plan.rules)} rules")
+        bounds: list[int] = []
+        arms: list[_Arm] = []
+        probes: list[_Probe | None] = []
+        previous = 0
+        for row in plan.rows:
+            bound, gamma, asleep = row.max_batch_size, row.gamma, row.drafter_asleep
+            if bound <= previous:
+                raise UnusablePlanError(
+                    f"plan {plan.epoch}: max_batch_size {bound} after {previous}"
+                )
+            previous = bound
+            place = self._places.get((row.drafter, gamma))
+            if place is None:
+                raise _not_introduced(plan.epoch, row.drafter, gamma)
+            probe = self._probe(plan.epoch, row) if row.HasField("probe") else None
+            if asleep and gamma and (probe is None or probe.arm[1]):
+                raise UnusablePlanError(f"plan {plan.epoch}: gamma {gamma} with the drafter asleep")
+            bounds.append(bound)
+            # The flag may speak of the row's probe only.
+            arms.append((place, gamma, asleep and not gamma))
+            probes.append(probe)
+        for rule in plan.rules:
+            if (rule.drafter, rule.gamma) not in self._places:
+                raise _not_introduced(plan.epoch, rule.drafter, rule.gamma)
+            if why := _rule_fault(rule):
+                raise UnusablePlanError(f"plan {plan.epoch}: {why}")
+        return _Table(bounds[:-1], arms, probes, tuple(plan.rules))
+
+    def _probe(self, epoch: int, row: PlanRow) -> _Probe:
+        probe = row.probe
+        if probe.steps < 1 or probe.probe_id < 1:
+            raise UnusablePlanError(f"plan {epoch}: probe {probe.probe_id} has no steps")
+        place = self._places.get((probe.drafter, probe.gamma))
+        if place is None:
+            raise _not_introduced(epoch, probe.drafter, probe.gamma)
+        asleep = row.drafter_asleep and not probe.gamma
+        return _Probe(probe.probe_id, (place, probe.gamma, asleep), probe.steps)
 
     def source_at(self, now: float) -> Source:
         """Returns where `choose` would take a choice from, without choosing."""
@@ -136,45 +232,39 @@ class PlanFollower:
     def collects_at(self, now: float) -> bool:
         """Whether training signals are to be kept; not on the safe default."""
         plan = self.plan
-        if plan is None or plan.regime_mode != REGIME_MODE_COLLECT:
+        if plan is None or plan.regime.mode != REGIME_MODE_COLLECT:
             return False
         return self.source_at(now) is not Source.SAFE_DEFAULT
 
     def stride_at(self, now: float) -> int:
         """Rounds between two online updates of the drafter; 0 for none, and in free flight."""
         plan = self.plan
-        if plan is None or plan.regime_mode != REGIME_MODE_ONLINE:
+        if plan is None or plan.regime.mode != REGIME_MODE_ONLINE:
             return 0
-        return 0 if self.source_at(now) is Source.SAFE_DEFAULT else plan.regime_stride
+        return 0 if self.source_at(now) is Source.SAFE_DEFAULT else plan.regime.stride
 
     def choose(self, batch_size: int, now: float) -> StepChoice:
         """The choice for a step over `batch_size` sequences."""
         if now < self.lease_end:
             self.source = Source.PLAN
-            index = bisect_left(self._bounds, batch_size)
+            index = bisect_left(self._table.bounds, batch_size)
             choice = self._ready[index]
             return self._make(index) if choice is None else choice
         return self._unsteered(batch_size, now)
 
     def _make(self, index: int) -> StepChoice:
         """A step of the row's probe while it has any left, else the row's own choice, kept."""
-        plan = self.plan
-        assert plan is not None  # there is no lease without one
-        row = plan.rows[index]
-        probe = row.probe
+        probe = self._table.probes[index]
         if probe is not None and (left := self._steps_left[probe.probe_id]):
             self._steps_left[probe.probe_id] = left - 1
-            return StepChoice(
-                probe.drafter_index,
-                probe.gamma,
-                asleep=row.asleep and probe.gamma == 0,
-                epoch=plan.epoch,
-                probe_id=probe.probe_id,
-                source=Source.PLAN,
-                session=plan.session,
-            )
-        self._ready[index] = choice = _of_row(plan, index, Source.PLAN)
+            return self._of(probe.arm, Source.PLAN, probe.probe_id)
+        self._ready[index] = choice = self._of(self._table.arms[index], Source.PLAN)
         return choice
+
+    def _of(self, arm: _Arm, source: Source, probe_id: int = 0) -> StepChoice:
+        plan = self.plan
+        assert plan is not None  # there is no row without one
+        return StepChoice(*arm, plan.epoch, probe_id, source, plan.session)
 
     def _unsteered(self, batch_size: int, now: float) -> StepChoice:
         """Chooses without a lease: the last plan continues without its probes."""
@@ -186,9 +276,10 @@ class PlanFollower:
             self.lapses += 1
         if source is Source.SAFE_DEFAULT:
             return self.safe
-        return _of_row(self.plan, bisect_left(self._bounds, batch_size), source)
+        table = self._table
+        return self._of(table.arms[bisect_left(table.bounds, batch_size)], source)
 
-    def _remember(self, probes: Sequence[ProbeEntry]) -> None:
+    def _remember(self, probes: Sequence[_Probe]) -> None:
         """A probe identifier seen before keeps what is left of its steps.
 
         The newest 4096 identifiers are remembered: enough that a renewed plan never starts a
@@ -201,7 +292,19 @@ class PlanFollower:
             del ledger[next(iter(ledger))]
 
 
-def _of_row(plan: PlanPacket, index: int, source: Source) -> StepChoice:
-    _, drafter_index, gamma, asleep, _ = plan.rows[index]
-    asleep = asleep and gamma == 0  # the flag may speak of the row's probe only
-    return StepChoice(drafter_index, gamma, asleep, plan.epoch, 0, source, plan.session)
+def _not_introduced(epoch: int, drafter: str, gamma: int) -> UnusablePlanError:
+    return UnusablePlanError(
+        f"plan {epoch}: this engine did not introduce gamma {gamma} of drafter {drafter!r}"
+    )
+
+
+def _rule_fault(rule: MixtureRule) -> str:
+    """Returns what is wrong with a rule; "" if nothing is."""
+    numbers = (rule.main_expected, rule.ratio_weight, *rule.free_expected)
+    if not 1 <= rule.gamma <= MAX_GAMMA or not 1 <= rule.least_match <= MAX_GAMMA:
+        return f"a rule of gamma {rule.gamma} for matches of {rule.least_match} tokens"
+    if not 1 <= len(rule.free_expected) <= MAX_MATCH_LENGTHS:
+        return f"a rule for {len(rule.free_expected)} match lengths"
+    if not all(0 <= n <= MAX_GAMMA for n in numbers) or rule.ratio_weight > 1:
+        return f"a rule with the numbers {numbers}"
+    return ""

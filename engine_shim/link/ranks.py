@@ -18,8 +18,9 @@ from time import monotonic
 from typing import NamedTuple
 
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import PlanPacket, RuleEntry
+from engine_shim.link.messages import ArrivedPlan
 from engine_shim.link.plan_follower import PlanFollower, StepChoice
+from speculation.v1.plan_pb2 import MixtureRule
 
 
 class RankUpdate(NamedTuple):
@@ -31,7 +32,7 @@ class RankUpdate(NamedTuple):
 
     number: int
     now: float
-    plan: PlanPacket | None
+    plan: ArrivedPlan | None
 
 
 class Ranks:
@@ -99,10 +100,9 @@ class Ranks:
         plan = self._steering.plan
         return None if plan is None else plan.draft_version
 
-    def rules(self) -> tuple[RuleEntry, ...]:
+    def rules(self) -> tuple[MixtureRule, ...]:
         """Returns the rules of mixtures in the newest plan."""
-        plan = self._steering.plan
-        return () if plan is None else plan.rules
+        return self._steering.rules
 
     def choose(self, batch_size: int) -> StepChoice:
         """Chooses what the decode step that begins now runs; called once for each step."""

@@ -11,28 +11,26 @@ left goes back then.
 from collections import deque
 from collections.abc import Sequence
 
-from engine_shim.link.packets import ReportPacket
 from speculation.v1.service_pb2 import Received
 
 
 class ReportBuffer:
-    """Reports in step order, at most `capacity` of them.
+    """Reports in step order, at most `capacity` of them, serialized as they came.
 
     `dropped`: reports lost since it was last reduced with `forgive`, those lost on the engine's
-    side included (`ReportPacket.dropped_before`).
+    side included.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._reports: deque[ReportPacket] = deque()
+        self._reports: deque[bytes] = deque()
         self.dropped = 0
 
     def __len__(self) -> int:
         return len(self._reports)
 
-    def add(self, report: ReportPacket) -> None:
+    def add(self, report: bytes) -> None:
         """Keeps a report; the oldest one goes when there is no room."""
-        self.dropped += report.dropped_before
         self._reports.append(report)
         if len(self._reports) > self.capacity:
             self._reports.popleft()
@@ -42,11 +40,21 @@ class ReportBuffer:
         """Counts reports that are not in here and reach nobody."""
         self.dropped += count
 
-    def take(self, most: int) -> list[ReportPacket]:
-        """The oldest reports, up to `most`, which leave the buffer."""
-        return [self._reports.popleft() for _ in range(min(most, len(self._reports)))]
+    def take(self, most: int, most_bytes: int) -> list[bytes]:
+        """The oldest reports, which leave the buffer.
 
-    def give_back(self, reports: Sequence[ReportPacket]) -> None:
+        They are `most` at most, and `most_bytes` together, or one report that is larger.
+        """
+        taken: list[bytes] = []
+        size = 0
+        while self._reports and len(taken) < most:
+            size += len(self._reports[0])
+            if taken and size > most_bytes:
+                break
+            taken.append(self._reports.popleft())
+        return taken
+
+    def give_back(self, reports: Sequence[bytes]) -> None:
         """Puts unsent reports back in front; the oldest go when there is no room."""
         room = self.capacity - len(self._reports)
         kept = reports[max(0, len(reports) - room) :] if room > 0 else ()
@@ -72,7 +80,7 @@ class InFlightReports:
         self.acknowledged: Received | None = Received()
         self.received: Received | None = None
         self._buffer = buffer
-        self._newest: deque[ReportPacket] = deque(maxlen=buffer.capacity)
+        self._newest: deque[bytes] = deque(maxlen=buffer.capacity)
         self._sent = Received()
         self._last = Received()
         self._unsent = Received()
@@ -89,7 +97,7 @@ class InFlightReports:
             self._ends.popleft()
         return len(self._ends) >= self._messages_max
 
-    def begin(self, reports: Sequence[ReportPacket], dropped: int) -> None:
+    def begin(self, reports: Sequence[bytes], dropped: int) -> None:
         """A message with these reports, which tells of so many dropped ones, is to be written."""
         self._buffer.forgive(dropped)
         self._newest.extend(reports)

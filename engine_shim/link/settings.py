@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine_shim.link.errors import LinkSettingsError
-from engine_shim.link.packets import MAX_GAMMA
+from engine_shim.link.messages import MAX_GAMMA
 from engine_shim.link.sidecar_address import is_on_this_machine
 from speculation.service_links import service_links
 

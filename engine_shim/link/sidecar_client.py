@@ -1,35 +1,35 @@
 """The agent's conversation with the sidecar: introduce, steer, start over when it breaks off."""
 
 import asyncio
+import secrets
 from dataclasses import dataclass, field
 from time import monotonic, monotonic_ns
-from typing import TYPE_CHECKING, Final
+from typing import Final, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from engine_shim.link.agent_socket import AgentSocket
 from engine_shim.link.credentials import EngineCredentials
-from engine_shim.link.errors import LinkSettingsError, PacketError, UnusablePlanError
-from engine_shim.link.older_sidecar import reduced
-from engine_shim.link.packets import ReportPacket, SidecarState
+from engine_shim.link.errors import LinkSettingsError, PacketError
+from engine_shim.link.messages import ArrivedPlan, SidecarState, as_field, table_digest
 from engine_shim.link.rate_limited_log import RateLimitedLog
 from engine_shim.link.report_buffer import InFlightReports, ReportBuffer
-from engine_shim.link.wire import Translator, session_tag
 from speculation.v1.engine_pb2 import EngineSpec
 from speculation.v1.plan_pb2 import Plan
 from speculation.v1.service_pb2 import (
     IntroduceRequest,
-    IntroduceResponse,
     SteerRequest,
     SteerResponse,
 )
 from speculation.v1.service_pb2_grpc import SpeculationServiceStub
 
-if TYPE_CHECKING:
-    from speculation.v1.service_pb2_grpc import SpeculationServiceAsyncStub
+# Its requests are serialized already.
+_SteerCall: TypeAlias = "grpc.aio.StreamStreamCall[bytes, SteerResponse]"
 
+_STEER: Final = "/speculation.v1.SpeculationService/Steer"
 _REPORTS_PER_MESSAGE: Final = 128
+# Less than the smallest message that a sidecar may be set to take.
+_REPORT_BYTES_PER_MESSAGE: Final = 60 * 1024
 # Both of a slow sidecar's first answers, the connection's and the call's, lie in it; and the end of
 # a path on which packets vanish is noticed soon.
 _INTRODUCE_SECONDS: Final = 5.0
@@ -64,13 +64,15 @@ _REFUSALS: Final = frozenset(
 class SidecarClient:
     """Holds a session with the sidecar whenever one is available.
 
-    secret: by which the sidecar knows the engine again.
+    lease_max_seconds: a longer lease is cut to it, whatever the sidecar says, so that an engine
+    whose sidecar is gone falls back in bounded time.  secret: by which the sidecar knows the engine
+    again.
     """
 
     target: str
     credentials: EngineCredentials
     engine: EngineSpec
-    translator: Translator
+    lease_max_seconds: float
     port: AgentSocket
     buffer: ReportBuffer
     log: RateLimitedLog
@@ -112,7 +114,9 @@ class SidecarClient:
             stub = SpeculationServiceStub(channel)
             losses = len(self.port.losses)
             try:
-                opened, left_out = await self._introduce(stub, metadata)
+                opened = await stub.Introduce(
+                    self._introduction(), timeout=_INTRODUCE_SECONDS, metadata=metadata
+                )
             except grpc.aio.AioRpcError as error:
                 refused = error.code() in _REFUSALS
                 state = SidecarState.REFUSED if refused else SidecarState.AWAY
@@ -125,102 +129,82 @@ class SidecarClient:
             self._unsettled = sent = InFlightReports(
                 self.buffer, opened.session_id, opened.messages_in_flight_max
             )
-            session = _Session(self, stub.Steer(metadata=metadata), sent, losses, left_out)
+            # A sidecar that does not tell its sessions apart has them told apart here.
+            tag = opened.plan.session or secrets.randbits(32) or 1
+            steer: grpc.aio.StreamStreamMultiCallable[bytes, SteerResponse] = channel.stream_stream(
+                _STEER, response_deserializer=SteerResponse.FromString
+            )
+            session = _Session(self, steer(metadata=metadata), sent, losses, tag)
             # Of the session's id only the tag is shown: the id itself is a secret.
-            tag = f"session {session_tag(opened.session_id):08x}"
-            lacks = f", which does not know {', '.join(left_out)}" if left_out else ""
-            self.port.send_state(SidecarState.STEERING, 0, tag + lacks)
-            self.log.info("sidecar-steering", target=self.target, session=tag)
+            name = f"session {tag:08x}"
+            self.port.send_state(SidecarState.STEERING, 0, name)
+            self.log.info("sidecar-steering", target=self.target, session=name)
             if opened.HasField("plan"):
                 session.take_plan(opened.plan)
             code, detail = await session.run()
             return SidecarState.AWAY, code, detail
 
-    async def _introduce(
-        self, stub: "SpeculationServiceAsyncStub", metadata: tuple[tuple[str, str], ...]
-    ) -> tuple[IntroduceResponse, tuple[str, ...]]:
-        """Opens a session; returns with it the drafters that the sidecar does not know.
-
-        Raises AioRpcError.
-        """
+    def _introduction(self) -> IntroduceRequest:
         engine = EngineSpec(lost=self.port.losses.all)
         engine.MergeFrom(self.engine)
-        request = IntroduceRequest(
+        return IntroduceRequest(
             engine=engine,
             previous_session_id="" if self._unsettled is None else self._unsettled.session_id,
             engine_secret=self.secret,
         )
-        timeout = _INTRODUCE_SECONDS
-        try:
-            return await stub.Introduce(request, timeout=timeout, metadata=metadata), ()
-        except grpc.aio.AioRpcError as error:
-            less = reduced(engine, error.code(), error.details() or "")
-            if less is None:
-                raise
-        request.engine.CopyFrom(less.engine)
-        opened = await stub.Introduce(request, timeout=timeout, metadata=metadata)
-        self.log.warning(
-            "sidecar-older",
-            target=self.target,
-            left_out=less.left_out,
-            detail="the sidecar does not know mixtures and steers without them: upgrade it",
-        )
-        return opened, less.left_out
 
 
 class _Session:
     """One Steer stream.  `run` ends when the stream does, or when the sidecar fell silent.
 
-    told_losses: so many of the losses does this session know.  left_out: drafters of the engine
-    that this sidecar does not know.
+    told_losses: so many of the losses does this session know.  tag: of the session, for plans of a
+    sidecar that does not say one.
     """
 
     def __init__(
         self,
         client: SidecarClient,
-        call: grpc.aio.StreamStreamCall[SteerRequest, SteerResponse],
+        call: _SteerCall,
         sent: InFlightReports,
         told_losses: int,
-        left_out: tuple[str, ...] = (),
+        tag: int,
     ) -> None:
         self._call = call
         self._id = sent.session_id
-        self._tag = session_tag(self._id)
-        self._translator = client.translator
+        self._tag = tag
+        self._lease_max_ms = round(client.lease_max_seconds * 1000)
         self._port = client.port
         self._buffer = client.buffer
         self._sent = sent
         self._log = client.log
         self._told_losses = told_losses
-        self._left_out = left_out
-        self._epoch = 0
         self._lease_seconds = 1.0
         self._plan_at = monotonic()
         # The first message tells the sidecar whose stream it is: without one nothing comes on it.
         self._sign_due = True
 
     def take_plan(self, plan: Plan) -> None:
-        """Passes a plan on to the engine, unless it cannot be used there."""
+        """Passes a plan on to the engine, without what is for people; the engine checks it."""
         arrival_ns = monotonic_ns()
         self._plan_at = arrival_ns * 1e-9
-        if plan.epoch < self._epoch:
-            self._log.warning("plan-out-of-order", epoch=plan.epoch, newest=self._epoch)
-            return
-        try:
-            packet = self._translator.plan(plan, self._tag, arrival_ns)
-        except UnusablePlanError as error:
-            self._log.warning("plan-unusable", error=str(error))
-            return
-        self._epoch = plan.epoch
-        self._lease_seconds = packet.lease_ms * 1e-3
-        if packet.lease_ms < plan.lease_ms:
+        plan.session = plan.session or self._tag
+        plan.reason_detail = ""
+        del plan.overrides[:]
+        if plan.lease_ms > self._lease_max_ms:
             self._log.warning(
                 "lease-cut",
                 asked_seconds=plan.lease_ms * 1e-3,
-                used_seconds=self._lease_seconds,
+                used_seconds=self._lease_max_ms * 1e-3,
                 detail="SPECULATION_LEASE_MAX_SECONDS is the longest lease that the engine takes",
             )
-        self._port.send_plan(packet)
+            plan.lease_ms = self._lease_max_ms
+        try:
+            self._port.send_plan(ArrivedPlan(plan, arrival_ns, table_digest(plan)))
+        except PacketError as error:
+            self._log.warning("plan-unusable", error=str(error))
+            return
+        if plan.lease_ms:
+            self._lease_seconds = plan.lease_ms * 1e-3
 
     async def run(self) -> tuple[grpc.StatusCode, str]:
         """The status with which the stream ended, and its detail."""
@@ -281,27 +265,16 @@ class _Session:
         sidecar has said that it did not.
         """
         self._sign_due = False
-        batch: list[ReportPacket] = []
-        request = SteerRequest(session_id=self._id)
-        for packet in self._buffer.take(_REPORTS_PER_MESSAGE if self._has_reports else 0):
-            try:
-                report = self._translator.report(packet, self._tag)
-            except IndexError:
-                report = None
-            if report is None or report.drafter in self._left_out:
-                self._buffer.lose()
-                self._log.warning("report-of-unknown-drafter", index=packet.drafter_index)
-            else:
-                request.reports.append(report)
-                batch.append(packet)
+        reports: list[bytes] = []
+        if self._has_reports:
+            reports = self._buffer.take(_REPORTS_PER_MESSAGE, _REPORT_BYTES_PER_MESSAGE)
+        request = SteerRequest(session_id=self._id, dropped_reports=self._buffer.dropped)
         if self._has_losses:
-            losses = self._port.losses.all
-            request.lost.extend(loss for loss in losses if loss.drafter not in self._left_out)
+            request.lost.extend(self._port.losses.all)
             self._told_losses = len(self._port.losses)
-        request.dropped_reports = self._buffer.dropped
-        self._sent.begin(batch, request.dropped_reports)
+        self._sent.begin(reports, request.dropped_reports)
         try:
-            await self._call.write(request)
+            await self._call.write(b"".join((request.SerializeToString(), *map(as_field, reports))))
         except asyncio.InvalidStateError:
             # The stream had ended before; its status tells why.
             self._sent.did_not_go_out()
@@ -351,7 +324,4 @@ async def introduced(port: AgentSocket) -> IntroduceRequest | None:
     if not hello.done():
         hello.cancel()
         return None
-    try:
-        return IntroduceRequest.FromString(hello.result())
-    except DecodeError as error:
-        raise PacketError(f"the introduction is no IntroduceRequest: {error}") from error
+    return hello.result()

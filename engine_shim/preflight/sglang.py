@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from engine_shim.common.checks import Check, checked
+from engine_shim.common.checks import Check, checked, protobuf_check
 from engine_shim.common.errors import PluginError
 from engine_shim.preflight.verdict import (
     SIDECAR,
@@ -100,7 +100,7 @@ def _of_known_version(
         (view.speculative_algorithm or "").lower(), view.speculative_num_draft_tokens,
     )  # fmt: skip
     kinds = _readable(lambda: kind_checks(view, settings))
-    checks = [first, _plugin_check(), *wish_checks(view, settings), *kinds]
+    checks = [first, protobuf_check(), _plugin_check(), *wish_checks(view, settings), *kinds]
     if any(check.obstacle for check in kinds):
         # SGLang itself may read no further.
         return Verdict("SGLang", version, tuple(checks))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from engine_shim.common.checks import Check, checked
+from engine_shim.common.checks import Check, checked, protobuf_check
 from engine_shim.common.errors import PluginError
 from engine_shim.preflight.verdict import (
     Drafter,
@@ -81,7 +81,7 @@ def verdict(flags: Sequence[str]) -> Verdict:
         raise InputError(f"vLLM {version} cannot be imported here: {error}") from error
     except (ValueError, OSError, AssertionError, RuntimeError) as error:
         raise InputError(f"vLLM refuses these flags itself: {error}") from error
-    found = [first, _plugin_check()]
+    found = [first, protobuf_check(), _plugin_check()]
     if observed.config is not None:
         found += checks(observed.config, settings)
     if refusal and refusal not in {check.refusal for check in found}:

@@ -26,6 +26,7 @@ def _register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookType
 
+    from engine_shim.common.checks import protobuf_check, require
     from engine_shim.sglang.adaptive_policy import SteeredPolicy
     from engine_shim.sglang.api import attention_dp, hook_check, sglang_api, versions
     from engine_shim.sglang.api.settings import load_settings
@@ -33,6 +34,7 @@ def _register() -> None:
     from engine_shim.sglang.startup import EngineStartup
 
     settings = load_settings()
+    require([protobuf_check()])
     settings.require_version("SGLang", versions.sglang_version(), versions.TESTED)
     configuration = SteeredConfiguration(settings)
     register_resolution_hook(sglang_api.RESOLUTION_STEP)(configuration.resolve)

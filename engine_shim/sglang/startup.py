@@ -19,6 +19,7 @@ from engine_shim.common.checks import require
 from engine_shim.common.errors import HookError, PluginError
 from engine_shim.common.process import at_exit
 from engine_shim.common.status import Losses
+from engine_shim.common.waiting_prompts import WaitingPrompts
 from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.errors import LinkStartError
 from engine_shim.link.orders import Orders
@@ -42,7 +43,7 @@ from engine_shim.sglang.hooks import SECOND, EngineHooks
 from engine_shim.sglang.learning.learning_steps import LearningSteps
 from engine_shim.sglang.request_wishes import RequestClasses, RequestWishes, read_key
 from engine_shim.sglang.server_args import SteeredConfiguration
-from engine_shim.sglang.step_reports import StepTap
+from engine_shim.sglang.step_reports import StepTap, prompt_tokens
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
@@ -194,9 +195,11 @@ class EngineStartup:
         except LinkStartError as error:
             raise PluginError(str(error)) from error
         tap = None
+        without_prefills = sglang_api.config_leaf("disaggregation_mode") == "decode"
         if link is not None:
             at_exit(link.close)
-            tap = StepTap(link, tuple(spec.fingerprint.graph_batch_sizes), eager, rows)
+            waiting = None if without_prefills else _waiting_prompts(scheduler)
+            tap = StepTap(link, tuple(spec.fingerprint.graph_batch_sizes), eager, rows, waiting)
             self._graph_states.log()
             eager.log()
             _log.info(
@@ -231,7 +234,7 @@ class EngineStartup:
                     adapters=sglang_api.adapters(scheduler.tp_worker.model_runner),
                 ),
                 scheduler.tp_worker.model_runner.model_config.vocab_size - 1,
-                without_prefills=sglang_api.config_leaf("disaggregation_mode") == "decode",
+                without_prefills=without_prefills,
             ),
             learning=_learning(
                 LearningSteps(
@@ -328,6 +331,10 @@ def facts_to_agree_on(settings: PluginSettings, shim_version: str) -> dict[str, 
 def _apply_hooks() -> None:
     HookRegistry.apply_hooks()
     hook_check.require_hooks(*hook_check.registered_targets())
+
+
+def _waiting_prompts(scheduler: Any) -> WaitingPrompts:
+    return WaitingPrompts(lambda: scheduler.waiting_queue, prompt_tokens)
 
 
 def _policy_of(worker: Any) -> SteeredPolicy:

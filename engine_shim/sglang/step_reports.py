@@ -20,25 +20,19 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from engine_shim.common.arms_run import ArmsRun
-from engine_shim.common.row_groups import Evidence, classes_of, groups_with
-from engine_shim.link.packets import (
-    AFTER_GAP,
-    DRAFTER_RESET,
-    EAGER_FALLBACK,
-    UNSTEERED,
-    UPDATING,
-    ProposalsEntry,
-    ReportPacket,
-)
+from engine_shim.common.row_groups import Evidence, add_classes, add_left
 from engine_shim.link.plan_follower import Source, StepChoice
-from engine_shim.sglang.drafters.row_counts import NOT_CUT, NOTHING_APART, RowCounts
+from engine_shim.sglang.drafters.row_counts import NOT_CUT
 from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses, Passes
 from engine_shim.sglang.learning.verified_step import NO_UPDATE
 
 if TYPE_CHECKING:
+    from engine_shim.common.waiting_prompts import WaitingPrompts
     from engine_shim.link.engine_link import EngineLink
     from engine_shim.sglang.drafters.idle_kv_buffer import BacklogStep
     from engine_shim.sglang.drafters.row_drafting import RowDrafting
+    from engine_shim.sglang.learning.verified_step import UpdateStatus
+    from speculation.v1.engine_pb2 import StepReport
 
 
 class Launch:
@@ -117,6 +111,11 @@ def kept_tokens(launch: Launch, requests: list[Any]) -> list[int]:
     return kept
 
 
+def prompt_tokens(request: Any) -> int:
+    """Returns the length of a waiting request's prompt; 0 if it has been read, and retracted."""
+    return 0 if request.output_ids else len(request.origin_input_ids)
+
+
 def kv_tokens_before(requests: list[Any], tokens: list[list[int]]) -> int:
     """The same from the requests, once SGLang has counted the step's result.
 
@@ -135,15 +134,18 @@ class StepTap:
 
     `graph_batch_sizes`: ascending; batches are padded up to the next one, and a larger batch runs
     eagerly.  Empty: the engine has no graphs.  `eager`: counts the passes without a graph.  `rows`:
-    knows which drafter each row used.
+    knows which drafter each row used.  `waiting`: counts prompts; None where none is read here.
     """
 
     def __init__(
         self, link: EngineLink, graph_batch_sizes: tuple[int, ...] = (),
         eager: EagerPasses | None = None, rows: RowDrafting | None = None,
+        waiting: WaitingPrompts | None = None,
     ) -> None:  # fmt: skip
         self._link = link
+        self._names = link.steering.names
         self._rows = rows
+        self._waiting = waiting
         self._eager = eager or EagerPasses()
         self._has_graphs = bool(graph_batch_sizes)
         self._arms_run = ArmsRun(graph_batch_sizes)
@@ -156,10 +158,22 @@ class StepTap:
 
         kept: tokens that each answer has taken of it (`kept_tokens`).
         """
+        self._link.report(lambda report: self._fill(report, launch, result, kept))
+
+    def _fill(self, report: StepReport, launch: Launch, result: Any, kept: list[int]) -> None:
         gamma: int = result.speculative_num_draft_tokens - 1
         accepted: list[int] = result.num_correct_drafts_per_req_cpu
         batch_size, delivered = len(accepted), sum(kept)
-        apart, cut, labels = NOTHING_APART, NOT_CUT, launch.labels
+        choice, cut, labels = launch.choice, NOT_CUT, launch.labels
+        self._step += 1
+        report.step = self._step
+        report.batch_size = batch_size
+        report.kv_tokens = launch.kv_tokens or 0
+        report.drafter = self._names[choice.drafter_index]
+        report.gamma = gamma
+        report.delivered_tokens = delivered
+        if self._waiting is not None:
+            report.waiting_prompt_tokens = self._waiting.count()
         if delivered < sum(accepted) + batch_size:
             cut = {
                 row: tokens
@@ -167,53 +181,41 @@ class StepTap:
                 if tokens <= accepted[row] and row not in launch.ended
             }
         if self._rows is not None or launch.undrafted or launch.ended or cut:
-            accepted, apart = self._count_apart(launch, result, gamma, cut)
+            accepted = self._count_apart(report, launch, result, cut)
             if launch.ended and labels:
                 labels = ["" if row in launch.ended else label for row, label in enumerate(labels)]
         counts = [0] * (gamma + 1)
         for length in accepted:
             counts[length] += 1
-        choice = launch.choice
+        report.accepted_counts.extend(counts)
+        if labels:
+            add_classes(report, labels, accepted, cut, gamma)
         seconds, is_gap = self._timed(launch, batch_size)
-        flags = AFTER_GAP if is_gap else 0
-        ran = (choice.drafter_index, gamma, launch.asleep, batch_size)
+        report.step_seconds = seconds
+        if choice.epoch:
+            report.plan_epoch = choice.epoch
+            report.plan_session = choice.session
+        if choice.probe_id:
+            report.probe_id = choice.probe_id
+        self._flag(report, launch, result, is_gap=is_gap)
+        if launch.update_status is not NO_UPDATE:
+            _add_update(report, launch.update_status)
+
+    def _flag(self, report: StepReport, launch: Launch, result: Any, *, is_gap: bool) -> None:
+        """Sets the flags that are true, since a message with flags is larger."""
+        choice = launch.choice
+        if is_gap:
+            report.flags.after_gap = True
+        ran = (choice.drafter_index, report.gamma, launch.asleep, report.batch_size)
         if ran != self._arms_run.last:
-            flags |= self._arms_run.change(ran)
+            self._arms_run.change(ran, report)
         if choice.source is not Source.PLAN:
-            flags |= UNSTEERED
+            report.flags.unsteered = True
         eager = launch.eager
         if self._has_graphs and not result.can_run_cuda_graph:
             eager |= Passes.VERIFICATION
         if eager and self._eager.count(eager):
-            flags |= EAGER_FALLBACK
-        update_status = launch.update_status
-        if update_status is not NO_UPDATE:
-            if update_status.updating:
-                flags |= UPDATING
-            if update_status.reset:
-                flags |= DRAFTER_RESET
-        self._step += 1
-        report = ReportPacket(
-            self._step,
-            batch_size,
-            launch.kv_tokens or 0,
-            choice.drafter_index,
-            gamma,
-            counts,
-            seconds,
-            flags,
-            choice.epoch,
-            choice.probe_id,
-            choice.session,
-            update_status.seconds,
-            update_status.version,
-            groups=apart.groups,
-            proposals=apart.proposals,
-            classes=classes_of(labels, accepted, cut, gamma) if labels else (),
-            learnt_from=update_status.learnt_from,
-            delivered_tokens=delivered,
-        )
-        self._link.report(report)
+            report.flags.eager_fallback = True
 
     def _timed(self, launch: Launch, batch_size: int) -> tuple[float, bool]:
         """Returns the seconds of a step, and whether they are not those of its shape."""
@@ -228,33 +230,45 @@ class StepTap:
         return seconds, is_gap
 
     def _count_apart(
-        self, launch: Launch, result: Any, gamma: int, cut: Mapping[int, int]
-    ) -> tuple[list[int], RowCounts]:
-        """Returns accepted drafts, none where none count, and counts of rows that are not alike.
+        self, report: StepReport, launch: Launch, result: Any, cut: Mapping[int, int]
+    ) -> list[int]:
+        """Adds counts of rows that are not alike; returns accepted drafts, none where none count.
 
         cut: tokens that the answers took of rows that were cut at their end.
         """
         accepted: list[int] = result.num_correct_drafts_per_req_cpu
-        ended, index = launch.ended, launch.choice.drafter_index
+        ended, index, gamma = launch.ended, launch.choice.drafter_index, report.gamma
         undrafted = [row for row in launch.undrafted if row not in ended]
         left = {*undrafted, *ended}
         if left:
             accepted = accepted.copy()
             for row in left:
                 accepted[row] = 0
-        found, main = NOTHING_APART, index
+        main = index
         if self._rows is not None:
-            found = self._rows.counts(result, accepted, left, cut, gamma, index)
+            self._rows.count(report, result, accepted, left, cut, index)
             main = self._rows.verified_by(index)
-        groups, proposals = found
         if left:
-            groups = groups_with(undrafted, ended, groups, main if gamma else 0, accepted, gamma)
+            main_name = self._names[main if gamma else 0]
+            add_left(report, undrafted, ended, main_name, accepted, gamma)
         # A lookup that drafts alone has its evidence among its proposals already.
-        if cut and gamma and all(entry.drafter_index != index for entry in proposals):
+        if cut and gamma and all(entry.drafter != report.drafter for entry in report.proposals):
             shows = Evidence(gamma)
             for row, length in enumerate(accepted):
                 if row not in left:
                     shown = cut.get(row, gamma)
                     shows.add(min(length, shown), shown)
-            proposals = (*proposals, ProposalsEntry(index, 0, shows.exact, shows.censored))
-        return accepted, RowCounts(groups, proposals)
+            shows.add_to(report, report.drafter)
+        return accepted
+
+
+def _add_update(report: StepReport, status: UpdateStatus) -> None:
+    """Adds what online updates have done to the drafter that served the step."""
+    if status.updating:
+        report.flags.updating = True
+    if status.reset:
+        report.flags.drafter_reset = True
+    report.update_seconds = status.seconds
+    report.draft_version = status.version
+    if status.learnt_from is not None:
+        report.learnt_from = status.learnt_from

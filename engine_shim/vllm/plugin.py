@@ -24,6 +24,7 @@ def register() -> None:
 
 
 def _register() -> None:
+    from engine_shim.common.checks import protobuf_check, require
     from engine_shim.vllm import vllm_api
     from engine_shim.vllm.configuration import SteeredConfiguration
     from engine_shim.vllm.draft_lengths import hook_drafting
@@ -31,6 +32,7 @@ def _register() -> None:
 
     _log_as_vllm()
     settings = VllmSettings.load_or_refuse()
+    require([protobuf_check()])
     settings.require_version("vLLM", vllm_api.vllm_version(), vllm_api.TESTED, vllm_api.READ)
     SteeredConfiguration(settings).hook()
     hook_drafting()

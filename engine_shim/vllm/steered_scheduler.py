@@ -22,6 +22,7 @@ from engine_shim.common.errors import HookError, UnsupportedEngineError
 from engine_shim.common.process import at_exit
 from engine_shim.common.row_groups import SPECULATION
 from engine_shim.common.status import Losses, link_status, log_source
+from engine_shim.common.waiting_prompts import WaitingPrompts
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.errors import LinkStartError
 from engine_shim.link.losses import reason_of
@@ -30,7 +31,7 @@ from engine_shim.vllm import vllm_api
 from engine_shim.vllm.draft_lengths import disregarded, unread_layers
 from engine_shim.vllm.engine_description import introduce
 from engine_shim.vllm.recurrent_targets import require_kept_state
-from engine_shim.vllm.step_reports import Launch, Rows, StepTap
+from engine_shim.vllm.step_reports import Launch, Rows, StepTap, prompt_tokens
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ def start(scheduler: Any, settings: VllmSettings) -> Steering:
         gammas,
         may_draft_less=speculative.method == "ngram",
         is_async=bool(config.scheduler_config.async_scheduling),
+        waiting=WaitingPrompts(lambda: scheduler.waiting, prompt_tokens),
     )
     _log.info("%s is steered: draft lengths %s", spec.engine_id, ",".join(map(str, gammas)))
     return Steering(link, tap, gammas)

@@ -24,20 +24,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from engine_shim.common.arms_run import ArmsRun
-from engine_shim.common.row_groups import Evidence
-from engine_shim.link.packets import (
-    AFTER_GAP,
-    MIXED_CHOICE,
-    NO_DRAFTER,
-    UNSTEERED,
-    GroupEntry,
-    ProposalsEntry,
-    ReportPacket,
-)
+from engine_shim.common.row_groups import Evidence, add_group
 from engine_shim.link.plan_follower import Source, StepChoice
 
 if TYPE_CHECKING:
+    from engine_shim.common.waiting_prompts import WaitingPrompts
     from engine_shim.link.engine_link import EngineLink
+    from speculation.v1.engine_pb2 import StepReport
 
 # The contract's limit; a step of more different rows is not reported.
 MOST_GROUPS: Final = 16
@@ -96,7 +89,7 @@ class StepTap:
 
     gammas: the draft lengths that were introduced.  may_draft_less: the drafter proposes fewer
     tokens than it was asked for where it finds none.
-    is_async: results are read a step later.
+    is_async: results are read a step later.  waiting: counts prompts.
     """
 
     def __init__(
@@ -106,11 +99,15 @@ class StepTap:
         *,
         may_draft_less: bool,
         is_async: bool,
+        waiting: WaitingPrompts | None = None,
     ) -> None:
         self._link = link
+        # vLLM has one drafter.
+        self._drafter = link.steering.names[0]
         self._gammas = frozenset(gammas)
         self._may_draft_less = may_draft_less
         self._is_async = is_async
+        self._waiting = waiting
         self._arms_run = ArmsRun()
         self._launches: deque[Launch] = deque(maxlen=_MOST_LAUNCHES)
         self._step = 0
@@ -184,50 +181,72 @@ class StepTap:
         if not rows.drafted and not rows.undrafted:
             return
         batch_size = len(rows.drafted) + len(rows.undrafted) + rows.ended
-        groups = _groups(rows)
+        by_width = _by_width(rows.drafted)
         gamma = max((self._asked(row) for row in rows.drafted), default=0)
         # All rows may have been cut, at the longest sequence, to a length that is no arm.
-        if len(groups) > MOST_GROUPS or gamma not in self._gammas:
+        groups = len(by_width) + bool(rows.undrafted) + bool(rows.ended)
+        if groups > MOST_GROUPS or gamma not in self._gammas:
             self.skipped += 1
             return
-        flags = 0
-        if not last_end or (self._is_async and last_prefill and not rows.prefill_tokens):
-            # With async scheduling, drafting after a long prompt falls into this step.
-            flags |= AFTER_GAP
+        # With async scheduling, drafting after a long prompt falls into this step.
+        is_gap = not last_end or (self._is_async and last_prefill and not rows.prefill_tokens)
         choices = [row.under for row in rows.drafted]
         choice = _choice_of_most(choices)
         if choice is None:  # all rows may not be drafted for
             choice = next(under for under in launch.drafted_under if under is not None)
         drafts = launch.drafts_under
         verified = {gamma, choice.gamma, *(under.gamma for under in choices)}
-        if drafts is None or verified != {drafts.gamma}:
-            flags |= MIXED_CHOICE
-        if choice.source is not Source.PLAN:
-            flags |= UNSTEERED
-        ran = (choice.drafter_index, gamma, False, batch_size)
-        if ran != self._arms_run.last:
-            flags |= self._arms_run.change(ran)
+        is_mixed = drafts is None or verified != {drafts.gamma}
         self._step += 1
-        self._link.report(
-            ReportPacket(
-                self._step,
-                batch_size,
-                rows.kv_tokens,
-                choice.drafter_index,
-                gamma,
-                _sum(groups, gamma),
-                now - (last_end or launch.started),
-                flags,
-                choice.epoch,
-                choice.probe_id,
-                choice.session,
-                prefill_tokens=rows.prefill_tokens,
-                groups=() if _are_alike(groups, gamma) else groups,
-                proposals=self._evidence(rows, choice.drafter_index, gamma),
-                delivered_tokens=sum(map(len, rows.undrafted))
-                + sum(len(row.tokens) for row in rows.drafted),
+
+        def fill(report: StepReport) -> None:
+            report.step = self._step
+            report.batch_size = batch_size
+            report.kv_tokens = rows.kv_tokens
+            report.drafter = self._drafter
+            report.gamma = gamma
+            report.step_seconds = now - (last_end or launch.started)
+            report.delivered_tokens = sum(map(len, rows.undrafted)) + sum(
+                len(row.tokens) for row in rows.drafted
             )
-        )
+            report.prefill_tokens = rows.prefill_tokens
+            if self._waiting is not None:
+                report.waiting_prompt_tokens = self._waiting.count()
+            report.plan_epoch = choice.epoch
+            report.plan_session = choice.session
+            report.probe_id = choice.probe_id
+            if is_gap:
+                report.flags.after_gap = True
+            if is_mixed:
+                report.flags.mixed_choice = True
+            if choice.source is not Source.PLAN:
+                report.flags.unsteered = True
+            ran = (choice.drafter_index, gamma, False, batch_size)
+            if ran != self._arms_run.last:
+                self._arms_run.change(ran, report)
+            self._add_counts(report, rows, by_width)
+
+        self._link.report(fill)
+
+    def _add_counts(
+        self, report: StepReport, rows: Rows, by_width: Mapping[int, list[int]]
+    ) -> None:
+        gamma = report.gamma
+        counts = [0] * (gamma + 1)
+        for of_width in by_width.values():
+            for accepted, number in enumerate(of_width):
+                counts[accepted] += number
+        counts[0] += len(rows.undrafted) + rows.ended
+        report.accepted_counts.extend(counts)
+        # None where all rows have verified what the step ran.
+        if rows.undrafted or rows.ended or list(by_width) != [gamma]:
+            for width in sorted(by_width):
+                add_group(report, self._drafter, width, by_width[width])
+            if rows.undrafted:
+                add_group(report, "", 0, (len(rows.undrafted),))
+            if rows.ended:
+                add_group(report, self._drafter, 0, (rows.ended,), ended=True)
+        self._add_evidence(report, rows.drafted)
 
     def _asked(self, row: Row) -> int:
         """Returns the draft length that a row ran.
@@ -236,19 +255,19 @@ class StepTap:
         """
         return row.under.gamma if self._may_draft_less or row.is_cut else row.width
 
-    def _evidence(self, rows: Rows, drafter_index: int, gamma: int) -> tuple[ProposalsEntry, ...]:
-        """Counts what the rows show, if that is not what they have verified."""
+    def _add_evidence(self, report: StepReport, drafted: Sequence[Row]) -> None:
+        """Adds what the rows show, if that is not what they have verified."""
+        gamma = report.gamma
         if not gamma or not (
-            self._may_draft_less or any(len(row.tokens) <= row.accepted for row in rows.drafted)
+            self._may_draft_less or any(len(row.tokens) <= row.accepted for row in drafted)
         ):
-            return ()
+            return
         shows = Evidence(gamma)
-        for row in rows.drafted:
+        for row in drafted:
             shown = self._shown(row)
             shows.add(min(row.accepted, shown), shown)
-        if not any(shows.exact) and not any(shows.censored):
-            return ()
-        return (ProposalsEntry(drafter_index, 0, shows.exact, shows.censored),)
+        if not shows.is_empty:
+            shows.add_to(report, self._drafter)
 
     def _shown(self, row: Row) -> int:
         """Returns how many drafts of a row were compared with tokens of the answer.
@@ -262,12 +281,9 @@ class StepTap:
         return row.under.gamma if self._may_draft_less and not row.is_cut else row.width
 
 
-def _sum(groups: Sequence[GroupEntry], gamma: int) -> list[int]:
-    counts = [0] * (gamma + 1)
-    for group in groups:
-        for accepted, number in enumerate(group.accepted_counts):
-            counts[accepted] += number
-    return counts
+def prompt_tokens(request: Any) -> int:
+    """Returns the length of a waiting request's prompt; 0 if it has been read, and preempted."""
+    return 0 if request.num_output_tokens else int(request.num_prompt_tokens)
 
 
 def _was_paused(launch: Launch, last_end: float, now: float) -> bool:
@@ -288,22 +304,12 @@ def _is_dropped(request: Any) -> bool:
     return bool(stale) and bool(getattr(request, "drop_stale_output", False))
 
 
-def _groups(rows: Rows) -> tuple[GroupEntry, ...]:
-    by_width: dict[int, list[int]] = {}
-    for row in rows.drafted:
-        by_width.setdefault(row.width, [0] * (row.width + 1))[row.accepted] += 1
-    groups = [GroupEntry(0, width, by_width[width]) for width in sorted(by_width)]
-    if rows.undrafted:
-        groups.append(GroupEntry(NO_DRAFTER, 0, (len(rows.undrafted),)))
-    if rows.ended:
-        groups.append(GroupEntry(0, 0, (rows.ended,), ended=True))
-    return tuple(groups)
-
-
-def _are_alike(groups: Sequence[GroupEntry], gamma: int) -> bool:
-    """Whether all rows have verified what the step ran."""
-    first = groups[0]
-    return len(groups) == 1 and first.gamma == gamma and first.drafter_index != NO_DRAFTER
+def _by_width(drafted: Sequence[Row]) -> dict[int, list[int]]:
+    """Returns width + 1 counts of accepted drafts for each width that was verified."""
+    found: dict[int, list[int]] = {}
+    for row in drafted:
+        found.setdefault(row.width, [0] * (row.width + 1))[row.accepted] += 1
+    return found
 
 
 def _choice_of_most(choices: Sequence[StepChoice]) -> StepChoice | None:

@@ -1,22 +1,22 @@
 """The shim's hooks around steps that compute nothing, in this process."""
 
 import socket
-import time
 from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 
 from engine_shim.common.status import Losses
-from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import PlanPacket, ReportPacket, RowEntry
 from engine_shim.link.ranks import Ranks
 from engine_shim.sglang.drafters.idle_kv import IdleDrafter
 from engine_shim.sglang.eager_passes import EagerPasses
 from engine_shim.sglang.graph_states import GraphStates
 from engine_shim.sglang.hooks import EngineHooks
 from engine_shim.sglang.step_reports import StepTap
+from speculation.v1.engine_pb2 import StepReport
+from tests.support.link_messages import plan
+from tests.support.step_reports import read_report, send_plan
 
 _DECODE: Final = SimpleNamespace(is_decode=lambda: True)
 
@@ -53,9 +53,9 @@ class HookedSteps:
 
     def take(self, gamma: int, *, asleep: bool = False) -> None:
         """Sends a plan, for the next step."""
-        row = RowEntry(64, 0, gamma, asleep, None)
-        plan = PlanPacket(1, 1, time.monotonic_ns(), 600_000, 1, 0, (row,))
-        self._agent.send(packets.encode_plan(plan))
+        made = plan(1, gamma, lease_ms=600_000)
+        made.rows[0].drafter_asleep = asleep
+        send_plan(self._agent, made)
         self._gamma = gamma
 
     def step(self, *, hooked: bool = True) -> None:
@@ -90,6 +90,6 @@ class HookedSteps:
         else:
             forward(None, batch)
 
-    def reported(self) -> ReportPacket:
+    def reported(self) -> StepReport:
         """Takes the oldest report that was sent."""
-        return packets.decode_report(self._agent.recv(4096))
+        return read_report(self._agent.recv(4096))

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
 from tests.support.eventually import eventually
 from tests.support.link_messages import engine_spec
+from tests.support.step_reports import send, step_report
 
 # A step takes this long at least, so that plans come between steps.
 _STEP_SECONDS = 0.001
@@ -45,10 +45,10 @@ class LinkedEngine:
                 counts[accepted] += 1
             self.step += 1
             seconds = 0.01 * (1 + 0.08 * choice.gamma) * self._rng.lognormvariate(0, 0.05)
-            self.link.report(ReportPacket(
-                self.step, batch_size, batch_size * 512, 0, choice.gamma, counts, seconds, 0,
-                choice.epoch, choice.probe_id, choice.session,
-            ))  # fmt: skip
+            report = step_report(
+                self.step, counts, choice, kv_tokens=batch_size * 512, step_seconds=seconds
+            )
+            send(self.link, report)
             time.sleep(_STEP_SECONDS)
 
 

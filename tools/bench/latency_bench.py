@@ -25,12 +25,12 @@ from controller.core.settings import PlannerSettings
 from controller.wire.engines import engine_from_proto
 from controller.wire.reports import report_from_proto
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, Drafter, EngineSpec, StepReport
 from tests.support.eventually import eventually
 from tests.support.sidecar_process import sidecar_process
+from tests.support.step_reports import send, step_report
 from tools.bench.measurement import Measurement, percentiles, run
 
 _GAMMAS = (0, 1, 3, 5, 7)
@@ -68,14 +68,8 @@ class _Engine:
         counts = [0] * (self.gamma + 1)
         counts[0 if self.step // _PHASE_STEPS % 2 else self.gamma] = 1
         self.sent.append(time.perf_counter())
-        self.link.report(ReportPacket(
-            self.step, 1, 512, 0, self.gamma, tuple(counts), _STEP_SECONDS, 0,
-            choice.epoch, choice.probe_id, choice.session,
-        ))  # fmt: skip
-        report = StepReport(
-            step=self.step, batch_size=1, kv_tokens=512, drafter="eagle3", gamma=self.gamma,
-            accepted_counts=counts, step_seconds=_STEP_SECONDS,
-        )  # fmt: skip
+        report = step_report(self.step, counts, choice, kv_tokens=512, step_seconds=_STEP_SECONDS)
+        send(self.link, report)
         self.reports.append(report)
 
 

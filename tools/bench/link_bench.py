@@ -6,7 +6,9 @@ that is what a busy engine's thread does.  Report out + plan in is timed for eve
 that find a new plan also by themselves.  Between the steps stand SGLang's adaptive policy, in its
 process, with the same counts; and the floor: a bare send and an empty receive, with a plain process
 waiting at the other end.  "warm" is the same code in a tight loop, on a socket pair that the
-benchmark empties itself: what is left when no cache was lost and nobody had to be woken.  Then each
+benchmark empties itself: what is left when no cache was lost and nobody had to be woken.  So are
+measured the largest common report (three groups, four proposals, two classes), and plans of eight
+rows and of 32 with rules, renewed and new.  Then each
 report is answered by a plan, and the time from the one to the other is taken.  The agent is a
 process of its own and so takes nothing of the engine's interpreter; what it takes of a processor is
 given for 200 steps a second.
@@ -28,14 +30,14 @@ from typing import Any
 import grpc
 import psutil
 
-from engine_shim.link import packets
+from engine_shim.common.row_groups import add_group, add_proposals
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import PlanPacket, ReportPacket, RowEntry
+from engine_shim.link.messages import ArrivedPlan, plan_packet, table_digest
 from engine_shim.link.plan_follower import PlanFollower, Source, StepChoice, safe_choice
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.supervisor import AgentSupervisor
-from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, Drafter, EngineSpec
-from speculation.v1.plan_pb2 import Plan, PlanRow
+from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, Drafter, EngineSpec, StepReport
+from speculation.v1.plan_pb2 import MixtureRule, Plan, PlanRow
 from speculation.v1.service_pb2 import (
     DecideRequest,
     DecideResponse,
@@ -52,6 +54,8 @@ from tools.bench.measurement import RATIO, Measurement, percentiles, run
 
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 _GAMMA = 3
+# A drafter, a lookup and their mixture.
+_NAMES = ("eagle3", "ngram", "eagle3+ngram")
 # As large as a report at gamma 3.
 _PACKET = bytes(74)
 # Drafts accepted by each of eight sequences: what SGLang's policy is told of the same step.
@@ -104,7 +108,12 @@ def _measure(target: str, options: argparse.Namespace) -> Iterator[Measurement]:
             ("report out + plan in, a new plan found", [run.with_plan for run in runs]),
             ("SGLang's adaptive policy in its process", [run.adaptive for run in runs]),
             ("floor: a bare send and receive", [run.floor for run in runs]),
-            ("report out + plan in, warm", [_warm(spec) for _ in runs]),
+            ("report out + plan in, warm", [_warm() for _ in runs]),
+            ("report of three groups out, warm", [_warm_reports() for _ in runs]),
+            ("plan of 8 rows in, renewed, warm", [_warm_plans(8, is_new=False) for _ in runs]),
+            ("plan of 8 rows in, new, warm", [_warm_plans(8, is_new=True) for _ in runs]),
+            ("plan of 32 rows in, renewed, warm", [_warm_plans(32, is_new=False) for _ in runs]),
+            ("plan of 32 rows in, new, warm", [_warm_plans(32, is_new=True) for _ in runs]),
         ):
             yield from percentiles(name, "us", [[1e6 * t for t in part] for part in parts])
         yield Measurement("agent's processor time a report", "us", spent)
@@ -125,21 +134,38 @@ def _measure(target: str, options: argparse.Namespace) -> Iterator[Measurement]:
 
 def _report(link: EngineLink, step: int, choice: StepChoice, plan_every: int) -> bool:
     # kv_tokens tells the server below after how many reports it shall send a plan.
-    return link.report(
-        ReportPacket(
-            step,
-            8,
-            plan_every,
-            0,
-            _GAMMA,
-            (2, 2, 2, 2),
-            0.002,
-            0,
-            choice.epoch,
-            choice.probe_id,
-            choice.session,
-        )
-    )
+    return link.report(lambda report: _fill(report, step, choice, plan_every))
+
+
+def _fill(report: StepReport, step: int, choice: StepChoice, kv_tokens: int) -> None:
+    report.step = step
+    report.batch_size = 8
+    report.kv_tokens = kv_tokens
+    report.drafter = _NAMES[0]
+    report.gamma = _GAMMA
+    report.accepted_counts.extend((2, 2, 2, 2))
+    report.step_seconds = 0.002
+    report.plan_epoch = choice.epoch
+    report.plan_session = choice.session
+    if choice.probe_id:
+        report.probe_id = choice.probe_id
+
+
+def _fill_large(report: StepReport, step: int, choice: StepChoice) -> None:
+    """Three groups, four proposals, two classes."""
+    _fill(report, step, choice, 900)
+    main, lookup, _ = _NAMES
+    add_group(report, main, 3, (1, 0, 2, 1))
+    add_group(report, lookup, 3, (0, 1, 1, 0))
+    add_group(report, "", 0, (2,))
+    add_proposals(report, lookup, 2, (1, 0, 0, 0), (0, 1, 0))
+    add_proposals(report, lookup, 3, (0, 1, 0, 0), (0, 0, 1))
+    add_proposals(report, lookup, 0, (3, 0, 0, 0))
+    add_proposals(report, main, 0, (2, 1, 1, 0), (0, 1, 1))
+    for label, counts in (("greedy json", (1, 1, 1, 0)), ("warm", (1, 0, 2, 1))):
+        entry = report.classes.add()
+        entry.label = label
+        entry.accepted_counts.extend(counts)
 
 
 @dataclass
@@ -198,17 +224,21 @@ class _NoAgent(AgentSupervisor):
         pass
 
 
-def _warm(spec: EngineSpec, steps: int = 5000) -> list[float]:
-    times = []
-    arms = [(0, gamma) for gamma in spec.drafters[0].gammas]
+@contextlib.contextmanager
+def _in_hand() -> Iterator[tuple[EngineLink, socket.socket]]:
+    """A link, and the agent's end of its socket."""
+    drafters = [Drafter(name=name, gammas=(0, 1, 2, 3)) for name in _NAMES]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(0)
-    safe = safe_choice(_GAMMA)
-    link = EngineLink(_NoAgent(ours), PlanFollower(arms, safe, 10.0))
-    rows = tuple(RowEntry(bound, 0, _GAMMA, asleep=False, probe=None) for bound in _BUCKETS)
-    plan = PlanPacket(1, 1, time.monotonic_ns(), 600_000, 1, 0, rows)
+    link = EngineLink(_NoAgent(ours), PlanFollower(drafters, safe_choice(_GAMMA), 10.0))
     with theirs, contextlib.closing(link):
-        theirs.send(packets.encode_plan(plan))
+        yield link, theirs
+
+
+def _warm(steps: int = 5000) -> list[float]:
+    times = []
+    with _in_hand() as (link, theirs):
+        theirs.send(_packet(1, 8))
         choice = link.choose(8)
         for step in range(1, steps + 1):
             begun = time.perf_counter()
@@ -217,6 +247,52 @@ def _warm(spec: EngineSpec, steps: int = 5000) -> list[float]:
             times.append(time.perf_counter() - begun)
             theirs.recv(4096)
     return times
+
+
+def _warm_reports(steps: int = 5000) -> list[float]:
+    times = []
+    with _in_hand() as (link, theirs):
+        choice = link.choose(8)
+        for step in range(1, steps + 1):
+            begun = time.perf_counter()
+            link.report(lambda report, step=step: _fill_large(report, step, choice))  # type: ignore[misc]
+            times.append(time.perf_counter() - begun)
+            theirs.recv(4096)
+    return times
+
+
+def _warm_plans(rows: int, *, is_new: bool, count: int = 2000) -> list[float]:
+    times = []
+    with _in_hand() as (link, theirs):
+        for epoch in range(1, count + 1):
+            theirs.send(_packet(epoch, rows, shift=epoch if is_new else 0))
+            begun = time.perf_counter()
+            choice = link.choose(8)
+            times.append(time.perf_counter() - begun)
+            assert choice.epoch == epoch
+    return times
+
+
+def _packet(epoch: int, rows: int, shift: int = 0) -> bytes:
+    """A plan as the agent sends it; one of more than eight rows has rules."""
+    mixture = _NAMES[-1]
+    plan = Plan(epoch=epoch, session=1, lease_ms=600_000)
+    for place in range(rows):
+        drafter = mixture if rows > len(_BUCKETS) and place % 2 else _NAMES[0]
+        plan.rows.add(max_batch_size=4 * place + 1 + shift, drafter=drafter, gamma=_GAMMA)
+    if rows > len(_BUCKETS):
+        plan.rules.extend(
+            MixtureRule(
+                drafter=mixture,
+                gamma=gamma,
+                main_expected=1.5,
+                free_expected=(0.5, 1.0, 1.5, 2.0),
+                least_match=2,
+                ratio_weight=0.1,
+            )
+            for gamma in (1, 2, 3)
+        )
+    return plan_packet(ArrivedPlan(plan, time.monotonic_ns(), table_digest(plan)))
 
 
 def _busy_until(due: float) -> float:

@@ -32,10 +32,10 @@ from pathlib import Path
 import grpc
 
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from speculation.v1 import service_pb2, service_pb2_grpc
+from speculation.v1.engine_pb2 import StepReport
 from tests.support.eventually import eventually
 from tests.support.link_messages import engine_spec
 from tests.support.service_harness import engine_message, report_message
@@ -74,10 +74,19 @@ def _linked(address: str) -> Iterator[Step]:
         def step(number: int) -> None:
             choice = link.choose(_BATCH)
             counts = (_BATCH,) + (0,) * choice.gamma
-            link.report(ReportPacket(
-                number, _BATCH, 2048, 0, choice.gamma, counts, _STEP_SECONDS, 0,
-                choice.epoch, choice.probe_id, choice.session,
-            ))  # fmt: skip
+
+            def fill(report: StepReport) -> None:
+                report.step = number
+                report.batch_size = _BATCH
+                report.kv_tokens = 2048
+                report.drafter = "eagle3"
+                report.gamma = choice.gamma
+                report.accepted_counts.extend(counts)
+                report.step_seconds = _STEP_SECONDS
+                report.plan_epoch, report.plan_session = choice.epoch, choice.session
+                report.probe_id = choice.probe_id
+
+            link.report(fill)
 
         yield step
     finally:

@@ -10,8 +10,8 @@ import inspect
 import json
 import sys
 import time
+from functools import partial
 
-from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.settings import LinkSettings
 from speculation.v1 import engine_pb2
@@ -27,7 +27,7 @@ def main() -> None:
     """Until its input ends."""
     spec = EngineSpec(engine_id="of-another-version", drafters=_drafters(), max_batch_size=64)
     link = EngineLink.start(spec, LinkSettings(sidecar=sys.argv[1]), startup_gamma=1)
-    # The oldest link takes the fields of a report one by one; their order is the same.
+    # The oldest link takes the fields of a report one by one.
     takes_fields = len(inspect.signature(link.report).parameters) > 1
     step = 0
     try:
@@ -37,18 +37,33 @@ def main() -> None:
                 choice = link.choose(4)
                 counts = [0] * choice.gamma + [4]
                 seconds = 0.01 * (1 + 0.08 * choice.gamma)
-                fields = (
-                    *(step, 4, 2048, choice.drafter_index, choice.gamma, counts, seconds, 0),
-                    *(choice.epoch, choice.probe_id, choice.session),
-                )
                 if takes_fields:
-                    link.report(*fields)  # type: ignore[arg-type, call-arg]
+                    link.report(  # type: ignore[call-arg]
+                        *(step, 4, 2048, choice.drafter_index, choice.gamma, counts, seconds, 0),  # type: ignore[arg-type]
+                        *(choice.epoch, choice.probe_id, choice.session),
+                    )
                 else:
-                    link.report(packets.ReportPacket(*fields))
+                    report = engine_pb2.StepReport(
+                        step=step,
+                        batch_size=4,
+                        kv_tokens=2048,
+                        drafter=spec.drafters[choice.drafter_index].name,
+                        gamma=choice.gamma,
+                        accepted_counts=counts,
+                        step_seconds=seconds,
+                        plan_epoch=choice.epoch,
+                        probe_id=choice.probe_id,
+                        plan_session=choice.session,
+                    )
+                    link.report(partial(_copy, report))
                 time.sleep(0.002)
             print(json.dumps({"source": choice.source.value, "gamma": choice.gamma}), flush=True)
     finally:
         link.close()
+
+
+def _copy(report: engine_pb2.StepReport, empty: engine_pb2.StepReport) -> None:
+    empty.CopyFrom(report)
 
 
 def _drafters() -> list[Drafter]:

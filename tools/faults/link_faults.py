@@ -9,7 +9,6 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2
 
-from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source
 from lab.harness.processes import free_port
 from speculation.v1 import service_pb2, service_pb2_grpc
@@ -17,6 +16,7 @@ from tests.support.eventually import eventually
 from tests.support.linked_engine import linked_engine
 from tests.support.service_harness import health_stub
 from tests.support.sidecar_process import sidecar_process
+from tests.support.step_reports import send, step_report
 from tools.faults.driving import (
     LEFT_ALONE,
     PATIENCE_SECONDS,
@@ -147,7 +147,7 @@ def buffers_full(place: Path, seen: Seen) -> None:
         made, longest = 0, 0.0
         while link.status().reports_dropped < _DROPPED:
             began = time.perf_counter()
-            link.report(ReportPacket(made + 1, 4, 2048, 0, 1, (1, 3), 0.01, 0, 0, 0))
+            send(link, step_report(made + 1, (1, 3), kv_tokens=2048))
             link.choose(4)
             longest = max(longest, time.perf_counter() - began)
             made += 1
@@ -158,7 +158,7 @@ def buffers_full(place: Path, seen: Seen) -> None:
         def taken() -> bool:
             nonlocal made
             made += 1
-            return link.report(ReportPacket(made, 4, 2048, 0, 1, (1, 3), 0.01, 0, 0, 0))
+            return send(link, step_report(made, (1, 3), kv_tokens=2048))
 
         def counted() -> bool:
             link.poll()

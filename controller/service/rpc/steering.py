@@ -28,6 +28,7 @@ from controller.core.errors import (
     within,
 )
 from controller.core.plan import Plan
+from controller.core.step_report import StepReport
 from controller.service.net import callers
 from controller.service.net.errors import (
     NoSessionError,
@@ -42,7 +43,7 @@ from controller.service.sessions.counters import COUNT_MAX, Received
 from controller.service.sessions.engine_identity import EngineIdentity
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
-from controller.wire.engines import all_lost_from_proto, engine_from_proto
+from controller.wire.engines import all_lost_from_proto, engine_from_proto, leave_out_unknown
 from controller.wire.plans import plan_to_proto, reason_to_proto
 from controller.wire.reports import report_from_proto
 from speculation.v1 import engine_pb2, record_pb2, service_pb2, service_pb2_grpc
@@ -93,17 +94,27 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
         before = self._registry.received_in(request.previous_session_id)
         return service_pb2.IntroduceResponse(
             session_id=session.session_id,
-            plan=plan_to_proto(session.plan),
+            plan=plan_to_proto(session.plan, session.tag),
             received=None if before is None else _received_to_proto(before),
             messages_in_flight_max=_MESSAGES_IN_FLIGHT,
         )
 
     def _introduced(self, request: service_pb2.IntroduceRequest) -> EngineSession:
         with within("engine"):
+            left_out = leave_out_unknown(request.engine)
             spec = engine_from_proto(request.engine)
         callers.require_engine(spec.engine_id)
         holder = EngineIdentity.of(callers.calling(), request.engine_secret)
-        return self._registry.introduce(spec, holder)
+        session = self._registry.introduce(spec, holder)
+        if left_out:
+            session.left_out = left_out
+            _log.warning(
+                "drafters_left_out",
+                engine=spec.engine_id,
+                drafters=sorted(left_out),
+                detail="this sidecar does not know their kind and steers without them: upgrade it",
+            )
+        return session
 
     async def Steer(  # type: ignore[override]  # grpc.aio also takes a coroutine that reads and writes through its context
         self,
@@ -133,7 +144,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
 def _decide(session: EngineSession, message: engine_pb2.StepReport) -> service_pb2.DecideResponse:
     try:
         with within("report"):
-            report = session.unary.identify(report_from_proto(message))
+            report = session.unary.identify(_report_in(session, message))
             session.observe(report, message)
     except InvalidReportError as error:
         session.reject(error)
@@ -150,6 +161,16 @@ def _decide(session: EngineSession, message: engine_pb2.StepReport) -> service_p
         epoch=plan.epoch,
         drafter_asleep=row.drafter_asleep,
     )
+
+
+def _report_in(session: EngineSession, message: engine_pb2.StepReport) -> StepReport:
+    """Converts a report, without the epoch and the probe of a plan of another session.
+
+    Raises InvalidReportError.
+    """
+    if message.plan_session not in (0, session.tag):
+        message.plan_epoch = message.probe_id = 0
+    return report_from_proto(message)
 
 
 class _SteerStream:
@@ -250,7 +271,7 @@ class _SteerStream:
             self._sent_epoch = plan.epoch
             await self._context.write(
                 service_pb2.SteerResponse(
-                    plan=plan_to_proto(plan) if news else None,
+                    plan=plan_to_proto(plan, self._session.tag) if news else None,
                     rejections=rejections,
                     received=received if last else None,
                     received_so_far=received,
@@ -291,7 +312,8 @@ class _SteerStream:
     def _lose(self, lost: Sequence[engine_pb2.LostCapability]) -> None:
         """Takes what the engine can no longer do; impossible losses are refused together."""
         try:
-            self._session.lose(all_lost_from_proto(lost))
+            known = [loss for loss in lost if loss.drafter not in self._session.left_out]
+            self._session.lose(all_lost_from_proto(known))
         except InvalidLossError as error:
             self._refuse(0, error)
 
@@ -346,7 +368,7 @@ class _SteerStream:
     def _fold(self, message: engine_pb2.StepReport) -> None:
         self._received.reports += 1
         try:
-            self._session.observe(report_from_proto(message), message)
+            self._session.observe(_report_in(self._session, message), message)
         except InvalidReportError as error:
             self._session.reject(error)
             self._refuse(message.step, error)

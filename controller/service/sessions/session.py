@@ -7,6 +7,7 @@ Everything here runs on the server's event loop; nothing blocks.
 """
 
 import asyncio
+import hashlib
 import secrets
 import time
 from collections import deque
@@ -54,6 +55,12 @@ _REFUSALS_A_SECOND = 2
 _log = structlog.get_logger(__name__)
 
 
+def session_tag(session_id: str) -> int:
+    """Returns four bytes, never 0, that tell one session from the last few others."""
+    digest = hashlib.blake2b(session_id.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
 class SessionObserver:
     """Receives what happens to sessions; by default it does nothing."""
 
@@ -85,6 +92,9 @@ class EngineSession:
         observer: SessionObserver | None = None,
     ) -> None:
         self.session_id = session_id
+        self.tag = session_tag(session_id)
+        # Drafters that the engine introduced and this version does not know.
+        self.left_out: frozenset[str] = frozenset()
         self.identity = identity
         self._observer = observer or SessionObserver()
         self.core = core

@@ -20,7 +20,7 @@ from engine_shim.sglang.api.transfer import to_device
 from engine_shim.sglang.drafters.lookup import LEAST_MATCH, LONGEST_MATCH, Proposal
 
 if TYPE_CHECKING:
-    from engine_shim.link.packets import RuleEntry
+    from speculation.v1.plan_pb2 import MixtureRule
 
 # Columns of the ratios.
 _MAIN, _FREE = 0, 1
@@ -60,26 +60,26 @@ class RowChoice:
     def __init__(self, requests: int, device: torch.device | str) -> None:
         self._ratios = torch.ones((requests, 2), device=device)
         self._device = device
-        self._entries: Sequence[RuleEntry] = ()
-        self._rules: dict[tuple[int, int], DeviceRule] = {}
+        self._entries: Sequence[MixtureRule] = ()
+        self._rules: dict[tuple[str, int], DeviceRule] = {}
 
     def forget(self, rows: Sequence[int]) -> None:
         """Starts again for these rows of the request pool, whose requests are new."""
         if rows:
             self._ratios.index_fill_(0, to_device(rows, self._device), 1.0)
 
-    def rule(self, entries: Sequence[RuleEntry], mixture: int, gamma: int) -> DeviceRule | None:
-        """Returns the plan's rule for a mixture (its place in the introduction), if it has one."""
+    def rule(self, entries: Sequence[MixtureRule], mixture: str, gamma: int) -> DeviceRule | None:
+        """Returns the plan's rule for a mixture, if it has one."""
         if entries is not self._entries:
             self._entries, self._rules = entries, {}
         found = self._rules.get((mixture, gamma))
         if found is None:
             for entry in entries:
-                if (entry.drafter_index, entry.gamma) == (mixture, gamma):
+                if (entry.drafter, entry.gamma) == (mixture, gamma):
                     found = self._rules[mixture, gamma] = self._on_device(entry)
         return found
 
-    def _on_device(self, entry: RuleEntry) -> DeviceRule:
+    def _on_device(self, entry: MixtureRule) -> DeviceRule:
         free, least = entry.free_expected, entry.least_match
         by_length = [
             free[min(length - least, len(free) - 1)] if length >= max(least, LEAST_MATCH) else 0.0

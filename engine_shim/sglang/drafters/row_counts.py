@@ -7,7 +7,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from engine_shim.link.packets import GroupEntry, ProposalsEntry
+from engine_shim.common.row_groups import add_group, add_proposals
+from speculation.v1.engine_pb2 import StepReport
 
 
 class Role(NamedTuple):
@@ -21,34 +22,28 @@ class Role(NamedTuple):
     is_mixed: bool
 
 
-class RowCounts(NamedTuple):
-    """The parts of a report that tell of rows."""
-
-    groups: tuple[GroupEntry, ...]
-    proposals: tuple[ProposalsEntry, ...]
-
-
 # Rows that were cut at the end of their answers: none.
 NOT_CUT: Final[Mapping[int, int]] = {}
-# Of a step whose rows are all alike.
-NOTHING_APART: Final = RowCounts((), ())
 
 
 def count_rows(
+    report: StepReport,
     outcome_cpu: Any,
     accepted: Sequence[int],
-    gamma: int,
     role: Role,
     lookup: int,
     mixture: int | None,
+    names: Sequence[str],
     kept: Mapping[int, int] = NOT_CUT,
-) -> RowCounts:
-    """Counts a step.
+) -> None:
+    """Adds the counts of a step's rows to its report.
 
     outcome_cpu: [B, 5], as `RowChoice.learn` returns it.  accepted: [B] accepted drafts, as the
     host counts them.  lookup, mixture: places in the introduction; mixture: of the main drafter's,
-    None if it has none.  kept: tokens that the answers took of rows that were cut at their end.
+    None if it has none.  names: of all drafters.  kept: tokens that the answers took of rows that
+    were cut at their end.
     """
+    gamma = report.gamma
     chose, match, main_shown, free_shown, found = np.asarray(outcome_cpu, dtype=np.int64).T
     # Without a rule nobody knows what the mixture would have done.
     has_rule, chose = bool((chose >= 0).all()), chose > 0
@@ -60,57 +55,60 @@ def count_rows(
             found[row] = tokens - 1
         main_shown = np.minimum(main_shown, found + 1)
         free_shown = np.minimum(free_shown, found + 1)
-    groups: list[GroupEntry] = []
-    proposals = [
-        _proposals(lookup, int(length), free_shown[match == length], found[match == length], gamma)
-        for length in np.unique(match)
-        if length
-    ]
-    if len(without := found[match == 0]):
-        # Where nothing was found again nothing would have been accepted.
-        exact = (len(without), *[0] * gamma)
-        proposals.append(ProposalsEntry(lookup, 0, exact, (0,) * gamma))
+    _count_lookup(report, names[lookup], match, free_shown, found, gamma)
     if role.is_mixed and role.main is not None:
-        groups += [
-            GroupEntry(drafter, gamma, _histogram(counted[rows], gamma))
-            for drafter, rows in ((role.main, ~chose), (lookup, chose))
-            if rows.any()
-        ]
-        proposals.append(_proposals(role.main, 0, main_shown, found, gamma))
+        for drafter, rows in ((role.main, ~chose), (lookup, chose)):
+            if rows.any():
+                add_group(report, names[drafter], gamma, _histogram(counted[rows], gamma))
+        _count_proposals(report, names[role.main], 0, main_shown, found, gamma)
     elif role.main is not None and mixture is not None and has_rule:
         would = np.where(chose, free_shown, main_shown)
-        proposals.append(_proposals(mixture, 0, would, found, gamma))
-    return RowCounts(tuple(groups), tuple(proposals))
+        _count_proposals(report, names[mixture], 0, would, found, gamma)
 
 
-def count_watched(outcome_cpu: Any, main: int, lookup: int) -> RowCounts:
-    """Counts a step at gamma 0, in which only first tokens were compared.
+def count_watched(report: StepReport, outcome_cpu: Any, main: str, lookup: str) -> None:
+    """Adds the counts of a step at gamma 0, in which only first tokens were compared.
 
-    main: place of the drafter that reads along; its column is -1 where it proposes nothing.
+    main: the drafter that reads along; its column is -1 where it proposes nothing.
     """
     _, match, main_shown, free_shown, found = np.asarray(outcome_cpu, dtype=np.int64).T
-    proposals = [
-        _proposals(lookup, int(length), free_shown[match == length], found[match == length], 1)
-        for length in np.unique(match)
-        if length
-    ]
-    if without := int((match == 0).sum()):
-        proposals.append(ProposalsEntry(lookup, 0, (without, 0), (0,)))
+    _count_lookup(report, lookup, match, free_shown, found, 1)
     if len(main_shown) and main_shown[0] >= 0:
-        proposals.append(_proposals(main, 0, main_shown, found, 1))
-    return RowCounts((), tuple(proposals))
+        _count_proposals(report, main, 0, main_shown, found, 1)
 
 
-def _proposals(
-    drafter: int, match: int, shown: np.ndarray, accepted: np.ndarray, gamma: int
-) -> ProposalsEntry:
+def _count_lookup(
+    report: StepReport,
+    lookup: str,
+    match: np.ndarray,
+    shown: np.ndarray,
+    found: np.ndarray,
+    gamma: int,
+) -> None:
+    """Adds what a lookup's proposals would have given, by the length of what it found again."""
+    for length in np.unique(match):
+        if length:
+            rows = match == length
+            _count_proposals(report, lookup, int(length), shown[rows], found[rows], gamma)
+    if without := int((match == 0).sum()):
+        # Where nothing was found again nothing would have been accepted.
+        add_proposals(report, lookup, 0, (without, *[0] * gamma))
+
+
+def _count_proposals(
+    report: StepReport,
+    drafter: str,
+    match: int,
+    shown: np.ndarray,
+    accepted: np.ndarray,
+    gamma: int,
+) -> None:
     # A step shows accepted + 1 tokens.
     is_censored = (shown == accepted + 1) & (shown < gamma)
     censored = np.bincount(shown[is_censored], minlength=gamma)
-    return ProposalsEntry(
-        drafter, match, _histogram(shown[~is_censored], gamma), tuple(censored.tolist())
-    )
+    add_proposals(report, drafter, match, _histogram(shown[~is_censored], gamma), censored.tolist())
 
 
-def _histogram(values: np.ndarray, gamma: int) -> tuple[int, ...]:
-    return tuple(np.bincount(values, minlength=gamma + 1).tolist())
+def _histogram(values: np.ndarray, gamma: int) -> list[int]:
+    found: list[int] = np.bincount(values, minlength=gamma + 1).tolist()
+    return found

@@ -19,16 +19,15 @@ from engine_shim.sglang.drafters.drafting import Attempts, fits, verification_of
 from engine_shim.sglang.drafters.lookup import Proposal, TokenHistory, device_bytes
 from engine_shim.sglang.drafters.row_choice import Drafted, RowChoice
 from engine_shim.sglang.drafters.row_counts import (
-    NOTHING_APART,
     Role,
-    RowCounts,
     count_rows,
     count_watched,
 )
 from engine_shim.sglang.memory import MIB
 
 if TYPE_CHECKING:
-    from engine_shim.link.packets import RuleEntry
+    from speculation.v1.engine_pb2 import StepReport
+    from speculation.v1.plan_pb2 import MixtureRule
 
 # Where a step's counts are on its result.
 _OUTCOME: Final = "speculation_rows"
@@ -148,7 +147,7 @@ class RowDrafting(Attempts):
         )
         return verification_of(draft, batch, free.tokens)
 
-    def join(self, verify: Any, batch: Any, role: Role, rules: Sequence[RuleEntry]) -> None:
+    def join(self, verify: Any, batch: Any, role: Role, rules: Sequence[MixtureRule]) -> None:
         """Looks up beside the drafter that has drafted `verify`, and mixes if that is the role."""
         assert role.main is not None
         size = batch.seq_lens.shape[0]
@@ -157,7 +156,7 @@ class RowDrafting(Attempts):
         free = self._propose(batch, gamma)
         rule = None
         if (mixture := self._mixtures.get(role.main)) is not None:
-            rule = self._choice.rule(rules, mixture, gamma)
+            rule = self._choice.rule(rules, self._all_names[mixture], gamma)
         tokens, self._drafted = self._choice.choose(
             batch.req_pool_indices, canvas[:, 1:], free, rule, is_mixed=role.is_mixed
         )
@@ -182,33 +181,37 @@ class RowDrafting(Attempts):
             if reports:
                 setattr(result, _OUTCOME, outcome)
 
-    def counts(
+    def count(
         self,
+        report: StepReport,
         result: Any,
         accepted: Sequence[int],
         left: Collection[int],
         kept: Mapping[int, int],
-        gamma: int,
         index: int,
-    ) -> RowCounts:
-        """Counts the rows of a step whose result is on the CPU; at gamma 0, the watched ones.
+    ) -> None:
+        """Adds the counts of the rows of a step, whose result is on the CPU, to its report.
+
+        At gamma 0 these are the watched ones.
 
         left: rows that are left out.  kept: tokens that the answers took of rows that were cut at
         their end.  index: of the drafter that ran, by its place in the introduction.
         """
         outcome_cpu = getattr(result, _OUTCOME, None)
         if outcome_cpu is None:
-            return NOTHING_APART
+            return
         if left:
             rows = [row for row in range(len(accepted)) if row not in left]
             outcome_cpu = outcome_cpu.numpy()[rows]
             accepted = [accepted[row] for row in rows]
             kept = {place: kept[row] for place, row in enumerate(rows) if row in kept}
-        if gamma == 0:
-            return count_watched(outcome_cpu, _OWN, self.lookup)
+        names = self._all_names
+        if report.gamma == 0:
+            count_watched(report, outcome_cpu, names[_OWN], names[self.lookup])
+            return
         role = self.roles[index]
         mixture = None if role.main is None else self._mixtures.get(role.main)
-        return count_rows(outcome_cpu, accepted, gamma, role, self.lookup, mixture, kept)
+        count_rows(report, outcome_cpu, accepted, role, self.lookup, mixture, names, kept)
 
     def verified_by(self, index: int) -> int:
         """Returns the place of the drafter that a step uses where it does not mix."""

@@ -696,6 +696,8 @@ class StepReport(_message.Message):
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     LEARNT_FROM_FIELD_NUMBER: _builtins.int
     DELIVERED_TOKENS_FIELD_NUMBER: _builtins.int
+    PLAN_SESSION_FIELD_NUMBER: _builtins.int
+    WAITING_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Engine-side counter of decode steps, strictly increasing within a session."""
     batch_size: _builtins.int
@@ -729,6 +731,14 @@ class StepReport(_message.Message):
     """Tokens that the step added to answers: what a stop, the length or a grammar cut off is not among
     them.  The first token of an answer is not either, since the pass over its prompt gives it.
     Absent: the engine does not say.
+    """
+    plan_session: _builtins.int
+    """Plan.session of the plan that `plan_epoch` and `probe_id` are of; 0: the session of the report.
+    Those of another session mean nothing (both count within one), and are ignored.
+    """
+    waiting_prompt_tokens: _builtins.int
+    """Prompt tokens of the requests that wait for their first pass as the step ends.  Absent: the engine
+    does not say.
     """
     @_builtins.property
     def accepted_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -790,19 +800,25 @@ class StepReport(_message.Message):
         prefill_tokens: _builtins.int = ...,
         learnt_from: _builtins.int | None = ...,
         delivered_tokens: _builtins.int | None = ...,
+        plan_session: _builtins.int = ...,
+        waiting_prompt_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_delivered_tokens", b"_delivered_tokens", "_learnt_from", b"_learnt_from", "delivered_tokens", b"delivered_tokens", "flags", b"flags", "learnt_from", b"learnt_from"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_delivered_tokens", b"_delivered_tokens", "_learnt_from", b"_learnt_from", "_waiting_prompt_tokens", b"_waiting_prompt_tokens", "delivered_tokens", b"delivered_tokens", "flags", b"flags", "learnt_from", b"learnt_from", "waiting_prompt_tokens", b"waiting_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delivered_tokens", b"_delivered_tokens", "_learnt_from", b"_learnt_from", "accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "classes", b"classes", "confidences", b"confidences", "delivered_tokens", b"delivered_tokens", "draft_version", b"draft_version", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "groups", b"groups", "kv_tokens", b"kv_tokens", "learnt_from", b"learnt_from", "plan_epoch", b"plan_epoch", "prefill_tokens", b"prefill_tokens", "probe_id", b"probe_id", "proposals", b"proposals", "step", b"step", "step_seconds", b"step_seconds", "update_seconds", b"update_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delivered_tokens", b"_delivered_tokens", "_learnt_from", b"_learnt_from", "_waiting_prompt_tokens", b"_waiting_prompt_tokens", "accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "classes", b"classes", "confidences", b"confidences", "delivered_tokens", b"delivered_tokens", "draft_version", b"draft_version", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "groups", b"groups", "kv_tokens", b"kv_tokens", "learnt_from", b"learnt_from", "plan_epoch", b"plan_epoch", "plan_session", b"plan_session", "prefill_tokens", b"prefill_tokens", "probe_id", b"probe_id", "proposals", b"proposals", "step", b"step", "step_seconds", b"step_seconds", "update_seconds", b"update_seconds", "waiting_prompt_tokens", b"waiting_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__delivered_tokens: _TypeAlias = _typing.Literal["delivered_tokens"]  # noqa: Y015
     _WhichOneofArgType__delivered_tokens: _TypeAlias = _typing.Literal["_delivered_tokens", b"_delivered_tokens"]  # noqa: Y015
     _WhichOneofReturnType__learnt_from: _TypeAlias = _typing.Literal["learnt_from"]  # noqa: Y015
     _WhichOneofArgType__learnt_from: _TypeAlias = _typing.Literal["_learnt_from", b"_learnt_from"]  # noqa: Y015
+    _WhichOneofReturnType__waiting_prompt_tokens: _TypeAlias = _typing.Literal["waiting_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__waiting_prompt_tokens: _TypeAlias = _typing.Literal["_waiting_prompt_tokens", b"_waiting_prompt_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__delivered_tokens) -> _WhichOneofReturnType__delivered_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__learnt_from) -> _WhichOneofReturnType__learnt_from | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__waiting_prompt_tokens) -> _WhichOneofReturnType__waiting_prompt_tokens | None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
 

@@ -245,6 +245,7 @@ class Plan(_message.Message):
     OVERRIDES_FIELD_NUMBER: _builtins.int
     DRAFT_VERSION_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Strictly increasing within a session."""
     lease_ms: _builtins.int
@@ -255,6 +256,10 @@ class Plan(_message.Message):
     draft_version: _builtins.int
     """Version of the drafter that learns that shall serve; 0: as loaded.  An engine that cannot get at it
     keeps the one it has.
+    """
+    session: _builtins.int
+    """A number of the session, other than that of an earlier one (its id is a secret); 0 (sidecars that
+    do not know it): not said.
     """
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanRow]:
@@ -285,10 +290,11 @@ class Plan(_message.Message):
         overrides: _abc.Iterable[_builtins.str] | None = ...,
         draft_version: _builtins.int = ...,
         rules: _abc.Iterable[Global___MixtureRule] | None = ...,
+        session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["regime", b"regime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_version", b"draft_version", "epoch", b"epoch", "lease_ms", b"lease_ms", "overrides", b"overrides", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "rows", b"rows", "rules", b"rules"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_version", b"draft_version", "epoch", b"epoch", "lease_ms", b"lease_ms", "overrides", b"overrides", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "rows", b"rows", "rules", b"rules", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

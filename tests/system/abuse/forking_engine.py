@@ -8,10 +8,10 @@ import json
 import os
 import sys
 
-from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source
 from tests.support.eventually import eventually
 from tests.support.linked_engine import LinkedEngine, linked_engine
+from tests.support.step_reports import send, step_report
 
 ENGINE_ID = "forking"
 # Of the fork, far behind those of the engine: each would be refused as stale.
@@ -63,8 +63,7 @@ def main() -> None:
 def _act_as_engine(engine: LinkedEngine) -> dict[str, object]:
     link = engine.link
     reported = sum(
-        link.report(ReportPacket(step + 1, 4, 2048, 0, 1, (1, 3), 0.01, 0, 0, 0))
-        for step in range(_FORKED_STEPS)
+        send(link, step_report(step + 1, (1, 3), kv_tokens=2048)) for step in range(_FORKED_STEPS)
     )
     sources = {link.choose(4).source.value for _ in range(_FORKED_STEPS)}
     link.close()

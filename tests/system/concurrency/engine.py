@@ -7,10 +7,14 @@ from collections.abc import Callable
 from typing import Final
 
 from controller.core.clock import VirtualClock
-from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink, steering_of
-from engine_shim.link.packets import PlanPacket, ReportPacket
-from engine_shim.link.plan_follower import Source, StepChoice, safe_choice
+from engine_shim.link.messages import (
+    MAX_PACKET_BYTES,
+    ArrivedPlan,
+    plan_packet,
+    table_digest,
+)
+from engine_shim.link.plan_follower import StepChoice, safe_choice
 from engine_shim.link.ranks import Ranks, RankUpdate
 from engine_shim.link.settings import LinkSettings
 from speculation.v1.engine_pb2 import (
@@ -21,6 +25,7 @@ from speculation.v1.engine_pb2 import (
     EngineSpec,
     Fingerprint,
 )
+from tests.support.step_reports import send, step_report
 from tests.system.concurrency.ledger import Ledger, Step
 from tests.system.concurrency.processes import AgentProcess
 
@@ -95,7 +100,7 @@ class Engine:
         self._steerings = steerings
         self._held_back: list[RankUpdate] = []
         # The newest plans that its steering took.
-        self._taken: deque[PlanPacket] = deque(maxlen=4)
+        self._taken: deque[ArrivedPlan] = deque(maxlen=4)
         # The newest plan that its agent had as packets were lost.
         self._missed: tuple[int, int] | None = None
         self.ledger = Ledger(spec, _GRACE_SECONDS, safe_choice(1))
@@ -122,9 +127,12 @@ class Engine:
         self._note("chosen", self.spec.engine_id, batch_size, choice)
         self.ledger.chosen(choice, batch_size, judged_at, believed)
         if believed is not None:
-            if believed not in self._taken:
-                self._taken.append(believed)
-            said = (believed.regime_mode, believed.regime_stride, believed.draft_version)
+            arrived_at = self._steerings[0].lease_end - believed.lease_ms * 1e-3
+            arrived = ArrivedPlan(believed, round(arrived_at * 1e9))
+            if arrived not in self._taken:
+                self._taken.append(arrived)
+            regime = believed.regime
+            said = (regime.mode, regime.stride, believed.draft_version)
             assert said == self.ledger.regime(believed.session, believed.epoch)
         return choice
 
@@ -134,15 +142,16 @@ class Engine:
         if peer is not None:
             self._missed = self.ledger.newest_taken
             with contextlib.suppress(OSError):
-                peer.recv(packets.MAX_PLAN_BYTES, socket.MSG_DONTWAIT)
+                peer.recv(MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
 
     def repeat_packet(self, back: int) -> None:
         """A packet that was taken comes again: the newest, or one so many plans before it."""
         if self.agent is None or self.agent.port is None:
             return
-        mine = [plan for plan in self._taken if plan.session == self.ledger.newest[0]]
+        mine = [known for known in self._taken if known.plan.session == self.ledger.newest[0]]
         if mine:
-            late = packets.encode_plan(mine[max(0, len(mine) - 1 - back)])
+            known = mine[max(0, len(mine) - 1 - back)]
+            late = plan_packet(known._replace(table_digest=table_digest(known.plan)))
             with contextlib.suppress(OSError):
                 self.agent.port._peer.send(late, socket.MSG_DONTWAIT)
 
@@ -160,11 +169,14 @@ class Engine:
         counts[min(accepted, choice.gamma)] = batch_size
         self.step += 1
         self.ledger.stepped(self.step, Step(choice, batch_size, tuple(counts)))
-        sent = self.link.report(ReportPacket(
-            self.step, batch_size, batch_size * 512, choice.drafter_index, choice.gamma, counts,
-            STEP_SECONDS * (1 + 0.1 * choice.gamma),
-            0 if choice.source is Source.PLAN else packets.UNSTEERED,
-            choice.epoch, choice.probe_id, choice.session,
-        ))  # fmt: skip
+        report = step_report(
+            self.step,
+            counts,
+            choice,
+            kv_tokens=batch_size * 512,
+            drafter=self.spec.drafters[choice.drafter_index].name,
+            step_seconds=STEP_SECONDS * (1 + 0.1 * choice.gamma),
+        )
+        sent = send(self.link, report)
         self._note("reported", self.spec.engine_id, self.step, counts, sent)
         return choice

@@ -8,9 +8,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from controller.core.step_report import StepReport
-from engine_shim.link.packets import PlanPacket
+from controller.service.sessions.session import session_tag
 from engine_shim.link.plan_follower import Source, StepChoice
-from engine_shim.link.wire import session_tag
 from speculation.v1.engine_pb2 import EngineSpec
 from speculation.v1.plan_pb2 import REASON_OVERRIDE, REASON_PROFILING, Plan, PlanRow
 from speculation.v1.service_pb2 import Received
@@ -207,7 +206,7 @@ class Ledger:
         choice: StepChoice,
         batch_size: int,
         now: float,
-        believed: PlanPacket | None,
+        believed: Plan | None,
         slack: float = 0.0,
     ) -> None:
         """A step is chosen.  now: when at the latest, by the clock that it is chosen by.

@@ -21,7 +21,6 @@ from hypothesis.stateful import (
 from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.settings.settings import Settings
-from engine_shim.link.wire import session_tag
 from tests.system.concurrency.engine import STEP_SECONDS, Engine
 from tests.system.concurrency.processes import Process
 from tests.system.concurrency.world import World
@@ -363,7 +362,7 @@ class Link(RuleBasedStateMachine):
         engine.choose(4, lose_broadcast=False)
         believed = engine.link.steering.plan
         session = sidecar.sidecar.registry.by_engine(engine.spec.engine_id)
-        newest = (session_tag(session.session_id), session.plan.epoch)
+        newest = (session.tag, session.plan.epoch)
         return (
             believed is not None
             and (believed.session, believed.epoch) == newest

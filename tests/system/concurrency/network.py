@@ -105,7 +105,7 @@ class Channel:
         self, _: str, request_serializer: Write, response_deserializer: Read
     ) -> Callable[..., Awaitable[Any]]:
         async def introduce(request: Any, *, timeout: float, metadata: object) -> Any:  # noqa: ASYNC109 -- the stub's
-            call = self._open(request_serializer, response_deserializer)
+            call = self._open(response_deserializer)
             raw = request_serializer(request)
             call.session = request.previous_session_id
             call.up(lambda server: server.introduce(call, raw))
@@ -121,17 +121,19 @@ class Channel:
         return introduce
 
     def stream_stream(
-        self, _: str, request_serializer: Write, response_deserializer: Read
+        self, _: str, request_serializer: object = None, *, response_deserializer: Read
     ) -> Callable[..., "Call"]:
+        """Takes requests that are serialized already, as agents send them."""
+
         def steer(metadata: object) -> Call:
-            call = self._open(request_serializer, response_deserializer)
+            call = self._open(response_deserializer)
             call.up(lambda server: server.steer(call))
             return call
 
         return steer
 
-    def _open(self, write: Write, read: Read) -> "Call":
-        call = Call(self._network, self, write, read)
+    def _open(self, read: Read) -> "Call":
+        call = Call(self._network, self, read)
         self.calls.append(call)
         if self._network.server is None:
             call.end(grpc.StatusCode.UNAVAILABLE, "nobody listens")
@@ -141,9 +143,9 @@ class Channel:
 class Call:
     """The agent's end of a call."""
 
-    def __init__(self, network: Network, channel: Channel, write: Write, read: Read) -> None:
+    def __init__(self, network: Network, channel: Channel, read: Read) -> None:
         self._network, self.channel = network, channel
-        self._serialize, self._deserialize = write, read
+        self._deserialize = read
         self._came: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._room = asyncio.Event()
         self._ended = asyncio.Event()
@@ -161,11 +163,10 @@ class Call:
     def done(self) -> bool:
         return self._ended.is_set()
 
-    async def write(self, request: Any) -> None:
+    async def write(self, raw: bytes) -> None:
         if self.done():
             raise asyncio.InvalidStateError("RPC already finished.")
-        raw = self._serialize(request)
-        self.session = request.session_id
+        self.session = SteerRequest.FromString(raw).session_id
         self.unread += 1
         self.up(lambda server: server.message(self, raw))
         try:

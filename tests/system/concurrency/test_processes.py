@@ -19,15 +19,14 @@ from typing import Any, Final
 import grpc
 import pytest
 
-from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source, safe_choice
 from engine_shim.link.settings import LinkSettings
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.eventually import eventually
 from tests.support.link_messages import engine_spec
 from tests.support.sidecar_process import SidecarProcess, sidecar_process
+from tests.support.step_reports import send, step_report
 from tests.system.concurrency.ledger import Ledger, Step
 from tests.system.concurrency.relay import Relay
 
@@ -50,7 +49,7 @@ class Walk:
         self._sidecar = ExitStack()
         self._serving: SidecarProcess | None = None
         self._stopped: set[int] = set()
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: tuple[int, int, float] | None = None
         self._step = self._overrides = self._since_sidecar = 0
         self.events: list[str] = []
 
@@ -63,8 +62,8 @@ class Walk:
             after = time.monotonic()
             believed = self._link.steering.plan
             if believed is not None:
-                arrival = believed.arrival_ns * 1e-9
-                seen = (believed.session, believed.epoch, believed.arrival_ns)
+                arrival = self._link.steering.lease_end - believed.lease_ms * 1e-3
+                seen = (believed.session, believed.epoch, arrival)
                 if seen != self._seen:
                     self._seen = seen
                     self._ledger.arrived(believed.session, believed.epoch, arrival, after)
@@ -73,11 +72,14 @@ class Walk:
             counts[min(self._rng.randrange(4), choice.gamma)] = size
             self._step += 1
             self._ledger.stepped(self._step, Step(choice, size, tuple(counts)))
-            self._link.report(ReportPacket(
-                self._step, size, size * 512, 0, choice.gamma, counts, 0.01 + 0.001 * choice.gamma,
-                0 if choice.source is Source.PLAN else packets.UNSTEERED,
-                choice.epoch, choice.probe_id, choice.session,
-            ))  # fmt: skip
+            report = step_report(
+                self._step,
+                counts,
+                choice,
+                kv_tokens=size * 512,
+                step_seconds=0.01 + 0.001 * choice.gamma,
+            )
+            send(self._link, report)
             if self._relay.faults:
                 raise self._relay.faults[0]
 

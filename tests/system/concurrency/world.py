@@ -27,7 +27,6 @@ from controller.settings.settings import Settings
 from controller.store.interface import Actor
 from controller.wire.engines import engine_from_proto
 from engine_shim.link import agent as agent_module
-from engine_shim.link import packets
 from engine_shim.link.agent_socket import AgentSocket
 from speculation.v1.engine_pb2 import EngineSpec
 from speculation.v1.service_pb2 import IntroduceRequest, IntroduceResponse
@@ -181,7 +180,7 @@ class World:
         said = EngineSpec(safe_gamma=1)
         said.MergeFrom(engine.spec)
         introduction = IntroduceRequest(engine=said, engine_secret=engine.spec.engine_id)
-        ours.send(packets.encode_hello(introduction.SerializeToString()))
+        ours.send(introduction.SerializeToString())
         engine.agent = AgentProcess(self.clock, theirs)
         engine.agents.add(ours)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import SidecarState
+from engine_shim.link.messages import SidecarState
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from tests.support.credentials import free_address, make_authority, token_line

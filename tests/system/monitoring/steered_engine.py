@@ -5,13 +5,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from tests.support.eventually import eventually
 from tests.support.link_messages import engine_spec
+from tests.support.step_reports import send, step_report
 
 ENGINE = "engine-1"
 BATCH_SIZE = 4
@@ -41,10 +40,10 @@ class SteeredEngine:
         self.gamma = -1
         self._random = random.Random(1)
 
-    def run(self, steps: int, flags: int = 0) -> None:
+    def run(self, steps: int, *, unsteered: bool = False) -> None:
         """Steps as the plan says."""
         for _ in range(steps):
-            self._step(flags)
+            self._step(unsteered=unsteered)
 
     def run_until(self, condition: Callable[[], object], what: str) -> None:
         """Steps on until it holds."""
@@ -55,7 +54,7 @@ class SteeredEngine:
 
         eventually(stepped, within=PATIENCE_SECONDS, what=what)
 
-    def _step(self, flags: int) -> None:
+    def _step(self, *, unsteered: bool) -> None:
         choice = self.link.choose(BATCH_SIZE)
         gamma = choice.gamma
         counts = [0] * (gamma + 1)
@@ -68,10 +67,17 @@ class SteeredEngine:
         delivered = BATCH_SIZE + sum(k * sequences for k, sequences in enumerate(counts))
 
         def sent() -> bool:
-            taken = self.link.report(ReportPacket(
-                step, BATCH_SIZE, 4096, 0, gamma, counts, seconds, flags,
-                choice.epoch, choice.probe_id, choice.session, delivered_tokens=delivered,
-            ))  # fmt: skip
+            report = step_report(
+                step,
+                counts,
+                choice,
+                kv_tokens=4096,
+                step_seconds=seconds,
+                delivered_tokens=delivered,
+            )
+            if unsteered:
+                report.flags.unsteered = True
+            taken = send(self.link, report)
             self.refused += not taken
             return taken
 
@@ -84,7 +90,7 @@ class SteeredEngine:
             self.by_length.update(dict(enumerate(counts)))
         self.delivered += delivered
         self.accepted += sum(k * sequences for k, sequences in enumerate(counts))
-        self.unsteered += bool(flags & packets.UNSTEERED)
+        self.unsteered += unsteered
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import pytest
 from controller.service.metrics.family import Family
 from controller.service.metrics.server import OF_AN_ENGINE
 from controller.service.metrics.sidecar import OF_THE_SIDECAR
-from engine_shim.link import packets
 from lab.harness.processes import free_port
 from tests.support.eventually import eventually
 from tests.support.prometheus_server import PATIENCE_SECONDS, PrometheusServer, prometheus, tool
@@ -98,7 +97,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     ):
         override(sidecar, "--engine", ENGINE, "--at-most", "5", "--tpot-max-ms", "500")
         engine.run_until(lambda: engine.drafts and engine.steps >= 400, "400 steps, some drafted")
-        engine.run(5, flags=packets.UNSTEERED)
+        engine.run(5, unsteered=True)
         engine.run(20)
         found = Stage(engine, server, f"http://127.0.0.1:{port}/metrics")
         found.settled()

@@ -1,17 +1,18 @@
 """Every step over a rollout of the sidecar: on record once, or counted as dropped by the link."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from engine_shim.link.packets import ReportPacket
 from lab.harness.sidecar import SidecarHandle
+from speculation.v1.engine_pb2 import StepReport
 from tests.support.eventually import eventually
 from tests.support.linked_engine import LinkedEngine, linked_engine
 from tests.support.sidecar_process import SidecarProcess, sidecar_process
+from tests.support.step_reports import filled
 from tools.soak import reconcile
 from tools.soak.engine_log import Row, Step
 from tools.soak.on_record import read_record
@@ -28,11 +29,12 @@ def running(engine: LinkedEngine) -> Iterator[list[Step]]:
     ran: list[Step] = []
     send, stop = engine.link.report, threading.Event()
 
-    def noted(report: ReportPacket) -> bool:
+    def noted(fill: Callable[[StepReport], None]) -> bool:
+        report = filled(fill)
         counts = enumerate(report.accepted_counts)
         rows = [Row("", k) for k, count in counts for _ in range(count)]
         ran.append(Step(report.step, report.gamma, tuple(rows)))
-        return send(report)
+        return send(fill)
 
     def run() -> None:
         while not stop.is_set():

@@ -4,7 +4,7 @@ import json
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -12,18 +12,20 @@ import torch
 from google.protobuf.message import DecodeError
 
 from engine_shim.common.errors import PluginError
-from engine_shim.link import packets
 from engine_shim.link.errors import LinkSettingsError, PacketError, UnusablePlanError
-from engine_shim.link.packets import (
-    EventPacket,
-    PlanPacket,
-    ProbeEntry,
-    RowEntry,
+from engine_shim.link.messages import (
+    REQUEST,
+    ArrivedPlan,
     SidecarState,
+    plan_packet,
+    read_introduction,
+    read_packet,
+    read_request,
+    state_packet,
+    table_digest,
 )
 from engine_shim.link.plan_follower import PlanFollower, safe_choice
 from engine_shim.link.settings import LinkSettings
-from engine_shim.link.wire import Translator, session_tag
 from engine_shim.preflight.running_engine import flags_in
 from engine_shim.preflight.verdict import InputError
 from engine_shim.sglang.api.settings import load_settings
@@ -31,66 +33,71 @@ from engine_shim.sglang.training import signals
 from engine_shim.sglang.training.exchange import Channel, Message, MessageKind
 from engine_shim.sglang.training.versions import Made, VersionError, Versions
 from speculation.v1 import plan_pb2
-from speculation.v1.service_pb2 import IntroduceRequest
+from speculation.v1.engine_pb2 import CAPABILITY_SLEEP, LostCapability
+from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest
 from tests.support.link_messages import GAMMAS, engine_spec
 from tests.support.link_messages import plan as plan_message
 from tests.support.training_rounds import make_student, make_target
 from tools.fuzz.mutation import bytes_of, json_of, message_of, text_of
 from tools.fuzz.target import Feed, Target, environment, reader, variables_of
 
-_ARMS = [(0, gamma) for gamma in GAMMAS]
-_PROBED = ProbeEntry(7, 0, 5, 3)
 
-
-def _packets() -> Sequence[bytes]:
-    rows = (RowEntry(4, 0, 3, False, _PROBED), RowEntry(64, 0, 0, True, None))
+def _from_agent() -> Sequence[bytes]:
+    found = _plan()
     return [
-        packets.encode_report(
-            packets.ReportPacket(5, 4, 2048, 0, 3, [1, 1, 1, 1], 0.01, 5, 9, 7, 77, 0.5, 3, 2)
-        ),
-        packets.encode_plan(PlanPacket(77, 9, 5, 4000, 2, 10, rows, 3)),
-        packets.encode_event(SidecarState.REFUSED, 3, "the drafter ist unbekannt: γ"),
-        packets.encode_hello(IntroduceRequest(engine=engine_spec()).SerializeToString()),
+        plan_packet(ArrivedPlan(found, 5, table_digest(found))),
+        state_packet(SidecarState.REFUSED, 3, "the drafter ist unbekannt: γ"),
     ]
 
 
-def _read_packet(data: bytes) -> None:
-    """By its kind; what was understood can be said again."""
-    kind = packets.kind_of(data)
-    if kind == packets.REPORT:
-        report = packets.decode_report(data)
-        Translator(engine_spec()).report(report._replace(drafter_index=0), 77)
-    elif kind == packets.PLAN:
-        plan = packets.decode_plan(data)
-        assert packets.decode_plan(packets.encode_plan(plan)) == plan
-        _steer(plan)
-    elif kind == packets.EVENT:
-        assert isinstance(packets.decode_event(data), EventPacket)
-    else:
-        packets.decode_hello(data)
+def _read_from_agent(data: bytes) -> None:
+    """What was understood can be said again."""
+    found = read_packet(data)
+    if isinstance(found, ArrivedPlan):
+        assert read_packet(plan_packet(found)) == found
+        _steer(found)
 
 
-def _steer(plan: PlanPacket) -> None:
+def _from_engine() -> Sequence[bytes]:
+    lost = LostCapability(capability=CAPABILITY_SLEEP, reason="it failed")
+    return [
+        IntroduceRequest(engine=engine_spec()).SerializeToString(),
+        REQUEST + SteerRequest(dropped_reports=3, lost=[lost]).SerializeToString(),
+    ]
+
+
+def _read_from_engine(data: bytes) -> None:
+    """As the first packet, and as a later one that is no report, which nobody reads here."""
+    with suppress(PacketError):
+        read_introduction(data)
+    assert not read_request(data).reports
+
+
+def _steer(arrived: ArrivedPlan) -> None:
     """Used, it gives only what the engine can run."""
-    steering = PlanFollower(_ARMS, safe_choice(1), 10.0)
+    steering = PlanFollower(engine_spec().drafters, safe_choice(1), 10.0)
     now = 1.0
-    if not steering.accept(plan, now):
+    if not steering.accept(arrived, now):
         return
     for batch_size in (1, 4, 5, 64, 65, 1000):
         for at in (now, now + 1, now + 1e9):
             choice = steering.choose(batch_size, at)
-            assert (choice.drafter_index, choice.gamma) in _ARMS
+            assert (choice.drafter_index, choice.gamma in GAMMAS) == (0, True)
             assert not (choice.asleep and choice.gamma)
         steering.stride_at(now)
         steering.collects_at(now)
 
 
-def _plans() -> Sequence[bytes]:
+def _plan() -> plan_pb2.Plan:
     probe = plan_pb2.Probe(probe_id=3, drafter="eagle3", gamma=5, steps=4)
     found = plan_message(4, 3, probe=probe)
     found.regime.mode, found.regime.stride = plan_pb2.REGIME_MODE_ONLINE, 10
     found.rows.add(max_batch_size=200, drafter="eagle3", gamma=0, drafter_asleep=True)
-    return [found.SerializeToString(), plan_message(1, 2).SerializeToString()]
+    return found
+
+
+def _plans() -> Sequence[bytes]:
+    return [_plan().SerializeToString(), plan_message(1, 2).SerializeToString()]
 
 
 def _read_plan(data: bytes) -> None:
@@ -99,10 +106,8 @@ def _read_plan(data: bytes) -> None:
         message = plan_pb2.Plan.FromString(data)
     except DecodeError as error:  # gRPC refuses it
         raise PacketError(str(error)) from error
-    plan = Translator(engine_spec()).plan(message, session_tag("a"), 5)
-    again = packets.decode_plan(packets.encode_plan(plan))
-    assert again == plan
-    _steer(again)
+    PlanFollower(engine_spec().drafters, safe_choice(1), 10.0).check(ArrivedPlan(message, 5))
+    _steer(ArrivedPlan(message, 5))
 
 
 _LINK = """\
@@ -265,7 +270,8 @@ def _read_server_info(data: bytes) -> None:
 
 
 TARGETS = (
-    Target("link.packet", _packets, bytes_of, reader(_read_packet), (PacketError,)),
+    Target("link.packet", _from_agent, bytes_of, reader(_read_from_agent), (PacketError,)),
+    Target("link.request", _from_engine, bytes_of, reader(_read_from_engine), (PacketError,)),
     Target(
         "link.plan",
         _plans,

@@ -20,7 +20,7 @@ from controller.store.interface import StoreBrokenError, StoreUnavailableError
 from controller.store.redis_client import RedisUrlError
 from controller.util.exit_codes import Exit
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import SidecarState
+from engine_shim.link.messages import SidecarState
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
 from speculation.v1 import service_pb2, service_pb2_grpc

@@ -17,7 +17,6 @@ from controller.doctor.sidecar import Answers, check_sidecar
 from controller.settings.settings import CLIENT_VARIABLES, variables
 from controller.util.exit_codes import Exit
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from lab.harness.processes import free_port
@@ -36,6 +35,7 @@ from tests.support.service_harness import (
 )
 from tests.support.sidecar_process import controller as command
 from tests.support.sidecar_process import sidecar_process
+from tests.support.step_reports import send, step_report
 
 Findings = dict[str, Finding]
 
@@ -362,10 +362,8 @@ def linked(address: str) -> Iterator[EngineLink]:
 
         def step(number: int) -> bool:
             choice = link.choose(4)
-            link.report(ReportPacket(
-                number, 4, 400, 0, choice.gamma, (4, *(0,) * choice.gamma), 0.01, 0,
-                choice.epoch, choice.probe_id, choice.session,
-            ))  # fmt: skip
+            report = step_report(number, (4, *(0,) * choice.gamma), choice, drafter="mtp")
+            send(link, report)
             return choice.source is Source.PLAN
 
         eventually(lambda: link.choose(4).source is Source.PLAN, within=60)

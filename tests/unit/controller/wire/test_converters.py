@@ -26,6 +26,7 @@ from controller.core.model_shapes import (
 from controller.core.plan import Plan, PlanRow, Probe, Reason, Regime, RegimeMode
 from controller.core.planning.token_time import TokenTimeBound
 from controller.core.step_report import (
+    MAX_WAITING_TOKENS,
     MIN_STEP_SECONDS,
     ClassCounts,
     ProposalCounts,
@@ -148,6 +149,7 @@ def reports(draw: st.DrawFn) -> StepReport:
             st.sampled_from([(), (RowGroup("mtp", len(counts) - 1, tuple(counts)), NOBODY)])
         ),
         delivered_tokens=draw(st.none() | st.integers(0, sum(counts))),
+        waiting_prompt_tokens=draw(st.none() | st.integers(0, MAX_WAITING_TOKENS)),
         proposals=draw(st.sampled_from([(), _PROPOSALS])) if sum(counts) > 1 else (),
         prefill_tokens=draw(st.integers(0, 1 << 24)),
         learnt_from=draw(st.none() | st.integers(0, 1 << 24)),

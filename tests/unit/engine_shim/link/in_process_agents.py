@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Iterator
 
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import PlanFollower, safe_choice
+from speculation.v1.engine_pb2 import Drafter
+from tests.support.step_reports import send, step_report
 
 
 class Agents:
@@ -41,7 +42,7 @@ def linked() -> Iterator[tuple[EngineLink, Agents, socket.socket]]:
     agents = Agents()
     agent = agents.connect()
     safe = safe_choice(1)
-    state = PlanFollower([(0, 0), (0, 1), (0, 3), (0, 5)], safe, 10.0)
+    state = PlanFollower([Drafter(name="eagle3", gammas=[0, 1, 3, 5])], safe, 10.0)
     link = EngineLink(agents, state)  # type: ignore[arg-type]
     try:
         yield link, agents, agent
@@ -51,4 +52,4 @@ def linked() -> Iterator[tuple[EngineLink, Agents, socket.socket]]:
 
 
 def report(link: EngineLink, step: int) -> bool:
-    return link.report(ReportPacket(step, 4, 400, 0, 3, (1, 1, 1, 1), 0.01, 0, 1, 0))
+    return send(link, step_report(step))

@@ -13,10 +13,10 @@ import grpc
 import psutil
 import pytest
 
-from engine_shim.link import packets
+from engine_shim.link import messages
 from engine_shim.link.agent import EXIT_BAD_INTRODUCTION
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import ReportPacket, SidecarState
+from engine_shim.link.messages import SidecarState
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
 from lab.harness.scripted_sidecar import ScriptedSidecar
@@ -24,6 +24,7 @@ from speculation.v1.plan_pb2 import Probe
 from speculation.v1.service_pb2 import Received, ReportRejection, SteerRequest, SteerResponse
 from tests.support.eventually import eventually
 from tests.support.link_messages import engine_spec, plan
+from tests.support.step_reports import send, step_report
 
 StartLink = Callable[..., EngineLink]
 
@@ -59,12 +60,7 @@ def steered(link: EngineLink) -> StepChoice:
 
 
 def report(link: EngineLink, step: int, choice: StepChoice | None = None) -> bool:
-    epoch, probe_id, session = (
-        (choice.epoch, choice.probe_id, choice.session) if choice else (0,) * 3
-    )
-    return link.report(
-        ReportPacket(step, 4, 400, 0, 3, (1, 1, 1, 1), 0.01, 0, epoch, probe_id, session)
-    )
+    return send(link, step_report(step, choice=choice))
 
 
 def renewing(sidecar: ScriptedSidecar, gamma: int, lease_ms: int) -> None:
@@ -198,10 +194,10 @@ def test_a_killed_agent_is_replaced_and_the_engine_is_steered_all_along(sidecar,
     assert not report(link, 1, before)
     eventually(lambda: link.choose(4).session != before.session)
     assert link.status().agent_starts == 2
-    # The report ran under the old session's plan: the new session is not told its epoch.
+    # The report ran under the old session's plan, and says so.
     assert report(link, 2, before)
     [arrived] = eventually(lambda: sidecar.reports)
-    assert (arrived.step, arrived.plan_epoch) == (2, 0)
+    assert (arrived.step, arrived.plan_session) == (2, before.session)
     assert sum(r.dropped_reports for r in sidecar.requests) == 1
 
 
@@ -277,14 +273,15 @@ def test_a_refused_introduction_is_told_to_the_engine_and_tried_again(sidecar, s
     steered(link)
 
 
-def test_a_plan_that_the_engine_cannot_run_is_not_passed_on(sidecar, start_link, capfd):
+def test_a_plan_that_the_engine_cannot_run_is_refused_there(sidecar, start_link, caplog):
     link = start_link()
     steered(link)
     sidecar.push(plan(2, 6))
+    eventually(lambda: link.choose(4) and link.status().packets_refused == 1)
     sidecar.push(plan(3, 5))
     eventually(lambda: link.choose(4).epoch == 3)
-    assert link.status().packets_refused == 0
-    assert "did not introduce gamma 6" in capfd.readouterr().err
+    assert link.status().packets_refused == 1
+    assert "did not introduce gamma 6" in caplog.text
 
 
 def test_rejections_are_logged_seldom(sidecar, start_link, capfd):
@@ -445,4 +442,4 @@ def test_the_agent_loads_nothing_of_the_engine_or_the_sidecar():
     loaded = subprocess.check_output([sys.executable, "-c", script], text=True, env=environment)
     roots = {name.partition(".")[0] for name in loaded.split()}
     assert roots & {"torch", "sglang", "controller", "numpy", "pydantic"} == set()
-    assert packets.__name__ in loaded.split()
+    assert messages.__name__ in loaded.split()

@@ -7,12 +7,25 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from engine_shim.link import packets
 from engine_shim.link.agent_socket import AgentSocket
 from engine_shim.link.errors import PacketError
-from engine_shim.link.packets import PlanPacket, RowEntry, SidecarState
+from engine_shim.link.messages import (
+    MAX_PACKET_BYTES,
+    REPORT,
+    REQUEST,
+    ArrivedPlan,
+    SidecarState,
+    read_packet,
+)
 from engine_shim.link.rate_limited_log import RateLimitedLog
 from engine_shim.link.report_buffer import ReportBuffer
+from speculation.v1.engine_pb2 import CAPABILITY_SLEEP, EngineSpec, LostCapability, StepReport
+from speculation.v1.link_pb2 import LinkState
+from speculation.v1.plan_pb2 import Plan
+from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest
+from tests.support import link_messages
+from tests.unit.engine_shim.link import numbered_reports
+from tests.unit.engine_shim.link.numbered_reports import step_of
 
 
 @contextlib.asynccontextmanager
@@ -28,35 +41,64 @@ async def ported(
         port.close()
 
 
-def plan(epoch: int) -> PlanPacket:
-    return PlanPacket(1, epoch, 0, 1000, 1, 0, (RowEntry(8, 0, 3, asleep=False, probe=None),))
+HELLO = IntroduceRequest(engine=EngineSpec(engine_id="e"))
+
+
+def plan(epoch: int) -> ArrivedPlan:
+    return ArrivedPlan(link_messages.plan(epoch, 3), 0)
 
 
 def report(step: int) -> bytes:
-    return packets.encode_report(packets.ReportPacket(step, 1, 1, 0, 0, (1,), 0.1, 0, 0, 0))
+    return REPORT + numbered_reports.report(step)
 
 
-async def read(engine: socket.socket) -> bytes:
+async def read(engine: socket.socket) -> ArrivedPlan | LinkState:
     async with asyncio.timeout(60):
-        return await asyncio.get_running_loop().sock_recv(engine, 4096)
+        return read_packet(await asyncio.get_running_loop().sock_recv(engine, 4096))
+
+
+async def plan_read(engine: socket.socket) -> Plan:
+    found = await read(engine)
+    assert isinstance(found, ArrivedPlan)
+    return found.plan
+
+
+async def state_read(engine: socket.socket) -> LinkState:
+    found = await read(engine)
+    assert isinstance(found, LinkState)
+    return found
 
 
 async def test_the_first_packet_is_the_introduction_and_the_others_are_reports():
     async with ported() as (port, buffer, engine):
-        engine.send(packets.encode_hello(b"spec"))
+        engine.send(HELLO.SerializeToString())
         engine.send(report(1))
         engine.send(b"garbage")
         engine.send(report(2))
-        assert await port.introduction() == b"spec"
+        assert await port.introduction() == HELLO
         await port.arrived.wait()
-        assert [r.step for r in buffer.take(9)] == [1, 2]
+        assert [step_of(r) for r in buffer.take(9, 1000)] == [1, 2]
         assert buffer.dropped == 1
+
+
+async def test_reports_that_the_engine_dropped_are_counted_and_losses_are_kept():
+    loss = LostCapability(capability=CAPABILITY_SLEEP, reason="it failed")
+    async with ported() as (port, buffer, engine):
+        engine.send(HELLO.SerializeToString())
+        engine.send(REQUEST + SteerRequest(dropped_reports=5).SerializeToString())
+        engine.send(REQUEST + SteerRequest(lost=[loss]).SerializeToString())
+        # No report comes like that, since nobody would look at it.
+        engine.send(REQUEST + SteerRequest(reports=[StepReport(step=1)]).SerializeToString())
+        engine.send(report(2))
+        await port.introduction()
+        await port.arrived.wait()
+        assert (len(buffer), buffer.dropped, port.losses.all) == (1, 6, [loss])
 
 
 async def test_a_first_packet_that_is_no_introduction_is_refused():
     async with ported() as (port, _, engine):
         engine.send(report(1))
-        with pytest.raises(PacketError, match="kind 2 where 1 was expected"):
+        with pytest.raises(PacketError, match="first packet"):
             await port.introduction()
 
 
@@ -66,7 +108,7 @@ async def test_an_engine_that_reads_nothing_finds_the_newest_plan_when_it_does()
             port.send_plan(plan(epoch))
         epochs: list[int] = []
         while not epochs or epochs[-1] < 5000:
-            epochs.append(packets.decode_plan(await read(engine)).epoch)
+            epochs.append((await plan_read(engine)).epoch)
         assert epochs == sorted(epochs)
         assert len(epochs) < 5000
 
@@ -76,14 +118,14 @@ async def test_a_state_is_told_once_for_each_change():
         for state in (SidecarState.AWAY, SidecarState.AWAY, SidecarState.STEERING):
             port.send_state(state, 14, "text")
         port.send_plan(plan(1))
-        states = [packets.decode_event(await read(engine)).state for _ in range(2)]
+        states = [SidecarState((await state_read(engine)).state) for _ in range(2)]
         assert states == [SidecarState.AWAY, SidecarState.STEERING]
-        assert packets.decode_plan(await read(engine)).epoch == 1
+        assert (await plan_read(engine)).epoch == 1
 
 
 async def test_a_resting_port_reads_what_piled_up_at_once():
     async with ported(rest_seconds=1.0) as (port, buffer, engine):
-        engine.send(packets.encode_hello(b"spec"))
+        engine.send(HELLO.SerializeToString())
         await port.introduction()
         seen = []
         for step in range(1, 21):
@@ -98,7 +140,7 @@ async def test_a_resting_port_reads_what_piled_up_at_once():
 
 async def test_a_resting_port_looks_by_itself_while_reports_come_and_is_woken_after_a_pause():
     async with ported(rest_seconds=0.01) as (port, buffer, engine):
-        engine.send(packets.encode_hello(b"spec"))
+        engine.send(HELLO.SerializeToString())
         await port.introduction()
         woken = asyncio.get_running_loop()._selector.get_map  # type: ignore[attr-defined]
         for step in range(1, 21):
@@ -113,7 +155,7 @@ async def test_a_resting_port_looks_by_itself_while_reports_come_and_is_woken_af
         engine.send(report(21))
         async with asyncio.timeout(60):
             await port.arrived.wait()
-        assert [r.step for r in buffer.take(99)] == list(range(1, 22))
+        assert [step_of(r) for r in buffer.take(99, 10_000)] == list(range(1, 22))
 
 
 @pytest.mark.parametrize("rest_seconds", [0.0, 0.01])
@@ -127,3 +169,13 @@ async def test_a_gone_engine_is_noticed(unread, rest_seconds):
             await port.gone.wait()
         port.send_plan(plan(2))
         port.send_state(SidecarState.AWAY, 0, "")
+
+
+async def test_a_plan_that_is_too_large_is_not_sent_and_the_next_one_is():
+    async with ported() as (port, _, engine):
+        large = plan(1)
+        large.plan.rows[0].drafter = "x" * MAX_PACKET_BYTES
+        with pytest.raises(PacketError, match="plan 1: "):
+            port.send_plan(large)
+        port.send_plan(plan(2))
+        assert (await plan_read(engine)).epoch == 2

@@ -10,14 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.errors import LinkStartError
-from engine_shim.link.packets import PlanPacket, ProbeEntry, ReportPacket, RowEntry, SidecarState
-from engine_shim.link.plan_follower import Source
+from engine_shim.link.messages import (
+    MAX_PACKET_BYTES,
+    REPORT,
+    ArrivedPlan,
+    SidecarState,
+    plan_packet,
+    read_request,
+    state_packet,
+)
+from engine_shim.link.plan_follower import MAX_ROWS, Source
 from engine_shim.link.settings import LinkSettings
-from speculation.v1.engine_pb2 import EngineSpec
+from speculation.v1.engine_pb2 import EngineSpec, StepReport
+from speculation.v1.plan_pb2 import Plan, Probe
+from tests.support import link_messages
 from tests.support.link_messages import engine_spec
+from tests.support.step_reports import read_report, send, send_plan, step_report
 from tests.unit.engine_shim.link.in_process_agents import linked, report
 
 
@@ -26,20 +36,28 @@ def plan(
     gamma: int,
     *,
     session: int = 1,
-    probe: ProbeEntry | None = None,
+    probe: Probe | None = None,
     age_seconds: int = 0,
 ) -> bytes:
-    row = RowEntry(64, 0, gamma, asleep=False, probe=probe)
+    made = link_messages.plan(epoch, gamma, lease_ms=600_000, probe=probe)
+    made.session = session
     arrival_ns = time.monotonic_ns() - age_seconds * 10**9
-    return packets.encode_plan(PlanPacket(session, epoch, arrival_ns, 600_000, 1, 0, (row,)))
+    return plan_packet(ArrivedPlan(made, arrival_ns))
 
 
-def received(agent: socket.socket) -> list[ReportPacket]:
-    reports = []
+def received(agent: socket.socket) -> list[StepReport | int]:
+    """Reports, and between them how many were dropped."""
+    found: list[StepReport | int] = []
     with contextlib.suppress(BlockingIOError):
         while data := agent.recv(4096):
-            reports.append(packets.decode_report(data))
-    return reports
+            is_report = data[:1] == REPORT
+            found.append(read_report(data) if is_report else read_request(data).dropped_reports)
+    return found
+
+
+def steps_and_drops(agent: socket.socket) -> list[int]:
+    """Steps of reports, and how many were dropped between them as a negative number."""
+    return [-one if isinstance(one, int) else one.step for one in received(agent)]
 
 
 def test_the_newest_of_several_plans_is_used():
@@ -99,13 +117,18 @@ def test_an_older_plan_and_one_for_another_engine_are_refused_and_counted():
 
 
 def test_a_report_arrives_whole_with_what_it_was_given():
+    report = step_report(7, (0, 1, 1, 2), plan_epoch=5, probe_id=6, plan_session=99)
+    report.flags.first_use = True
     with linked() as (link, _, agent):
-        assert link.report(
-            ReportPacket(7, 4, 900, 0, 3, [0, 1, 1, 2], 0.02, packets.FIRST_USE, 5, 6, 99)
-        )
-        assert received(agent) == [
-            ReportPacket(7, 4, 900, 0, 3, (0, 1, 1, 2), 0.02, packets.FIRST_USE, 5, 6, 99)
-        ]
+        assert send(link, report)
+        assert received(agent) == [report]
+
+
+def test_a_report_has_nothing_of_the_one_before_it():
+    with linked() as (link, _, agent):
+        assert send(link, step_report(1, probe_id=6))
+        assert link.report(lambda report: setattr(report, "step", 2))
+        assert received(agent)[1] == StepReport(step=2)
 
 
 def test_a_full_socket_drops_reports_counts_them_and_says_so_with_the_next():
@@ -120,7 +143,7 @@ def test_a_full_socket_drops_reports_counts_them_and_says_so_with_the_next():
         assert len(before) == step - 1
         assert report(link, step + 6)
         assert report(link, step + 7)
-        assert [r.dropped_before for r in received(agent)] == [6, 0]
+        assert steps_and_drops(agent) == [-6, step + 6, step + 7]
         status = link.status()
         assert (status.reports_sent, status.reports_dropped) == (step + 1, 6)
         assert status.agent_connected
@@ -138,7 +161,7 @@ def test_a_dead_agent_is_flagged_and_its_successor_taken_up():
         assert not report(link, 2)
         successor = agents.connect()
         assert report(link, 3)
-        assert [r.dropped_before for r in received(successor)] == [2]
+        assert steps_and_drops(successor) == [-2, 3]
         successor.send(plan(1, 5, session=2))
         assert link.choose(4)[:2] == (0, 5)
 
@@ -161,30 +184,31 @@ def test_a_plan_sent_before_the_agent_closed_is_still_taken():
 def test_the_sidecars_state_is_passed_on():
     with linked() as (link, _, agent):
         assert link.status().sidecar is SidecarState.UNKNOWN
-        agent.send(packets.encode_event(SidecarState.REFUSED, 3, "no drafter is listed"))
+        agent.send(state_packet(SidecarState.REFUSED, 3, "no drafter is listed"))
         link.poll()
         assert link.status().sidecar is SidecarState.REFUSED
         assert link.status().sidecar_detail == "no drafter is listed"
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("name", "value"),
     [
-        (-1, 4, 400, 0, 3, (1, 1, 1, 1), 0.01, 0, 1, 0),
-        (1, 4, 400, 0, 3, (1, 1), 0.01, 0, 1, 0),
-        (1, 4, 400, 0, 65, (1,) * 66, 0.01, 0, 1, 0),
-        (1, 4, 400, 0, -1, (), 0.01, 0, 1, 0),
-        (1, 4, 400, 0, 0, (None,), 0.01, 0, 1, 0),
-        (1, 4, 400, 256, 0, (4,), 0.01, 0, 1, 0),
-        (1, 4, 400, 0, 0, (4,), "0.01", 0, 1, 0),
-        (1, 4.5, 400, 0, 0, (4,), 0.01, 0, 1, 0),
-        (1, 4, 2**64, 0, 0, (4,), 0.01, 0, 1, 0),
+        ("step", -1),
+        ("batch_size", 4.5),
+        ("batch_size", 2**32),
+        ("kv_tokens", 2**64),
+        ("gamma", -1),
+        ("gamma", None),
+        ("step_seconds", "0.01"),
+        ("drafter", 3),
+        ("drafter", "\ud800"),
     ],
 )
-def test_a_report_that_fits_no_packet_is_counted_never_raised(arguments):
+def test_a_report_that_fits_no_message_is_counted_never_raised(name: str, value: object):
     with linked() as (link, _, agent):
-        assert not link.report(ReportPacket(*arguments))
-        assert link.status().reports_invalid == 1
+        assert not link.report(lambda report: setattr(report, name, value))
+        assert not link.report(lambda report: report.accepted_counts.extend([1, -1]))
+        assert link.status().reports_invalid == 2
         assert received(agent) == []
         assert report(link, 2)
 
@@ -197,7 +221,7 @@ def test_whatever_bytes_come_the_engine_goes_on(garbage):
         for data in garbage:
             agent.send(data)
         for data in garbage:
-            agent.send(bytes([packets.VERSION, packets.PLAN]) + data)
+            agent.send(plan(1, 3)[:10] + data)
         assert link.choose(4).epoch == 1
         agent.send(plan(2, 5))
         assert link.choose(4).epoch == 2
@@ -213,16 +237,17 @@ def test_a_broken_plan_after_a_good_one_leaves_the_good_one_in_use():
 
 
 def test_the_largest_plan_is_taken():
-    rows = [RowEntry(i + 1, 0, 3, asleep=False, probe=None) for i in range(packets.MAX_ROWS)]
+    largest = Plan(epoch=1, lease_ms=600_000, session=1)
+    for size in range(1, MAX_ROWS + 1):
+        largest.rows.add(max_batch_size=size, drafter="eagle3", gamma=3)
     with linked() as (link, _, agent):
-        largest = PlanPacket(1, 1, time.monotonic_ns(), 600_000, 1, 0, tuple(rows))
-        agent.send(packets.encode_plan(largest))
+        send_plan(agent, largest)
         assert link.choose(400).gamma == 3
 
 
 def test_an_oversized_packet_is_refused():
     with linked() as (link, _, agent):
-        agent.send(plan(1, 3) + bytes(packets.MAX_PLAN_BYTES))
+        agent.send(plan(1, 3) + bytes(MAX_PACKET_BYTES))
         assert link.choose(4).source is Source.SAFE_DEFAULT
         assert link.status().packets_refused == 1
 
@@ -265,7 +290,7 @@ def test_after_close_reports_are_dropped_and_choices_go_on():
 
 def test_probes_are_counted_by_the_steps_that_choose():
     with linked() as (link, _, agent):
-        agent.send(plan(1, 1, probe=ProbeEntry(9, 0, 5, 2)))
+        agent.send(plan(1, 1, probe=Probe(probe_id=9, drafter="eagle3", gamma=5, steps=2)))
         assert [link.choose(4).probe_id for _ in range(3)] == [9, 9, 0]
 
 
@@ -277,7 +302,7 @@ def test_probes_are_counted_by_the_steps_that_choose():
         (engine_spec(), {}, 4, "safe draft length 4 is not among those of drafter 'eagle3'"),
         (engine_spec(), {"safe_gamma": 6}, 3, "safe draft length 6"),
         (EngineSpec(engine_id="e"), {}, 3, "0 drafters"),
-        (engine_spec("x" * packets.MAX_HELLO_BYTES), {}, 3, "cannot be sent"),
+        (engine_spec("x" * MAX_PACKET_BYTES), {}, 3, "cannot be sent"),
     ],
 )
 def test_it_refuses_to_start_on_what_cannot_work(hello, changes, startup_gamma, message):

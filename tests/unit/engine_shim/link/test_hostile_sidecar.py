@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import SidecarState
+from engine_shim.link.messages import SidecarState
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from lab.harness.scripted_sidecar import ScriptedSidecar
@@ -85,10 +85,16 @@ def test_a_plan_that_cannot_be_run_is_not_and_the_next_one_is(sidecar: ScriptedS
         waits_for(link, Source.PLAN, "steered")
         before = link.steering.plan
         sidecar.push(bad)
+
+        def refused() -> bool:
+            link.poll()
+            return link.status().packets_refused == 1
+
+        eventually(refused, within=30.0, what="the plan is refused")
         sidecar.push(plan(3, 0))
         eventually(lambda: link.choose(4).epoch == 3, within=30.0, what="the plan after it")
         assert before is not None
-        assert link.status().packets_refused == 0
+        assert link.status().packets_refused == 1
         assert link.choose(4).gamma == 0
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from engine_shim.link.report_buffer import InFlightReports, ReportBuffer
 from speculation.v1.service_pb2 import Received
-from tests.unit.engine_shim.link.report_packets import report
+from tests.unit.engine_shim.link.numbered_reports import report, step_of
 
 CAPACITY = 6
 
@@ -11,7 +11,7 @@ def sent(buffer: ReportBuffer, *sizes: int, fails: bool = False) -> InFlightRepo
     """Messages of these sizes, steps counted from 1; the last one may come too late to leave."""
     stream = InFlightReports(buffer, "session-1")
     for size in sizes:
-        stream.begin(buffer.take(size), buffer.dropped)
+        stream.begin(buffer.take(size, 1000), buffer.dropped)
     if fails:
         stream.did_not_go_out()
     return stream
@@ -19,13 +19,14 @@ def sent(buffer: ReportBuffer, *sizes: int, fails: bool = False) -> InFlightRepo
 
 def filled(steps: int, dropped: int = 0) -> ReportBuffer:
     buffer = ReportBuffer(CAPACITY)
+    buffer.lose(dropped)
     for step in range(1, steps + 1):
-        buffer.add(report(step, dropped_before=dropped if step == 1 else 0))
+        buffer.add(report(step))
     return buffer
 
 
 def steps_in(buffer: ReportBuffer) -> list[int]:
-    return [packet.step for packet in buffer.take(100)]
+    return [step_of(packet) for packet in buffer.take(100, 1000)]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -119,7 +120,7 @@ def test_so_many_messages_may_be_on_their_way_until_they_are_acknowledged():
     full = []
     # Of so many reports each; without any it is a sign of life, which takes no place.
     for reports, acknowledged in ((1, 0), (0, 0), (2, 0), (0, 1), (1, 1), (0, 3), (0, 4)):
-        stream.begin(buffer.take(reports), 0)
+        stream.begin(buffer.take(reports, 1000), 0)
         stream.acknowledged = Received(reports=acknowledged)
         full.append(stream.is_full)
     assert full == [False, False, True, False, True, False, False]
@@ -133,5 +134,5 @@ def test_a_sidecar_that_does_not_acknowledge_sets_no_limit(
     stream = InFlightReports(buffer, "session-1", messages_max)
     stream.acknowledged = acknowledged
     for _ in range(6):
-        stream.begin(buffer.take(1), 0)
+        stream.begin(buffer.take(1, 1000), 0)
         assert not stream.is_full

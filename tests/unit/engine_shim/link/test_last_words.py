@@ -8,22 +8,25 @@ from typing import Any
 import grpc
 import pytest
 
-from engine_shim.link import packets
 from engine_shim.link.agent_socket import AgentSocket
 from engine_shim.link.credentials import EngineCredentials
+from engine_shim.link.messages import MAX_PACKET_BYTES, ArrivedPlan, read_packet
 from engine_shim.link.rate_limited_log import RateLimitedLog
 from engine_shim.link.report_buffer import InFlightReports, ReportBuffer
 from engine_shim.link.sidecar_client import SidecarClient, _Session
-from engine_shim.link.wire import Translator
-from speculation.v1.service_pb2 import Received, SteerRequest, SteerResponse
+from speculation.v1.plan_pb2 import Plan
+from speculation.v1.service_pb2 import Received, SteerResponse
 from tests.support.link_messages import engine_spec, plan
-from tests.unit.engine_shim.link.report_packets import report
+from tests.unit.engine_shim.link.numbered_reports import report, step_of
+
+LEASE_MAX_SECONDS = 60.0
+TAG = 7
 
 
 def client(port: AgentSocket, buffer: ReportBuffer, log: RateLimitedLog) -> SidecarClient:
     spec = engine_spec()
     credentials = EngineCredentials()
-    return SidecarClient("", credentials, spec, Translator(spec), port, buffer, log)
+    return SidecarClient("", credentials, spec, LEASE_MAX_SECONDS, port, buffer, log)
 
 
 class EndedCall:
@@ -32,7 +35,7 @@ class EndedCall:
     def __init__(self) -> None:
         self.refused_a_write = asyncio.Event()
 
-    async def write(self, request: SteerRequest) -> None:
+    async def write(self, request: bytes) -> None:
         self.refused_a_write.set()
         raise asyncio.InvalidStateError("the call is over")
 
@@ -57,11 +60,12 @@ async def test_a_plan_that_came_before_the_end_is_taken_though_a_write_failed_fi
         port = AgentSocket(agent, buffer, log, 0.0)
         call: Any = EndedCall()
         sent = InFlightReports(buffer, "session-1")
-        session = _Session(client(port, buffer, log), call, sent, 0)
+        session = _Session(client(port, buffer, log), call, sent, 0, TAG)
         code, detail = await session.run()
-        packet = packets.decode_plan(engine.recv(packets.MAX_PLAN_BYTES))
+        passed_on = read_packet(engine.recv(MAX_PACKET_BYTES))
     assert (code, detail) == (grpc.StatusCode.UNAVAILABLE, "the sidecar is shutting down")
-    assert (packet.epoch, packet.rows[0].gamma) == (9, 5)
+    assert isinstance(passed_on, ArrivedPlan)
+    assert (passed_on.plan.epoch, passed_on.plan.rows[0].gamma) == (9, 5)
 
 
 class TakingCall(EndedCall):
@@ -72,7 +76,7 @@ class TakingCall(EndedCall):
         self._last_words = last_words
         self._taken = asyncio.Event()
 
-    async def write(self, request: SteerRequest) -> None:
+    async def write(self, request: bytes) -> None:
         self._taken.set()
 
     async def __aiter__(self) -> AsyncIterator[SteerResponse]:
@@ -105,8 +109,57 @@ async def test_what_was_written_goes_out_again_only_if_the_sidecar_says_that_it_
         port = AgentSocket(agent, buffer, log, 0.0)
         call: Any = TakingCall(last_words)
         sent = InFlightReports(buffer, "session-1")
-        session = _Session(client(port, buffer, log), call, sent, 0)
+        session = _Session(client(port, buffer, log), call, sent, 0, TAG)
         await session.run()
     sent.settle(received=None)
-    assert [packet.step for packet in buffer.take(8)] == again
+    assert [step_of(kept) for kept in buffer.take(8, 1000)] == again
     assert buffer.dropped == lost
+
+
+async def passed_on(*plans: Plan) -> list[ArrivedPlan]:
+    """What a session sends of plans that come one after another."""
+    engine, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    found = []
+    with engine, agent:
+        engine.settimeout(10)
+        log, buffer = RateLimitedLog(), ReportBuffer(8)
+        port = AgentSocket(agent, buffer, log, 0.0)
+        call: Any = EndedCall()
+        sent = InFlightReports(buffer, "session-1")
+        session = _Session(client(port, buffer, log), call, sent, 0, TAG)
+        for made in plans:
+            session.take_plan(made)
+            packet = read_packet(engine.recv(MAX_PACKET_BYTES))
+            assert isinstance(packet, ArrivedPlan)
+            found.append(packet)
+    return found
+
+
+async def test_a_plan_is_passed_on_as_it_came_without_what_is_for_people():
+    came = plan(9, 5)
+    came.session, came.draft_version = 5, 7
+    said = Plan()
+    said.CopyFrom(came)
+    said.reason_detail = "renewed"
+    said.overrides.append("o-1")
+    (found,) = await passed_on(said)
+    assert found.plan == came
+
+
+async def test_a_plan_that_names_no_session_is_one_of_this_session():
+    (found,) = await passed_on(plan(9, 5))
+    assert found.plan.session == TAG
+
+
+async def test_renewed_plans_have_one_digest_and_other_tables_others():
+    again, other = plan(10, 5, lease_ms=900), plan(11, 3)
+    renewed, new = (found.table_digest for found in (await passed_on(plan(9, 5), again, other))[1:])
+    (first,) = await passed_on(plan(9, 5))
+    assert first.table_digest == renewed != new
+    assert first.table_digest
+
+
+@pytest.mark.parametrize(("asked", "used"), [(1, 1), (60_000, 60_000), (2**32 - 1, 60_000)])
+async def test_a_lease_that_is_too_long_is_cut(asked: int, used: int):
+    (found,) = await passed_on(plan(1, 5, lease_ms=asked))
+    assert found.plan.lease_ms == used

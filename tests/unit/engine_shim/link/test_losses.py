@@ -10,11 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.errors import PacketError
-from engine_shim.link.losses import MAX_REASON_CHARACTERS, KnownLosses, lost, reason_of
-from engine_shim.link.packets import SidecarState
+from engine_shim.link.losses import (
+    MAX_LOSS_BYTES,
+    MAX_REASON_CHARACTERS,
+    KnownLosses,
+    lost,
+    reason_of,
+)
+from engine_shim.link.messages import REPORT, SidecarState, read_request
 from engine_shim.link.settings import LinkSettings
 from lab.harness.scripted_sidecar import ScriptedSidecar
 from speculation.v1.engine_pb2 import (
@@ -73,17 +78,8 @@ def taken(agent: socket.socket) -> list[bytes]:
             return found
 
 
-@given(st.binary(max_size=packets.MAX_LOST_BYTES))
-def test_a_loss_comes_back_as_it_was_sent(content: bytes):
-    assert packets.decode_lost(packets.encode_lost(content)) == content
-
-
-def test_a_loss_that_is_too_large_is_no_packet():
-    with pytest.raises(PacketError, match="limit 1024"):
-        packets.encode_lost(b"x" * 1025)
-    head = packets.encode_lost(b"")
-    with pytest.raises(PacketError, match="too many"):
-        packets.decode_lost(head + b"x" * 1025)
+def losses_in(packets: list[bytes]) -> list[LostCapability]:
+    return [loss for packet in packets for loss in read_request(packet).lost]
 
 
 @given(st.text(max_size=600))
@@ -91,7 +87,7 @@ def test_a_reason_is_one_printable_line_that_fits_a_packet(text: str):
     loss = lost(CAPABILITY_DRAFTER, text, "d" * 64, list(range(64)))
     assert loss.reason.isprintable()
     assert len(loss.reason) <= MAX_REASON_CHARACTERS
-    packets.encode_lost(loss.SerializeToString())
+    assert loss.ByteSize() <= MAX_LOSS_BYTES
 
 
 def test_an_error_is_named_by_its_kind():
@@ -107,9 +103,9 @@ def test_a_loss_waits_while_the_socket_is_full():
         taken(agent)
         assert report(link, step + 1)
         first = taken(agent)[0]
-        assert LostCapability.FromString(packets.decode_lost(first)) == DRAFTER
+        assert losses_in([first]) == [DRAFTER]
         report(link, step + 2)
-        assert all(packets.kind_of(packet) == packets.REPORT for packet in taken(agent))
+        assert all(packet[:1] == REPORT for packet in taken(agent))
 
 
 def test_it_goes_out_between_steps_too():
@@ -119,7 +115,7 @@ def test_it_goes_out_between_steps_too():
         link.lose(DRAFTER)
         taken(agent)
         link.poll()
-        assert [packets.kind_of(packet) for packet in taken(agent)] == [packets.LOST]
+        assert losses_in(taken(agent)) == [DRAFTER]
 
 
 def test_every_new_agent_is_told_of_all():
@@ -132,8 +128,7 @@ def test_every_new_agent_is_told_of_all():
         link.poll()
         successor = agents.connect()
         link.poll()
-        found = [LostCapability.FromString(packets.decode_lost(p)) for p in taken(successor)]
-        assert found == [DRAFTER, SLEEP]
+        assert losses_in(taken(successor)) == [DRAFTER, SLEEP]
 
 
 def test_what_is_lost_while_there_is_no_agent_is_told_to_the_next_one():
@@ -143,22 +138,22 @@ def test_what_is_lost_while_there_is_no_agent_is_told_to_the_next_one():
         link.lose(DRAFTER)
         successor = agents.connect()
         assert report(link, 1)
-        assert packets.kind_of(taken(successor)[0]) == packets.LOST
+        assert losses_in(taken(successor)[:1]) == [DRAFTER]
 
 
-def test_the_agent_keeps_each_loss_once_and_refuses_what_is_none():
+def test_the_agent_keeps_each_loss_once_and_refuses_what_is_too_much():
     known = KnownLosses()
     for loss in (DRAFTER, SLEEP, DRAFTER):
-        known.take(packets.encode_lost(loss.SerializeToString()))
+        known.take(loss)
     assert known.all == [DRAFTER, SLEEP]
-    with pytest.raises(PacketError, match="no LostCapability"):
-        known.take(packets.encode_lost(b"\xff"))
+    with pytest.raises(PacketError, match="limit 1024"):
+        known.take(LostCapability(capability=CAPABILITY_SLEEP, reason="x" * 1024))
     many = [lost(CAPABILITY_DRAFTER, str(number), "eagle3") for number in range(511)]
     for loss in many[:510]:
-        known.take(packets.encode_lost(loss.SerializeToString()))
+        known.take(loss)
     with pytest.raises(PacketError, match="more than 512"):
-        known.take(packets.encode_lost(many[510].SerializeToString()))
-    known.take(packets.encode_lost(SLEEP.SerializeToString()))
+        known.take(many[510])
+    known.take(SLEEP)
 
 
 def test_a_loss_reaches_the_open_stream_at_once(sidecar, start_link):

@@ -1,35 +1,59 @@
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_shim.link import plan_follower
-from engine_shim.link.packets import PlanPacket, ProbeEntry, RowEntry
+from engine_shim.link.errors import UnusablePlanError
+from engine_shim.link.messages import MAX_PACKET_BYTES, ArrivedPlan, plan_packet
 from engine_shim.link.plan_follower import PlanFollower, Source, StepChoice, safe_choice
-from speculation.v1.plan_pb2 import REGIME_MODE_COLLECT, REGIME_MODE_OFF, REGIME_MODE_ONLINE
+from speculation.v1.engine_pb2 import Drafter
+from speculation.v1.plan_pb2 import (
+    REGIME_MODE_COLLECT,
+    REGIME_MODE_OFF,
+    REGIME_MODE_ONLINE,
+    MixtureRule,
+    Plan,
+    PlanRow,
+    Probe,
+    Regime,
+)
 
-ARMS = [(0, 0), (0, 1), (0, 3), (0, 5), (1, 0), (1, 7)]
+DRAFTERS = [
+    Drafter(name="eagle3", gammas=[0, 1, 3, 5]),
+    Drafter(name="dflash", gammas=[0, 7]),
+]
+ARMS = [(drafter.name, gamma) for drafter in DRAFTERS for gamma in drafter.gammas]
 SAFE = safe_choice(1)
 GRACE_SECONDS = 10.0
 
 
 def plan(
     epoch: int,
-    *rows: RowEntry,
+    *rows: PlanRow,
     session: int = 1,
     arrival: float = 0.0,
     lease_ms: int = 2000,
-) -> PlanPacket:
-    return PlanPacket(session, epoch, int(arrival * 1e9), lease_ms, 1, 0, rows)
+    digest: int = 0,
+) -> ArrivedPlan:
+    made = Plan(epoch=epoch, rows=rows, lease_ms=lease_ms, session=session)
+    return ArrivedPlan(made, int(arrival * 1e9), digest)
 
 
-def row(bound: int, gamma: int, probe: ProbeEntry | None = None) -> RowEntry:
-    return RowEntry(bound, 0, gamma, asleep=False, probe=probe)
+def row(bound: int, gamma: int, probe: Probe | None = None, *, asleep: bool = False) -> PlanRow:
+    return PlanRow(
+        max_batch_size=bound, drafter="eagle3", gamma=gamma, probe=probe, drafter_asleep=asleep
+    )
+
+
+def probe_of(probe_id: int, gamma: int, steps: int) -> Probe:
+    return Probe(probe_id=probe_id, drafter="eagle3", gamma=gamma, steps=steps)
 
 
 def steered() -> PlanFollower:
-    return PlanFollower(ARMS, SAFE, GRACE_SECONDS)
+    return PlanFollower(DRAFTERS, SAFE, GRACE_SECONDS)
 
 
 def test_without_a_plan_the_safe_default_runs():
@@ -63,8 +87,21 @@ def test_lease_then_grace_then_safe_default_then_steered_again():
 def test_rows_that_fit_the_engine_do_not_make_an_older_plan_fit():
     state, newer = steered(), plan(2, row(8, 3))
     assert state.accept(newer, 0.0)
-    assert not state.accept(newer._replace(epoch=1), 0.0)
-    assert state.plan == newer
+    assert not state.accept(plan(1, row(8, 3)), 0.0)
+    assert state.plan == newer.plan
+
+
+def test_rows_that_are_known_by_their_digest_are_not_read_again():
+    state = steered()
+    assert state.accept(plan(1, row(8, 3), digest=5), 0.0)
+    assert state.accept(plan(2, digest=5), 0.0)
+    assert (state.choose(4, 0.1).epoch, state.choose(4, 0.1).gamma) == (2, 3)
+    # Without one, each table is looked at.
+    assert not state.accept(plan(3), 0.0)
+    assert not state.accept(plan(4, row(8, 2), digest=6), 0.0)
+    assert not state.accept(plan(5, row(8, 2), digest=6), 0.0)
+    assert state.accept(plan(6, row(8, 5), digest=7), 0.0)
+    assert state.choose(4, 0.1).gamma == 5
 
 
 def test_the_drafter_is_updated_under_a_plan_that_says_so_and_not_in_free_flight():
@@ -78,8 +115,9 @@ def test_the_drafter_is_updated_under_a_plan_that_says_so_and_not_in_free_flight
             (REGIME_MODE_ONLINE, 20, 20),
         ]
     ):
-        rows = (row(8, 3),)
-        assert state.accept(PlanPacket(1, epoch, 0, 2000, mode, stride, rows), 0.0)
+        made = plan(epoch, row(8, 3))
+        made.plan.regime.CopyFrom(Regime(mode=mode, stride=stride))
+        assert state.accept(made, 0.0)
         assert state.stride_at(1.0) == expected
     assert state.stride_at(2.5) == 20  # grace
     assert state.stride_at(12.0) == 0
@@ -116,18 +154,98 @@ def test_a_new_session_begins_its_epochs_again():
 
 @pytest.mark.parametrize(
     "bad",
-    [row(8, 2), RowEntry(8, 2, 0, asleep=False, probe=None), row(8, 3, ProbeEntry(1, 1, 5, 1))],
+    [
+        row(9, 2),
+        PlanRow(max_batch_size=9, drafter="medusa", gamma=0),
+        row(9, 3, Probe(probe_id=1, drafter="dflash", gamma=5, steps=1)),
+    ],
 )
 def test_a_plan_with_an_arm_that_the_engine_lacks_changes_nothing(bad):
     state = steered()
     state.accept(plan(1, row(8, 3)), 0.0)
-    assert not state.accept(plan(2, row(4, 5), bad._replace(max_batch_size=9)), 0.0)
+    assert not state.accept(plan(2, row(4, 5), bad), 0.0)
     assert state.choose(1, 0.1).epoch == 1
+
+
+def good(**changes: Any) -> Plan:
+    said: dict[str, Any] = {"epoch": 1, "rows": [row(4, 3)], "lease_ms": 1}
+    return Plan(**(said | changes))
+
+
+def rule(**changes: Any) -> MixtureRule:
+    known: dict[str, Any] = {
+        "drafter": "dflash",
+        "gamma": 7,
+        "main_expected": 1.5,
+        "free_expected": [0.5, 2.0],
+    }
+    return MixtureRule(**({**known, "least_match": 2, "ratio_weight": 0.125} | changes))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (good(rows=[]), "0 rows"),
+        (good(rows=[row(n + 1, 3) for n in range(513)]), "513 rows"),
+        (good(rules=[rule()] * 256), "256 rules"),
+        (good(lease_ms=0), "no lease"),
+        (good(rows=[row(4, 3), row(4, 3)]), "4 after 4"),
+        (good(rows=[row(0, 3)]), "0 after 0"),
+        (good(rows=[row(1, 7)]), "did not introduce gamma 7 of drafter 'eagle3'"),
+        (good(rows=[row(1, 1, asleep=True)]), "with the drafter asleep"),
+        (good(rows=[row(1, 1, probe_of(1, 3, 1), asleep=True)]), "with the drafter asleep"),
+        (good(rows=[row(1, 1, probe_of(1, 3, 0))]), "has no steps"),
+        (good(rows=[row(1, 1, probe_of(0, 3, 2))]), "probe 0 has no steps"),
+        (good(rules=[rule(drafter="medusa")]), "drafter 'medusa'"),
+        (good(rules=[rule(gamma=3)]), "did not introduce gamma 3"),
+        (good(rules=[rule(least_match=0)]), "for matches of 0 tokens"),
+        (good(rules=[rule(free_expected=[])]), "a rule for 0 match lengths"),
+        (good(rules=[rule(free_expected=[1.0] * 17)]), "a rule for 17 match lengths"),
+        (good(rules=[rule(main_expected=float("inf"))]), "a rule with the numbers"),
+        (good(rules=[rule(main_expected=float("nan"))]), "a rule with the numbers"),
+        (good(rules=[rule(main_expected=65.0)]), "a rule with the numbers"),
+        (good(rules=[rule(free_expected=[-1.0])]), "a rule with the numbers"),
+        (good(rules=[rule(ratio_weight=1.5)]), "a rule with the numbers"),
+    ],
+)
+def test_a_plan_that_the_engine_cannot_run_is_refused(bad: Plan, message: str):
+    state = steered()
+    with pytest.raises(UnusablePlanError, match=message):
+        state.check(ArrivedPlan(bad, 0))
+    assert not state.accept(ArrivedPlan(bad, 0), 0.0)
+    assert state.plan is None
+
+
+def test_the_largest_plan_is_usable():
+    rows = [row(n + 1, 3) for n in range(plan_follower.MAX_ROWS)]
+    rules = [rule(free_expected=[1.0] * 16)] * plan_follower.MAX_RULES
+    largest = ArrivedPlan(good(rows=rows, rules=rules), 0, table_digest=1)
+    assert len(plan_packet(largest)) <= MAX_PACKET_BYTES
+    assert steered().accept(largest, 0.0)
+
+
+def test_rules_are_kept_for_as_long_as_the_plan_has_the_same():
+    state = steered()
+    assert state.rules == ()
+    for epoch in (1, 2):
+        state.accept(ArrivedPlan(good(epoch=epoch, rules=[rule()]), 0, table_digest=3), 0.0)
+        if epoch == 1:
+            first = state.rules
+    assert list(first) == [rule()]
+    assert state.rules is first
+
+
+@pytest.mark.parametrize("mode", [-1, 9, 2**31 - 1])
+def test_a_regime_that_this_version_does_not_know_asks_for_nothing(mode: int):
+    state, made = steered(), good()
+    made.regime.mode, made.regime.stride = mode, 5  # type: ignore[assignment]
+    assert state.accept(ArrivedPlan(made, 0), 0.0)
+    assert (state.stride_at(0.0), state.collects_at(0.0)) == (0, False)
 
 
 def test_a_probe_runs_for_its_steps_in_its_bucket_only():
     state = steered()
-    state.accept(plan(1, row(4, 3), row(16, 1, ProbeEntry(77, 0, 5, 3))), 0.0)
+    state.accept(plan(1, row(4, 3), row(16, 1, probe_of(77, 5, 3))), 0.0)
     chosen = [state.choose(b, 0.1) for b in (8, 2, 8, 8, 8, 8)]
     assert [c.gamma for c in chosen] == [5, 3, 5, 5, 1, 1]
     assert [c.probe_id for c in chosen] == [77, 0, 77, 77, 0, 0]
@@ -135,8 +253,8 @@ def test_a_probe_runs_for_its_steps_in_its_bucket_only():
 
 def test_a_row_that_sleeps_does_so_only_in_its_steps_without_a_draft():
     state = steered()
-    drafting = row(4, 3, ProbeEntry(1, 0, 0, 1))._replace(asleep=True)
-    plain = row(16, 0, ProbeEntry(2, 0, 3, 1))._replace(asleep=True)
+    drafting = row(4, 3, probe_of(1, 0, 1), asleep=True)
+    plain = row(16, 0, probe_of(2, 3, 1), asleep=True)
     state.accept(plan(1, drafting, plain), 0.0)
     chosen = [state.choose(b, 0.1) for b in (2, 2, 8, 8)]
     assert [(c.gamma, c.asleep) for c in chosen] == [(0, True), (3, False), (3, False), (0, True)]
@@ -144,7 +262,7 @@ def test_a_row_that_sleeps_does_so_only_in_its_steps_without_a_draft():
 
 def test_a_renewed_plan_continues_its_probe_and_never_starts_it_again():
     state = steered()
-    probe = ProbeEntry(77, 0, 5, 3)
+    probe = probe_of(77, 5, 3)
     state.accept(plan(1, row(8, 1, probe)), 0.0)
     assert state.choose(4, 0.1).gamma == 5
     state.accept(plan(2, row(8, 1, probe)), 0.2)
@@ -156,7 +274,7 @@ def test_a_renewed_plan_continues_its_probe_and_never_starts_it_again():
 
 def test_a_new_session_may_use_a_probe_identifier_again():
     state = steered()
-    probe = ProbeEntry(1, 0, 5, 1)
+    probe = probe_of(1, 5, 1)
     state.accept(plan(1, row(8, 1, probe)), 0.0)
     assert [state.choose(4, 0.1).gamma for _ in range(2)] == [5, 1]
     state.accept(plan(1, row(8, 1, probe), session=2), 0.2)
@@ -165,7 +283,7 @@ def test_a_new_session_may_use_a_probe_identifier_again():
 
 def test_a_probe_rests_during_grace_and_goes_on_with_the_next_lease():
     state = steered()
-    probe = ProbeEntry(1, 0, 5, 2)
+    probe = probe_of(1, 5, 2)
     state.accept(plan(1, row(8, 1, probe)), 0.0)
     assert state.choose(4, 0.1).gamma == 5
     assert state.choose(4, 3.0)[1] == 1
@@ -176,7 +294,7 @@ def test_a_probe_rests_during_grace_and_goes_on_with_the_next_lease():
 def test_the_memory_of_probes_is_bounded():
     state = steered()
     for epoch in range(1, 10_000):
-        state.accept(plan(epoch, row(8, 1, ProbeEntry(epoch, 0, 5, 1))), 0.0)
+        state.accept(plan(epoch, row(8, 1, probe_of(epoch, 5, 1))), 0.0)
     assert len(state._steps_left) <= plan_follower._REMEMBERED_PROBES
 
 
@@ -193,7 +311,7 @@ OPERATIONS = st.lists(
                 st.sampled_from([0.0, 0.3, 4.0, -9.0]),  # age on arrival, seconds
                 st.lists(
                     st.tuples(
-                        st.sampled_from([*ARMS, (0, 2)]),
+                        st.sampled_from([*ARMS, ("eagle3", 2)]),
                         st.none() | st.tuples(st.integers(1, 4), st.integers(1, 3)),
                     ),
                     min_size=1,
@@ -206,26 +324,25 @@ OPERATIONS = st.lists(
 )
 
 
-def _made(arguments, now: float) -> PlanPacket:
+def _made(arguments, now: float) -> ArrivedPlan:
     session, epoch, lease_ms, age, entries = arguments
-    rows = tuple(
-        RowEntry(
-            8 * (i + 1),
-            arm[0],
-            arm[1],
-            asleep=False,
-            probe=None if probe is None else ProbeEntry(probe[0], 0, 5, probe[1]),
+    rows = [
+        PlanRow(
+            max_batch_size=8 * (i + 1),
+            drafter=arm[0],
+            gamma=arm[1],
+            probe=None if probe is None else probe_of(probe[0], 5, probe[1]),
         )
         for i, (arm, probe) in enumerate(entries)
-    )
-    return PlanPacket(session, epoch, int((now - age) * 1e9), lease_ms, 1, 0, rows)
+    ]
+    return plan(epoch, *rows, session=session, arrival=now - age, lease_ms=lease_ms)
 
 
 @given(OPERATIONS)
 def test_every_choice_is_a_row_of_the_newest_plan_within_its_lease_and_grace(operations):
     state = steered()
     now = 1000.0
-    newest: PlanPacket | None = None
+    newest: Plan | None = None
     lease_end = float("-inf")
     probed: Counter[int] = Counter()
     promised: dict[int, int] = {}
@@ -233,21 +350,22 @@ def test_every_choice_is_a_row_of_the_newest_plan_within_its_lease_and_grace(ope
         if operation == "wait":
             now += argument
         elif operation == "plan":
-            issued = _made(argument, now)
-            usable = all((r.drafter_index, r.gamma) in ARMS for r in issued.rows)
+            arrived = _made(argument, now)
+            issued = arrived.plan
+            usable = all((r.drafter, r.gamma) in ARMS for r in issued.rows)
             same = newest is not None and newest.session == issued.session
             fresh = not same or newest is None or issued.epoch >= newest.epoch
-            assert state.accept(issued, now) == (usable and fresh)
+            assert state.accept(arrived, now) == (usable and fresh)
             if not (usable and fresh):
                 continue
             if not same:
                 probed.clear()
                 promised.clear()
             for r in issued.rows:
-                if r.probe is not None:
+                if r.HasField("probe"):
                     promised.setdefault(r.probe.probe_id, r.probe.steps)
             newest = issued
-            lease_end = min(issued.arrival_ns * 1e-9, now) + issued.lease_ms * 1e-3
+            lease_end = min(arrived.arrival_ns * 1e-9, now) + issued.lease_ms * 1e-3
         else:
             choice = state.choose(argument, now)
             if newest is None or now >= lease_end + GRACE_SECONDS:
@@ -258,12 +376,13 @@ def test_every_choice_is_a_row_of_the_newest_plan_within_its_lease_and_grace(ope
             matching = [r for r in newest.rows if argument <= r.max_batch_size]
             r = matching[0] if matching else newest.rows[-1]
             if choice.probe_id:
-                assert r.probe is not None
+                assert r.HasField("probe")
                 assert choice.source is Source.PLAN
                 assert (choice.probe_id, choice.gamma) == (r.probe.probe_id, r.probe.gamma)
                 probed[choice.probe_id] += 1
                 assert probed[choice.probe_id] <= promised[choice.probe_id]
             else:
-                assert choice[:3] == (r.drafter_index, r.gamma, r.asleep)
-                if r.probe is not None and choice.source is Source.PLAN:
+                assert state.names[choice.drafter_index] == r.drafter
+                assert (choice.gamma, choice.asleep) == (r.gamma, r.drafter_asleep)
+                if r.HasField("probe") and choice.source is Source.PLAN:
                     assert probed[r.probe.probe_id] == promised[r.probe.probe_id]

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from engine_shim.link import ranks
-from engine_shim.link.packets import PlanPacket, ProbeEntry, RowEntry
+from engine_shim.link.messages import ArrivedPlan, table_digest
 from engine_shim.link.plan_follower import PlanFollower, Source, safe_choice
 from engine_shim.link.ranks import Ranks, RankUpdate
+from speculation.v1.engine_pb2 import Drafter
+from speculation.v1.plan_pb2 import Plan, PlanRow, Probe
 
-ARMS = [(0, gamma) for gamma in (0, 1, 3, 5)]
+DRAFTERS = [Drafter(name="eagle3", gammas=[0, 1, 3, 5])]
 LEASE = 10.0
 GRACE = 5.0
 
@@ -20,9 +22,9 @@ class Link:
     """Rank 0's: gives the plans it is given."""
 
     def __init__(self) -> None:
-        self.plan: PlanPacket | None = None
+        self.plan: ArrivedPlan | None = None
 
-    def receive(self) -> PlanPacket | None:
+    def receive(self) -> ArrivedPlan | None:
         plan, self.plan = self.plan, None
         return plan
 
@@ -33,8 +35,8 @@ class Engine:
     def __init__(self) -> None:
         self.link = Link()
         link: Any = self.link
-        self.ranks = [Ranks(PlanFollower(ARMS, safe_choice(1), GRACE), link)]
-        self.ranks += [Ranks(PlanFollower(ARMS, safe_choice(1), GRACE), None) for _ in range(2)]
+        self.ranks = [Ranks(PlanFollower(DRAFTERS, safe_choice(1), GRACE), link)]
+        self.ranks += [Ranks(PlanFollower(DRAFTERS, safe_choice(1), GRACE), None) for _ in range(2)]
 
     def outgoing(self) -> list[RankUpdate]:
         assert all(rank.outgoing() == [] for rank in self.ranks[1:])
@@ -60,9 +62,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return time
 
 
-def plan(epoch: int, gamma: int, now: float, probe: ProbeEntry | None = None) -> PlanPacket:
-    row = RowEntry(64, 0, gamma, asleep=False, probe=probe)
-    return PlanPacket(1, epoch, round(now * 1e9), round(LEASE * 1e3), 1, 0, (row,))
+def row(bound: int, gamma: int, probe: Probe | None = None, *, asleep: bool = False) -> PlanRow:
+    return PlanRow(
+        max_batch_size=bound, drafter="eagle3", gamma=gamma, probe=probe, drafter_asleep=asleep
+    )
+
+
+def plan_of(epoch: int, now: float, *rows: PlanRow, session: int = 1) -> ArrivedPlan:
+    made = Plan(epoch=epoch, rows=rows, lease_ms=round(LEASE * 1e3), session=session)
+    return ArrivedPlan(made, round(now * 1e9), table_digest(made))
+
+
+def plan(epoch: int, gamma: int, now: float, probe: Probe | None = None) -> ArrivedPlan:
+    return plan_of(epoch, now, row(64, gamma, probe))
+
+
+PROBE = Probe(probe_id=7, drafter="eagle3", gamma=3, steps=2)
 
 
 def test_a_plan_is_chosen_from_once_all_have_it(clock: SimpleNamespace) -> None:
@@ -105,7 +120,7 @@ def test_a_plan_of_an_ended_session_does_not_come_back(clock: SimpleNamespace) -
     engine.link.plan = plan(9, 5, clock.now)
     held_back = engine.outgoing()
     # A sidecar that was started again counts its plans anew.
-    engine.link.plan = plan(1, 3, clock.now)._replace(session=2)
+    engine.link.plan = plan_of(1, clock.now, row(64, 3), session=2)
     engine.broadcast(engine.outgoing())
     engine.broadcast(held_back)
     assert engine.choose() == (3, Source.PLAN)
@@ -155,19 +170,18 @@ def test_a_copy_that_was_held_back_does_not_stop_the_clock(clock: SimpleNamespac
 
 def test_the_steps_of_a_probe_are_counted_alike(clock: SimpleNamespace) -> None:
     engine = Engine()
-    engine.link.plan = plan(1, 5, clock.now, ProbeEntry(7, 0, 3, 2))
+    engine.link.plan = plan(1, 5, clock.now, PROBE)
     engine.broadcast(engine.outgoing())
     assert [engine.choose()[0] for _ in range(4)] == [3, 3, 5, 5]
 
 
 def test_a_lone_rank_adopts_and_chooses_what_several_would(clock: SimpleNamespace) -> None:
     several, link = Engine(), Link()
-    alone = Ranks(PlanFollower(ARMS, safe_choice(1), GRACE), link)  # type: ignore[arg-type]
-    probe = ProbeEntry(7, 0, 3, 2)
-    rows = (RowEntry(2, 0, 5, asleep=False, probe=probe), RowEntry(64, 0, 0, True, None))
+    alone = Ranks(PlanFollower(DRAFTERS, safe_choice(1), GRACE), link)  # type: ignore[arg-type]
+    rows = (row(2, 5, PROBE), row(64, 0, asleep=True))
     for number in range(80):
         if number in {10, 30}:
-            link.plan = several.link.plan = plan(number, 5, clock.now)._replace(rows=rows)
+            link.plan = several.link.plan = plan_of(number, clock.now, *rows)
         several.broadcast(several.outgoing())
         alone.take_in()
         for size in (1, 1, 3):
@@ -182,12 +196,11 @@ def test_a_choice_is_made_anew_for_another_batch_another_plan_and_in_a_probe(
     clock: SimpleNamespace,
 ) -> None:
     link = Link()
-    alone = Ranks(PlanFollower(ARMS, safe_choice(1), GRACE), link)  # type: ignore[arg-type]
-    rows = (RowEntry(2, 0, 5, asleep=False, probe=None), RowEntry(64, 0, 3, False, None))
-    link.plan = plan(1, 5, clock.now)._replace(rows=rows)
+    alone = Ranks(PlanFollower(DRAFTERS, safe_choice(1), GRACE), link)  # type: ignore[arg-type]
+    link.plan = plan_of(1, clock.now, row(2, 5), row(64, 3))
     alone.take_in()
     assert alone.choose(1) is alone.choose(1)
     assert [alone.choose(size).gamma for size in (1, 3, 3, 2)] == [5, 3, 3, 5]
-    link.plan = plan(2, 0, clock.now, ProbeEntry(9, 0, 3, 1))
+    link.plan = plan(2, 0, clock.now, Probe(probe_id=9, drafter="eagle3", gamma=3, steps=1))
     alone.take_in()
     assert [alone.choose(2).gamma for _ in range(3)] == [3, 0, 0]

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_shim.link.report_buffer import ReportBuffer
-from tests.unit.engine_shim.link.report_packets import report
+from tests.unit.engine_shim.link.numbered_reports import report, step_of
 
 
 def test_the_newest_reports_stay_and_the_rest_is_counted():
@@ -10,16 +10,25 @@ def test_the_newest_reports_stay_and_the_rest_is_counted():
     for step in range(1, 8):
         buffer.add(report(step))
     assert buffer.dropped == 4
-    assert [r.step for r in buffer.take(10)] == [5, 6, 7]
+    assert [step_of(r) for r in buffer.take(10, 1000)] == [5, 6, 7]
 
 
 def test_losses_at_the_engine_are_counted_in():
     buffer = ReportBuffer(3)
-    buffer.add(report(9, dropped_before=8))
+    buffer.lose(8)
+    buffer.add(report(9))
     buffer.lose()
     assert buffer.dropped == 9
     buffer.forgive(9)
     assert buffer.dropped == 0
+
+
+def test_reports_are_taken_up_to_a_size_and_one_that_is_larger_goes_alone():
+    buffer = ReportBuffer(9)
+    for size in (4, 4, 4, 20, 1):
+        buffer.add(bytes(size))
+    taken = [[len(r) for r in buffer.take(2, 10)] for _ in range(4)]
+    assert taken == [[4, 4], [4], [20], [1]]
 
 
 OPERATIONS = st.lists(
@@ -39,12 +48,13 @@ def test_every_report_is_sent_once_in_order_or_counted_as_dropped(capacity, oper
     for operation, argument in operations:
         if operation == "add":
             made += argument + 1  # the engine lost `argument` of them before this one
-            buffer.add(report(made, dropped_before=argument))
+            buffer.lose(argument)
+            buffer.add(report(made))
         elif operation == "send":
-            sent += [r.step for r in buffer.take(argument)]
+            sent += [step_of(r) for r in buffer.take(argument, 1000)]
         else:
             most, meanwhile = argument
-            batch = buffer.take(most)
+            batch = buffer.take(most, 1000)
             for _ in range(meanwhile):
                 made += 1
                 buffer.add(report(made))
@@ -53,6 +63,6 @@ def test_every_report_is_sent_once_in_order_or_counted_as_dropped(capacity, oper
         assert sent == sorted(set(sent))
         assert len(sent) + len(buffer) + buffer.dropped == made
     if made:
-        rest = [r.step for r in buffer.take(capacity)]
+        rest = [step_of(r) for r in buffer.take(capacity, 1000)]
         assert sent + rest == sorted(set(sent + rest))
         assert (sent + rest)[-1] == made

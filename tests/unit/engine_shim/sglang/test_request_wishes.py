@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from controller.core.step_report import MAX_REPORT_CLASSES
-from engine_shim.common.row_groups import CLASSES_MOST, classes_of, groups_with
-from engine_shim.link.packets import NO_DRAFTER, ClassEntry, GroupEntry
+from engine_shim.common.row_groups import CLASSES_MOST, add_classes, add_left
 from engine_shim.sglang.request_wishes import RequestClasses, RequestWishes
+from speculation.v1.engine_pb2 import ClassCounts, RowGroup, StepReport
+from tests.support.step_reports import class_counts, group
 
 
 def request(params: object = None, **sampling: Any) -> SimpleNamespace:
@@ -65,25 +66,34 @@ def test_drafts_of_a_row_are_taken_out_and_its_own_token_stays():
     assert verify.draft_token.tolist() == [0, 1, 2, 3, 9, 9]
 
 
+def groups_with(undrafted: list[int], accepted: list[int], *mixed: RowGroup) -> list[RowGroup]:
+    report = StepReport(groups=mixed)
+    add_left(report, undrafted, (), "eagle3", accepted, 2)
+    return list(report.groups)
+
+
 def test_rows_that_are_not_drafted_for_are_a_group_beside_the_others():
-    assert groups_with([1], (), (), 0, [2, 0, 1], 2) == (
-        GroupEntry(0, 2, [0, 1, 1]),
-        GroupEntry(NO_DRAFTER, 0, (1,)),
-    )
-    mixed = (GroupEntry(0, 2, (0, 1, 0)), GroupEntry(2, 2, (0, 0, 1)))
-    assert groups_with([0], (), mixed, 0, [0, 1, 2], 2) == (*mixed, GroupEntry(NO_DRAFTER, 0, (1,)))
-    assert groups_with([0, 1], (), (), 0, [0, 0], 2) == (GroupEntry(NO_DRAFTER, 0, (2,)),)
+    assert groups_with([1], [2, 0, 1]) == [group("eagle3", [0, 1, 1]), group("", [1])]
+    mixed = (group("eagle3", [0, 1, 0]), group("ngram", [0, 0, 1]))
+    assert groups_with([0], [0, 1, 2], *mixed) == [*mixed, group("", [1])]
+    assert groups_with([0, 1], [0, 0]) == [group("", [2])]
+
+
+def classes_of(labels: list[str], accepted: list[int]) -> list[ClassCounts]:
+    report = StepReport()
+    add_classes(report, labels, accepted, {}, 2)
+    return list(report.classes)
 
 
 def test_classes_count_the_rows_that_have_one():
-    assert classes_of(["a", "", "b", "a"], [2, 1, 0, 0], {}, 2) == (
-        ClassEntry("a", [1, 0, 1]),
-        ClassEntry("b", [1, 0, 0]),
-    )
+    assert classes_of(["a", "", "b", "a"], [2, 1, 0, 0]) == [
+        class_counts("a", [1, 0, 1]),
+        class_counts("b", [1, 0, 0]),
+    ]
 
 
 def test_a_report_has_no_more_classes_than_it_may():
     labels = [f"class {number % 80}" for number in range(160)]
-    found = classes_of(labels, [0] * 160, {}, 2)
+    found = classes_of(labels, [0] * 160)
     assert len(found) == CLASSES_MOST == MAX_REPORT_CLASSES
     assert {entry.accepted_counts[0] for entry in found} == {2}

@@ -1,5 +1,6 @@
 """What one decode step becomes as a report."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -10,18 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.clock import VirtualClock
-from engine_shim.link.packets import (
-    AFTER_GAP,
-    EAGER_FALLBACK,
-    FIRST_USE,
-    NO_DRAFTER,
-    SWITCHED,
-    UNSTEERED,
-    ClassEntry,
-    GroupEntry,
-    ProposalsEntry,
-    ReportPacket,
-)
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.sglang import step_reports
 from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses, Passes
@@ -33,14 +22,17 @@ from engine_shim.sglang.step_reports import (
     kv_tokens_at_launch,
     kv_tokens_before,
 )
+from speculation.v1.engine_pb2 import StepReport
+from tests.support.step_reports import class_counts, filled, group, proposals
 
 
 @dataclass
 class RecordingLink:
-    reports: list[ReportPacket] = field(default_factory=list)
+    reports: list[StepReport] = field(default_factory=list)
+    steering: Any = field(default_factory=lambda: SimpleNamespace(names=("eagle3",)))
 
-    def report(self, report: ReportPacket) -> bool:
-        self.reports.append(report)
+    def report(self, fill: Callable[[StepReport], None]) -> bool:
+        self.reports.append(filled(fill))
         return True
 
 
@@ -125,7 +117,7 @@ def test_consecutive_steps_are_timed_from_end_to_end(clock: VirtualClock) -> Non
     clock.advance(0.02)
     settle(steps, 2, 3, [1])
     assert link.reports[1].step_seconds == pytest.approx(0.02)
-    assert not link.reports[1].flags & AFTER_GAP
+    assert not link.reports[1].flags.after_gap
 
 
 @pytest.mark.parametrize("iteration", [3, None])
@@ -138,29 +130,29 @@ def test_a_forward_in_between_is_a_gap_timed_from_the_launch(
     launch = Launch(choice(3), iteration, 10)
     clock.advance(0.01)
     settle_launch(steps, launch, result(3, [1]))
-    assert link.reports[1].flags & AFTER_GAP
+    assert link.reports[1].flags.after_gap
     assert link.reports[1].step_seconds == pytest.approx(0.01)
 
 
 def test_the_first_step_is_after_a_gap_and_does_not_count_as_a_switch() -> None:
     steps, link = tap()
     settle(steps, 1, 3, [1])
-    assert link.reports[0].flags & AFTER_GAP
-    assert not link.reports[0].flags & SWITCHED
+    assert link.reports[0].flags.after_gap
+    assert not link.reports[0].flags.switched
 
 
 def test_first_use_is_flagged_once_for_each_gamma_and_batch_size() -> None:
     steps, link = tap()
     for iteration, (gamma, rows) in enumerate([(3, 1), (3, 1), (3, 2), (1, 1), (3, 2)]):
         settle(steps, iteration, gamma, [1] * rows)
-    assert [bool(r.flags & FIRST_USE) for r in link.reports] == [True, False, True, True, False]
+    assert [r.flags.first_use for r in link.reports] == [True, False, True, True, False]
 
 
 def test_batch_sizes_that_share_a_graph_share_its_first_use() -> None:
     steps, link = tap((1, 4, 8))
     for iteration, rows in enumerate([2, 3, 4, 5, 9, 9]):
         settle(steps, iteration, 3, [1] * rows, graph=rows <= 8)
-    assert [bool(r.flags & FIRST_USE) for r in link.reports] == [
+    assert [r.flags.first_use for r in link.reports] == [
         True, False, False, True, True, False,
     ]  # fmt: skip
 
@@ -171,7 +163,7 @@ def test_a_change_of_gamma_or_of_sleep_is_a_switch() -> None:
         [(3, False), (3, False), (0, False), (0, True), (0, True), (3, False)]
     ):
         settle(steps, iteration, gamma, [1], asleep=asleep)
-    switched = [bool(r.flags & SWITCHED) for r in link.reports]
+    switched = [r.flags.switched for r in link.reports]
     assert switched == [False, False, True, True, False, True]
 
 
@@ -179,7 +171,7 @@ def test_a_step_without_a_valid_plan_is_unsteered() -> None:
     steps, link = tap()
     for iteration, source in enumerate(Source):
         settle(steps, iteration, 3, [1], source=source)
-    unsteered = {s: bool(r.flags & UNSTEERED) for s, r in zip(Source, link.reports, strict=True)}
+    unsteered = {s: r.flags.unsteered for s, r in zip(Source, link.reports, strict=True)}
     assert unsteered == {Source.PLAN: False, Source.GRACE: True, Source.SAFE_DEFAULT: True}
 
 
@@ -187,10 +179,10 @@ def test_a_step_outside_the_graphs_is_flagged_only_when_there_are_graphs() -> No
     with_graphs, link = tap((1, 2))
     settle(with_graphs, 1, 3, [1], graph=True)
     settle(with_graphs, 2, 3, [1], graph=False)
-    assert [bool(r.flags & EAGER_FALLBACK) for r in link.reports] == [False, True]
+    assert [r.flags.eager_fallback for r in link.reports] == [False, True]
     without, link = tap()
     settle(without, 1, 3, [1], graph=False)
-    assert not link.reports[0].flags & EAGER_FALLBACK
+    assert not link.reports[0].flags.eager_fallback
 
 
 @pytest.mark.parametrize(("eager", "flagged"), [(Passes.DRAFT, True), (Passes.DRAFT_EXTEND, False)])
@@ -199,7 +191,7 @@ def test_a_drafters_pass_outside_its_graphs_is_flagged(eager: Passes, *, flagged
     launch = Launch(choice(3), 1, 10)
     launch.eager = eager
     settle_launch(steps, launch, result(3, [1], graph=True))
-    assert bool(link.reports[0].flags & EAGER_FALLBACK) == flagged
+    assert link.reports[0].flags.eager_fallback == flagged
 
 
 def test_with_overlapped_steps_each_report_has_the_facts_of_its_own_launch() -> None:
@@ -210,7 +202,7 @@ def test_with_overlapped_steps_each_report_has_the_facts_of_its_own_launch() -> 
     settle_launch(steps, second, result(1, [2]))
     seen = [(r.step, r.gamma, r.plan_epoch, r.probe_id, r.kv_tokens) for r in link.reports]
     assert seen == [(1, 3, 4, 9, 100), (2, 1, 5, 0, 101)]
-    assert all(r.session == 7 for r in link.reports)
+    assert all(r.plan_session == 7 for r in link.reports)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +215,7 @@ def test_a_step_as_long_as_another_ranks_larger_batch_has_no_seconds_of_its_own(
     steps, link = tap(sizes)
     settle(steps, 1, 3, [1, 1])
     settle_launch(steps, Launch(choice(3), 2, 10, largest), result(3, [1, 1]))
-    assert bool(link.reports[-1].flags & AFTER_GAP) is flagged
+    assert link.reports[-1].flags.after_gap is flagged
 
 
 def test_context_lengths_before_a_step_follow_from_what_it_gave() -> None:
@@ -269,14 +261,14 @@ def test_rows_that_were_cut_show_what_their_answers_took_and_no_rejection() -> N
     steps.settle(launch, result(5, [2, 5, 6, 3]), [2, 2, 5, 3])
     (report,) = link.reports
     assert report.accepted_counts == [0, 1, 1, 0, 1, 1]
-    assert report.groups == ()
+    assert not report.groups
     assert report.delivered_tokens == 12
     (own,) = report.proposals
-    assert own == ProposalsEntry(0, 0, [0, 1, 1, 0, 0, 1], [0, 0, 1, 0, 0])
-    assert report.classes == (
-        ClassEntry("a", [0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0]),
-        ClassEntry("b", [0, 0, 1, 0, 0, 1]),
-    )
+    assert own == proposals("eagle3", [0, 1, 1, 0, 0, 1], [0, 0, 1, 0, 0])
+    assert list(report.classes) == [
+        class_counts("a", [0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0]),
+        class_counts("b", [0, 0, 1, 0, 0, 1]),
+    ]
 
 
 def test_rows_whose_requests_had_ended_are_a_group_that_shows_nothing() -> None:
@@ -286,17 +278,27 @@ def test_rows_whose_requests_had_ended_are_a_group_that_shows_nothing() -> None:
     steps.settle(launch, result(3, [3, 4, 1, 1]), [3, 0, 0, 1])
     (report,) = link.reports
     assert report.accepted_counts == [3, 0, 1, 0]
-    assert report.groups == (
-        GroupEntry(0, 3, [0, 0, 1, 0]),
-        GroupEntry(NO_DRAFTER, 0, (1,)),
-        GroupEntry(0, 0, (2,), ended=True),
-    )
-    assert (report.proposals, report.delivered_tokens) == ((), 4)
-    assert report.classes == (ClassEntry("a", [0, 0, 1, 0]),)
+    assert list(report.groups) == [
+        group("eagle3", [0, 0, 1, 0]),
+        group("", [1]),
+        group("eagle3", [2], ended=True),
+    ]
+    assert (len(report.proposals), report.delivered_tokens) == (0, 4)
+    assert list(report.classes) == [class_counts("a", [0, 0, 1, 0])]
 
 
 def test_a_step_without_drafts_is_never_cut() -> None:
     steps, link = tap()
     settle(steps, 1, 0, [1, 1])
     (report,) = link.reports
-    assert (report.groups, report.proposals, report.delivered_tokens) == ((), (), 2)
+    assert (len(report.groups), len(report.proposals), report.delivered_tokens) == (0, 0, 2)
+
+
+@pytest.mark.parametrize("tokens", [None, 0, 700])
+def test_prompts_that_wait_are_reported_where_they_are_counted(tokens: int | None) -> None:
+    link = RecordingLink()
+    waiting: Any = None if tokens is None else SimpleNamespace(count=lambda: tokens)
+    settle(StepTap(link, waiting=waiting), 1, 3, [1])  # type: ignore[arg-type]
+    (report,) = link.reports
+    assert report.HasField("waiting_prompt_tokens") == (tokens is not None)
+    assert report.waiting_prompt_tokens == (tokens or 0)

@@ -1,11 +1,12 @@
 """What the plugin reads of vLLM's objects, and nothing else of them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source, StepChoice
+from speculation.v1.engine_pb2 import StepReport
+from tests.support.step_reports import filled
 
 
 def choice(gamma: int, epoch: int = 1, probe: int = 0, source: Source = Source.PLAN) -> StepChoice:
@@ -16,11 +17,13 @@ class Link:
     """Keeps reports, and answers with the choices it was given; then with the last one again."""
 
     def __init__(self, *choices: StepChoice) -> None:
-        self.reports: list[ReportPacket] = []
+        self.reports: list[StepReport] = []
         self.asked: list[int] = []
         self.polls = 0
         self._choices = list(choices)
-        self.steering = SimpleNamespace(safe=choice(7, 0, source=Source.SAFE_DEFAULT))
+        self.steering = SimpleNamespace(
+            safe=choice(7, 0, source=Source.SAFE_DEFAULT), names=("eagle3",)
+        )
 
     def choose(self, batch_size: int) -> StepChoice:
         self.asked.append(batch_size)
@@ -29,8 +32,8 @@ class Link:
     def poll(self) -> None:
         self.polls += 1
 
-    def report(self, report: ReportPacket) -> bool:
-        self.reports.append(report)
+    def report(self, fill: Callable[[StepReport], None]) -> bool:
+        self.reports.append(filled(fill))
         return True
 
     def lose(self, _: Any) -> None: ...

@@ -5,27 +5,15 @@ from typing import Any
 
 import pytest
 
-from controller.core.step_report import StepReport
 from controller.wire.reports import report_from_proto
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import (
-    AFTER_GAP,
-    FIRST_USE,
-    MIXED_CHOICE,
-    NO_DRAFTER,
-    SWITCHED,
-    UNSTEERED,
-    GroupEntry,
-    ProposalsEntry,
-)
 from engine_shim.link.plan_follower import Source, StepChoice
-from engine_shim.link.wire import Translator
 from engine_shim.vllm import steered_scheduler, step_reports, vllm_api
 from engine_shim.vllm.settings import VllmSettings
 from engine_shim.vllm.steered_scheduler import Steering, may_not_be_drafted_for
 from engine_shim.vllm.step_reports import StepTap
-from speculation.v1.engine_pb2 import Drafter, EngineSpec
+from tests.support.step_reports import flags_of, group, proposals
 from tests.unit.engine_shim.vllm.fakes import CACHES, Link, choice, output, request, result
 
 GAMMAS = (0, 1, 3, 5)
@@ -95,14 +83,8 @@ class Engine:
         return made
 
 
-def report_of(packet: Any) -> StepReport:
-    """A report as the sidecar sees it."""
-    engine = EngineSpec(drafters=[Drafter(name="eagle3", gammas=GAMMAS)])
-    return report_from_proto(Translator(engine).report(packet, 0))
-
-
-def flags(report: Any) -> int:
-    return int(report.flags & ~FIRST_USE)
+def flags(report: Any) -> set[str]:
+    return flags_of(report) - {"first_use"}
 
 
 def test_what_a_step_verifies_was_drafted_under_the_choice_before():
@@ -125,7 +107,7 @@ def test_what_a_step_verifies_was_drafted_under_the_choice_before():
     ]
     # The first two verified one length and drafted another.
     assert [flags(r) for r in engine.link.reports] == [
-        MIXED_CHOICE, MIXED_CHOICE | SWITCHED, SWITCHED,
+        {"mixed_choice"}, {"mixed_choice", "switched"}, {"switched"},
     ]  # fmt: skip
 
 
@@ -140,7 +122,7 @@ def test_with_async_scheduling_the_result_comes_after_the_next_schedule():
     engine.finish(second, {"a": 1})
     assert [(r.gamma, r.plan_epoch) for r in engine.link.reports] == [(3, 1), (1, 2)]
     # Drafting after the prompt fell into the first step.
-    assert flags(engine.link.reports[0]) == MIXED_CHOICE | AFTER_GAP
+    assert flags(engine.link.reports[0]) == {"mixed_choice", "after_gap"}
 
 
 def test_the_plan_is_asked_for_the_rows_that_will_decode_next():
@@ -170,7 +152,7 @@ def test_an_empty_schedule_is_left_alone_and_is_a_pause():
     assert made.num_spec_tokens_to_schedule == 7
     engine.finish(made, {})
     engine.step({"a": 4}, {"a": 3}, {"a": 2})
-    assert [flags(r) for r in engine.link.reports] == [0, AFTER_GAP]
+    assert [flags(r) for r in engine.link.reports] == [set(), {"after_gap"}]
 
 
 def test_prompt_tokens_beside_decoding_are_counted_and_no_rows_of_it():
@@ -192,7 +174,7 @@ def test_rows_of_other_widths_are_groups():
     (report,) = engine.link.reports
     assert report.gamma == 3
     assert list(report.accepted_counts) == [0, 1, 0, 1]
-    assert report.groups == (GroupEntry(0, 1, [0, 1]), GroupEntry(0, 3, [0, 0, 0, 1]))
+    assert list(report.groups) == [group("eagle3", [0, 1]), group("eagle3", [0, 0, 0, 1])]
 
 
 def test_what_a_lookup_did_not_find_was_not_verified_and_counts_as_refused():
@@ -202,11 +184,11 @@ def test_what_a_lookup_did_not_find_was_not_verified_and_counts_as_refused():
     engine.step({"a": 1, "b": 4, "c": 3}, {"b": 3, "c": 2}, {"a": 1, "b": 3, "c": 3})
     (report,) = engine.link.reports
     assert (report.gamma, list(report.accepted_counts)) == (3, [1, 0, 2, 0])
-    assert report.groups == (
-        GroupEntry(0, 0, [1]), GroupEntry(0, 2, [0, 0, 1]), GroupEntry(0, 3, [0, 0, 1, 0]),
-    )  # fmt: skip
-    assert report.proposals == (ProposalsEntry(0, 0, [1, 0, 2, 0], [0, 0, 0]),)
-    assert not report.flags & MIXED_CHOICE
+    assert list(report.groups) == [
+        group("eagle3", [1]), group("eagle3", [0, 0, 1]), group("eagle3", [0, 0, 1, 0]),
+    ]  # fmt: skip
+    assert list(report.proposals) == [proposals("eagle3", [1, 0, 2, 0])]
+    assert not report.flags.mixed_choice
 
 
 def test_what_a_grammar_took_away_was_not_verified_and_shows_nothing():
@@ -217,9 +199,9 @@ def test_what_a_grammar_took_away_was_not_verified_and_shows_nothing():
     (report,) = engine.link.reports
     # The arm is that of the plan, though no row was as wide.
     assert (report.gamma, list(report.accepted_counts)) == (3, [1, 0, 1, 0])
-    assert report.groups == (GroupEntry(0, 0, [1]), GroupEntry(0, 2, [0, 0, 1]))
-    assert report.proposals == ()
-    assert report_of(report).drafted == ([0, 0, 0, 0], [0, 0, 1])
+    assert list(report.groups) == [group("eagle3", [1]), group("eagle3", [0, 0, 1])]
+    assert not report.proposals
+    assert report_from_proto(report).drafted == ([0, 0, 0, 0], [0, 0, 1])
 
 
 def test_padding_in_place_of_drafts_that_a_grammar_forbade_is_no_draft():
@@ -231,7 +213,7 @@ def test_padding_in_place_of_drafts_that_a_grammar_forbade_is_no_draft():
     made.num_invalid_spec_tokens = {"a": 2}
     engine.finish(made, {"a": 1})
     (report,) = engine.link.reports
-    assert (report.gamma, report.groups) == (3, (GroupEntry(0, 1, [1, 0]),))
+    assert (report.gamma, list(report.groups)) == (3, [group("eagle3", [1, 0])])
 
 
 def test_a_row_that_was_cut_at_its_end_shows_what_the_answer_took():
@@ -242,8 +224,8 @@ def test_a_row_that_was_cut_at_its_end_shows_what_the_answer_took():
     # Of 4, 3 and 3 tokens; vLLM takes one of the first, one of the second, and all of the last.
     engine.finish(made, {"a": 4, "b": 3, "c": 3}, {"a": 1, "b": 1})
     (report,) = engine.link.reports
-    assert (list(report.accepted_counts), report.groups) == ([0, 0, 2, 1], ())
-    assert report.proposals == (ProposalsEntry(0, 0, [0, 0, 1, 0], [0, 2, 0]),)
+    assert (list(report.accepted_counts), list(report.groups)) == ([0, 0, 2, 1], [])
+    assert list(report.proposals) == [proposals("eagle3", [0, 0, 1, 0], [0, 2, 0])]
     assert report.delivered_tokens == 5
 
 
@@ -256,8 +238,11 @@ def test_rows_drafted_under_another_choice_are_reported_as_mixed():
     engine.step({"a": 6, "b": 6, "c": 4}, {"a": 5, "b": 5, "c": 3}, dict.fromkeys("abc", 1))
     report = engine.link.reports[-1]
     assert (report.plan_epoch, report.gamma, report.batch_size) == (2, 5, 3)
-    assert report.flags & MIXED_CHOICE
-    assert report.groups == (GroupEntry(0, 3, [1, 0, 0, 0]), GroupEntry(0, 5, [2, 0, 0, 0, 0, 0]))
+    assert report.flags.mixed_choice
+    assert list(report.groups) == [
+        group("eagle3", [1, 0, 0, 0]),
+        group("eagle3", [2, 0, 0, 0, 0, 0]),
+    ]
 
 
 def test_requests_that_must_not_be_drafted_for_are_a_group_of_their_own():
@@ -271,8 +256,8 @@ def test_requests_that_must_not_be_drafted_for_are_a_group_of_their_own():
     engine.step({"a": 4, "b": 1}, {"a": 3}, {"a": 2, "b": 1})
     (report,) = engine.link.reports
     assert list(report.accepted_counts) == [1, 1, 0, 0]
-    assert report.groups == (GroupEntry(0, 3, [0, 1, 0, 0]), GroupEntry(NO_DRAFTER, 0, (1,)))
-    assert not report.flags & MIXED_CHOICE
+    assert list(report.groups) == [group("eagle3", [0, 1, 0, 0]), group("", [1])]
+    assert not report.flags.mixed_choice
 
 
 def test_nothing_is_drafted_where_nobody_may_be_drafted_for():
@@ -283,8 +268,8 @@ def test_nothing_is_drafted_where_nobody_may_be_drafted_for():
         assert made.num_spec_tokens_to_schedule == 0
     (report,) = engine.link.reports
     assert (report.gamma, list(report.accepted_counts)) == (0, [1])
-    assert report.groups == (GroupEntry(NO_DRAFTER, 0, (1,)),)
-    assert report.flags & MIXED_CHOICE  # the plan asked for 3
+    assert list(report.groups) == [group("", [1])]
+    assert report.flags.mixed_choice  # the plan asked for 3
 
 
 def test_a_row_without_drafts_verified_less_than_its_choice_whatever_comes_next():
@@ -292,7 +277,7 @@ def test_a_row_without_drafts_verified_less_than_its_choice_whatever_comes_next(
     engine.add(request("b", extra={"speculation": False}))
     engine.step({"b": 1}, {}, {"b": 1})
     engine.step({"b": 1}, {}, {"b": 1})
-    assert engine.link.reports[0].flags & MIXED_CHOICE
+    assert engine.link.reports[0].flags.mixed_choice
 
 
 def test_drafts_that_were_cut_at_the_longest_sequence_are_no_arm_of_their_own():
@@ -301,8 +286,8 @@ def test_drafts_that_were_cut_at_the_longest_sequence_are_no_arm_of_their_own():
     engine.step({"a": 1}, {}, {"a": 1})
     engine.step({"a": 2}, {"a": 1}, {"a": 2})
     (report,) = engine.link.reports
-    assert (report.gamma, list(report.accepted_counts), report.groups) == (1, [0, 1], ())
-    assert report.flags & MIXED_CHOICE
+    assert (report.gamma, list(report.accepted_counts), list(report.groups)) == (1, [0, 1], [])
+    assert report.flags.mixed_choice
 
 
 @pytest.mark.parametrize(
@@ -336,9 +321,9 @@ def test_requests_that_have_ended_are_forgotten_and_their_rows_are_a_group_of_th
     engine.finish(made, {"a": 4, "b": 1, "c": 4})
     (report,) = engine.link.reports
     assert (report.batch_size, report.gamma, report.kv_tokens) == (3, 0, 33)
-    assert report.groups == (GroupEntry(NO_DRAFTER, 0, (1,)), GroupEntry(0, 0, (2,), ended=True))
+    assert list(report.groups) == [group("", [1]), group("eagle3", [2], ended=True)]
     # The step was as wide as the rows that had ended.
-    assert report.flags & MIXED_CHOICE
+    assert report.flags.mixed_choice
     assert report.delivered_tokens == 1
     del engine.requests["a"], engine.requests["b"]
     engine.schedule({}, {}, finished=["a", "b", "c"])
@@ -361,7 +346,7 @@ def test_a_step_without_a_lease_says_so():
     engine.add(request("a"))
     engine.step({"a": 1}, {}, {"a": 1})
     engine.step({"a": 4}, {"a": 3}, {"a": 1})
-    assert flags(engine.link.reports[0]) == UNSTEERED
+    assert flags(engine.link.reports[0]) == {"unsteered"}
 
 
 def test_a_batch_beyond_the_graphs_is_a_plain_step_since_it_never_has_one(monkeypatch):
@@ -379,7 +364,7 @@ def test_a_batch_beyond_the_graphs_is_a_plain_step_since_it_never_has_one(monkey
         use_v2_model_runner=False,
     )
     scheduler = SimpleNamespace(
-        vllm_config=config, dynamic_sd_lookup=[0, 3, 2, 1, 0], kv_cache_config=CACHES
+        vllm_config=config, dynamic_sd_lookup=[0, 3, 2, 1, 0], kv_cache_config=CACHES, waiting=[]
     )
     engine = Engine(choice(3))
     engine.steering = steered_scheduler.start(scheduler, VllmSettings.load())
@@ -387,7 +372,7 @@ def test_a_batch_beyond_the_graphs_is_a_plain_step_since_it_never_has_one(monkey
     engine.step({"a": 1}, {}, {"a": 1})
     engine.step({"a": 4}, {"a": 3}, {"a": 1})
     engine.step({"a": 4}, {"a": 3}, {"a": 1})
-    assert [report.flags for report in link.reports] == [FIRST_USE, 0]
+    assert [flags_of(report) for report in link.reports] == [{"first_use"}, set()]
 
 
 def test_a_step_after_a_pause_of_the_engine_says_so(clock):
@@ -399,7 +384,7 @@ def test_a_step_after_a_pause_of_the_engine_says_so(clock):
     clock.now += 60
     engine.step({"a": 4}, {"a": 3}, {"a": 1})
     engine.step({"a": 4}, {"a": 3}, {"a": 1})
-    assert [bool(r.flags & AFTER_GAP) for r in engine.link.reports] == [False, True, False]
+    assert [r.flags.after_gap for r in engine.link.reports] == [False, True, False]
     seconds = [round(r.step_seconds / TICK_SECONDS) for r in engine.link.reports]
     assert seconds == [2, 1, 2]
 
@@ -469,7 +454,7 @@ def test_what_vllm_drops_after_a_preemption_of_all_has_no_drafts(dropped, rows):
     engine.finish(made, {"a": 2, "b": 4})
     (report,) = engine.link.reports
     assert report.batch_size == 2
-    drafted = report.groups[0] if report.groups else GroupEntry(0, 3, report.accepted_counts)
+    drafted = report.groups[0] if report.groups else group("eagle3", report.accepted_counts)
     assert sum(drafted.accepted_counts) == rows
 
 
@@ -546,7 +531,7 @@ def test_with_async_scheduling_prompts_in_every_step_are_no_gap():
         engine.step({"a": 4, "b": 16}, {"a": 3}, {"a": 1, "b": 0})
         engine.requests["b"].num_computed_tokens = 16
     engine.step({"a": 4}, {"a": 3}, {"a": 1})
-    found = [bool(report.flags & AFTER_GAP) for report in engine.link.reports]
+    found = [report.flags.after_gap for report in engine.link.reports]
     assert found == [False, False, True]
 
 
@@ -630,3 +615,15 @@ def test_an_engine_whose_caches_hold_a_state_that_vllm_loses_does_not_start(monk
     with pytest.raises(UnsupportedEngineError, match="silently wrong"):
         steered_scheduler.start(scheduler, VllmSettings.load())
     assert started == []
+
+
+@pytest.mark.parametrize("tokens", [None, 0, 700])
+def test_prompts_that_wait_are_reported_where_they_are_counted(tokens: int | None):
+    engine = Engine(
+        choice(3), waiting=None if tokens is None else SimpleNamespace(count=lambda: tokens)
+    )
+    engine.add(request("a"))
+    engine.step({"a": 1}, {}, {"a": 1})
+    engine.step({"a": 4}, {"a": 3}, {"a": 2})
+    (report,) = engine.link.reports
+    assert report.waiting_prompt_tokens == (tokens or 0)

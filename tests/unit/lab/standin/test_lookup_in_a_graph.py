@@ -9,15 +9,22 @@ from cpu_graphs.graph import Graph
 from cpu_graphs.recorder import Recording
 from torch.utils._pytree import tree_leaves
 
-from engine_shim.link.packets import RuleEntry
 from engine_shim.sglang.drafters import lookup
 from engine_shim.sglang.drafters.lookup import LEAST_MATCH, TokenHistory
 from engine_shim.sglang.drafters.row_choice import RowChoice
+from speculation.v1.plan_pb2 import MixtureRule
 from tests.support.looking_up import Request, looked_up
 
 WIDTH = 320
 # It always prefers a lookup that has found something.
-RULE = RuleEntry(2, 4, 0.0, (1.0,), LEAST_MATCH, 0.1)
+RULE = MixtureRule(
+    drafter="mixture",
+    gamma=4,
+    main_expected=0.0,
+    free_expected=[1.0],
+    least_match=LEAST_MATCH,
+    ratio_weight=0.1,
+)
 # What a lookup of 64 requests with 8,192 tokens each may launch, and touch, on the device.
 KERNELS_MOST = 33
 BYTES_A_TOKEN_MOST = 105
@@ -42,7 +49,7 @@ def test_lookup_choice_and_learning_are_captured_in_a_graph_that_follows_their_i
     rows, newest = torch.tensor([0, 4, 6]), torch.zeros(3, dtype=torch.int64)
     main, known = torch.zeros((3, 4), dtype=torch.int64), torch.ones(3, dtype=torch.int64)
     verified = torch.zeros((3, 5), dtype=torch.int64)
-    rule = choice.rule((RULE,), 2, 4)
+    rule = choice.rule((RULE,), "mixture", 4)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         free = history.propose(rows, newest, 4, [WIDTH - 1] * 3)

@@ -10,6 +10,7 @@ import pytest
 from controller.core.clock import VirtualClock
 from controller.core.step_report import StepReport
 from controller.service.net.errors import ShuttingDownError
+from controller.service.sessions.session import session_tag
 from controller.wire.engines import engine_from_proto
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2
 from tests.support.service_harness import (
@@ -53,6 +54,11 @@ BAD_REPORTS: dict[str, tuple[dict[str, Any], grpc.StatusCode, str]] = {
     "confidence above one": ({"confidences": [0.5, 1.5]}, INVALID, "are not 2 probabilities"),
     "empty batch": ({"batch_size": 0, "accepted_counts": [0, 0, 0]}, INVALID, "batch_size 0"),
     "step going back": ({"step": 3}, PRECONDITION, "step 3 does not follow step 10"),
+    "a queue without end": (
+        {"waiting_prompt_tokens": 2**63},
+        INVALID,
+        "waiting_prompt_tokens 9223372036854775808",
+    ),
     "step repeated": ({"step": 10}, PRECONDITION, "step 10 does not follow step 10"),
 }
 bad_reports = pytest.mark.parametrize(
@@ -500,3 +506,88 @@ async def test_decide_runs_a_probe_for_its_steps_and_charges_it(tmp_path: Path):
     assert 0 < asked <= 8 * explorer.probes
     assert explanation.probe_share > 0
     assert not all(probing[-20:])
+
+
+def introduction(engine: engine_pb2.EngineSpec) -> service_pb2.IntroduceRequest:
+    return service_pb2.IntroduceRequest(engine=engine, engine_secret=secret_of(engine.engine_id))
+
+
+async def test_plans_carry_a_number_of_their_session_and_not_its_id(tmp_path: Path):
+    async with serving(tmp_path) as running:
+        first, second = [
+            await soon(running.speculation.Introduce(introduction(engine_message(name))))
+            for name in ("engine-1", "engine-2")
+        ]
+        stream = SteerClient(running, first.session_id)
+        await stream.send(report_message(1))
+        plan = await stream.plan()
+    assert 0 != first.plan.session != second.plan.session != 0
+    assert plan.session == first.plan.session == session_tag(first.session_id)
+
+
+def test_session_tags_differ_and_are_never_zero():
+    tags = {session_tag(f"session-{i}") for i in range(1000)}
+    assert len(tags) == 1000
+    assert 0 not in tags
+
+
+@pytest.mark.parametrize("unary", [False, True])
+async def test_a_plan_of_another_session_is_not_believed_to_be_one_of_this(
+    tmp_path: Path, unary: bool
+):
+    async with serving(tmp_path) as running:
+        request = introduction(engine_message())
+        opened = await soon(running.speculation.Introduce(request))
+        session = running.sidecar.registry.by_engine("engine-0")
+        stream = SteerClient(running, opened.session_id)
+        seen = []
+        for step, of in enumerate((0, opened.plan.session, opened.plan.session ^ 1), 1):
+            report = report_message(step, plan_epoch=4, probe_id=8, plan_session=of)
+            if unary:
+                asked = service_pb2.DecideRequest(session_id=opened.session_id, report=report)
+                await soon(running.speculation.Decide(asked))
+            else:
+                await stream.send(report)
+                await until(lambda step=step: session.newest_step == step)
+            assert session.last_report is not None
+            seen.append((session.last_report.plan_epoch, session.last_report.probe_id))
+    assert seen[:2] == [(4, 8), (4, 8)]
+    # A unary call's report is taken for one of the probe that its session has open.
+    assert seen[2] == ((0, 1) if unary else (0, 0))
+
+
+def of_a_later_version() -> engine_pb2.EngineSpec:
+    """An engine with a drafter whose kind is not known here, and with losses."""
+    message = engine_message()
+    message.drafters.add(name="oracle", kind=77, gammas=[1, 2])
+    message.lost.add(capability=engine_pb2.CAPABILITY_DRAFTER, drafter="oracle", reason="gone")
+    message.lost.add(capability=engine_pb2.CAPABILITY_SLEEP, reason="gone")
+    return message
+
+
+async def test_a_drafter_of_a_kind_that_is_not_known_is_left_out_with_its_losses(tmp_path: Path):
+    async with serving(tmp_path) as running:
+        request = introduction(of_a_later_version())
+        opened = await soon(running.speculation.Introduce(request))
+        session = running.sidecar.registry.by_engine("engine-0")
+        assert [drafter.name for drafter in session.spec.drafters] == ["mtp"]
+        assert [loss.drafter for loss in session.spec.lost] == [""]
+        loss = engine_pb2.LostCapability(
+            capability=engine_pb2.CAPABILITY_DRAFTER, drafter="oracle", reason="again"
+        )
+        stream = SteerClient(running, opened.session_id)
+        reports = [report_message(1), report_message(2, drafter="oracle")]
+        await soon(stream.call.write(service_pb2.SteerRequest(
+            session_id=opened.session_id, reports=reports, lost=[loss]
+        )))  # fmt: skip
+        (rejection,) = await stream.rejections()
+    assert (rejection.step, "unknown drafter" in rejection.message) == (2, True)
+
+
+async def test_a_first_drafter_that_is_not_known_is_refused(tmp_path: Path):
+    engine = engine_message()
+    engine.drafters[0].kind = 77  # type: ignore[assignment]
+    async with serving(tmp_path) as running:
+        code, message = await failure(running.speculation.Introduce(introduction(engine)))
+    assert code is INVALID
+    assert "kind 77 is unspecified or not known here" in message

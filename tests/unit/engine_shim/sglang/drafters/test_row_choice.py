@@ -1,24 +1,53 @@
 """The choice of rows, what steps show of proposals, and the counts that are reported of them."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_shim.link.packets import RuleEntry
 from engine_shim.sglang.drafters.lookup import LEAST_MATCH, Proposal
 from engine_shim.sglang.drafters.row_choice import Drafted, RowChoice
-from engine_shim.sglang.drafters.row_counts import Role, RowCounts, count_rows, count_watched
+from engine_shim.sglang.drafters.row_counts import NOT_CUT, Role, count_rows, count_watched
+from speculation.v1.engine_pb2 import StepReport
+from speculation.v1.plan_pb2 import MixtureRule
+from tests.support.step_reports import group, proposals
 
 MAIN, LOOKUP, MIXTURE = 0, 1, 2
+NAMES = ("main", "lookup", "mixture")
 WEIGHT = 0.25
 
 
-def rule_of(main: float, *free: float, gamma: int = 4) -> RuleEntry:
-    return RuleEntry(MIXTURE, gamma, main, free, LEAST_MATCH, WEIGHT)
+def rule_of(main: float, *free: float, gamma: int = 4) -> MixtureRule:
+    return MixtureRule(
+        drafter=NAMES[MIXTURE],
+        gamma=gamma,
+        main_expected=main,
+        free_expected=free,
+        least_match=LEAST_MATCH,
+        ratio_weight=WEIGHT,
+    )
+
+
+def counts_of(
+    outcome: torch.Tensor,
+    accepted: Sequence[int],
+    gamma: int,
+    role: Role,
+    kept: Mapping[int, int] = NOT_CUT,
+) -> StepReport:
+    report = StepReport(gamma=gamma)
+    mixture = None if role.main is None else MIXTURE
+    count_rows(report, outcome, accepted, role, LOOKUP, mixture, NAMES, kept)
+    return report
+
+
+def watched(outcome: torch.Tensor) -> StepReport:
+    report = StepReport()
+    count_watched(report, outcome, NAMES[MAIN], NAMES[LOOKUP])
+    return report
 
 
 def proposal(tokens: Sequence[Sequence[int]], match: Sequence[int]) -> Proposal:
@@ -44,7 +73,7 @@ ROW = st.tuples(
 def test_a_step_shows_of_each_proposal_what_its_tokens_tell(rows, is_mixed, has_rule):
     choice = RowChoice(8, "cpu")
     main, free, match, truth = (list(column) for column in zip(*rows, strict=True))
-    rule = choice.rule((rule_of(1.0, 0.5, 2.0, 2.0, 3.0),), MIXTURE, 4) if has_rule else None
+    rule = choice.rule((rule_of(1.0, 0.5, 2.0, 2.0, 3.0),), NAMES[MIXTURE], 4) if has_rule else None
     tokens, drafted = choice.choose(
         torch.arange(len(rows)), torch.tensor(main), proposal(free, match), rule, is_mixed=is_mixed
     )
@@ -55,7 +84,7 @@ def test_a_step_shows_of_each_proposal_what_its_tokens_tell(rows, is_mixed, has_
     verified = [[*t[: a + 1], *[9] * (4 - a)] for t, a in zip(truth, accepted, strict=True)]
     outcome = choice.learn(drafted, torch.tensor(verified), torch.tensor(accepted) + 1)
     role = Role(MAIN, is_mixed=is_mixed and has_rule)
-    counts = count_rows(outcome, accepted, 4, role, LOOKUP, MIXTURE)
+    counts = counts_of(outcome, accepted, 4, role)
     expected: Counter[tuple[int, int, int, bool]] = Counter()
     for m, f, length, c, a, t in zip(main, free, match, chose, accepted, truth, strict=True):
         shown = {MAIN: leading(m, t[: a + 1]), LOOKUP: leading(f, t[: a + 1])}
@@ -69,29 +98,26 @@ def test_a_step_shows_of_each_proposal_what_its_tokens_tell(rows, is_mixed, has_
             key = length if drafter == LOOKUP else 0
             expected[drafter, key, n, n == a + 1 and n < 4] += 1
     assert counted(counts) == expected
-    assert sum(sum(group.accepted_counts) for group in counts.groups) == (
+    assert sum(sum(part.accepted_counts) for part in counts.groups) == (
         len(rows) if role.is_mixed else 0
     )
 
 
-def counted(counts: RowCounts) -> Counter[tuple[int, int, int, bool]]:
+def counted(counts: StepReport) -> Counter[tuple[int, int, int, bool]]:
     """By drafter, match length, tokens and whether they are censored: rows."""
     found: Counter[tuple[int, int, int, bool]] = Counter()
     for part in counts.proposals:
         for censored in (False, True):
             for n, many in enumerate(part.censored_counts if censored else part.accepted_counts):
                 if many:
-                    found[part.drafter_index, part.match_length, n, censored] += many
+                    found[NAMES.index(part.drafter), part.match_length, n, censored] += many
     return found
 
 
 def test_groups_hold_the_rows_of_each_drafter():
     outcome = torch.tensor([[1, 5, 1, 3, 3], [0, 0, 2, 0, 2], [1, 2, 0, 1, 1]])
-    groups = count_rows(outcome, [3, 2, 1], 4, Role(MAIN, is_mixed=True), LOOKUP, MIXTURE).groups
-    assert [(g.drafter_index, g.accepted_counts) for g in groups] == [
-        (MAIN, (0, 0, 1, 0, 0)),
-        (LOOKUP, (0, 1, 0, 1, 0)),
-    ]
+    groups = counts_of(outcome, [3, 2, 1], 4, Role(MAIN, is_mixed=True)).groups
+    assert list(groups) == [group("main", [0, 0, 1, 0, 0]), group("lookup", [0, 1, 0, 1, 0])]
 
 
 def test_a_lookup_that_drafts_alone_tells_of_itself_only():
@@ -100,20 +126,18 @@ def test_a_lookup_that_drafts_alone_tells_of_itself_only():
     free = proposal([[1, 1], [1, 1]], [3, 0])
     drafted = Drafted(rows, 2, None, free, None, None, is_mixed=False)
     outcome = choice.learn(drafted, torch.tensor([[1, 0, 0], [0, 0, 0]]), torch.tensor([2, 1]))
-    counts = count_rows(outcome, [1, 0], 2, Role(None, is_mixed=False), LOOKUP, None)
-    assert counts.groups == ()
-    assert [(p.drafter_index, p.match_length, p.accepted_counts) for p in counts.proposals] == [
-        (LOOKUP, 3, (0, 1, 0)),
-        (LOOKUP, 0, (1, 0, 0)),
+    counts = counts_of(outcome, [1, 0], 2, Role(None, is_mixed=False))
+    assert not counts.groups
+    assert list(counts.proposals) == [
+        proposals("lookup", [0, 1, 0], match_length=3),
+        proposals("lookup", [1, 0, 0]),
     ]
 
 
 def test_what_lies_behind_the_end_of_an_answer_shows_nothing_of_a_proposal():
     # Three accepted of 4 by the main drafter, of which the answer took 2; the lookup agreed with 1.
     outcome = torch.tensor([[0, 5, 4, 1, 3], [0, 4, 2, 4, 3]])
-    counts = count_rows(
-        outcome, [3, 3], 4, Role(MAIN, is_mixed=True), LOOKUP, MIXTURE, kept={0: 2, 1: 2}
-    )
+    counts = counts_of(outcome, [3, 3], 4, Role(MAIN, is_mixed=True), kept={0: 2, 1: 2})
     assert counted(counts) == {
         (LOOKUP, 5, 1, False): 1,
         (LOOKUP, 4, 2, True): 1,
@@ -127,31 +151,28 @@ def test_at_gamma_0_first_tokens_are_compared_and_nothing_is_accepted():
     main = torch.tensor([[5], [6], [5]])
     drafted = Drafted(torch.arange(3), 1, main, free, None, None, is_mixed=False, is_verified=False)
     outcome = choice.learn(drafted, torch.tensor([[5], [6], [6]]), torch.tensor([1, 1, 1]))
-    counts = count_watched(outcome, MAIN, LOOKUP)
-    assert counts.groups == ()
-    assert [
-        (p.drafter_index, p.match_length, p.accepted_counts, p.censored_counts)
-        for p in counts.proposals
-    ] == [
-        (LOOKUP, 2, (0, 1), (0,)),
-        (LOOKUP, 3, (0, 1), (0,)),
-        (LOOKUP, 0, (1, 0), (0,)),
-        (MAIN, 0, (1, 2), (0,)),
+    counts = watched(outcome)
+    assert not counts.groups
+    assert list(counts.proposals) == [
+        proposals("lookup", [0, 1], match_length=2),
+        proposals("lookup", [0, 1], match_length=3),
+        proposals("lookup", [1, 0]),
+        proposals("main", [1, 2]),
     ]
 
 
 def test_at_gamma_0_a_batch_without_a_row_that_may_be_drafted_for_has_no_counts():
-    assert count_watched(torch.zeros((0, 5)), MAIN, LOOKUP).proposals == ()
+    assert not watched(torch.zeros((0, 5))).proposals
 
 
 def steps(
-    choice: RowChoice, rule: RuleEntry, main: Sequence[int], free: Sequence[int], times: int
+    choice: RowChoice, rule: MixtureRule, main: Sequence[int], free: Sequence[int], times: int
 ) -> list[bool]:
     """Whether row 3 prefers the lookup, step after step; all of them verify 1, 1, 1, 1, 1."""
     found = []
     rows, truth = torch.tensor([3]), torch.ones((1, 5), dtype=torch.int64)
     for _ in range(times):
-        device_rule = choice.rule((rule,), MIXTURE, 4)
+        device_rule = choice.rule((rule,), NAMES[MIXTURE], 4)
         tokens, drafted = choice.choose(
             rows, torch.tensor([main]), proposal([free], [5]), device_rule, is_mixed=True
         )
@@ -201,7 +222,7 @@ def test_without_a_rule_the_main_drafter_is_used():
 @pytest.mark.parametrize(("match", "wanted"), [(0, False), (2, False), (3, True), (5, True)])
 def test_a_longer_match_than_the_rule_names_counts_as_its_longest(match, wanted):
     choice = RowChoice(8, "cpu")
-    rule = choice.rule((rule_of(1.0, 0.5, 1.5),), MIXTURE, 4)
+    rule = choice.rule((rule_of(1.0, 0.5, 1.5),), NAMES[MIXTURE], 4)
     _, drafted = choice.choose(
         torch.tensor([0]), torch.zeros((1, 4), dtype=torch.int64),
         proposal([[1, 1, 1, 1]], [match]), rule, is_mixed=True,

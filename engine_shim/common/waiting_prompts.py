@@ -1,0 +1,32 @@
+"""Counts the prompt tokens that wait, for a step's report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Final
+
+# A queue of unchanged length is counted again after so many steps: one request may have replaced
+# another.
+_STEPS_PER_COUNT: Final = 64
+
+
+class WaitingPrompts:
+    """Counts the prompt tokens of requests that wait for their first pass.
+
+    queue: returns the requests that wait now.  tokens: returns those of a request's prompt, 0 if it
+    has had its first pass.  A long queue is not counted in each step, since the engine would wait.
+    """
+
+    def __init__(self, queue: Callable[[], Collection[Any]], tokens: Callable[[Any], int]) -> None:
+        self._queue = queue
+        self._tokens = tokens
+        self._length = self._count = self._steps = 0
+
+    def count(self) -> int:
+        """Returns the tokens, as the step ends."""
+        queue = self._queue()
+        self._steps += 1
+        if len(queue) != self._length or self._steps >= _STEPS_PER_COUNT:
+            self._length, self._steps = len(queue), 0
+            self._count = sum(map(self._tokens, queue))
+        return self._count

@@ -1,0 +1,159 @@
+"""Packs and reads what travels on the socket pair between an engine and its agent.
+
+A packet is one message of the contract.
+
+  engine -> agent   first an IntroduceRequest; then, after a byte that says which of them it is, a
+                    StepReport, which the agent passes on unread, or a SteerRequest without reports
+  agent -> engine   after the time at which it came from the sidecar (8 bytes), an AgentMessage
+
+Both ends are started from one installation.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from hashlib import blake2b
+from typing import Final, NamedTuple, TypeAlias
+
+from google.protobuf.internal import api_implementation
+from google.protobuf.message import DecodeError, Message
+
+from engine_shim.link.errors import PacketError
+from speculation.v1 import link_pb2
+from speculation.v1.link_pb2 import AgentMessage, LinkState
+from speculation.v1.plan_pb2 import Plan
+from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest
+
+MAX_GAMMA: Final = 64
+# An introduction and a plan fit well; the kernel's buffer of a socket holds three.
+MAX_PACKET_BYTES: Final = 64 * 1024
+# Bytes of a state's text.
+MAX_TEXT_BYTES: Final = 256
+PURE_PYTHON_VARIABLE: Final = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+# The first byte of a packet from the engine, after its introduction.
+REPORT: Final = b"\x01"
+REQUEST: Final = b"\x02"
+_ARRIVAL: Final = struct.Struct("<q")
+# The head of SteerRequest.reports: a field with a length (wire type 2).
+_REPORT_HEAD: Final = SteerRequest.REPORTS_FIELD_NUMBER << 3 | 2
+_DIGEST_BYTES: Final = 8
+_NOT_OF_TABLE: Final = tuple(
+    field.name for field in Plan.DESCRIPTOR.fields if field.name not in {"rows", "rules"}
+)
+
+
+class SidecarState(IntEnum):
+    """Names the state of the agent's conversation with the sidecar, as proto SidecarState does."""
+
+    UNKNOWN = link_pb2.SIDECAR_STATE_UNSPECIFIED
+    STEERING = link_pb2.SIDECAR_STATE_STEERING
+    AWAY = link_pb2.SIDECAR_STATE_AWAY
+    REFUSED = link_pb2.SIDECAR_STATE_REFUSED
+
+
+class ArrivedPlan(NamedTuple):
+    """A plan as the agent passes it on.
+
+    `arrival_ns`: CLOCK_MONOTONIC when the agent received it; the lease counts from there.
+    `table_digest`: as in proto AgentMessage.
+    """
+
+    plan: Plan
+    arrival_ns: int
+    table_digest: int = 0
+
+
+def slow_protobuf() -> str:
+    """Returns why protobuf is too slow for an engine's thread here; "" if it is not."""
+    if api_implementation.Type() != "python":
+        return ""
+    return (
+        "protobuf runs as pure Python, which takes 20 times as long in each step: unset "
+        f"{PURE_PYTHON_VARIABLE}, or install a protobuf with its compiled part"
+    )
+
+
+def as_field(report: bytes) -> bytes:
+    """Returns a serialized StepReport as an entry of SteerRequest.reports.
+
+    The entries of a message may follow each other, and its other fields, in any order.
+    """
+    head, length = bytearray((_REPORT_HEAD,)), len(report)
+    while length > 0x7F:
+        head.append(length & 0x7F | 0x80)
+        length >>= 7
+    head.append(length)
+    return bytes(head) + report
+
+
+def table_digest(plan: Plan) -> int:
+    """Returns a number, not 0, that is the same for the same rows and rules."""
+    table: Message = Plan()
+    table.CopyFrom(plan)
+    for name in _NOT_OF_TABLE:
+        table.ClearField(name)
+    content = table.SerializeToString(deterministic=True)
+    return int.from_bytes(blake2b(content, digest_size=_DIGEST_BYTES).digest(), "little") or 1
+
+
+def read_introduction(packet: bytes) -> IntroduceRequest:
+    """Reads the engine's first packet.  Raises PacketError when that introduces no engine."""
+    try:
+        request = IntroduceRequest.FromString(packet)
+    except DecodeError as error:
+        raise PacketError(f"the first packet is no introduction: {error}") from error
+    if not request.HasField("engine"):
+        raise PacketError("the first packet introduces no engine")
+    return request
+
+
+def read_request(packet: bytes) -> SteerRequest:
+    """Reads a packet from the engine that is no report.  Raises PacketError for anything else."""
+    try:
+        request = SteerRequest.FromString(packet[1:])
+    except DecodeError as error:
+        raise PacketError(f"{len(packet)} bytes are no SteerRequest: {error}") from error
+    if packet[:1] != REQUEST or request.reports:
+        raise PacketError(f"{len(packet)} bytes are neither a report nor a loss")
+    return request
+
+
+def plan_packet(arrived: ArrivedPlan) -> bytes:
+    """Packs a plan.  Raises PacketError when it is too large."""
+    message = AgentMessage(plan=arrived.plan, table_digest=arrived.table_digest)
+    packet = _packed(message, arrived.arrival_ns)
+    if len(packet) > MAX_PACKET_BYTES:
+        raise PacketError(f"plan {arrived.plan.epoch}: {len(packet)} bytes")
+    return packet
+
+
+def state_packet(state: SidecarState, code: int, text: str) -> bytes:
+    """Packs a state.  `text` is cut to MAX_TEXT_BYTES bytes of UTF-8, and to whole characters."""
+    text = text.encode("utf-8", "replace")[:MAX_TEXT_BYTES].decode("utf-8", "ignore")
+    said = LinkState(state=link_pb2.SidecarState.ValueType(state), code=code, text=text)
+    return _packed(AgentMessage(state=said), 0)
+
+
+def _packed(message: AgentMessage, arrival_ns: int) -> bytes:
+    return _ARRIVAL.pack(arrival_ns) + message.SerializeToString()
+
+
+def read_packet(packet: Buffer) -> ArrivedPlan | LinkState:
+    """Reads a packet from the agent.  Raises PacketError for anything else."""
+    if len(packet) > MAX_PACKET_BYTES:
+        raise PacketError(f"a packet of more than {MAX_PACKET_BYTES} bytes")
+    try:
+        (arrival_ns,) = _ARRIVAL.unpack_from(packet)
+        message = AgentMessage.FromString(bytes(packet[_ARRIVAL.size :]))
+    except (struct.error, DecodeError) as error:
+        raise PacketError(f"a packet of {len(packet)} bytes is no message: {error}") from error
+    content = message.WhichOneof("content")
+    if content == "plan":
+        return ArrivedPlan(message.plan, arrival_ns, message.table_digest)
+    if content != "state":
+        raise PacketError(f"a packet of {len(packet)} bytes says nothing")
+    return message.state

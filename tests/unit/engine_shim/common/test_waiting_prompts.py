@@ -1,0 +1,40 @@
+"""What waits is counted for each step, and a long queue seldom."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from engine_shim.common.waiting_prompts import WaitingPrompts
+from engine_shim.sglang import step_reports as of_sglang
+from engine_shim.vllm import step_reports as of_vllm
+
+
+def test_a_queue_is_counted_as_it_changes_and_now_and_then():
+    queue, counted = [3, 4], 0
+
+    def tokens(request: int) -> int:
+        nonlocal counted
+        counted += 1
+        return request
+
+    waiting = WaitingPrompts(lambda: queue, tokens)
+    assert [waiting.count() for _ in range(10)] == [7] * 10
+    assert counted == 2
+    queue.append(5)
+    assert waiting.count() == 12
+    queue[0] = 100  # of as many
+    assert [waiting.count() for _ in range(64)][-1] == 109
+    queue.clear()
+    assert waiting.count() == 0
+
+
+def test_a_request_that_has_begun_to_answer_waits_for_no_first_pass():
+    def of(output: int) -> Any:
+        return SimpleNamespace(
+            origin_input_ids=[1] * 9,
+            output_ids=[1] * output,
+            num_prompt_tokens=9,
+            num_output_tokens=output,
+        )
+
+    for engine in (of_sglang, of_vllm):
+        assert [engine.prompt_tokens(of(output)) for output in (0, 2)] == [9, 0]
