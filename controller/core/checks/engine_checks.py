@@ -149,6 +149,7 @@ class _Positions:
         self._successes = [0] * gamma_max
 
     def add(self, accepted_counts: Sequence[int], censored_counts: Sequence[int]) -> None:
+        """Counts a step's sequences, by the counts of its report."""
         reached = sum(accepted_counts) + sum(censored_counts)
         for k in range(min(len(accepted_counts) - 1, len(self.exposures))):
             if censored_counts:

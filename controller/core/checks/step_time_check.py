@@ -104,6 +104,7 @@ class _Difference:
     _visit_mean: float = 0.0
 
     def add(self, value: float, weight: float, visit: int) -> None:
+        """Counts a value of a visit; those of one visit in a row count as their mean."""
         if visit != self._visit:
             if self._visit_weight:
                 self._close()

@@ -181,6 +181,7 @@ class _Unit:
     drafts: int = 0
 
     def add(self, report: StepReport) -> None:
+        """Counts the drafts of a step."""
         exact, censored = report.drafted
         accepted = sum(k * count for part in (exact, censored) for k, count in enumerate(part))
         self.accepted += accepted

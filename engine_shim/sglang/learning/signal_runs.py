@@ -57,6 +57,7 @@ class _Prompt:
 
     @property
     def length(self) -> int:
+        """Returns the number of positions."""
         return len(self.tensors["tokens"])
 
     def behind(self, before: _Prompt | None) -> _Prompt:

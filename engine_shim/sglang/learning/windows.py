@@ -261,6 +261,7 @@ class _Coming:
 
     @property
     def is_there(self) -> bool:
+        """Whether the copy to the host has ended."""
         return self.there is None or self.there.query()
 
 
