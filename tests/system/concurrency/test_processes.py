@@ -13,12 +13,15 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
 import pytest
 
+from controller.service.sessions.session import session_tag
+from controller.wire.reports import report_from_proto
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.plan_follower import Source, safe_choice
 from engine_shim.link.settings import LinkSettings
@@ -240,7 +243,10 @@ def walking(directory: Path) -> Iterator[Walk]:
             ledger.passed_in_vain(session, message)
         elif session not in over:
             ledger.read(session, message.dropped_reports)
-            for report in message.reports:
+            for sent in message.reports:
+                report = report_from_proto(sent)
+                if sent.plan_session != session_tag(session):  # the sidecar ignores that plan
+                    report = replace(report, plan_epoch=0, probe_id=0)
                 ledger.folded_by(session, report)
 
     address = f"unix:{directory}/relay.sock"
