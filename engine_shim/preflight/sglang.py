@@ -74,16 +74,17 @@ def verdict(flags: Sequence[str]) -> Verdict:
 
     settings = load_settings()
     first = settings.version_check("SGLang", version, versions.TESTED)
-    if first.obstacle:
-        return Verdict("SGLang", version, (first,))
+    begun = (first, protobuf_check())
+    if any(check.obstacle for check in begun):
+        return Verdict("SGLang", version, begun)
     try:
-        return _of_known_version(version, settings, first, flags)
+        return _of_known_version(version, settings, begun, flags)
     except ImportError as error:
         raise InputError(f"SGLang {version} cannot be imported here: {error}") from error
 
 
 def _of_known_version(
-    version: str, settings: PluginSettings, first: Check, flags: Sequence[str]
+    version: str, settings: PluginSettings, begun: Sequence[Check], flags: Sequence[str]
 ) -> Verdict:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.plugins import load_plugins
@@ -100,7 +101,7 @@ def _of_known_version(
         (view.speculative_algorithm or "").lower(), view.speculative_num_draft_tokens,
     )  # fmt: skip
     kinds = _readable(lambda: kind_checks(view, settings))
-    checks = [first, protobuf_check(), _plugin_check(), *wish_checks(view, settings), *kinds]
+    checks = [*begun, _plugin_check(), *wish_checks(view, settings), *kinds]
     if any(check.obstacle for check in kinds):
         # SGLang itself may read no further.
         return Verdict("SGLang", version, tuple(checks))

@@ -68,8 +68,9 @@ def verdict(flags: Sequence[str]) -> Verdict:
         )
     settings = VllmSettings.load_or_refuse()
     first = settings.version_check("vLLM", version, vllm_api.TESTED, vllm_api.READ)
-    if first.obstacle:
-        return Verdict("vLLM", version, (first,))
+    begun = (first, protobuf_check())
+    if any(check.obstacle for check in begun):
+        return Verdict("vLLM", version, begun)
     observed = _Observed(settings)
     refusal = ""
     try:
@@ -81,7 +82,7 @@ def verdict(flags: Sequence[str]) -> Verdict:
         raise InputError(f"vLLM {version} cannot be imported here: {error}") from error
     except (ValueError, OSError, AssertionError, RuntimeError) as error:
         raise InputError(f"vLLM refuses these flags itself: {error}") from error
-    found = [first, protobuf_check(), _plugin_check()]
+    found = [*begun, _plugin_check()]
     if observed.config is not None:
         found += checks(observed.config, settings)
     if refusal and refusal not in {check.refusal for check in found}:

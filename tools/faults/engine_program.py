@@ -1,6 +1,6 @@
 """An engine's end of the link as a program: run from any version's tree, told what to do.
 
-    python engine_program.py ADDRESS
+    python engine_program.py ADDRESS [without-mixtures]
 
 One line of JSON for every line on its standard input: after so many steps as the line says, where
 the last choice came from, and its draft length.
@@ -67,13 +67,13 @@ def _copy(report: engine_pb2.StepReport, empty: engine_pb2.StepReport) -> None:
 
 
 def _drafters() -> list[Drafter]:
-    """All that this version can introduce."""
+    """All that this version can introduce, or all but its mixtures, which the oldest refuses."""
     gammas = (1, 2, 3, 5, 7)
     drafters = [
         Drafter(name="eagle3", kind=DRAFTER_KIND_MTP, gammas=(0, *gammas)),
         Drafter(name="ngram", kind=DRAFTER_KIND_NGRAM, gammas=gammas),
     ]
-    if hasattr(engine_pb2, "Mixture"):
+    if hasattr(engine_pb2, "Mixture") and "without-mixtures" not in sys.argv:
         drafters.append(
             Drafter(
                 name="eagle3+ngram",

@@ -1,7 +1,13 @@
 """A plugin that SGLang does not load is an obstacle of its own."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
+from engine_shim.link.messages import PURE_PYTHON_VARIABLE
 from engine_shim.preflight import sglang
 from engine_shim.preflight.verdict import InputError
 from engine_shim.sglang.api import hook_check, versions
@@ -40,3 +46,15 @@ def test_another_version_is_the_only_thing_that_is_looked_at(
     assert not found.is_steered
     (check,) = found.checks
     assert "SGLang 0.6.0 is installed, the plugin is tested with 0.5.21" in check.obstacle
+
+
+def test_a_slow_protobuf_is_a_no_and_not_the_end_of_the_answer() -> None:
+    path = os.pathsep.join(sys.path)
+    command = [sys.executable, "-m", "engine_shim.preflight", "sglang", "-o", "json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False,
+        env=os.environ | {PURE_PYTHON_VARIABLE: "python", "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    found = {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
+    assert PURE_PYTHON_VARIABLE in found["protobuf"]["obstacle"]
