@@ -112,7 +112,7 @@ def leave_out_unknown(message: engine_pb2.EngineSpec) -> frozenset[str]:
 
 
 def _names(drafters: Sequence[engine_pb2.Drafter]) -> frozenset[str]:
-    """Returns all names; "" is none."""
+    """Returns the names of those that have one."""
     return frozenset(drafter.name for drafter in drafters) - {""}
 
 
