@@ -60,7 +60,7 @@ class LinkStatus:
 
     `source`: where the last choice came from.  `lease_seconds_left`: negative after the lease ran
     out, -inf before the first plan.  `reports_dropped`: the socket was full or gone.
-    `reports_invalid`: numbers that fit no message.  `packets_refused`: malformed packets and plans
+    `reports_invalid`: what fits no message.  `packets_refused`: malformed packets and plans
     that were stale or asked for an arm this engine does not have.
     """
 
