@@ -18,7 +18,6 @@ from controller.core.clock import VirtualClock
 from controller.core.engine.checkpoint import Tree, Typed, capture, restore
 from controller.core.engine.engine_controller import EngineController
 from controller.core.errors import SpeculationError
-from controller.core.plan import Plan
 from controller.core.settings import PlannerSettings
 from controller.recording.checkpoint_messages import state_to_proto
 from controller.recording.recorded_controller import versions
@@ -113,10 +112,11 @@ def rebuilt(
     return core
 
 
-def guarded(core: EngineController, moment: Moment, where: str) -> Plan | None:
+def guarded(core: EngineController, moment: Moment, where: str) -> plan_pb2.Plan | None:
     """Tells a core of a moment.  Raises RecordingError also for values that no core can use."""
     with _nonsense_refused(where):
-        return moment.tell(core)
+        plan = moment.tell(core)
+        return None if plan is None else plan_to_proto(plan)
 
 
 @contextmanager
@@ -224,12 +224,11 @@ class _Replay:
             with _nonsense_refused(f"record {number}"):
                 for visitor in self._visitors:
                     visitor.before(moment, wall, core)
-            plan = guarded(core, moment, f"record {number}")
+            now = guarded(core, moment, f"record {number}")
             verdict.reports += moment.kind == "report"
             if moment.is_decision:
                 verdict.decisions += 1
                 verdict.plans += moment.plan is not None
-                now = None if plan is None else plan_to_proto(plan)
                 text = plan_difference(moment.plan, now)
                 if text:
                     self._differ(part, number, wall, text)

@@ -164,12 +164,14 @@ class Window:
 
     def _step(self, report: StepReport, wall: float, core: EngineController) -> None:
         arm, batch, steps = report.arm, report.batch_size, self.steps
+        # A report of another engine fails here, before anything of it is kept.
+        predicted = core.cost.predict(self._core_arms[arm], batch, report.kv_tokens)
         if arm not in self._arm_index:
             self._arm_index[arm] = len(self.arms)
             self.arms.append(arm)
         steps.wall.append(wall)
         steps.seconds.append(report.step_seconds)
-        steps.predicted.append(core.cost.predict(self._core_arms[arm], batch, report.kv_tokens))
+        steps.predicted.append(predicted)
         steps.batch.append(batch)
         steps.arm.append(self._arm_index[arm])
         steps.decoded.append(report.decoded_rows)

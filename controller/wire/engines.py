@@ -85,22 +85,35 @@ def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
 
 
 def leave_out_unknown(message: engine_pb2.EngineSpec) -> frozenset[str]:
-    """Removes drafters of kinds that this version does not know, with their losses.
+    """Removes drafters of kinds that this version does not know, and mixtures that use them.
 
+    Their losses go with them.  Where one of them is the learner, the engine learns nothing here.
     Returns their names.  The first drafter stays whatever it is, since the engine's safe draft
     length is of it, and so does one of unspecified kind.
     """
-    unknown = [
-        drafter
-        for drafter in message.drafters[1:]
-        if drafter.kind and drafter.kind not in _KIND_FROM_PROTO
-    ]
-    for drafter in unknown:
-        message.drafters.remove(drafter)
-    names = {drafter.name for drafter in unknown} - {drafter.name for drafter in message.drafters}
-    for loss in [loss for loss in message.lost if loss.drafter in names]:
-        message.lost.remove(loss)
-    return frozenset(names)
+    drafters = list(message.drafters)
+    kept = [d for d in drafters if d is drafters[0] or not d.kind or d.kind in _KIND_FROM_PROTO]
+    if len(kept) == len(drafters):
+        return frozenset()
+    gone = _names(drafters) - _names(kept)
+    kept = [d for d in kept if d is drafters[0] or not {d.mixture.main, d.mixture.free} & gone]
+    gone = _names(drafters) - _names(kept)
+    rest = engine_pb2.EngineSpec(
+        drafters=kept, lost=[loss for loss in message.lost if loss.drafter not in gone]
+    )
+    message.ClearField("drafters")
+    message.ClearField("lost")
+    message.MergeFrom(rest)
+    able = message.capabilities
+    if able.learner in gone:
+        able.learner = ""
+        able.can_update_online = able.can_collect = able.can_take_versions = False
+    return gone
+
+
+def _names(drafters: Sequence[engine_pb2.Drafter]) -> frozenset[str]:
+    """Returns the names of those that have one."""
+    return frozenset(drafter.name for drafter in drafters) - {""}
 
 
 def _bound(message: Message) -> None:

@@ -8,6 +8,7 @@ from engine_shim.link.errors import PacketError
 from engine_shim.link.losses import KnownLosses
 from engine_shim.link.messages import (
     MAX_PACKET_BYTES,
+    MAX_REPORT_BYTES,
     REPORT,
     ArrivedPlan,
     SidecarState,
@@ -118,7 +119,8 @@ class AgentSocket:
         """Packets that were there."""
         for number in range(_MOST_PACKETS_AT_ONCE):
             try:
-                data = self._peer.recv(MAX_PACKET_BYTES)
+                # One byte more than a packet may have, which shows that one is longer.
+                data = self._peer.recv(MAX_PACKET_BYTES + 1)
             except BlockingIOError:
                 return number
             except OSError:
@@ -133,7 +135,7 @@ class AgentSocket:
         if not self._introduction.done():
             self._take_introduction(data)
             return
-        if data[:1] == REPORT:
+        if data[:1] == REPORT and len(data) <= MAX_REPORT_BYTES:
             self._buffer.add(data[1:])
             self.arrived.set()
             return

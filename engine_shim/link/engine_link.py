@@ -27,6 +27,7 @@ from engine_shim.link.errors import LinkStartError, PacketError, UnusablePlanErr
 from engine_shim.link.messages import (
     MAX_GAMMA,
     MAX_PACKET_BYTES,
+    MAX_REPORT_BYTES,
     REPORT,
     REQUEST,
     ArrivedPlan,
@@ -47,8 +48,8 @@ _MOST_PACKETS_AT_ONCE: Final = 1024
 _PEER_GONE: Final = frozenset(
     {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF, errno.ESHUTDOWN}
 )
-# Of protobuf, for numbers that do not fit a field.
-_UNENCODABLE: Final = (TypeError, ValueError, OverflowError, EncodeError)
+# Of protobuf, for numbers that do not fit a field, and of what is too large for a message.
+_UNENCODABLE: Final = (TypeError, ValueError, OverflowError, EncodeError, PacketError)
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class LinkStatus:
 
     `source`: where the last choice came from.  `lease_seconds_left`: negative after the lease ran
     out, -inf before the first plan.  `reports_dropped`: the socket was full or gone.
-    `reports_invalid`: numbers that fit no message.  `packets_refused`: malformed packets and plans
+    `reports_invalid`: what fits no message.  `packets_refused`: malformed packets and plans
     that were stale or asked for an arm this engine does not have.
     """
 
@@ -150,6 +151,8 @@ class EngineLink:
         try:
             fill(report)
             packet = REPORT + report.SerializeToString()
+            if len(packet) > MAX_REPORT_BYTES:
+                raise PacketError(f"{len(packet)} bytes, limit {MAX_REPORT_BYTES}")
         except _UNENCODABLE as error:
             self._invalid += 1
             if self._invalid == 1:

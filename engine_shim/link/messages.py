@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError, Message
 
 from engine_shim.link.errors import PacketError
 from speculation.v1 import link_pb2
+from speculation.v1.engine_pb2 import StepReport
 from speculation.v1.link_pb2 import AgentMessage, LinkState
 from speculation.v1.plan_pb2 import Plan
 from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest
@@ -28,6 +29,8 @@ from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest
 MAX_GAMMA: Final = 64
 # An introduction and a plan fit well; the kernel's buffer of a socket holds three.
 MAX_PACKET_BYTES: Final = 64 * 1024
+# Less than the smallest message that a sidecar may be set to take.
+MAX_REPORT_BYTES: Final = 60 * 1024
 # Bytes of a state's text.
 MAX_TEXT_BYTES: Final = 256
 PURE_PYTHON_VARIABLE: Final = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
@@ -88,6 +91,15 @@ def as_field(report: bytes) -> bytes:
         length >>= 7
     head.append(length)
     return bytes(head) + report
+
+
+def is_report(report: bytes) -> bool:
+    """Whether a sidecar can read a report; one that it cannot spoils the message it comes in."""
+    try:
+        StepReport.FromString(report)
+    except DecodeError:
+        return False
+    return True
 
 
 def table_digest(plan: Plan) -> int:

@@ -11,6 +11,7 @@ left goes back then.
 from collections import deque
 from collections.abc import Sequence
 
+from engine_shim.link.messages import is_report
 from speculation.v1.service_pb2 import Received
 
 
@@ -114,6 +115,7 @@ class InFlightReports:
     def settle(self, received: Received | None) -> None:
         """The stream is over.  Gives back to the buffer what did not arrive; to be called once.
 
+        A report that no sidecar can read would end every stream that it is sent on: it is lost.
         received: what the next sidecar says to have received on it; None when it does not know.
         """
         received = self.received or received
@@ -122,6 +124,7 @@ class InFlightReports:
         else:
             unsent, lost = self._unsent, self._in_doubt()
         kept = list(self._newest)[-unsent.reports :] if unsent.reports else []
+        kept = [report for report in kept if is_report(report)]
         self._buffer.lose(unsent.reports - len(kept) + unsent.dropped_reports + lost)
         self._buffer.give_back(kept)
 

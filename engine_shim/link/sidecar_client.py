@@ -11,7 +11,13 @@ import grpc
 from engine_shim.link.agent_socket import AgentSocket
 from engine_shim.link.credentials import EngineCredentials
 from engine_shim.link.errors import LinkSettingsError, PacketError
-from engine_shim.link.messages import ArrivedPlan, SidecarState, as_field, table_digest
+from engine_shim.link.messages import (
+    MAX_REPORT_BYTES,
+    ArrivedPlan,
+    SidecarState,
+    as_field,
+    table_digest,
+)
 from engine_shim.link.rate_limited_log import RateLimitedLog
 from engine_shim.link.report_buffer import InFlightReports, ReportBuffer
 from speculation.v1.engine_pb2 import EngineSpec
@@ -28,8 +34,6 @@ _SteerCall: TypeAlias = "grpc.aio.StreamStreamCall[bytes, SteerResponse]"
 
 _STEER: Final = "/speculation.v1.SpeculationService/Steer"
 _REPORTS_PER_MESSAGE: Final = 128
-# Less than the smallest message that a sidecar may be set to take.
-_REPORT_BYTES_PER_MESSAGE: Final = 60 * 1024
 # Both of a slow sidecar's first answers, the connection's and the call's, lie in it; and the end of
 # a path on which packets vanish is noticed soon.
 _INTRODUCE_SECONDS: Final = 5.0
@@ -267,7 +271,7 @@ class _Session:
         self._sign_due = False
         reports: list[bytes] = []
         if self._has_reports:
-            reports = self._buffer.take(_REPORTS_PER_MESSAGE, _REPORT_BYTES_PER_MESSAGE)
+            reports = self._buffer.take(_REPORTS_PER_MESSAGE, MAX_REPORT_BYTES)
         request = SteerRequest(session_id=self._id, dropped_reports=self._buffer.dropped)
         if self._has_losses:
             request.lost.extend(self._port.losses.all)

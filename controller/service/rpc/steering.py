@@ -166,8 +166,14 @@ def _decide(session: EngineSession, message: engine_pb2.StepReport) -> service_p
 def _report_in(session: EngineSession, message: engine_pb2.StepReport) -> StepReport:
     """Converts a report, without the epoch and the probe of a plan of another session.
 
-    Raises InvalidReportError.
+    Also without evidence about drafters that this version does not know.  Raises
+    InvalidReportError.
     """
+    if session.left_out:
+        known = [part for part in message.proposals if part.drafter not in session.left_out]
+        rest = engine_pb2.StepReport(proposals=known)
+        message.ClearField("proposals")
+        message.MergeFrom(rest)
     if message.plan_session not in (0, session.tag):
         message.plan_epoch = message.probe_id = 0
     return report_from_proto(message)

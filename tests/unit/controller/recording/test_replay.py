@@ -15,10 +15,12 @@ from controller.core.training.selective_training import TrainingResult
 from controller.recording import recorder as recorder_module
 from controller.recording import segments as ring_module
 from controller.recording.counterfactual import Counterfactual, CounterfactualChange
+from controller.recording.incident_report import render_ticket
 from controller.recording.recorded_controller import Event, EventLog
 from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
 from controller.recording.segments import MAGIC, RecordingError, blocks, frame
+from controller.recording.window import Window
 from controller.wire.reports import report_from_proto
 from speculation.v1 import engine_pb2, record_pb2
 from tests.support.recorded_events import (
@@ -172,6 +174,42 @@ def test_a_plan_that_was_not_decided_is_found_and_shown(recorded: Path):
     assert (verdict.first.path, verdict.first.record) == (recorded, number)
     assert "B <= 1: recorded" in verdict.first.text
     assert "gamma: 4" in verdict.first.text
+
+
+def of_object(value: record_pb2.StateObject, name: str) -> record_pb2.StateValue:
+    """A variable of a recorded object."""
+    return value.values[list(value.names).index(name)]
+
+
+def test_a_plan_that_no_message_can_hold_cannot_be_decided_again(tmp_path: Path):
+    with recorder(tmp_path) as made:
+        engine(made).core.last_plan(30.0)
+    [path] = segments(tmp_path)
+
+    def forge(at: int, record: record_pb2.Record) -> None:
+        if not at:
+            plan = of_object(record.opening.state, "plan").object
+            for row in of_object(plan, "rows").tuple.values:
+                of_object(of_object(row.object, "arm").object, "drafter").integer = 3
+
+    rewritten(path, forge)
+    [(_, why)] = replay(find(path)).gaps
+    assert why.startswith("record 1 cannot be decided again: TypeError")
+
+
+def test_a_report_that_cannot_be_of_its_engine_is_not_shown_in_part(recorded: Path):
+    number = number_of(recorded, "report", 50)
+
+    def forge(at: int, record: record_pb2.Record) -> None:
+        if at == number:
+            record.report.drafter = "another"
+
+    rewritten(recorded, forge)
+    window = Window()
+    verdict = replay(find(recorded), [window])
+    assert "cannot be decided again" in verdict.gaps[0][1]
+    assert "another" not in {arm.drafter for arm in window.arms}
+    assert render_ticket(window, verdict)
 
 
 def test_a_plan_where_none_came_is_a_difference(recorded: Path):

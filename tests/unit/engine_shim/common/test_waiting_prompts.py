@@ -27,6 +27,22 @@ def test_a_queue_is_counted_as_it_changes_and_now_and_then():
     assert waiting.count() == 0
 
 
+def test_a_long_queue_is_counted_seldom_also_while_it_changes():
+    queue, counted = [1] * 640, 0
+
+    def tokens(request: int) -> int:
+        nonlocal counted
+        counted += 1
+        return request
+
+    waiting = WaitingPrompts(lambda: queue, tokens)
+    assert waiting.count() == 640
+    for step in range(1, 101):
+        queue.append(1)
+        assert 640 + step - waiting.count() < 12
+    assert counted < 100 * 80
+
+
 def test_a_request_that_has_begun_to_answer_waits_for_no_first_pass():
     def of(output: int) -> Any:
         return SimpleNamespace(

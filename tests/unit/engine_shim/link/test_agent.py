@@ -21,9 +21,17 @@ from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
 from lab.harness.scripted_sidecar import ScriptedSidecar
 from speculation.v1.plan_pb2 import Probe
-from speculation.v1.service_pb2 import Received, ReportRejection, SteerRequest, SteerResponse
+from speculation.v1.service_pb2 import (
+    ListEnginesRequest,
+    Received,
+    ReportRejection,
+    SteerRequest,
+    SteerResponse,
+)
+from speculation.v1.service_pb2_grpc import InspectionServiceStub
 from tests.support.eventually import eventually
 from tests.support.link_messages import engine_spec, plan
+from tests.support.sidecar_process import sidecar_process
 from tests.support.step_reports import send, step_report
 
 StartLink = Callable[..., EngineLink]
@@ -236,6 +244,24 @@ def test_a_sidecar_that_forgot_the_session_is_introduced_to_again(sidecar, start
     sidecar.end_streams = None
     eventually(lambda: link.choose(4).session != before.session)
     eventually(lambda: report(link, 1) and sidecar.reports)
+
+
+def test_a_report_that_nobody_can_read_is_lost_alone(tmp_path, start_link):
+    with sidecar_process(tmp_path) as real:
+        link = start_link(sidecar=real.address)
+        choice = steered(link)
+        assert link._socket is not None
+        assert report(link, 1, choice)
+        link._socket.send(messages.REPORT + b"\xff\xff")
+        assert report(link, 2, choice)
+
+        def told() -> tuple[int, int]:
+            with grpc.insecure_channel(real.address) as channel:
+                stub = InspectionServiceStub(channel)
+                [engine] = stub.ListEngines(ListEnginesRequest(), timeout=60).engines
+            return engine.last_report.step, engine.dropped_reports
+
+        eventually(lambda: told() == (2, 1), within=30.0, what="both others have arrived")
 
 
 def test_a_sidecar_that_falls_silent_is_introduced_to_again(sidecar, start_link, capfd):

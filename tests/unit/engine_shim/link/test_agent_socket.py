@@ -81,6 +81,18 @@ async def test_the_first_packet_is_the_introduction_and_the_others_are_reports()
         assert buffer.dropped == 1
 
 
+async def test_a_report_that_no_message_has_room_for_is_lost_alone():
+    large = StepReport(step=1, drafter="x" * MAX_PACKET_BYTES).SerializeToString()
+    async with ported() as (port, buffer, engine):
+        engine.send(HELLO.SerializeToString())
+        engine.send(REPORT + large)
+        engine.send(report(2))
+        await port.introduction()
+        await port.arrived.wait()
+        assert [step_of(r) for r in buffer.take(9, 1000)] == [2]
+        assert buffer.dropped == 1
+
+
 async def test_reports_that_the_engine_dropped_are_counted_and_losses_are_kept():
     loss = LostCapability(capability=CAPABILITY_SLEEP, reason="it failed")
     async with ported() as (port, buffer, engine):

@@ -14,6 +14,7 @@ from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.errors import LinkStartError
 from engine_shim.link.messages import (
     MAX_PACKET_BYTES,
+    MAX_REPORT_BYTES,
     REPORT,
     ArrivedPlan,
     SidecarState,
@@ -202,6 +203,7 @@ def test_the_sidecars_state_is_passed_on():
         ("step_seconds", "0.01"),
         ("drafter", 3),
         ("drafter", "\ud800"),
+        ("drafter", "x" * MAX_REPORT_BYTES),
     ],
 )
 def test_a_report_that_fits_no_message_is_counted_never_raised(name: str, value: object):

@@ -39,6 +39,15 @@ def test_what_a_stopping_sidecar_did_not_receive_goes_back(fails: bool):
     assert steps_in(buffer) == [3, 4, 5]
 
 
+def test_of_what_did_not_arrive_a_report_that_nobody_can_read_is_lost_alone():
+    buffer = filled(2)
+    buffer.add(b"\xff\xff")
+    buffer.add(report(4))
+    stream = sent(buffer, 4)
+    stream.settle(Received(reports=1))
+    assert (buffer.dropped, steps_in(buffer)) == (1, [2, 4])
+
+
 def test_a_write_that_failed_after_it_was_received_is_not_sent_again():
     buffer = filled(3)
     stream = sent(buffer, 2, fails=True)
