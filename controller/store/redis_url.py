@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote, quote_plus, unquote, unquote_plus
 
-from redis.asyncio.connection import parse_url
 
 SCHEMES: Final = (
     "redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster",
@@ -141,6 +140,9 @@ def read_url(url: str) -> RedisUrl:
 
 def _parsed(url: str) -> dict[str, Any]:
     """Reads a URL of one host.  Raises ValueError."""
+    # Loaded only where there is a Redis: it takes its time, and brings others along.
+    from redis.asyncio.connection import parse_url  # noqa: PLC0415
+
     found: dict[str, Any] = {**parse_url(url)}
     # This package has classes of its own.
     found.pop("connection_class", None)

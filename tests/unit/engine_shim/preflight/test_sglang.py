@@ -50,9 +50,9 @@ def test_another_version_is_the_only_thing_that_is_looked_at(
 
 def test_a_slow_protobuf_is_a_no_and_not_the_end_of_the_answer() -> None:
     path = os.pathsep.join(sys.path)
-    command = [sys.executable, "-m", "engine_shim.preflight", "sglang", "-o", "json"]
+    program = [sys.executable, "-m", "engine_shim.preflight", "sglang", "-o", "json"]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False,
+        [*program, "--", "--model-path", "m"], capture_output=True, text=True, check=False,
         env=os.environ | {PURE_PYTHON_VARIABLE: "python", "PYTHONPATH": path},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
