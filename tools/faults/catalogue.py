@@ -142,7 +142,7 @@ def linked_faults(kills: int, damages: int, full_disks: int) -> tuple[Fault, ...
         ),
         Fault(
             "older-sidecar",
-            "today's link and agent, with a lookup and a mixture, at the sidecar of that commit",
+            "today's link and agent, with a lookup, at the sidecar of that commit",
             "steered, reports taken, none refused",
             version_faults.old_sidecar,
             quick=True,
