@@ -14,8 +14,8 @@ from mkdocs.structure.files import File, Files
 
 _PAGES = (
     "*.md", "docs/*.md", "proto/**/*.md", "profiles/*.md", "controller/**/*.md",
-    "engine_shim/**/*.md", "lab/**/*.md", "tests/**/*.md", "deploy/**/*.md",
-    "trainer/**/*.md",
+    "simulator/**/*.md", "engine_shim/**/*.md", "trainer/**/*.md", "lab/**/*.md", "tools/**/*.md",
+    "tests/**/*.md", "deploy/**/*.md",
 )  # fmt: skip
 _LINK = re.compile(r"\]\(([^)#\s]+)")
 _HOME = "README.md"

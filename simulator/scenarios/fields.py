@@ -1,4 +1,4 @@
-"""What the sections of a scenario file share: strict models, bounded numbers, places of errors."""
+"""Defines what the sections of a scenario file share: strict models, bounded numbers, places."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

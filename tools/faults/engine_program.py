@@ -1,7 +1,8 @@
 """An engine's end of the link as a program: run from any version's tree, told what to do.
 
-    python engine_program.py ADDRESS [without-mixtures]
+    python engine_program.py ADDRESS [plain]
 
+plain: it introduces no mixture, which a sidecar from before mixtures would refuse.
 One line of JSON for every line on its standard input: after so many steps as the line says, where
 the last choice came from, and its draft length.
 """
@@ -25,7 +26,8 @@ from speculation.v1.engine_pb2 import (
 
 def main() -> None:
     """Until its input ends."""
-    spec = EngineSpec(engine_id="of-another-version", drafters=_drafters(), max_batch_size=64)
+    drafters = _drafters(mixture="plain" not in sys.argv)
+    spec = EngineSpec(engine_id="of-another-version", drafters=drafters, max_batch_size=64)
     link = EngineLink.start(spec, LinkSettings(sidecar=sys.argv[1]), startup_gamma=1)
     # The oldest link takes the fields of a report one by one.
     takes_fields = len(inspect.signature(link.report).parameters) > 1
@@ -66,14 +68,14 @@ def _copy(report: engine_pb2.StepReport, empty: engine_pb2.StepReport) -> None:
     empty.CopyFrom(report)
 
 
-def _drafters() -> list[Drafter]:
-    """All that this version can introduce, or all but its mixtures, which the oldest refuses."""
+def _drafters(*, mixture: bool) -> list[Drafter]:
+    """All that this version can introduce."""
     gammas = (1, 2, 3, 5, 7)
     drafters = [
         Drafter(name="eagle3", kind=DRAFTER_KIND_MTP, gammas=(0, *gammas)),
         Drafter(name="ngram", kind=DRAFTER_KIND_NGRAM, gammas=gammas),
     ]
-    if hasattr(engine_pb2, "Mixture") and "without-mixtures" not in sys.argv:
+    if mixture and hasattr(engine_pb2, "Mixture"):
         drafters.append(
             Drafter(
                 name="eagle3+ngram",

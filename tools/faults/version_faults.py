@@ -48,7 +48,7 @@ def old_sidecar(place: Path, seen: Seen) -> None:
         ):
             try:
                 wait_until_serving(address, process)
-                with _engine(address, _ROOT, "without-mixtures") as engine:
+                with _engine(address, _ROOT, "plain") as engine:
                     ran = _steered(engine)
                     seen.that("steered by a plan", ran["source"] == "plan", ran)
                     _counted(address, seen)
@@ -82,8 +82,8 @@ def _told(engine: "subprocess.Popen[str]", steps: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _engine(address: str, tree: Path, *options: str) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, str(Path(engine_program.__file__)), address, *options]
+def _engine(address: str, tree: Path, *words: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, str(Path(engine_program.__file__)), address, *words]
     with subprocess.Popen(
         command,
         # `python -m`, by which it starts its agent, looks there first.

@@ -14,6 +14,7 @@ from controller.core.clock import VirtualClock
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.sglang import step_reports
 from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses, Passes
+from engine_shim.sglang.learning.verified_step import UpdateStatus
 from engine_shim.sglang.step_reports import (
     Launch,
     StepTap,
@@ -292,6 +293,19 @@ def test_a_step_without_drafts_is_never_cut() -> None:
     settle(steps, 1, 0, [1, 1])
     (report,) = link.reports
     assert (len(report.groups), len(report.proposals), report.delivered_tokens) == (0, 0, 2)
+
+
+@pytest.mark.parametrize("learnt_from", [None, 0, 2])
+def test_weights_learnt_online_are_said_to_be_learnt(learnt_from: int | None) -> None:
+    steps, link = tap()
+    launch = Launch(choice(3), 1, 10)
+    launch.update_status = UpdateStatus(True, True, 0.25, 3, learnt_from)
+    settle_launch(steps, launch, result(3, [1]))
+    (report,) = link.reports
+    assert (report.flags.updating, report.flags.drafter_reset) == (True, True)
+    assert (report.update_seconds, report.draft_version) == (0.25, 3)
+    assert report.HasField("learnt_from") == (learnt_from is not None)
+    assert report.learnt_from == (learnt_from or 0)
 
 
 @pytest.mark.parametrize("tokens", [None, 0, 700])
