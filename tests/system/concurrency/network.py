@@ -13,6 +13,8 @@ from typing import Any, Self, cast
 import grpc
 import grpc.aio
 
+from controller.core.errors import SpeculationError
+from controller.service.net.errors import abort
 from controller.service.rpc.steering import SpeculationServicer
 from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest
 
@@ -300,7 +302,10 @@ class Server:
     ) -> None:
         code, details = grpc.StatusCode.OK, ""
         try:
-            await handle(context)
+            try:
+                await handle(context)
+            except SpeculationError as refused:  # as the guard ends a call
+                await abort(cast("Any", context), refused)
         except AbortedError as aborted:
             code, details = aborted.code, aborted.details
         except Exception as error:  # noqa: BLE001 -- gRPC answers UNKNOWN, whatever it is
