@@ -8,9 +8,9 @@ from typing import Any
 
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import Profile
-from controller.core.engine_spec import Capabilities, DrafterSpec, EngineSpec, Fingerprint
+from controller.core.engine_spec import Arm, Capabilities, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
-from controller.core.plan import Plan
+from controller.core.plan import PlanRow, Probe
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import ClassCounts, StepFlags, StepReport
@@ -18,6 +18,7 @@ from controller.core.training.selective_training import TrainingSettings
 from controller.recording.recorded_controller import RecordedController
 from controller.recording.recorder import Recorder
 from tests.support.accepted_counts import accepted_counts
+from tests.support.virtual_engine import Acceptance, VirtualEngine
 
 GAMMAS = (0, 1, 2, 3, 5)
 TRAINING = TrainingSettings(initial=2, threshold=4, unit_drafts=32)
@@ -41,41 +42,30 @@ def override(name: str, rule: Rule, reason: str = "because") -> Override:
     return Override(name, Scope(ScopeKind.FLEET), rule, "ann", reason)
 
 
-class Engine:
-    """Runs what the plan says, with classes, confidences, updates and resets now and then."""
+class EventfulEngine(VirtualEngine):
+    """Has classes, confidences, updates and resets now and then, and leaves out probes."""
 
-    def __init__(self, core: RecordedController, clock: VirtualClock, seed: int = 0) -> None:
-        self.core, self.clock = core, clock
-        self.rng = random.Random(seed)
-        self.step = 0
-        self.plan: Plan = core.current_plan()
+    core: RecordedController
 
-    def run(self, steps: int, batch_size: int = 4, acceptance: float = 0.7) -> None:
-        for _ in range(steps):
-            self.one(batch_size, acceptance)
+    def probe_of(self, row: PlanRow) -> Probe | None:
+        return row.probe if row.probe and self.rng.random() < 0.5 else None
 
-    def one(self, batch_size: int, acceptance: float, **changes: Any) -> None:
-        rng, row = self.rng, self.plan.row_for(batch_size)
-        probe = row.probe if row.probe and rng.random() < 0.5 else None
-        arm = probe.arm if probe else row.arm
+    def decode(self, arm: Arm, batch_size: int, acceptance: Acceptance) -> StepReport:
+        rng = self.rng
         counts = tuple(accepted_counts(rng, batch_size, arm.gamma, acceptance))
         self.clock.advance(rng.uniform(0.008, 0.02))
-        self.step += 1
-        report = StepReport(
-            self.step, batch_size, batch_size * rng.randint(400, 600), arm.drafter, arm.gamma,
-            counts, rng.lognormvariate(-4.3 + 0.05 * arm.gamma, 0.1),
-            StepFlags(
+        return self.report(
+            arm, counts,
+            kv_tokens=batch_size * rng.randint(400, 600),
+            seconds=rng.lognormvariate(-4.3 + 0.05 * arm.gamma, 0.1),
+            flags=StepFlags(
                 after_gap=rng.random() < 0.02, unsteered=rng.random() < 0.02,
                 updating=rng.random() < 0.1, drafter_reset=rng.random() < 0.01,
             ),
-            plan_epoch=self.plan.epoch,
-            probe_id=probe.probe_id if probe else 0,
             classes=(ClassCounts("chat <b>", counts),) if rng.random() < 0.3 else (),
             confidences=(0.6,) * arm.gamma if rng.random() < 0.3 else (),
             update_seconds=0.01 if rng.random() < 0.05 else 0.0,
         )  # fmt: skip
-        self.core.observe(report)
-        self.plan = self.core.next_plan() or self.plan
 
 
 @contextmanager
@@ -98,10 +88,10 @@ def engine(
     profile: Profile | None = None,
     seed: int = 0,
     **planner: Any,
-) -> Engine:
+) -> EventfulEngine:
     clock = VirtualClock(1000.0)
     core = made.core(spec or full_spec(), PlannerSettings(**planner), profile, clock, TRAINING)
-    return Engine(core, clock, seed)
+    return EventfulEngine(core, clock, rng=random.Random(seed))
 
 
 def written(made: Recorder) -> None:

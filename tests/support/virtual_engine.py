@@ -4,18 +4,21 @@ by position with known probabilities, steps cost what a known function says."""
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import Arm, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
+from controller.core.plan import Plan, PlanRow, Probe
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 from tests.support.accepted_counts import accepted_counts
 
 GAMMAS = (0, 1, 2, 3, 5, 7)
 StepSeconds = Callable[[int, int], float]
+Acceptance = float | Sequence[float]
 
 
 def gpu_like(gamma: int, batch_size: int) -> float:
@@ -59,51 +62,78 @@ def best_arm_rate(seconds: StepSeconds, acceptance: Sequence[float], batch_size:
 
 @dataclass
 class VirtualEngine:
-    """Runs decode steps under the controller's plan, one step of lag, like the shim does."""
+    """Runs decode steps under the core's plan, one step of lag, like the shim does.
 
-    controller: EngineController
+    Whoever wants other steps overrides `decode`.  seconds: of a step, by gamma and batch size.
+    noise: relative, of the seconds.  context: tokens of a sequence.
+    """
+
+    core: EngineController
     clock: VirtualClock
-    seconds: StepSeconds
-    rng: random.Random
+    seconds: StepSeconds = gpu_like
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
     noise: float = 0.03
+    context: int = 512
     step: int = 0
     tokens: int = 0
     elapsed: float = 0.0
+    probe_id: int = 0
     arms_run: list[Arm] = field(default_factory=list)
     reports: list[tuple[float, StepReport]] = field(default_factory=list)
-    _plan_epoch: int = 0
     _probe: tuple[int, int] = (0, 0)
 
-    def run(self, steps: int, batch_size: int, acceptance: Sequence[float]) -> None:
+    @property
+    def plan(self) -> Plan:
+        return self.core.current_plan()
+
+    def run(self, steps: int, batch_size: int = 4, acceptance: Acceptance = 0.7) -> None:
         """`steps` decode steps of a constant batch; acceptance[k] = P(k + 1 accepted | k were)."""
         for _ in range(steps):
-            self._one(batch_size, acceptance)
+            row = self.plan.row_for(batch_size)
+            probe = self.probe_of(row)
+            arm, self.probe_id = (probe.arm, probe.probe_id) if probe else (row.arm, 0)
+            report = self.decode(arm, batch_size, acceptance)
+            self.elapsed += report.step_seconds
+            self.tokens += batch_size + sum(k * n for k, n in enumerate(report.accepted_counts))
+            self.arms_run.append(arm)
+            self.reports.append((self.clock.now(), report))
+            self.core.observe(report)
+            self.core.next_plan()
 
-    def _one(self, batch_size: int, acceptance: Sequence[float]) -> None:
-        plan = self.controller.current_plan()
-        row = plan.row_for(batch_size)
-        arm, probe_id = row.arm, 0
-        if row.probe is not None:
-            last, left = self._probe
-            if row.probe.probe_id != last:
-                left = row.probe.steps
-            if left > 0:
-                arm, probe_id = row.probe.arm, row.probe.probe_id
-                self._probe = (row.probe.probe_id, left - 1)
+    def probe_of(self, row: PlanRow) -> Probe | None:
+        """The probe that the next step runs: each for its number of steps."""
+        if row.probe is None:
+            return None
+        last, left = self._probe
+        if row.probe.probe_id != last:
+            left = row.probe.steps
+        if left <= 0:
+            return None
+        self._probe = (row.probe.probe_id, left - 1)
+        return row.probe
+
+    def decode(self, arm: Arm, batch_size: int, acceptance: Acceptance) -> StepReport:
+        """Runs a step, which takes time, and gives its report."""
         counts = accepted_counts(self.rng, batch_size, arm.gamma, acceptance)
-        seconds = self.seconds(arm.gamma, batch_size) * self.rng.lognormvariate(0, self.noise)
+        seconds = self.seconds(arm.gamma, batch_size)
+        if self.noise:
+            seconds *= self.rng.lognormvariate(0, self.noise)
         self.clock.advance(seconds)
+        return self.report(arm, counts, seconds)
+
+    def report(self, arm: Arm, counts: Sequence[int], seconds: float, **changes: Any) -> StepReport:
+        """The next step's report."""
         self.step += 1
-        self.elapsed += seconds
-        self.tokens += batch_size + sum(k * n for k, n in enumerate(counts))
-        self.arms_run.append(arm)
-        report = StepReport(
-            self.step, batch_size, batch_size * 512, arm.drafter, arm.gamma, tuple(counts),
-            seconds, plan_epoch=plan.epoch, probe_id=probe_id,
+        size = sum(counts)
+        given = {
+            "kv_tokens": size * self.context,
+            "plan_epoch": self.plan.epoch,
+            "probe_id": self.probe_id,
+        }
+        return StepReport(
+            self.step, size, drafter=arm.drafter, gamma=arm.gamma, accepted_counts=tuple(counts),
+            step_seconds=seconds, **(given | changes),
         )  # fmt: skip
-        self.reports.append((self.clock.now(), report))
-        self.controller.observe(report)
-        self.controller.next_plan()
 
 
 def make(
@@ -116,5 +146,5 @@ def make(
     clock = VirtualClock()
     spec = engine_spec()
     profile = None if profile_error is None else profile_of(spec, seconds, profile_error)
-    controller = EngineController(spec, settings or PlannerSettings(), profile, clock)
-    return VirtualEngine(controller, clock, seconds, random.Random(seed))
+    core = EngineController(spec, settings or PlannerSettings(), profile, clock)
+    return VirtualEngine(core, clock, seconds, random.Random(seed))

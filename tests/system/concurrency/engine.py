@@ -79,7 +79,7 @@ class Agents:
             self._fresh.pop().close()
 
 
-class Engine:
+class RankedEngine:
     """Runs steps: one choice, one report each.  `ranks` of them adopt alike.
 
     note: told of every choice and report.

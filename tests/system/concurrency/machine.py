@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.settings.settings import Settings
-from tests.system.concurrency.engine import STEP_SECONDS, Engine
+from tests.system.concurrency.engine import STEP_SECONDS, RankedEngine
 from tests.system.concurrency.processes import Process
 from tests.system.concurrency.world import World
 
@@ -354,7 +354,7 @@ class Link(RuleBasedStateMachine):
                 assert ledger.folded + ledger.told_lost == ledger.attempted
         world.require_no_faults()
 
-    def is_steered(self, engine: Engine) -> bool:
+    def is_steered(self, engine: RankedEngine) -> bool:
         """By the newest plan of a session whose core knows its last step."""
         sidecar = self.world.sidecar
         if sidecar is None or engine.spec.engine_id not in sidecar.engine_ids:
@@ -369,7 +369,7 @@ class Link(RuleBasedStateMachine):
             and engine.ledger.last_folded == engine.step
         )
 
-    def is_reached(self, engine: Engine) -> bool:
+    def is_reached(self, engine: RankedEngine) -> bool:
         """Steered, and nothing is between it and the sidecar."""
         channels = self.world.network.channels
         mine = [c for c in channels if c.engine == engine.spec.engine_id and not c.vanished]

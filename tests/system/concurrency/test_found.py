@@ -7,7 +7,7 @@ import pytest
 
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from tests.system.concurrency.dealing import silence
-from tests.system.concurrency.engine import STEP_SECONDS, Engine
+from tests.system.concurrency.engine import STEP_SECONDS, RankedEngine
 from tests.system.concurrency.machine import Link
 from tests.system.concurrency.sequences import FOUND
 from tests.system.concurrency.world import World
@@ -25,7 +25,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         made.close()
 
 
-def steps(world: World, engine: Engine, count: int) -> None:
+def steps(world: World, engine: RankedEngine, count: int) -> None:
     for _ in range(count):
         engine.run(4, 1)
         world.advance(STEP_SECONDS)

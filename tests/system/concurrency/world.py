@@ -30,7 +30,7 @@ from engine_shim.link import agent as agent_module
 from engine_shim.link.agent_socket import AgentSocket
 from speculation.v1.engine_pb2 import EngineSpec
 from speculation.v1.service_pb2 import IntroduceRequest, IntroduceResponse
-from tests.system.concurrency.engine import STEP_SECONDS, Engine, specs
+from tests.system.concurrency.engine import STEP_SECONDS, RankedEngine, specs
 from tests.system.concurrency.network import Channel, Network
 from tests.system.concurrency.processes import AgentProcess, Process, SidecarProcess
 from tests.system.concurrency.virtual_time import in_virtual_time
@@ -76,7 +76,7 @@ class World:
         self.overrides: dict[str, Commanded] = {}
         self._changing: set[str] = set()
         self.engines = {
-            spec.engine_id: Engine(spec, ranks, self.clock, self.note)
+            spec.engine_id: RankedEngine(spec, ranks, self.clock, self.note)
             for spec, ranks in zip(specs(), (3, 1), strict=True)
         }
         self.sidecar: SidecarProcess | None = None
@@ -169,7 +169,7 @@ class World:
         for engine in self.engines.values():
             engine.ledger.died()
 
-    def start_agent(self, engine: Engine) -> None:
+    def start_agent(self, engine: RankedEngine) -> None:
         """With the introduction as its first packet."""
         assert engine.agent is None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -184,7 +184,7 @@ class World:
         engine.agent = AgentProcess(self.clock, theirs)
         engine.agents.add(ours)
 
-    def kill_agent(self, engine: Engine) -> None:
+    def kill_agent(self, engine: RankedEngine) -> None:
         """SIGKILL."""
         agent = engine.agent
         assert agent is not None
@@ -207,7 +207,7 @@ class World:
             channel=lambda _: Channel(self.network, engine_id), metadata=lambda: ()
         )
 
-    def _engine_here(self) -> Engine:
+    def _engine_here(self) -> RankedEngine:
         """Whose agent is having its turn."""
         here = asyncio.get_running_loop()
         return next(e for e in self.engines.values() if e.agent and e.agent.loop is here)

@@ -21,7 +21,7 @@ def sidecar(tmp_path: Path) -> Iterator[SidecarProcess]:
         yield running
 
 
-class Engine:
+class UnaryEngine:
     """An engine over the unary call, which is answered step by step."""
 
     def __init__(self, channel: grpc.Channel) -> None:
@@ -54,7 +54,7 @@ def override(sidecar: SidecarProcess, *words: str) -> None:
 
 def test_a_change_is_one_line_with_its_decision_and_steps_are_none(sidecar: SidecarProcess):
     with grpc.insecure_channel(sidecar.address) as channel:
-        engine = Engine(channel)
+        engine = UnaryEngine(channel)
         engine.run(300)
         override(sidecar, "set", "--fleet", "--gamma", "1", "--id", "pin")
         pinned = engine.run(300)
@@ -80,7 +80,7 @@ def test_a_change_is_one_line_with_its_decision_and_steps_are_none(sidecar: Side
 
 def test_a_lost_lease_is_said_when_it_is_lost_and_when_it_is_back(sidecar: SidecarProcess):
     with grpc.insecure_channel(sidecar.address) as channel:
-        engine = Engine(channel)
+        engine = UnaryEngine(channel)
         engine.run(3, flags={"unsteered": True})  # before it had any plan
         engine.run(5)
         engine.run(20, flags={"unsteered": True})
@@ -96,7 +96,7 @@ def test_a_lost_lease_is_said_when_it_is_lost_and_when_it_is_back(sidecar: Sidec
 
 def test_what_repeats_is_held_back_and_counted(sidecar: SidecarProcess):
     with grpc.insecure_channel(sidecar.address) as channel:
-        Engine(channel).drop(60)
+        UnaryEngine(channel).drop(60)
     _, lines = sidecar.stop()
     events = Counter(line["event"] for line in lines)
     assert 10 <= events["reports_dropped"] < 60
@@ -119,7 +119,7 @@ def test_a_reader_that_stalls_stalls_nobody_else(tmp_path: Path) -> None:
         for number in range(1, 1501):
             request = service_pb2.IntroduceRequest(engine=engine_message(f"engine-{number}"))
             stub.Introduce(request, timeout=PATIENCE_SECONDS)
-        assert Engine(channel).run(10).epoch
+        assert UnaryEngine(channel).run(10).epoch
         assert sidecar.process.stderr is not None
         # It is read again: what was lost is said, and what comes then is there.
         lines = (json.loads(text) for text in sidecar.process.stderr)

@@ -21,10 +21,9 @@ from controller.core.model_shapes import DrafterKind
 from controller.core.plan import Reason, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import POLICIES, PlannerSettings
-from controller.core.step_report import StepReport
 from controller.wire.explanations import explain
 from controller.wire.override_effects import preview
-from tests.support.accepted_counts import accepted_counts
+from tests.support.virtual_engine import VirtualEngine
 
 GAMMAS = (0, 1, 3, 7)
 ABLE = Capabilities(
@@ -46,45 +45,31 @@ def spec(lost=(), own=GAMMAS):
     return EngineSpec("e", Fingerprint("target"), drafters, 16, ABLE, lost=lost)
 
 
-class Engine:
-    """Accepts whatever DFlash drafts, and little of what EAGLE does; runs what is planned.
+class BreakingEngine(VirtualEngine):
+    """Accepts whatever DFlash drafts, and little of what EAGLE does.
 
     broken: it runs EAGLE wherever DFlash is planned, as an engine does whose second drafter fails.
     """
 
     def __init__(self, lost=(), own=GAMMAS, **settings):
-        self.clock = VirtualClock()
-        self.core = EngineController(spec(lost, own), PlannerSettings(**settings), None, self.clock)
-        self.rng = random.Random(1)
-        self.step = 0
+        clock = VirtualClock()
+        core = EngineController(spec(lost, own), PlannerSettings(**settings), None, clock)
+        super().__init__(
+            core, clock, lambda gamma, _: 0.02 + 0.001 * gamma, random.Random(1), 0.0, context=100
+        )
         self.broken = False
         self.planned = []
 
-    def run(self, steps, batch_size=4):
-        for _ in range(steps):
-            row = (self.core.next_plan() or self.core.current_plan()).row_for(batch_size)
-            arm = row.probe.arm if row.probe else row.arm
-            self.planned += [row.arm, *([row.probe.arm] if row.probe else [])]
-            if self.broken and arm.drafter == "dflash":
-                arm = Arm("eagle3", arm.gamma)
-            share = 0.95 if arm.drafter == "dflash" else 0.3
-            counts = accepted_counts(self.rng, batch_size, arm.gamma, share)
-            seconds = 0.02 + 0.001 * arm.gamma
-            self.clock.advance(seconds)
-            self.step += 1
-            probe = row.probe.probe_id if row.probe else 0
-            self.core.observe(
-                StepReport(
-                    self.step,
-                    batch_size,
-                    400,
-                    arm.drafter,
-                    arm.gamma,
-                    tuple(counts),
-                    seconds,
-                    probe_id=probe,
-                )
-            )
+    def run(self, steps, batch_size=4, acceptance=0.0):
+        self.core.next_plan()
+        super().run(steps, batch_size, acceptance)
+
+    def decode(self, arm, batch_size, acceptance):
+        row = self.plan.row_for(batch_size)
+        self.planned += [row.arm, *([row.probe.arm] if row.probe else [])]
+        if self.broken and arm.drafter == "dflash":
+            arm = Arm("eagle3", arm.gamma)
+        return super().decode(arm, batch_size, 0.95 if arm.drafter == "dflash" else 0.3)
 
     def plans(self, steps, batch_size=4):
         """Drafters that the next steps' plans ask for."""
@@ -99,7 +84,7 @@ def override(rule, name="pin"):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_lost_drafter_is_never_planned_or_probed_again(policy):
-    engine = Engine(policy=policy)
+    engine = BreakingEngine(policy=policy)
     engine.run(300)
     engine.broken = True
     assert engine.core.lose([DFLASH]) == (DFLASH,)
@@ -107,7 +92,7 @@ def test_a_lost_drafter_is_never_planned_or_probed_again(policy):
 
 
 def test_the_lost_drafter_had_been_the_choice():
-    engine = Engine()
+    engine = BreakingEngine()
     engine.run(600)
     assert engine.core.current_plan().row_for(4).arm.drafter == "dflash"
     engine.core.lose([DFLASH])
@@ -119,12 +104,12 @@ def test_the_lost_drafter_had_been_the_choice():
 
 
 def test_an_engine_that_introduces_itself_without_it_is_never_told_to_run_it():
-    engine = Engine(lost=(DFLASH,))
+    engine = BreakingEngine(lost=(DFLASH,))
     assert engine.plans(600) <= {"eagle3"}
 
 
 def test_single_draft_lengths_can_be_lost():
-    engine = Engine()
+    engine = BreakingEngine()
     engine.run(300)
     engine.core.lose([dataclasses.replace(DFLASH, gammas=(7,))])
     engine.planned = []
@@ -134,7 +119,7 @@ def test_single_draft_lengths_can_be_lost():
 
 
 def test_what_is_repeated_changes_nothing():
-    engine = Engine()
+    engine = BreakingEngine()
     engine.run(50)
     part = dataclasses.replace(DFLASH, gammas=(3,))
     assert engine.core.lose([part, DFLASH, DFLASH]) == (part, DFLASH)
@@ -152,7 +137,7 @@ def test_what_is_repeated_changes_nothing():
     ],
 )
 def test_what_the_engine_never_had_cannot_be_lost(loss):
-    engine = Engine()
+    engine = BreakingEngine()
     with pytest.raises(InvalidLossError, match="this engine introduced"):
         engine.core.lose([DFLASH, loss])
     assert engine.core.spec.lost == ()
@@ -177,7 +162,7 @@ def test_a_loss_that_contradicts_itself_is_refused(wrong):
 
 
 def test_an_explanation_names_the_loss_and_its_reason():
-    engine = Engine()
+    engine = BreakingEngine()
     engine.run(100)
     engine.core.lose([DFLASH])
     engine.core.next_plan()
@@ -187,7 +172,7 @@ def test_an_explanation_names_the_loss_and_its_reason():
 
 
 def test_a_pin_to_a_lost_drafter_decodes_plainly_and_says_that_it_is_lost():
-    engine = Engine()
+    engine = BreakingEngine()
     engine.run(100)
     engine.core.set_overrides([override(Rule(drafter="dflash"))])
     engine.core.lose([DFLASH])
@@ -199,7 +184,7 @@ def test_a_pin_to_a_lost_drafter_decodes_plainly_and_says_that_it_is_lost():
 
 
 def test_a_preview_of_such_a_pin_says_that_nothing_is_left():
-    engine = Engine()
+    engine = BreakingEngine()
     engine.run(100)
     pin = override(Rule(drafter="dflash"))
     assert not any(row.stuck for row in preview(engine.core, [pin]))
@@ -209,7 +194,7 @@ def test_a_preview_of_such_a_pin_says_that_nothing_is_left():
 
 
 def test_where_everything_is_lost_the_shortest_draft_runs():
-    engine = Engine(own=GAMMAS[1:])
+    engine = BreakingEngine(own=GAMMAS[1:])
     engine.run(50)
     own = dataclasses.replace(DFLASH, drafter="eagle3")
     engine.core.lose([DFLASH, own])
@@ -220,7 +205,7 @@ def test_where_everything_is_lost_the_shortest_draft_runs():
 
 
 def test_a_measurement_of_what_is_lost_ends_and_another_is_refused():
-    engine = Engine()
+    engine = BreakingEngine()
     engine.run(20)
     engine.core.force(Arm("dflash", 3))
     engine.core.lose([DFLASH])
@@ -232,7 +217,7 @@ def test_a_measurement_of_what_is_lost_ends_and_another_is_refused():
 
 
 def test_an_engine_that_cannot_sleep_any_more_is_not_told_to():
-    engine = Engine()
+    engine = BreakingEngine()
     engine.core.set_overrides([override(Rule(off=True))])
     engine.run(20)
     assert all(row.drafter_asleep for row in engine.core.current_plan().rows)
@@ -249,7 +234,7 @@ def test_an_engine_that_cannot_sleep_any_more_is_not_told_to():
 def test_a_regime_that_is_lost_is_not_asked_for(capability, regime):
     from controller.core.plan import Regime
 
-    engine = Engine()
+    engine = BreakingEngine()
     stride = 5 if regime is RegimeMode.ONLINE else 0
     engine.core.set_overrides([override(Rule(regime=Regime(regime, stride)))])
     engine.run(20)
@@ -262,7 +247,7 @@ def test_a_regime_that_is_lost_is_not_asked_for(capability, regime):
 
 
 def test_nothing_is_probed_in_an_engine_that_reports_nothing_any_more():
-    engine = Engine()
+    engine = BreakingEngine()
     engine.run(300)
     engine.core.lose([LostCapability(Capability.REPORT, reason="sabotaged")])
     for _ in range(200):
@@ -272,11 +257,11 @@ def test_nothing_is_probed_in_an_engine_that_reports_nothing_any_more():
 
 
 def test_another_session_may_begin_from_what_was_learnt():
-    engine = Engine()
+    engine = BreakingEngine()
     engine.run(600)
     engine.core.lose([DFLASH])
     engine.broken = True
     engine.run(200)
-    restarted = Engine()
+    restarted = BreakingEngine()
     restarted.core.begin_from(engine.core.beliefs(), "the session before")
     assert "dflash" in restarted.plans(300)

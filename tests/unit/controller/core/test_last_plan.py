@@ -21,7 +21,7 @@ def probing(engine: VirtualEngine) -> None:
     """Runs until the plan holds a probe."""
     for _ in range(5000):
         engine.run(1, 8, GOOD)
-        if any(row.probe for row in engine.controller.current_plan().rows):
+        if any(row.probe for row in engine.core.current_plan().rows):
             return
     raise AssertionError("it never probes")
 
@@ -29,8 +29,8 @@ def probing(engine: VirtualEngine) -> None:
 def test_the_last_plan_holds_the_choices_and_tries_nothing():
     engine = make()
     probing(engine)
-    before = engine.controller.current_plan()
-    last = engine.controller.last_plan(30.0)
+    before = engine.core.current_plan()
+    last = engine.core.last_plan(30.0)
     assert last.lease_seconds == 30.0
     assert last.epoch > before.epoch
     assert [row.probe for row in last.rows] == [None] * len(before.rows)
@@ -39,15 +39,15 @@ def test_the_last_plan_holds_the_choices_and_tries_nothing():
     ]
     assert last.reason is Reason.LEASE
     assert "stopping" in last.reason_detail
-    assert engine.controller.current_plan() is last
+    assert engine.core.current_plan() is last
 
 
 def test_a_measured_engine_is_not_left_with_what_was_forced():
     engine = make()
     engine.run(200, 8, GOOD)
-    chosen = engine.controller.current_plan().row_for(8).arm
-    engine.controller.force(Arm("mtp", 0))
-    last = engine.controller.last_plan(30.0)
+    chosen = engine.core.current_plan().row_for(8).arm
+    engine.core.force(Arm("mtp", 0))
+    last = engine.core.last_plan(30.0)
     assert last.row_for(8).arm == chosen
     assert chosen.gamma > 0
     assert {row.reason for row in last.rows} <= {Reason.EXPLOIT, Reason.HOLD}
@@ -97,7 +97,7 @@ CHANGED = PlannerSettings(
 def test_other_constants_keep_what_was_learnt_and_chosen():
     engine = make()
     engine.run(400, 8, GOOD)
-    core = engine.controller
+    core = engine.core
     beliefs, plan, switches = core.traffic.beliefs(), core.current_plan(), core.switches
     drift, lost = core.cost.drift().tolist(), core.explorer.lost_seconds
     core.use_settings(CHANGED, TrainingSettings())
@@ -120,11 +120,11 @@ def test_after_a_change_the_core_decides_as_one_that_was_made_so():
         probe_share=0.02, switch_margin=0.05, prior_acceptance=0.5, cost_drift_max_profiled=1.2,
     )  # fmt: skip
     born, changed = make(settings=settings, seed=3), make(seed=3)
-    born.controller.use_settings(PlannerSettings(), TrainingSettings())
+    born.core.use_settings(PlannerSettings(), TrainingSettings())
     for engine in (born, changed):
-        engine.controller.use_settings(settings, TrainingSettings())
-        engine.controller._planner.choice = None
-        engine.controller.force(None)
+        engine.core.use_settings(settings, TrainingSettings())
+        engine.core._planner.choice = None
+        engine.core.force(None)
         for batch_size, acceptance in ((8, 0.9), (48, 0.3), (8, 0.7)):
             engine.run(250, batch_size, [acceptance] * 7)
     assert changed.reports == born.reports
@@ -134,9 +134,9 @@ def test_after_a_change_the_core_decides_as_one_that_was_made_so():
 def test_another_rule_takes_over(policy: str):
     engine = make()
     engine.run(100, 8, GOOD)
-    engine.controller.use_settings(PlannerSettings(policy=policy), TrainingSettings())
+    engine.core.use_settings(PlannerSettings(policy=policy), TrainingSettings())
     engine.run(200, 8, [0.02] * 7)
-    assert explain(engine.controller).policy == policy
+    assert explain(engine.core).policy == policy
 
 
 def test_the_constants_of_training_change_too():

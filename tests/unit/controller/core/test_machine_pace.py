@@ -45,7 +45,7 @@ class BusyMachine:
             profile_error, lambda g, b: self.factor * on_a_cpu(g, b), seed
         )
         self.engine.noise = noise
-        self.core = self.engine.controller
+        self.core = self.engine.core
 
     def run(self, steps, acceptance):
         """Under the plan.  Returns the draft lengths that ran."""

@@ -132,7 +132,7 @@ def test_what_drafting_cost_long_ago_is_measured_again_and_forgotten(profile_err
     said = set()
     while engine.step < 1000:
         engine.run(1, 64, JSON)
-        plan = engine.controller.current_plan()
+        plan = engine.core.current_plan()
         if plan.reason is Reason.PROBE:
             said.add(plan.reason_detail.rpartition(" gamma ")[2][2:])
     assert "to measure again what it costs" in said

@@ -7,11 +7,13 @@ import pytest
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine.engine_controller import EngineController
-from controller.core.engine_spec import DrafterSpec, EngineSpec, Fingerprint, Mixture
+from controller.core.engine_spec import Arm, DrafterSpec, EngineSpec, Fingerprint, Mixture
 from controller.core.model_shapes import DrafterKind
+from controller.core.plan import PlanRow, Probe
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import ProposalCounts, RowGroup, StepReport
 from controller.wire.explanations import explain, explanation_to_proto
+from tests.support.virtual_engine import Acceptance, VirtualEngine
 
 GAMMAS = (0, 1, 2, 4, 6)
 BATCH = 8
@@ -49,8 +51,8 @@ def run(rng: random.Random, p: float) -> int:
     return n
 
 
-class Engine:
-    """Runs the plan's arms over rows; reports what each drafter gave or would have given."""
+class MixingEngine(VirtualEngine):
+    """Decodes rows that copy and write; reports what each drafter gave or would have given."""
 
     def __init__(self, copies: float, *, probes: bool = True) -> None:
         spec = EngineSpec(
@@ -72,28 +74,24 @@ class Engine:
         cells = tuple(ProfileCell(d, g, BATCH, seconds(d, g), 0.0, 20) for d, g in arms)
         identities = tuple(DrafterIdentity(name) for name in NAMES)
         profile = Profile(spec.fingerprint, identities, 0.0, 0.0, cells)
-        self.clock = VirtualClock()
+        clock = VirtualClock()
         settings = PlannerSettings(probe_share=0.009 if probes else 0.0)
-        self.core = EngineController(spec, settings, profile, self.clock)
-        self.rng = random.Random(3)
+        core = EngineController(spec, settings, profile, clock)
+        super().__init__(core, clock, rng=random.Random(3), context=500)
         self.rows = [Row(self.rng, copies) for _ in range(BATCH)]
-        self.step = 0
         self.steps_by: dict[str, int] = dict.fromkeys(NAMES, 0)
 
     def uses_lookup(self, gamma: int, match: int) -> bool:
-        for rule in self.core.current_plan().rules:
+        for rule in self.plan.rules:
             if rule.arm.gamma == gamma and match >= rule.least_match:
                 expected = rule.free_expected[min(match - rule.least_match, 3)]
                 return expected > rule.main_expected
         return False
 
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.one()
+    def probe_of(self, row: PlanRow) -> Probe | None:
+        return row.probe
 
-    def one(self) -> None:
-        row = self.core.decide(BATCH)
-        arm = row.probe.arm if row.probe else row.arm
+    def decode(self, arm: Arm, batch_size: int, acceptance: Acceptance) -> StepReport:
         gamma = arm.gamma
         groups = {name: [0] * (gamma + 1) for name in NAMES[:2]}
         shown: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
@@ -124,12 +122,11 @@ class Engine:
                     else:
                         censored[accepted + 1] += 1
         counts = tuple(map(sum, zip(*groups.values(), strict=True)))
-        self.step += 1
         self.steps_by[arm.drafter] += 1
-        report = StepReport(
-            self.step, BATCH, BATCH * 500, arm.drafter, gamma, counts,
-            seconds(arm.drafter, gamma) * self.rng.lognormvariate(0, 0.02),
-            probe_id=row.probe.probe_id if row.probe else 0,
+        took = seconds(arm.drafter, gamma) * self.rng.lognormvariate(0, 0.02)
+        self.clock.advance(took)
+        return self.report(
+            arm, counts, took,
             groups=tuple(RowGroup(name, gamma, tuple(n)) for name, n in groups.items() if any(n))
             if arm.drafter == "eagle3+ngram" else (),
             proposals=tuple(
@@ -137,23 +134,20 @@ class Engine:
                 for (name, length), (exact, censored) in shown.items()
             ),
         )  # fmt: skip
-        self.clock.advance(report.step_seconds)
-        self.core.observe(report)
-        self.core.next_plan()
 
 
 def test_a_mixture_is_found_without_a_probe_where_rows_differ():
-    engine = Engine(0.5, probes=False)
-    engine.run(1500)
+    engine = MixingEngine(0.5, probes=False)
+    engine.run(1500, BATCH)
     before = dict(engine.steps_by)
-    engine.run(500)
+    engine.run(500, BATCH)
     assert engine.steps_by["eagle3+ngram"] - before["eagle3+ngram"] >= 490
     assert engine.core.explorer.probes == 0
 
 
 def test_what_idle_drafters_would_have_given_is_learnt_without_running_them():
-    engine = Engine(0.0, probes=False)
-    engine.run(600)
+    engine = MixingEngine(0.0, probes=False)
+    engine.run(600, BATCH)
     assert engine.steps_by["ngram"] < 5
     first = next(
         p for p in explain(engine.core).positions if (p.drafter, p.position) == ("ngram", 1)
@@ -165,10 +159,10 @@ def test_what_idle_drafters_would_have_given_is_learnt_without_running_them():
 
 @pytest.mark.parametrize(("copies", "best"), [(0.0, "eagle3"), (1.0, "ngram")])
 def test_where_all_rows_are_alike_one_drafter_runs(copies, best):
-    engine = Engine(copies)
-    engine.run(1500)
+    engine = MixingEngine(copies)
+    engine.run(1500, BATCH)
     before = dict(engine.steps_by)
-    engine.run(500)
+    engine.run(500, BATCH)
     ran = {name: n - before[name] for name, n in engine.steps_by.items()}
     # Where look-up never pays, a mixture does what its main drafter does.
     same = ran[best] + (ran["eagle3+ngram"] if best == "eagle3" else 0)
@@ -176,20 +170,20 @@ def test_where_all_rows_are_alike_one_drafter_runs(copies, best):
 
 
 def test_rules_tell_match_lengths_apart_and_are_sent_again_only_when_they_move():
-    engine = Engine(0.5)
-    engine.run(1500)
+    engine = MixingEngine(0.5)
+    engine.run(1500, BATCH)
     rule = engine.core.current_plan().rules[-1]
     assert rule.free_expected[3] > 1.5 * rule.main_expected
     assert rule.free_expected[0] < 0.5 * rule.main_expected
     before = engine.core.current_plan().epoch
-    engine.run(300)
+    engine.run(300, BATCH)
     # Mostly renewed leases, and not a plan for every decision.
     assert engine.core.current_plan().epoch - before < 25
 
 
 def test_how_a_mixture_is_used_is_explained():
-    engine = Engine(0.5)
-    engine.run(2000)
+    engine = MixingEngine(0.5)
+    engine.run(2000, BATCH)
     (use,) = explanation_to_proto(explain(engine.core)).mixtures
     assert use.drafter == "eagle3+ngram"
     assert 0.2 < use.free_share < 0.7

@@ -9,7 +9,7 @@ from controller.recording.incident_report import render_ticket
 from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
 from controller.recording.window import Window
-from tests.support.recorded_events import Engine, engine, recorder, segments
+from tests.support.recorded_events import EventfulEngine, engine, recorder, segments
 
 
 def changed_midway(directory: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_ticket_says_both(tmp_path: Path):
 def test_rows_that_had_ended_made_no_tokens(tmp_path: Path):
     """Of four sequences one has ended, two have accepted a draft, and one has accepted two."""
 
-    def run(running: Engine) -> None:
+    def run(running: EventfulEngine) -> None:
         live, ended = RowGroup("eagle3", 2, (0, 2, 1)), RowGroup("eagle3", 0, (1,), ended=True)
         for step in range(1, 11):
             running.core.observe(

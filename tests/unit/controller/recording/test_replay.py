@@ -24,7 +24,7 @@ from controller.recording.window import Window
 from controller.wire.reports import report_from_proto
 from speculation.v1 import engine_pb2, record_pb2
 from tests.support.recorded_events import (
-    Engine,
+    EventfulEngine,
     engine,
     full_spec,
     override,
@@ -51,7 +51,7 @@ def profile(error: float = 1.0) -> Profile:
     )
 
 
-def everything(running: Engine) -> None:
+def everything(running: EventfulEngine) -> None:
     """Whatever a sidecar does to a core, between steps."""
     core = running.core
     training = core.updates.training
@@ -83,7 +83,7 @@ def everything(running: Engine) -> None:
     core.decide(4)
     core.note(record_pb2.RECORD_NOTE_KIND_DROPPED, 7)
     assert core.lose([replace(LOST, gammas=(5,))])
-    running.one(4, 0.7)
+    running.run(1)
     assert core.lose([LOST, *(LostCapability(kind) for kind in Capability if kind is not DRAFTER)])
     running.run(9)
     assert core.last_plan(30.0).lease_seconds == 30

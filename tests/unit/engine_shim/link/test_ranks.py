@@ -29,7 +29,7 @@ class Link:
         return plan
 
 
-class Engine:
+class ThreeRanks:
     """Three ranks; `broadcast` as SGLang does it."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ PROBE = Probe(probe_id=7, drafter="eagle3", gamma=3, steps=2)
 
 
 def test_a_plan_is_chosen_from_once_all_have_it(clock: SimpleNamespace) -> None:
-    engine = Engine()
+    engine = ThreeRanks()
     assert engine.outgoing() == []
     engine.link.plan = plan(1, 5, clock.now)
     updates = engine.outgoing()
@@ -92,7 +92,7 @@ def test_a_plan_is_chosen_from_once_all_have_it(clock: SimpleNamespace) -> None:
 
 
 def test_a_lost_broadcast_is_sent_again_until_it_arrives(clock: SimpleNamespace) -> None:
-    engine = Engine()
+    engine = ThreeRanks()
     engine.link.plan = plan(1, 5, clock.now)
     first = engine.outgoing()
     clock.now += 1
@@ -106,7 +106,7 @@ def test_a_lost_broadcast_is_sent_again_until_it_arrives(clock: SimpleNamespace)
 
 
 def test_a_newer_plan_overtakes_one_that_was_lost(clock: SimpleNamespace) -> None:
-    engine = Engine()
+    engine = ThreeRanks()
     engine.link.plan = plan(1, 5, clock.now)
     held_back = engine.outgoing()
     engine.link.plan = plan(2, 3, clock.now)
@@ -116,7 +116,7 @@ def test_a_newer_plan_overtakes_one_that_was_lost(clock: SimpleNamespace) -> Non
 
 
 def test_a_plan_of_an_ended_session_does_not_come_back(clock: SimpleNamespace) -> None:
-    engine = Engine()
+    engine = ThreeRanks()
     engine.link.plan = plan(9, 5, clock.now)
     held_back = engine.outgoing()
     # A sidecar that was started again counts its plans anew.
@@ -127,7 +127,7 @@ def test_a_plan_of_an_ended_session_does_not_come_back(clock: SimpleNamespace) -
 
 
 def test_time_passes_for_all_at_once(clock: SimpleNamespace) -> None:
-    engine = Engine()
+    engine = ThreeRanks()
     engine.link.plan = plan(1, 5, clock.now)
     engine.broadcast(engine.outgoing())
     seen = []
@@ -146,7 +146,7 @@ def test_time_passes_for_all_at_once(clock: SimpleNamespace) -> None:
 
 
 def test_a_lapse_that_was_lost_is_told_again(clock: SimpleNamespace) -> None:
-    engine = Engine()
+    engine = ThreeRanks()
     engine.link.plan = plan(1, 5, clock.now)
     engine.broadcast(engine.outgoing())
     clock.now += LEASE + 0.1
@@ -158,7 +158,7 @@ def test_a_lapse_that_was_lost_is_told_again(clock: SimpleNamespace) -> None:
 
 
 def test_a_copy_that_was_held_back_does_not_stop_the_clock(clock: SimpleNamespace) -> None:
-    engine = Engine()
+    engine = ThreeRanks()
     engine.link.plan = plan(1, 5, clock.now)
     held_back = engine.outgoing()
     clock.now += LEASE + 0.1
@@ -169,14 +169,14 @@ def test_a_copy_that_was_held_back_does_not_stop_the_clock(clock: SimpleNamespac
 
 
 def test_the_steps_of_a_probe_are_counted_alike(clock: SimpleNamespace) -> None:
-    engine = Engine()
+    engine = ThreeRanks()
     engine.link.plan = plan(1, 5, clock.now, PROBE)
     engine.broadcast(engine.outgoing())
     assert [engine.choose()[0] for _ in range(4)] == [3, 3, 5, 5]
 
 
 def test_a_lone_rank_adopts_and_chooses_what_several_would(clock: SimpleNamespace) -> None:
-    several, link = Engine(), Link()
+    several, link = ThreeRanks(), Link()
     alone = Ranks(PlanFollower(DRAFTERS, safe_choice(1), GRACE), link)  # type: ignore[arg-type]
     rows = (row(2, 5, PROBE), row(64, 0, asleep=True))
     for number in range(80):

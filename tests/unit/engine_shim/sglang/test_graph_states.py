@@ -25,7 +25,7 @@ CAPTURES = (
 SIZES = [1, 2, 4, 8, 12, 16, 24, 32]
 
 
-class Engine:
+class CaptureParts:
     """The parts of an engine that a capture reads, with SGLang's real choice of sizes."""
 
     def __init__(self, version: str, monkeypatch: pytest.MonkeyPatch, requests: int = 64) -> None:
@@ -83,7 +83,7 @@ def choice_of_sizes(version: str, bag: Any) -> Callable[[Any], tuple[list[int], 
     return choose
 
 
-def build(states: GraphStates, engine: Engine, gamma: int) -> Any:
+def build(states: GraphStates, engine: CaptureParts, gamma: int) -> Any:
     return states.around_build(engine.build, engine, gamma, gamma + 1)
 
 
@@ -94,7 +94,7 @@ def build(states: GraphStates, engine: Engine, gamma: int) -> Any:
 def test_a_limited_draft_length_is_captured_for_small_batches_only(
     monkeypatch: pytest.MonkeyPatch, version: str, limit: int, captured: list[int]
 ) -> None:
-    engine, states = Engine(version, monkeypatch), GraphStates({7: limit})
+    engine, states = CaptureParts(version, monkeypatch), GraphStates({7: limit})
     state = build(states, engine, 7)
     for runner in (state.target_graph_runner, state.cuda_graph_runner):
         assert runner.capture_bs == captured
@@ -108,7 +108,7 @@ def test_a_limited_draft_length_is_captured_for_small_batches_only(
 def test_a_size_that_sglang_adds_for_the_most_requests_is_kept(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    engine, states = Engine(version, monkeypatch, requests=20), GraphStates({7: 18, 5: 20})
+    engine, states = CaptureParts(version, monkeypatch, requests=20), GraphStates({7: 18, 5: 20})
     assert build(states, engine, 7).target_graph_runner.capture_bs == [1, 2, 4, 8, 12, 16]
     assert build(states, engine, 5).target_graph_runner.capture_bs == [1, 2, 4, 8, 12, 16, 20]
     assert states.batch_limits == {7: 16}
@@ -118,7 +118,7 @@ def test_a_size_that_sglang_adds_for_the_most_requests_is_kept(
 def test_a_limit_below_every_size_captures_nothing(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    engine, states = Engine(version, monkeypatch), GraphStates({7: 0})
+    engine, states = CaptureParts(version, monkeypatch), GraphStates({7: 0})
     assert build(states, engine, 7).target_graph_runner is None
     assert states.batch_limits == {7: 0}
 
@@ -128,7 +128,7 @@ def test_a_limit_below_every_size_captures_nothing(
 def test_the_configuration_is_afterwards_as_it_was(
     monkeypatch: pytest.MonkeyPatch, limit: int, *, fails: bool
 ) -> None:
-    engine, states = Engine(TESTED[-1], monkeypatch), GraphStates({7: limit})
+    engine, states = CaptureParts(TESTED[-1], monkeypatch), GraphStates({7: limit})
     engine.fails, sizes = fails, engine.decode.bs
     if fails:
         with pytest.raises(RuntimeError, match="out of memory") as raised:
@@ -143,7 +143,7 @@ def test_the_configuration_is_afterwards_as_it_was(
 def test_without_graphs_the_limits_are_those_that_were_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, states = Engine(TESTED[-1], monkeypatch), GraphStates({7: 8})
+    engine, states = CaptureParts(TESTED[-1], monkeypatch), GraphStates({7: 8})
     engine.decode.backend = Backend.DISABLED
     engine.target_worker.model_runner.decode_cuda_graph_runner = None
     build(states, engine, 7)

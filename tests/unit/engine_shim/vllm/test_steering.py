@@ -39,7 +39,7 @@ def clock(monkeypatch):
     return made
 
 
-class Engine:
+class HandScheduler:
     """Steps of a scheduler, by hand: every request is decoding unless it has no output."""
 
     def __init__(self, *choices: StepChoice, gammas: Any = GAMMAS, **tap: Any) -> None:
@@ -88,7 +88,7 @@ def flags(report: Any) -> set[str]:
 
 
 def test_what_a_step_verifies_was_drafted_under_the_choice_before():
-    engine = Engine(choice(3, epoch=1), choice(5, epoch=2, probe=8), choice(1, epoch=3))
+    engine = HandScheduler(choice(3, epoch=1), choice(5, epoch=2, probe=8), choice(1, epoch=3))
     engine.add(request("a", output=0))
     made = engine.step({"a": 10}, {}, {"a": 1})
     assert made.num_spec_tokens_to_schedule == 3
@@ -112,7 +112,7 @@ def test_what_a_step_verifies_was_drafted_under_the_choice_before():
 
 
 def test_with_async_scheduling_the_result_comes_after_the_next_schedule():
-    engine = Engine(choice(3, 1), choice(1, 2), choice(0, 3), is_async=True)
+    engine = HandScheduler(choice(3, 1), choice(1, 2), choice(0, 3), is_async=True)
     engine.add(request("a", output=0))
     prompt = engine.schedule({"a": 10})
     first = engine.schedule({"a": 4}, {"a": 3})
@@ -126,7 +126,7 @@ def test_with_async_scheduling_the_result_comes_after_the_next_schedule():
 
 
 def test_the_plan_is_asked_for_the_rows_that_will_decode_next():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a"), request("b", prompt=30, output=0), request("c", prompt=5, output=0))
     made = engine.schedule({"a": 1, "b": 16, "c": 5})
     assert engine.link.asked == [2]
@@ -135,7 +135,7 @@ def test_the_plan_is_asked_for_the_rows_that_will_decode_next():
 
 @pytest.mark.parametrize(("gammas", "drafts"), [(GAMMAS, 0), ((1, 3), 7)])
 def test_a_step_after_which_nothing_decodes_asks_for_nothing(gammas, drafts):
-    engine = Engine(choice(3, probe=4), gammas=gammas)
+    engine = HandScheduler(choice(3, probe=4), gammas=gammas)
     engine.add(request("a", prompt=30, output=0))
     made = engine.schedule({"a": 16})
     assert engine.link.asked == []
@@ -144,7 +144,7 @@ def test_a_step_after_which_nothing_decodes_asks_for_nothing(gammas, drafts):
 
 
 def test_an_empty_schedule_is_left_alone_and_is_a_pause():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a"))
     engine.step({"a": 1}, {}, {"a": 1})
     engine.step({"a": 4}, {"a": 3}, {"a": 2})
@@ -156,7 +156,7 @@ def test_an_empty_schedule_is_left_alone_and_is_a_pause():
 
 
 def test_prompt_tokens_beside_decoding_are_counted_and_no_rows_of_it():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a"), request("b", output=0))
     engine.step({"a": 1}, {}, {"a": 1})
     engine.step({"a": 4, "b": 10}, {"a": 3}, {"a": 1, "b": 1})
@@ -166,7 +166,7 @@ def test_prompt_tokens_beside_decoding_are_counted_and_no_rows_of_it():
 
 
 def test_rows_of_other_widths_are_groups():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a"), request("b"))
     engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
     # b is near the longest sequence that the model takes.
@@ -178,7 +178,7 @@ def test_rows_of_other_widths_are_groups():
 
 
 def test_what_a_lookup_did_not_find_was_not_verified_and_counts_as_refused():
-    engine = Engine(choice(3), may_draft_less=True)
+    engine = HandScheduler(choice(3), may_draft_less=True)
     engine.add(request("a"), request("b"), request("c"))
     engine.step(dict.fromkeys("abc", 1), {}, dict.fromkeys("abc", 1))
     engine.step({"a": 1, "b": 4, "c": 3}, {"b": 3, "c": 2}, {"a": 1, "b": 3, "c": 3})
@@ -192,7 +192,7 @@ def test_what_a_lookup_did_not_find_was_not_verified_and_counts_as_refused():
 
 
 def test_what_a_grammar_took_away_was_not_verified_and_shows_nothing():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a", use_structured_output=True), request("b", use_structured_output=True))
     engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
     engine.step({"a": 1, "b": 3}, {"b": 2}, {"a": 1, "b": 3})
@@ -206,7 +206,7 @@ def test_what_a_grammar_took_away_was_not_verified_and_shows_nothing():
 
 def test_padding_in_place_of_drafts_that_a_grammar_forbade_is_no_draft():
     """As async scheduling leaves it."""
-    engine = Engine(choice(3), is_async=True)
+    engine = HandScheduler(choice(3), is_async=True)
     engine.add(request("a", use_structured_output=True))
     engine.step({"a": 1}, {}, {"a": 1})
     made = engine.schedule({"a": 4}, {"a": 3})
@@ -217,7 +217,7 @@ def test_padding_in_place_of_drafts_that_a_grammar_forbade_is_no_draft():
 
 
 def test_a_row_that_was_cut_at_its_end_shows_what_the_answer_took():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(*(request(name) for name in "abc"))
     engine.step(dict.fromkeys("abc", 1), {}, dict.fromkeys("abc", 1))
     made = engine.schedule(dict.fromkeys("abc", 4), dict.fromkeys("abc", 3))
@@ -230,7 +230,7 @@ def test_a_row_that_was_cut_at_its_end_shows_what_the_answer_took():
 
 
 def test_rows_drafted_under_another_choice_are_reported_as_mixed():
-    engine = Engine(choice(3, 1), choice(5, 2))
+    engine = HandScheduler(choice(3, 1), choice(5, 2))
     engine.add(*(request(name) for name in "abc"))
     engine.step(dict.fromkeys("abc", 1), {}, dict.fromkeys("abc", 1))
     engine.step({"a": 4, "b": 4}, {"a": 3, "b": 3}, {"a": 1, "b": 1})
@@ -246,7 +246,7 @@ def test_rows_drafted_under_another_choice_are_reported_as_mixed():
 
 
 def test_requests_that_must_not_be_drafted_for_are_a_group_of_their_own():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a"), request("b", extra={"speculation": False}))
     engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
     engine.requests["a"].spec_token_ids = engine.requests["b"].spec_token_ids = [1, 2, 3]
@@ -261,7 +261,7 @@ def test_requests_that_must_not_be_drafted_for_are_a_group_of_their_own():
 
 
 def test_nothing_is_drafted_where_nobody_may_be_drafted_for():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("b", extra={"speculation": 0}))
     for _ in range(2):
         made = engine.step({"b": 1}, {}, {"b": 1})
@@ -273,7 +273,7 @@ def test_nothing_is_drafted_where_nobody_may_be_drafted_for():
 
 
 def test_a_row_without_drafts_verified_less_than_its_choice_whatever_comes_next():
-    engine = Engine(choice(3), choice(0))
+    engine = HandScheduler(choice(3), choice(0))
     engine.add(request("b", extra={"speculation": False}))
     engine.step({"b": 1}, {}, {"b": 1})
     engine.step({"b": 1}, {}, {"b": 1})
@@ -281,7 +281,7 @@ def test_a_row_without_drafts_verified_less_than_its_choice_whatever_comes_next(
 
 
 def test_drafts_that_were_cut_at_the_longest_sequence_are_no_arm_of_their_own():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a"))
     engine.step({"a": 1}, {}, {"a": 1})
     engine.step({"a": 2}, {"a": 1}, {"a": 2})
@@ -312,7 +312,7 @@ def test_only_false_keeps_a_request_from_being_drafted_for(extra, wish):
 
 
 def test_requests_that_have_ended_are_forgotten_and_their_rows_are_a_group_of_their_own():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a"), request("b", extra={"speculation": False}), request("c"))
     engine.step(dict.fromkeys("abc", 1), {}, dict.fromkeys("abc", 1))
     made = engine.schedule({"a": 4, "b": 1, "c": 4}, {"a": 3, "c": 3})
@@ -332,7 +332,7 @@ def test_requests_that_have_ended_are_forgotten_and_their_rows_are_a_group_of_th
 
 
 def test_a_preempted_request_reads_its_tokens_again_as_a_prompt():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a"), request("b"))
     engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
     engine.requests["b"].num_computed_tokens = 0
@@ -342,7 +342,7 @@ def test_a_preempted_request_reads_its_tokens_again_as_a_prompt():
 
 
 def test_a_step_without_a_lease_says_so():
-    engine = Engine(choice(3, 0, source=Source.GRACE))
+    engine = HandScheduler(choice(3, 0, source=Source.GRACE))
     engine.add(request("a"))
     engine.step({"a": 1}, {}, {"a": 1})
     engine.step({"a": 4}, {"a": 3}, {"a": 1})
@@ -366,7 +366,7 @@ def test_a_batch_beyond_the_graphs_is_a_plain_step_since_it_never_has_one(monkey
     scheduler = SimpleNamespace(
         vllm_config=config, dynamic_sd_lookup=[0, 3, 2, 1, 0], kv_cache_config=CACHES, waiting=[]
     )
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.steering = steered_scheduler.start(scheduler, VllmSettings.load())
     engine.add(request("a"))
     engine.step({"a": 1}, {}, {"a": 1})
@@ -377,7 +377,7 @@ def test_a_batch_beyond_the_graphs_is_a_plain_step_since_it_never_has_one(monkey
 
 def test_a_step_after_a_pause_of_the_engine_says_so(clock):
     """vLLM can be told to pause and to keep its requests: it then schedules nothing at all."""
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a"))
     engine.step({"a": 1}, {}, {"a": 1})
     engine.step({"a": 4}, {"a": 3}, {"a": 1})
@@ -390,7 +390,7 @@ def test_a_step_after_a_pause_of_the_engine_says_so(clock):
 
 
 def test_a_step_of_a_length_that_is_no_arm_is_not_reported():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a"), request("b"))
     engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
     # Both are near the longest sequence that the model takes.
@@ -402,7 +402,7 @@ def test_a_step_of_a_length_that_is_no_arm_is_not_reported():
 
 def test_more_drafts_than_were_chosen_are_cut():
     """vLLM's first model runner hands on zeros where a sequence is too long for the drafter."""
-    engine = Engine(choice(1), choice(0))
+    engine = HandScheduler(choice(1), choice(0))
     engine.add(request("a"), request("b"))
     engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
     drafts = [[0] * 7, [4], []]
@@ -414,7 +414,7 @@ def test_more_drafts_than_were_chosen_are_cut():
 
 
 def test_a_name_that_is_used_again_at_once_keeps_the_new_requests_wish():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a", extra={"speculation": False}))
     engine.step({"a": 1}, {}, {"a": 1})
     engine.add(request("a", output=0, extra={"speculation": False}), request("b", output=0))
@@ -426,7 +426,7 @@ def test_a_name_that_is_used_again_at_once_keeps_the_new_requests_wish():
 
 def test_the_end_of_a_request_in_parts_does_not_take_back_its_wish():
     """vLLM announces the end with a part of its own, which has the wishes of the first one."""
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a"))
     engine.steering.arrived(request("a", extra={"speculation": False}), engine.requests)
     assert engine.steering.undrafted == {"a"}
@@ -435,7 +435,7 @@ def test_the_end_of_a_request_in_parts_does_not_take_back_its_wish():
 
 
 def test_an_ended_request_whose_cache_is_still_needed_is_forgotten():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a", extra={"speculation": False}), request("b"))
     engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
     engine.requests["a"].is_finished = lambda: True
@@ -445,7 +445,7 @@ def test_an_ended_request_whose_cache_is_still_needed_is_forgotten():
 
 @pytest.mark.parametrize(("dropped", "rows"), [(True, 1), (False, 2)])
 def test_what_vllm_drops_after_a_preemption_of_all_has_no_drafts(dropped, rows):
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a"), request("b"))
     engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
     made = engine.schedule({"a": 4, "b": 4}, {"a": 3, "b": 3})
@@ -460,7 +460,7 @@ def test_what_vllm_drops_after_a_preemption_of_all_has_no_drafts(dropped, rows):
 
 def test_a_preempted_request_has_lost_its_drafts_and_refused_none():
     """All but its newest token may be in the prefix cache when it is taken up again."""
-    engine = Engine(choice(3), may_draft_less=True)
+    engine = HandScheduler(choice(3), may_draft_less=True)
     engine.add(request("a"), request("b"))
     engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
     made = engine.schedule({"a": 4}, {"a": 3}, preempted=["b"])
@@ -471,7 +471,7 @@ def test_a_preempted_request_has_lost_its_drafts_and_refused_none():
 
 
 def test_steps_of_more_different_rows_than_the_contract_has_groups_are_not_reported():
-    engine = Engine(choice(17), gammas=range(18))
+    engine = HandScheduler(choice(17), gammas=range(18))
     names = [f"r{n}" for n in range(17)]
     engine.add(*map(request, names))
     engine.step(dict.fromkeys(names, 1), {}, dict.fromkeys(names, 1))
@@ -483,7 +483,7 @@ def test_steps_of_more_different_rows_than_the_contract_has_groups_are_not_repor
 
 
 def test_an_error_ends_the_reports_and_not_the_engine(caplog):
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a"))
     engine.step({"a": 1}, {}, {"a": 1})
     made = engine.schedule({"a": 4}, {"a": 3})
@@ -496,7 +496,7 @@ def test_an_error_ends_the_reports_and_not_the_engine(caplog):
 
 
 def test_a_result_of_an_unknown_step_is_not_reported():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a"))
     engine.step({"a": 1}, {}, {"a": 1})
     engine.finish(output({"a": 4}, {"a": 3}), {"a": 1})
@@ -504,7 +504,7 @@ def test_a_result_of_an_unknown_step_is_not_reported():
 
 
 def test_the_last_token_of_a_prompt_is_no_decoding_row():
-    engine = Engine(choice(0))
+    engine = HandScheduler(choice(0))
     engine.add(request("a", output=0), request("b"))
     engine.step({"a": 9, "b": 1}, {}, {"a": 0, "b": 1})
     engine.requests["a"].num_computed_tokens = 9
@@ -514,7 +514,7 @@ def test_the_last_token_of_a_prompt_is_no_decoding_row():
 
 
 def test_a_result_of_another_step_is_not_taken_for_the_one_that_waits():
-    engine = Engine(choice(3))
+    engine = HandScheduler(choice(3))
     engine.add(request("a"))
     engine.step({"a": 1}, {}, {"a": 1})
     waiting = engine.schedule({"a": 4}, {"a": 3})
@@ -524,7 +524,7 @@ def test_a_result_of_another_step_is_not_taken_for_the_one_that_waits():
 
 
 def test_with_async_scheduling_prompts_in_every_step_are_no_gap():
-    engine = Engine(choice(3), is_async=True)
+    engine = HandScheduler(choice(3), is_async=True)
     engine.add(request("a"), request("b", prompt=100, output=0))
     engine.step({"a": 1}, {}, {"a": 1})
     for _ in range(2):
@@ -619,7 +619,7 @@ def test_an_engine_whose_caches_hold_a_state_that_vllm_loses_does_not_start(monk
 
 @pytest.mark.parametrize("tokens", [None, 0, 700])
 def test_prompts_that_wait_are_reported_where_they_are_counted(tokens: int | None):
-    engine = Engine(
+    engine = HandScheduler(
         choice(3), waiting=None if tokens is None else SimpleNamespace(count=lambda: tokens)
     )
     engine.add(request("a"))

@@ -17,7 +17,7 @@ SPECS = (
 JSON, PROSE, GARBLED = 0.92, 0.5, 0.1
 
 
-class Engine:
+class FedEstimator:
     """Feeds an estimator; decides every fourth step, as an engine of 10 ms steps does."""
 
     def __init__(self, seed=0):
@@ -56,7 +56,7 @@ def tokens(acceptance, gamma=4):
 
 
 def test_traffic_that_returns_is_recognised_within_two_steps_and_known_at_once():
-    engine = Engine()
+    engine = FedEstimator()
     for _ in range(3):
         engine.run(100, JSON)
         engine.run(100, PROSE)
@@ -68,7 +68,7 @@ def test_traffic_that_returns_is_recognised_within_two_steps_and_known_at_once()
 
 
 def test_a_drafter_that_did_not_run_since_is_remembered_with_its_traffic():
-    engine = Engine()
+    engine = FedEstimator()
     engine.run(100, JSON)
     engine.run(30, 0.7, drafter="dflash")
     engine.run(100, PROSE)
@@ -80,7 +80,7 @@ def test_a_drafter_that_did_not_run_since_is_remembered_with_its_traffic():
 
 
 def test_stationary_traffic_has_one_state_and_the_same_estimate_for_every_batch():
-    engine = Engine()
+    engine = FedEstimator()
     for batch in (1, 64, 4, 32, 8, 2, 16) * 3:
         engine.run(60, 0.7, batch=batch)
     assert engine.traffic.shifts <= 3
@@ -90,7 +90,7 @@ def test_stationary_traffic_has_one_state_and_the_same_estimate_for_every_batch(
 
 
 def test_batch_sizes_with_traffic_of_their_own_are_valued_by_it():
-    engine = Engine()
+    engine = FedEstimator()
     for _ in range(12):
         engine.run(30, JSON, batch=1)
         engine.run(30, PROSE, batch=64)
@@ -99,21 +99,21 @@ def test_batch_sizes_with_traffic_of_their_own_are_valued_by_it():
 
 
 def test_slow_change_makes_no_states_and_is_followed():
-    engine = Engine()
+    engine = FedEstimator()
     for i in range(60):
         engine.run(20, 0.9 - 0.6 * i / 60, batch=16)
     assert engine.expected() == pytest.approx(tokens(0.31), rel=0.35)
 
 
 def test_no_more_than_the_most_are_remembered_and_old_ones_are_forgotten():
-    engine = Engine()
+    engine = FedEstimator()
     for acceptance in (0.95, 0.05, 0.8, 0.2, 0.9, 0.35, 0.98, 0.1, 0.6, 0.02):
         engine.run(120, acceptance)
     assert len(engine.traffic.states.remembered) <= MAX_REMEMBERED
 
 
 def test_what_a_shift_is_taken_for_is_named():
-    engine = Engine()
+    engine = FedEstimator()
     engine.run(100, JSON)
     assert engine.traffic.curves().resembles is None
     engine.run(100, PROSE)
@@ -126,7 +126,7 @@ def test_what_a_shift_is_taken_for_is_named():
 
 @pytest.mark.parametrize("acceptance", [0.0, 1.0])
 def test_drafts_of_which_all_or_none_are_accepted_are_no_shift(acceptance):
-    engine = Engine()
+    engine = FedEstimator()
     engine.run(40, acceptance, batch=4, gamma=3)
     assert engine.run(400, acceptance, batch=4, gamma=3) == []
     assert engine.expected(gamma=1) == pytest.approx(acceptance, abs=0.03)
@@ -135,7 +135,7 @@ def test_drafts_of_which_all_or_none_are_accepted_are_no_shift(acceptance):
 @pytest.mark.parametrize("seed", range(4))
 def test_any_course_of_traffic_keeps_the_states_in_order(seed):
     """States come, go and return while they are young, before a decision is made for them."""
-    engine = Engine(seed)
+    engine = FedEstimator(seed)
     for _ in range(150):
         rng = engine.rng
         engine.run(
@@ -150,7 +150,7 @@ def test_any_course_of_traffic_keeps_the_states_in_order(seed):
 
 
 def test_two_drafters_that_both_turn_useless_are_not_taken_for_good_in_turn():
-    engine = Engine()
+    engine = FedEstimator()
     engine.run(400, 0.5, batch=8, gamma=3)
     engine.run(100, 0.3, batch=8, drafter="dflash")
     engine.run(300, 0.5, batch=8, gamma=3)
@@ -164,7 +164,7 @@ def test_two_drafters_that_both_turn_useless_are_not_taken_for_good_in_turn():
 
 
 def test_the_row_of_the_last_batch_has_the_traffic_of_its_octave():
-    engine = Engine()
+    engine = FedEstimator()
     for _ in range(12):
         engine.run(30, JSON, batch=62)
         engine.run(30, GARBLED, batch=68)

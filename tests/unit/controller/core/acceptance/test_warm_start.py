@@ -116,7 +116,7 @@ def rate_of_the_first_steps(beliefs, acceptance, steps=60):
 def learnt(acceptance):
     running = engine()
     running.run(1500, 4, acceptance)
-    return running.controller.traffic.beliefs()
+    return running.core.traffic.beliefs()
 
 
 HIGH, LOW = [0.97] * 7, [0.15] * 7
@@ -124,10 +124,10 @@ HIGH, LOW = [0.97] * 7, [0.15] * 7
 
 def test_what_others_learnt_puts_the_next_plan_in_the_right_place():
     for acceptance in (HIGH, LOW):
-        warm = engine(learnt(acceptance)).controller.current_plan().row_for(4).arm.gamma
+        warm = engine(learnt(acceptance)).core.current_plan().row_for(4).arm.gamma
         long = engine()
         long.run(1500, 4, acceptance)
-        assert abs(warm - long.controller.current_plan().row_for(4).arm.gamma) <= 1
+        assert abs(warm - long.core.current_plan().row_for(4).arm.gamma) <= 1
 
 
 def test_the_first_steps_are_better_when_it_is_right_and_soon_no_worse_when_it_is_wrong():

@@ -53,12 +53,12 @@ def test_a_drafter_that_never_works_is_noticed_although_the_controller_turns_it_
     engine = make(profile_error)
     # With one sequence and a profile it drafts rarely from the first hundred steps on.
     engine.run(4000 if batch_size == 1 else 1000, batch_size, WRONG)
-    (warning,) = rejected(engine.controller.checks)
+    (warning,) = rejected(engine.core.checks)
     assert warning.drafter == "mtp"
     assert "1.0" in warning.found
     assert "EAGLE-3 under EAGLE" in warning.advice
     assert "eagle_aux_hidden_state_layer_ids" in warning.advice
-    assert explain(engine.controller).warnings == engine.controller.checks.warnings()
+    assert explain(engine.core).warnings == engine.core.checks.warnings()
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])
@@ -67,7 +67,7 @@ def test_a_drafter_on_hard_traffic_is_not(batch_size):
         engine = make(seed=seed)
         for _ in range(6):
             engine.run(100, batch_size, HARD)
-            assert not engine.controller.checks.warnings()
+            assert not engine.core.checks.warnings()
 
 
 def test_a_drafter_of_115_tokens_that_is_verified_rarely_is_hardly_ever_suspected():

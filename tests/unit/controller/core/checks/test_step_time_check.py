@@ -42,7 +42,7 @@ def no_rest(gamma: int, batch_size: int) -> float:
     return large_target(max(gamma, 1), batch_size)
 
 
-class Engine:
+class TimedSteps:
     """Reports steps of a known cost.  noise: relative; slow: share of steps that take 8 times."""
 
     def __init__(self, kind: DrafterKind, cost: Cost, noise: float = 0.02, slow: float = 0.0):
@@ -79,7 +79,7 @@ class Engine:
 @pytest.mark.parametrize("each", [1, 8, 100])
 @pytest.mark.parametrize("kind", [MTP, STANDALONE])
 def test_an_engine_that_drafts_its_full_length_is_named(kind, each):
-    engine = Engine(kind, full_draft)
+    engine = TimedSteps(kind, full_draft)
     engine.take_turns(6 + 200 // each, each=each)
     assert len(engine.found) == 2
     assert "takes no longer at gamma 5 than at gamma 0" in engine.found[0]
@@ -91,25 +91,25 @@ def test_an_engine_that_drafts_its_full_length_is_named(kind, each):
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.05])
 @pytest.mark.parametrize("cost", [large_target, no_rest])
 def test_an_engine_whose_drafts_cost_little_beside_a_flat_verification_is_not(cost, each, noise):
-    engine = Engine(MTP, cost, noise)
+    engine = TimedSteps(MTP, cost, noise)
     for _ in range(8):
         engine.take_turns(1 + 100 // each, each=each)
         assert not engine.found
 
 
 def test_a_verification_that_costs_is_no_flat_step_time():
-    engine = Engine(MTP, compute_bound)
+    engine = TimedSteps(MTP, compute_bound)
     engine.take_turns(300, batch_size=32)
     assert not engine.found
 
 
 def test_few_visits_of_gamma_0_are_enough_on_a_steady_machine():
-    engine = Engine(MTP, full_draft, noise=0.004)
+    engine = TimedSteps(MTP, full_draft, noise=0.004)
     for _ in range(6):
         engine.run(300, 5)
         engine.run(8, 0)
     assert len(engine.found) == 1
-    honest = Engine(MTP, large_target, noise=0.004)
+    honest = TimedSteps(MTP, large_target, noise=0.004)
     for _ in range(40):
         honest.run(300, 5)
         honest.run(8, 0)
@@ -117,14 +117,14 @@ def test_few_visits_of_gamma_0_are_enough_on_a_steady_machine():
 
 
 def test_too_few_steps_say_nothing():
-    engine = Engine(MTP, full_draft)
+    engine = TimedSteps(MTP, full_draft)
     engine.take_turns(8)
     assert not engine.found
 
 
 def test_a_machine_that_slows_down_hides_no_difference_and_makes_none():
     for cost, warns in ((large_target, False), (full_draft, True)):
-        engine = Engine(MTP, cost, noise=0.005)
+        engine = TimedSteps(MTP, cost, noise=0.005)
         for _ in range(100):
             # It slows down just as drafting stops.
             for gamma in (5, 0):
@@ -137,7 +137,7 @@ def test_a_machine_that_slows_down_hides_no_difference_and_makes_none():
 def test_a_machine_that_is_slow_for_a_while_again_and_again_makes_no_difference(cost):
     named = 0
     for seed in range(12):
-        engine = Engine(MTP, cost)
+        engine = TimedSteps(MTP, cost)
         engine.random, machine = random.Random(seed), random.Random(100 + seed)
         for step in range(3000):
             if machine.random() < 0.02:
@@ -150,7 +150,7 @@ def test_a_machine_that_is_slow_for_a_while_again_and_again_makes_no_difference(
 
 
 def test_another_context_or_batch_is_not_compared():
-    engine = Engine(MTP, full_draft)
+    engine = TimedSteps(MTP, full_draft)
     for _ in range(300):
         engine.run(1, 0, batch_size=4, context=100)
         engine.run(1, 5, batch_size=4, context=4000)
@@ -159,23 +159,23 @@ def test_another_context_or_batch_is_not_compared():
 
 
 def test_outliers_do_not_hide_it():
-    engine = Engine(MTP, full_draft, noise=0.01, slow=0.02)
+    engine = TimedSteps(MTP, full_draft, noise=0.01, slow=0.02)
     engine.take_turns(600)
     assert engine.found
 
 
 def test_a_block_drafter_is_flat_above_0_and_named_only_if_0_is_no_quicker():
-    honest = Engine(DFLASH, block)
+    honest = TimedSteps(DFLASH, block)
     honest.take_turns(200)
     assert not honest.found
-    engine = Engine(DFLASH, lambda gamma, size: block(1, size))
+    engine = TimedSteps(DFLASH, lambda gamma, size: block(1, size))
     engine.take_turns(200)
     assert len(engine.found) == 1
     assert "gamma 0" in engine.found[0]
 
 
 def test_a_lookup_costs_nothing_and_is_not_compared():
-    engine = Engine(NGRAM, lambda gamma, size: 0.03)
+    engine = TimedSteps(NGRAM, lambda gamma, size: 0.03)
     engine.take_turns(300)
     assert not engine.found
 
@@ -196,7 +196,7 @@ def test_what_is_kept_of_an_engine_with_many_lengths_and_batch_sizes_is_bounded(
 
 
 def test_the_warning_ends_when_the_lengths_differ():
-    engine = Engine(MTP, full_draft)
+    engine = TimedSteps(MTP, full_draft)
     engine.take_turns(300)
     assert engine.found
     engine.cost = large_target

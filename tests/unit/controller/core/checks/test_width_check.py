@@ -124,4 +124,4 @@ def test_an_honest_engine_under_changing_batches_and_traffic_is_not_named():
     engine, rng = make(), random.Random(5)
     for _ in range(60):
         engine.run(rng.randrange(5, 40), rng.choice((1, 3, 8, 20, 50)), [rng.random()] * 7)
-        assert not engine.controller.checks.warnings()
+        assert not engine.core.checks.warnings()

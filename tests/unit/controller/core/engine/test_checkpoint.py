@@ -24,7 +24,7 @@ from controller.core.step_report import StepReport
 from controller.recording.checkpoint_messages import state_from_proto, state_to_proto
 from controller.wire.explanations import explain
 from speculation.v1 import record_pb2
-from tests.support.recorded_events import TRAINING, Engine, full_spec, override
+from tests.support.recorded_events import TRAINING, EventfulEngine, full_spec, override
 from tests.support.virtual_engine import engine_spec, gpu_like, profile_of
 
 GOLDEN_NAMES = Path(__file__).with_name("recorded_names.json")
@@ -34,7 +34,7 @@ def fresh(clock: VirtualClock, policy: str = "goodput") -> EngineController:
     return EngineController(full_spec(), PlannerSettings(policy=policy), None, clock, TRAINING)
 
 
-def attend(engine: Engine) -> None:
+def attend(engine: EventfulEngine) -> None:
     training = engine.core.updates.training
     assert training is not None
     training.attended = not training.attended
@@ -44,7 +44,7 @@ def attend(engine: Engine) -> None:
 PINS = (override("pin", Rule(gamma=2)), override("no", Rule(off=True)))
 BOUND = override("slow", Rule(tpot_max_seconds=0.004))
 WARM = [Belief("eagle3", label, (0.5, 0.25), (8.0, 4.0)) for label in ("", "new")]
-ACTIONS: dict[str, Callable[[Engine], object]] = {
+ACTIONS: dict[str, Callable[[EventfulEngine], object]] = {
     "run": lambda engine: engine.run(30),
     "large": lambda engine: engine.run(10, batch_size=24, acceptance=0.5),
     "shift": lambda engine: engine.run(20, acceptance=0.1),
@@ -60,7 +60,7 @@ ACTIONS: dict[str, Callable[[Engine], object]] = {
 SOME = st.sampled_from(sorted(ACTIONS))
 
 
-def act(action: str, engine: Engine) -> None:
+def act(action: str, engine: EventfulEngine) -> None:
     ACTIONS[action](engine)
 
 
@@ -78,7 +78,7 @@ def bits(core) -> bytes:
 @given(before=st.lists(SOME, max_size=8), after=st.lists(SOME, min_size=1, max_size=5))
 def test_a_restored_core_goes_on_as_the_first_one(policy, before, after):
     clock = VirtualClock(1000.0)
-    first = Engine(fresh(clock, policy), clock)  # type: ignore[arg-type]  # any core will do
+    first = EventfulEngine(fresh(clock, policy), clock)
     for action in before:
         act(action, first)
     second_clock = VirtualClock(clock.now())
@@ -86,9 +86,9 @@ def test_a_restored_core_goes_on_as_the_first_one(policy, before, after):
     core.set_overrides(first.core.overrides)
     restore(core, through_proto(capture(first.core)))
     assert bits(core) == bits(first.core)
-    second = Engine(core, second_clock)  # type: ignore[arg-type]
+    second = EventfulEngine(core, second_clock)
     second.rng.setstate(first.rng.getstate())
-    second.step, second.plan = first.step, first.plan
+    second.step = first.step
     for action in after:
         act(action, first)
         act(action, second)
@@ -124,7 +124,7 @@ def _not_recorded(core: EngineController) -> dict[str, dict[str, str]]:
 def test_what_is_not_recorded_never_changes(policy):
     clock = VirtualClock()
     core = fresh(clock, policy)
-    engine = Engine(core, clock)  # type: ignore[arg-type]
+    engine = EventfulEngine(core, clock)
     act("bound", engine)
     before = _not_recorded(core)
     for action in ("run", "shift", "large", "attend", "run"):
@@ -145,7 +145,7 @@ def test_the_recorded_names_are_the_golden_ones():
 
 def test_a_recording_from_before_a_variable_was_added_is_restored():
     clock = VirtualClock()
-    engine = Engine(fresh(clock), clock)  # type: ignore[arg-type]
+    engine = EventfulEngine(fresh(clock), clock)
     engine.run(50)
     taken = capture(engine.core)
     del taken["traffic"].fields["used_at"]
@@ -159,7 +159,7 @@ def test_a_recording_from_before_a_variable_was_added_is_restored():
 
 def test_a_capture_does_not_move_with_the_core():
     clock = VirtualClock()
-    engine = Engine(fresh(clock), clock)  # type: ignore[arg-type]
+    engine = EventfulEngine(fresh(clock), clock)
     engine.run(50)
     taken = capture(engine.core)
     before = state_to_proto(taken).SerializeToString(deterministic=True)
@@ -205,6 +205,6 @@ def test_what_is_no_state_is_refused(break_it, text):
 
 def test_an_opening_is_small():
     clock = VirtualClock()
-    engine = Engine(fresh(clock), clock)  # type: ignore[arg-type]
+    engine = EventfulEngine(fresh(clock), clock)
     engine.run(200)
     assert len(bits(engine.core)) < 120_000

@@ -67,7 +67,7 @@ def test_looking_costs_no_more_than_its_share():
         engine.run(4000, 16, [acceptance] * 7)
         allowed = 0.01 * engine.elapsed + settings.probe_credit_start_seconds
         # One probe may overdraw the account by what it cost more than expected.
-        assert engine.controller.explorer.lost_seconds <= 1.3 * allowed
+        assert engine.core.explorer.lost_seconds <= 1.3 * allowed
 
 
 def charged_for_a_stall(stall_seconds):
@@ -76,14 +76,14 @@ def charged_for_a_stall(stall_seconds):
     The first in units of what such a step usually takes.
     """
     engine = make()
-    explorer = engine.controller.explorer
+    explorer = engine.core.explorer
     while explorer.running is None:
         engine.run(1, 16, [0.5] * 7)
     _, probe = explorer.running
     gamma = probe.arm.gamma
     before = explorer.total_seconds, explorer.lost_seconds, explorer.credit_seconds
     counts = (16, *[0] * gamma)
-    engine.controller.observe(
+    engine.core.observe(
         StepReport(
             engine.step + 1, 16, 8192, "mtp", gamma, counts, stall_seconds, probe_id=probe.probe_id
         )
@@ -104,7 +104,7 @@ def test_a_step_that_stalls_is_charged_to_exploration_as_a_usual_one():
 def test_with_exploration_off_nothing_is_ever_probed():
     engine = make(settings=PlannerSettings(probe_share=0.0))
     engine.run(500, 16, [0.5] * 7)
-    assert engine.controller.explorer.probes == 0
+    assert engine.core.explorer.probes == 0
 
 
 def test_a_collapse_is_answered_within_a_hundred_steps():
@@ -112,7 +112,7 @@ def test_a_collapse_is_answered_within_a_hundred_steps():
     engine.run(600, 16, [0.9] * 7)
     engine.run(100, 16, [0.03] * 7)
     # Its row, whatever a probe may be looking at in this very step.
-    assert engine.controller.current_plan().row_for(16).arm.gamma == 0
+    assert engine.core.current_plan().row_for(16).arm.gamma == 0
 
 
 def test_the_same_reports_at_the_same_times_make_the_same_plans():
@@ -127,8 +127,8 @@ def test_the_same_reports_at_the_same_times_make_the_same_plans():
         again.observe(report)
         again.next_plan()
     # The clocks differ in the last bit at most: advance() sums, so compare what was decided.
-    assert again.current_plan() == first.controller.current_plan()
-    assert explain(again, 4) == explain(first.controller, 4)
+    assert again.current_plan() == first.core.current_plan()
+    assert explain(again, 4) == explain(first.core, 4)
 
 
 def report(step=1, **changes):
@@ -137,7 +137,7 @@ def report(step=1, **changes):
 
 
 def test_a_step_that_does_not_go_forward_is_refused_and_changes_nothing():
-    controller = make().controller
+    controller = make().core
     controller.observe(report(5))
     before = pickle.dumps(controller)
     for step in (5, 4, 0):
@@ -148,7 +148,7 @@ def test_a_step_that_does_not_go_forward_is_refused_and_changes_nothing():
 
 
 def test_a_draft_length_that_was_not_introduced_is_refused_and_changes_nothing():
-    controller = make().controller
+    controller = make().core
     before = pickle.dumps(controller)
     with pytest.raises(UnknownArmError):
         controller.observe(report(gamma=4, accepted_counts=(1, 1, 0, 0, 0)))
@@ -162,7 +162,7 @@ def test_every_plan_stays_within_what_the_engine_introduced():
     engine = make(None)
     for batch in (1, 7, 40, 64):
         engine.run(60, batch, [0.6] * 7)
-        for row in engine.controller.current_plan().rows:
+        for row in engine.core.current_plan().rows:
             assert row.arm.gamma in GAMMAS
             if row.probe:
                 assert row.probe.arm.gamma in GAMMAS
@@ -171,11 +171,11 @@ def test_every_plan_stays_within_what_the_engine_introduced():
 
 def test_the_lease_is_renewed_at_half_time_and_not_before():
     engine = make()
-    plan = engine.controller.current_plan()
+    plan = engine.core.current_plan()
     engine.clock.advance(2.4)
-    assert engine.controller.next_plan() is None
+    assert engine.core.next_plan() is None
     engine.clock.advance(0.2)
-    renewed = engine.controller.next_plan()
+    renewed = engine.core.next_plan()
     assert renewed is not None
     assert renewed.epoch > plan.epoch
     assert renewed.reason is Reason.LEASE
@@ -183,37 +183,37 @@ def test_the_lease_is_renewed_at_half_time_and_not_before():
 
 def test_without_a_profile_every_plan_says_so():
     engine = make(None)
-    plan = engine.controller.current_plan()
+    plan = engine.core.current_plan()
     assert plan.reason is Reason.PROFILE_MISSING
     assert "no profile" in plan.reason_detail
-    assert engine.controller.profile_id == ""
+    assert engine.core.profile_id == ""
 
 
 def test_a_forced_arm_rules_every_row_until_it_is_released():
     engine = make()
     engine.run(100, 8, [0.8] * 7)
-    forced = engine.controller.force(Arm("mtp", 2))
+    forced = engine.core.force(Arm("mtp", 2))
     assert {row.arm for row in forced.rows} == {Arm("mtp", 2)}
     assert forced.reason is Reason.PROFILING
     engine.run(50, 8, [0.8] * 7)
     assert {arm.gamma for arm in engine.arms_run[-50:]} == {2}
-    released = engine.controller.force(None)
+    released = engine.core.force(None)
     assert len({row.arm for row in released.rows}) > 1
     with pytest.raises(UnknownArmError):
-        engine.controller.force(Arm("mtp", 6))
+        engine.core.force(Arm("mtp", 6))
 
 
 def test_a_measurement_teaches_costs_and_no_acceptance():
     engine = make()
     engine.run(100, 8, [0.8] * 7)
-    engine.controller.force(Arm("mtp", 3))
-    before = explain(engine.controller, 8).positions
+    engine.core.force(Arm("mtp", 3))
+    before = explain(engine.core, 8).positions
     engine.run(50, 8, [0.1] * 7)
-    assert explain(engine.controller, 8).positions == before
-    engine.controller.force(None)
-    assert explain(engine.controller, 8).positions == before
+    assert explain(engine.core, 8).positions == before
+    engine.core.force(None)
+    assert explain(engine.core, 8).positions == before
     engine.run(10, 8, [0.1] * 7)
-    assert explain(engine.controller, 8).positions != before
+    assert explain(engine.core, 8).positions != before
 
 
 def test_costs_are_learnt_while_a_choice_is_forced():
@@ -227,26 +227,26 @@ def test_costs_are_learnt_while_a_choice_is_forced():
 
     engine.seconds = wandering
     for gamma in (1, 2, 3, 5, 7, 3, 2):
-        engine.controller.force(Arm("mtp", gamma))
+        engine.core.force(Arm("mtp", gamma))
         for batch in (1, 2, 4, 8, 16) * 6:
             engine.run(20, batch, [0.6] * 8)
-        engine.controller.force(None)
-        drift = engine.controller.cost.drift()[:, engine.controller.cost.bucket_of(8)]
+        engine.core.force(None)
+        drift = engine.core.cost.drift()[:, engine.core.cost.bucket_of(8)]
         # The machine moves all arms; between them nothing has changed.
         assert drift.max() / drift.min() < 1.2
 
 
 def test_a_profile_can_come_later_but_only_the_right_one():
     engine = make(None)
-    spec = engine.controller.spec
+    spec = engine.core.spec
     profile = profile_of(spec, gpu_like)
-    engine.controller.use_profile(profile)
-    assert engine.controller.profile_id == profile.profile_id
+    engine.core.use_profile(profile)
+    assert engine.core.profile_id == profile.profile_id
     other = dataclasses.replace(
         profile, fingerprint=dataclasses.replace(spec.fingerprint, dtype="x")
     )
     with pytest.raises(ProfileMismatchError, match="dtype"):
-        engine.controller.use_profile(other)
+        engine.core.use_profile(other)
 
 
 def test_an_engine_that_can_sleep_sleeps_at_gamma_zero_only():
@@ -259,7 +259,7 @@ def test_an_engine_that_can_sleep_sleeps_at_gamma_zero_only():
 def test_explain_shows_every_arm_with_one_chosen():
     engine = make()
     engine.run(200, 8, [0.7] * 7)
-    shown = explain(engine.controller, 8)
+    shown = explain(engine.core, 8)
     assert [v.arm.gamma for v in shown.arms] == list(GAMMAS)
     assert sum(v.chosen for v in shown.arms) == 1
     assert shown.margin >= 0
@@ -283,9 +283,9 @@ def gammas_of(plan):
 def test_whatever_runs_and_is_probed_keeps_the_overrides(policy, rule):
     engine = make(settings=PlannerSettings(policy=policy))
     engine.run(100, 8, [0.8] * 7)
-    assert engine.controller.set_overrides([command(**rule)])
+    assert engine.core.set_overrides([command(**rule)])
     # One step of lag, as ever.
-    engine.controller.next_plan()
+    engine.core.next_plan()
     before = len(engine.arms_run)
     engine.run(600, 8, [0.8] * 7)
     low, high = rule.get("gamma_min", 0), rule.get("gamma_max", 64)
@@ -294,64 +294,64 @@ def test_whatever_runs_and_is_probed_keeps_the_overrides(policy, rule):
     if "gamma" in rule:
         low = high = rule["gamma"]
     assert {arm.gamma for arm in engine.arms_run[before:]} <= set(range(low, high + 1))
-    assert engine.controller.current_plan().overrides == ("o",)
-    assert engine.controller.set_overrides([])
-    assert not engine.controller.set_overrides([])
+    assert engine.core.current_plan().overrides == ("o",)
+    assert engine.core.set_overrides([])
+    assert not engine.core.set_overrides([])
     engine.run(400, 8, [0.8] * 7)
-    assert not engine.controller.current_plan().overrides
+    assert not engine.core.current_plan().overrides
 
 
 def test_overrides_that_do_not_change_the_choice_are_not_its_reason():
     engine = make()
     engine.run(400, 8, [0.9] * 7)
-    best = engine.controller.decide(8).arm.gamma
-    engine.controller.set_overrides([command(gamma_max=7)])
+    best = engine.core.decide(8).arm.gamma
+    engine.core.set_overrides([command(gamma_max=7)])
     # Named at once all the same.
-    plan = engine.controller.next_plan()
+    plan = engine.core.next_plan()
     assert plan is not None
     assert plan.overrides == ("o",)
-    engine.controller.set_overrides([command(gamma_max=best)])
+    engine.core.set_overrides([command(gamma_max=best)])
     engine.run(50, 8, [0.9] * 7)
-    row = engine.controller.current_plan().row_for(8)
+    row = engine.core.current_plan().row_for(8)
     assert row.reason is not Reason.OVERRIDE
-    assert engine.controller.current_plan().overrides == ("o",)
-    engine.controller.set_overrides([command("p", gamma_max=1)])
+    assert engine.core.current_plan().overrides == ("o",)
+    engine.core.set_overrides([command("p", gamma_max=1)])
     engine.run(50, 8, [0.9] * 7)
-    assert engine.controller.current_plan().row_for(8).reason is Reason.OVERRIDE
+    assert engine.core.current_plan().row_for(8).reason is Reason.OVERRIDE
 
 
 @pytest.mark.parametrize("rule", [{"gamma": 2}, {"gamma_max": 7}])
 def test_an_override_ends_the_probe_under_way(rule):
     engine = make(settings=PlannerSettings())
-    while engine.controller.explorer.running is None:
-        assert engine.controller.reports < 2000
+    while engine.core.explorer.running is None:
+        assert engine.core.reports < 2000
         engine.run(1, 64, [0.15] * 7)
-    probe = engine.controller.explorer.running[1]
-    assert engine.controller.set_overrides([command(**rule)])
-    plan = engine.controller.next_plan()
+    probe = engine.core.explorer.running[1]
+    assert engine.core.set_overrides([command(**rule)])
+    plan = engine.core.next_plan()
     assert plan is not None
     assert all(row.probe is None or row.probe.probe_id != probe.probe_id for row in plan.rows)
 
 
 def test_forbidden_exploration_is_none():
     engine = make(settings=PlannerSettings())
-    engine.controller.set_overrides([command(deny_exploration=True)])
+    engine.core.set_overrides([command(deny_exploration=True)])
     engine.run(2000, 64, [0.15] * 7)
-    assert engine.controller.explorer.probes == 0
+    assert engine.core.explorer.probes == 0
 
 
 def test_a_preview_is_what_becomes_and_changes_nothing():
     engine = make()
     engine.run(300, 8, [0.8] * 7)
-    before = engine.controller.current_plan()
+    before = engine.core.current_plan()
     wanted = [command(gamma=1, low=5, high=9), command("q", off=True, low=40)]
-    rows = preview(engine.controller, wanted)
-    assert engine.controller.current_plan() is before
+    rows = preview(engine.core, wanted)
+    assert engine.core.current_plan() is before
     assert all((row.after.gamma == 1) == (5 <= row.max_batch_size <= 9) for row in rows
                if row.max_batch_size < 40 and row.before.gamma != 1)  # fmt: skip
     assert all(row.after.gamma == 0 for row in rows if row.max_batch_size >= 40)
-    engine.controller.set_overrides(wanted)
-    plan = engine.controller.next_plan()
+    engine.core.set_overrides(wanted)
+    plan = engine.core.next_plan()
     assert plan is not None
     found = gammas_of(plan)
     assert {4, 9, 39} <= set(found)
@@ -361,10 +361,10 @@ def test_a_preview_is_what_becomes_and_changes_nothing():
 def test_a_measurement_goes_before_overrides_and_gives_way_to_them():
     engine = make()
     engine.run(50, 8, [0.8] * 7)
-    engine.controller.set_overrides([command(off=True)])
-    plan = engine.controller.force(Arm("mtp", 3))
+    engine.core.set_overrides([command(off=True)])
+    plan = engine.core.force(Arm("mtp", 3))
     assert set(gammas_of(plan).values()) == {3}
-    assert set(gammas_of(engine.controller.force(None)).values()) == {0}
+    assert set(gammas_of(engine.core.force(None)).values()) == {0}
 
 
 def test_a_regime_is_pinned_only_where_the_engine_can_run_it():

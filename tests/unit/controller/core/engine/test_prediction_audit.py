@@ -39,7 +39,7 @@ def truth(gamma: int, tokens: int, batch_size: int) -> float:
 def test_the_counterfactuals_are_what_other_choices_would_have_taken():
     engine = make()
     engine.run(300, 4, CURVE)
-    before = dict(engine.controller.prediction_audit.instead_seconds)
+    before = dict(engine.core.prediction_audit.instead_seconds)
     wanted = {"off": 0.0, "static": 0.0}
     # Batches of several rows, so that each has to be priced as itself.
     for batch_size in (4, 32, 4, 64, 11):
@@ -49,20 +49,20 @@ def test_the_counterfactuals_are_what_other_choices_would_have_taken():
         wanted["off"] += truth(0, made, batch_size)
         wanted["static"] += truth(STATIC, made, batch_size)
     engine.clock.advance(10.0)
-    engine.controller.next_plan()
+    engine.core.next_plan()
     for name, seconds in wanted.items():
-        found = engine.controller.prediction_audit.instead_seconds[name] - before[name]
+        found = engine.core.prediction_audit.instead_seconds[name] - before[name]
         assert found == pytest.approx(seconds, rel=0.05), name
 
 
 def test_what_runs_as_the_static_reference_gains_nothing_over_it():
     engine = make()
     pin = Override("pin", Scope(ScopeKind.FLEET), Rule(gamma=STATIC), "ann", "test")
-    engine.controller.set_overrides([pin])
+    engine.core.set_overrides([pin])
     engine.run(600, 8, CURVE)
     engine.clock.advance(10.0)
-    engine.controller.next_plan()
-    prediction_audit = engine.controller.prediction_audit
+    engine.core.next_plan()
+    prediction_audit = engine.core.prediction_audit
     assert prediction_audit.instead_seconds["static"] == pytest.approx(
         prediction_audit.plain_seconds, rel=0.05
     )
@@ -74,21 +74,19 @@ def test_a_batch_range_splits_rows_and_not_the_account():
     plain, split = make(), make()
     narrow = Rule(gamma_max=7)
     bound = Override("bound", Scope(ScopeKind.FLEET), narrow, "ann", "test", 33, 41)
-    split.controller.set_overrides([bound])
+    split.core.set_overrides([bound])
     for engine in (plain, split):
         engine.run(500, 37, CURVE)
         engine.clock.advance(10.0)
-        engine.controller.next_plan()
-    found = [
-        e.controller.prediction_audit.instead_seconds["off"] / e.tokens for e in (plain, split)
-    ]
+        engine.core.next_plan()
+    found = [e.core.prediction_audit.instead_seconds["off"] / e.tokens for e in (plain, split)]
     assert found[0] == pytest.approx(found[1], rel=0.02)
 
 
 def test_predictions_and_expectations_come_true_with_a_right_profile():
     engine = make()
     engine.run(1000, 8, CURVE)
-    prediction_audit = engine.controller.prediction_audit
+    prediction_audit = engine.core.prediction_audit
     assert prediction_audit.predicted_seconds == pytest.approx(
         prediction_audit.plain_seconds, rel=0.02
     )
@@ -99,7 +97,7 @@ def test_predictions_and_expectations_come_true_with_a_right_profile():
 
 
 def test_errors_add_up_whichever_way_they_go():
-    core = make().controller
+    core = make().core
     for step in range(1, 101):
         seconds = gpu_like(2, 4) * (1.2 if step % 2 else 0.8)
         core.observe(StepReport(step, 4, 2048, "mtp", 2, (1, 1, 2), seconds))
@@ -117,7 +115,7 @@ def test_a_row_that_had_ended_would_not_have_decoded_with_another_choice_either(
     instead = []
     ended = (RowGroup("mtp", 2, (0, 1, 1)), RowGroup("mtp", 0, (2,), ended=True))
     for counts, groups in (((0, 2, 2), ()), ((2, 1, 1), ended)):
-        core = make().controller
+        core = make().core
         core.current_plan()
         core.observe(StepReport(1, 4, 2048, "mtp", 2, counts, 0.01, groups=groups))
         core.next_plan()
@@ -128,7 +126,7 @@ def test_a_row_that_had_ended_would_not_have_decoded_with_another_choice_either(
 
 @pytest.mark.parametrize("flags", [StepFlags(after_gap=True), StepFlags(updating=True)])
 def test_steps_that_are_not_plain_are_left_out(flags: StepFlags):
-    core = make().controller
+    core = make().core
     core.current_plan()
     core.observe(StepReport(1, 4, 2048, "mtp", 2, (1, 1, 2), 5.0, flags))
     assert core.prediction_audit.plain_seconds == core.prediction_audit.predicted_seconds == 0
@@ -137,7 +135,7 @@ def test_steps_that_are_not_plain_are_left_out(flags: StepFlags):
 
 
 def test_a_measurement_is_left_out():
-    core = make().controller
+    core = make().core
     core.force(Arm("mtp", 7))
     core.observe(StepReport(1, 4, 2048, "mtp", 7, (0, 0, 0, 0, 0, 0, 0, 4), 0.01))
     assert core.prediction_audit.plain_seconds == 0
@@ -146,7 +144,7 @@ def test_a_measurement_is_left_out():
 def test_an_engine_that_does_not_say_what_it_would_run_has_no_static_reference():
     engine = make(None)
     engine.run(50, 4, CURVE)
-    assert set(engine.controller.prediction_audit.instead_seconds) == {"off"}
+    assert set(engine.core.prediction_audit.instead_seconds) == {"off"}
     values = {Arm("mtp", 0): 100.0, Arm("mtp", 3): 150.0}
     assert gains(values, spec_of(None), Arm("mtp", 3)) == {"off": 1.5}
     assert gains(values, spec_of(3), Arm("mtp", 3)) == {"off": 1.5, "static": 1.0}

@@ -31,7 +31,7 @@ def probed(engine: VirtualEngine, steps: int) -> list[tuple[int, float]]:
 
     Those that begin while nothing keeps the bound are left out.
     """
-    controller, found, last = engine.controller, [], 0
+    controller, found, last = engine.core, [], 0
     for _ in range(steps):
         engine.run(1, BATCH, CURVE)
         if controller.explorer.running is None:
@@ -61,12 +61,12 @@ def test_plain_decoding_under_a_bound_still_notices_better_traffic():
     # Drafting breaks the bound until its drafts are accepted, which only drafting shows.
     engine = bounded(0.009)
     engine.run(400, 32, [0.03] * 7)
-    arms = {value.arm.gamma: value for value in explain(engine.controller, 32).arms}
+    arms = {value.arm.gamma: value for value in explain(engine.core, 32).arms}
     assert arms[0].chosen
     assert all(arms[gamma].seconds_per_token > 0.009 for gamma in arms if gamma)
-    before = engine.controller.explorer.probes
+    before = engine.core.explorer.probes
     engine.run(1000, 32, [0.03] * 7)
-    assert engine.controller.explorer.probes > before
+    assert engine.core.explorer.probes > before
     engine.run(400, 32, [0.95] * 7)
     assert Counter(arm.gamma for arm in engine.arms_run[-100:])[0] < 10
 
@@ -83,7 +83,7 @@ def test_plain_decoding_without_room_for_looking_keeps_the_bound_and_does_not_lo
 def test_a_bound_that_changes_nothing_is_shown_and_no_reason():
     engine = bounded(0.0075)
     engine.run(400, BATCH, CURVE)
-    shown = explain(engine.controller, BATCH)
+    shown = explain(engine.core, BATCH)
     assert shown.bound is not None
     assert (shown.bound.bound.seconds, shown.bound.bound.override_id) == (0.0075, "")
     assert shown.bound.is_kept
@@ -100,7 +100,7 @@ def test_a_bound_that_changes_nothing_is_shown_and_no_reason():
 def test_a_bound_that_nothing_keeps_says_by_how_much_and_where_it_can_be_kept():
     engine = bounded(0.005)
     engine.run(400, BATCH, CURVE)
-    shown = explain(engine.controller, BATCH)
+    shown = explain(engine.core, BATCH)
     fastest = min(shown.arms, key=lambda arm: arm.seconds_per_token)
     assert shown.bound is not None
     assert not shown.bound.is_kept
@@ -109,21 +109,21 @@ def test_a_bound_that_nothing_keeps_says_by_how_much_and_where_it_can_be_kept():
     assert shown.bound.expected_seconds <= fastest.seconds_per_token * 1.01
     upto = shown.bound.kept_up_to
     assert 8 <= upto < BATCH
-    there = explain(engine.controller, upto).bound
-    above = explain(engine.controller, upto + 1).bound
+    there = explain(engine.core, upto).bound
+    above = explain(engine.core, upto + 1).bound
     assert there is not None
     assert there.attainable
     assert above is not None
     assert not above.attainable
-    detail = engine.controller.force(None).reason_detail
+    detail = engine.core.force(None).reason_detail
     assert "ms a token expected, " in detail
     assert "above the bound of 5 ms a token, which no choice keeps here; batches up to" in detail
 
 
 def test_a_bound_out_of_all_reach_is_told_in_few_words():
     engine = make()
-    engine.controller.set_overrides([bound_by(1e-6)])
-    detail = engine.controller.force(None).reason_detail
+    engine.core.set_overrides([bound_by(1e-6)])
+    detail = engine.core.force(None).reason_detail
     assert "times the bound of 0.001 ms a token (override slow)" in detail
     assert detail.endswith("no batch keeps it")
 
@@ -134,41 +134,41 @@ def test_a_bound_that_excludes_what_a_rule_wants_is_named(by: str):
     rule = PlannerSettings(policy="tide", tide_gamma=7)
     engine = make(settings=rule)
     engine.run(300, BATCH, CURVE)
-    assert engine.controller.current_plan().row_for(BATCH).arm == Arm("mtp", 7)
+    assert engine.core.current_plan().row_for(BATCH).arm == Arm("mtp", 7)
     if by == "override":
-        engine.controller.set_overrides([bound_by(0.0062)])
+        engine.core.set_overrides([bound_by(0.0062)])
         whose = " (override slow)"
     else:
         changed = PlannerSettings(policy="tide", tide_gamma=7, tpot_ceiling_seconds=0.0062)
-        engine.controller.use_settings(changed, TrainingSettings())
+        engine.core.use_settings(changed, TrainingSettings())
         whose = ""
-    plan = engine.controller.next_plan()
+    plan = engine.core.next_plan()
     assert plan is not None
     row = plan.row_for(BATCH)
     assert row.arm.gamma in {2, 3}
     assert f"bound of 6.2 ms a token{whose} excludes mtp gamma 7" in plan.reason_detail
     assert row.reason is (Reason.OVERRIDE if by == "override" else Reason.EXPLOIT)
-    state = explain(engine.controller, BATCH).bound
+    state = explain(engine.core, BATCH).bound
     assert state is not None
     assert state.binds
     assert state.excluded == Arm("mtp", 7)
     # At B = 1 longer drafts keep it, and the bound is no reason.
     assert plan.row_for(1).arm.gamma == 7
     assert plan.row_for(1).reason is Reason.EXPLOIT
-    engine.controller.set_overrides([])
+    engine.core.set_overrides([])
     if by == "override":
-        assert engine.controller.next_plan() is not None
-        assert engine.controller.current_plan().row_for(BATCH).arm.gamma == 7
-        assert explain(engine.controller, BATCH).bound is None
+        assert engine.core.next_plan() is not None
+        assert engine.core.current_plan().row_for(BATCH).arm.gamma == 7
+        assert explain(engine.core, BATCH).bound is None
 
 
 def test_an_override_bounds_the_batches_that_it_is_for():
     engine = make()
     engine.run(300, BATCH, CURVE)
-    engine.controller.set_overrides([bound_by(0.0062, low=33)])
-    engine.controller.next_plan()
-    assert explain(engine.controller, 32).bound is None
-    state = explain(engine.controller, 33).bound
+    engine.core.set_overrides([bound_by(0.0062, low=33)])
+    engine.core.next_plan()
+    assert explain(engine.core, 32).bound is None
+    state = explain(engine.core, 33).bound
     assert state is not None
     assert state.bound.override_id == "slow"
     # Batches without a bound cannot break one.
@@ -179,20 +179,20 @@ def test_a_preview_shows_what_a_bound_would_change_and_where_nothing_keeps_it():
     rule = PlannerSettings(policy="tide", tide_gamma=7)
     engine = make(settings=rule)
     engine.run(300, BATCH, CURVE)
-    before = engine.controller.current_plan()
-    rows = preview(engine.controller, [bound_by(0.0062)])
-    assert engine.controller.current_plan() is before
+    before = engine.core.current_plan()
+    rows = preview(engine.core, [bound_by(0.0062)])
+    assert engine.core.current_plan() is before
     last = rows[-1]
     assert (last.before.gamma, last.max_batch_size) == (7, 64)
     assert last.after.gamma in {2, 3}
     assert not any(row.above_bound for row in rows)
-    tight = preview(engine.controller, [bound_by(0.005)])
+    tight = preview(engine.core, [bound_by(0.005)])
     assert [row.above_bound for row in tight] == sorted(row.above_bound for row in tight)
     assert tight[-1].above_bound
     assert not tight[0].above_bound
     # It says what becomes of the plan.
-    engine.controller.set_overrides([bound_by(0.0062)])
-    plan = engine.controller.next_plan()
+    engine.core.set_overrides([bound_by(0.0062)])
+    plan = engine.core.next_plan()
     assert plan is not None
     assert {row.max_batch_size: row.arm for row in plan.rows} == {
         row.max_batch_size: row.after for row in rows
@@ -203,13 +203,13 @@ def test_a_pinned_arm_that_breaks_the_bound_runs_and_says_that_it_does():
     engine = make()
     engine.run(300, BATCH, CURVE)
     pin = Override("pin", FLEET, Rule(gamma=7), "ann", "because")
-    engine.controller.set_overrides([bound_by(0.0062), pin])
-    plan = engine.controller.next_plan()
+    engine.core.set_overrides([bound_by(0.0062), pin])
+    plan = engine.core.next_plan()
     assert plan is not None
     assert plan.row_for(BATCH).arm.gamma == 7
     assert (
         "above the bound of 6.2 ms a token (override slow), which no choice" in plan.reason_detail
     )
-    state = explain(engine.controller, BATCH).bound
+    state = explain(engine.core, BATCH).bound
     assert state is not None
     assert not state.attainable

@@ -111,7 +111,7 @@ def test_the_policy_comes_from_the_environment_and_steers(policy, monkeypatch):
     engine = make(settings=Settings.load().planner)
     engine.run(600, 4, [0.8] * 8)
     assert {arm.gamma for arm in engine.arms_run[300:]} & {3, 5, 7}
-    explanation = explain(engine.controller)
+    explanation = explain(engine.core)
     assert explanation.policy == policy
     if policy == "sglang-ema":
         assert explanation.probes == 0

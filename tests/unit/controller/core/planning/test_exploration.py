@@ -225,7 +225,7 @@ def test_arms_that_share_their_estimates_share_their_errors():
 def test_over_a_long_run_probing_keeps_to_its_share(acceptance, batch):
     engine = make(seed=4)
     engine.run(6000, batch, [acceptance] * 8)
-    explanation = explain(engine.controller)
+    explanation = explain(engine.core)
     # What the start gave on credit, and one per cent of what ran.
     allowed = SETTINGS.probe_credit_start_seconds + SETTINGS.probe_share * engine.elapsed
     assert explanation.probe_lost_seconds <= allowed * 1.2

@@ -27,7 +27,7 @@ from controller.service.sessions.session import EngineSession
 from controller.service.views.engine_status import EngineSnapshot, engine_detail
 from controller.wire.explanations import explain, explanation_to_proto
 from controller.wire.override_effects import preview
-from tests.support.recorded_events import TRAINING, Engine, full_spec, override
+from tests.support.recorded_events import TRAINING, EventfulEngine, full_spec, override
 
 PINS = (override("pin", Rule(gamma=2)), override("no", Rule(off=True)))
 SPLIT = tuple(replace(pin, max_batch_size=6) for pin in PINS)
@@ -79,7 +79,7 @@ class Watched:
             READERS[self._rng.choice(sorted(READERS))](self.session)
 
     def current_plan(self) -> Plan:
-        return self.session.plan
+        return self.session.core.current_plan()
 
     def observe(self, report: StepReport) -> None:
         self.session.observe(report)
@@ -91,12 +91,12 @@ class Watched:
         return self.plans[-1]
 
 
-class Driven(Engine):
+class Driven(EventfulEngine):
     """An engine that follows the plans of a watched session."""
 
     def __init__(self, policy: str, share: float, seed: int) -> None:
         self.watched = Watched(policy, share, seed)
-        super().__init__(self.watched, self.watched.clock, seed)  # type: ignore[arg-type]
+        super().__init__(self.watched, self.watched.clock, rng=random.Random(seed))  # type: ignore[arg-type]
         self.session = self.watched.session
 
     def attend(self) -> None:
@@ -104,9 +104,6 @@ class Driven(Engine):
         assert training is not None
         training.attended = not training.attended
         training.keep(5)
-
-    def measure(self, arm: Arm | None) -> None:
-        self.plan = self.session.core.force(arm)
 
     def configure(self, margin: float) -> None:
         now = self.session.core._settings
@@ -121,8 +118,8 @@ ACTIONS: dict[str, Callable[[Driven], Any]] = {
     "pin": lambda engine: engine.session.core.set_overrides(PINS),
     "split": lambda engine: engine.session.core.set_overrides(SPLIT),
     "free": lambda engine: engine.session.core.set_overrides([]),
-    "force": lambda engine: engine.measure(Arm("dflash", 3)),
-    "release": lambda engine: engine.measure(None),
+    "force": lambda engine: engine.session.core.force(Arm("dflash", 3)),
+    "release": lambda engine: engine.session.core.force(None),
     "warm": lambda engine: engine.session.begin_from(WARM, "elsewhere"),
     "configure": lambda engine: engine.configure(0.05),
     "attend": Driven.attend,

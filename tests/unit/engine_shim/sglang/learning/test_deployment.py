@@ -16,7 +16,7 @@ from tests.support.training_rounds import make_student, make_target
 MADE = Made(0, 0.3, 0.6, 0.4, 50, 1.0)
 
 
-class Engine:
+class Serving:
     """The parameters of a serving drafter, steps, and a trainer's folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -53,7 +53,7 @@ class Engine:
 class Learner:
     """Stands for online updates whose trainer process has made other weights."""
 
-    def __init__(self, engine: Engine, by: float) -> None:
+    def __init__(self, engine: Serving, by: float) -> None:
         self.weights = DrafterWeights(engine.live.parameters)
         self.weights.serve(engine.moved(by))
         self.judged = True
@@ -77,7 +77,7 @@ class Learner:
         self.weights.adopt()
         return True
 
-    def steps(self, engine: Engine, wanted: int, *, collecting: bool, count: int = 50) -> int:
+    def steps(self, engine: Serving, wanted: int, *, collecting: bool, count: int = 50) -> int:
         changes = 0
         for _ in range(count):
             changes += engine.deployment.before_step(wanted)
@@ -87,11 +87,11 @@ class Learner:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Engine:
-    return Engine(tmp_path / "drafter")
+def engine(tmp_path: Path) -> Serving:
+    return Serving(tmp_path / "drafter")
 
 
-def test_a_version_is_served_once_it_is_read_and_the_first_again(engine: Engine):
+def test_a_version_is_served_once_it_is_read_and_the_first_again(engine: Serving):
     engine.versions.publish(engine.moved(1), MADE)
     engine.versions.publish(engine.moved(2), MADE)
     places = {name: part.data_ptr() for name, part in engine.live.parameters.items()}
@@ -107,7 +107,7 @@ def test_a_version_is_served_once_it_is_read_and_the_first_again(engine: Engine)
     assert engine.deployment.counters == DeploymentCounters(0, 3, "ready")
 
 
-def test_what_was_learnt_becomes_a_version_once_signals_are_collected(engine: Engine):
+def test_what_was_learnt_becomes_a_version_once_signals_are_collected(engine: Serving):
     learner, counters = Learner(engine, 1), engine.deployment.counters
     learner.steps(engine, 0, collecting=False)
     assert (counters.version, counters.learnt_from, engine.versions.numbers()) == (0, 0, [])
@@ -124,7 +124,7 @@ def test_what_was_learnt_becomes_a_version_once_signals_are_collected(engine: En
     assert engine.serves(0)
 
 
-def test_what_was_learnt_does_not_fill_the_disk(engine: Engine):
+def test_what_was_learnt_does_not_fill_the_disk(engine: Serving):
     """No trainer deletes anything, and the first version, which the plan left, may come back."""
     learner, counters = Learner(engine, 1), engine.deployment.counters
     for by in (1.0, 2.0):
@@ -147,7 +147,7 @@ def test_what_was_learnt_does_not_fill_the_disk(engine: Engine):
     assert engine.serves(1)
 
 
-def test_weights_that_changed_while_they_were_stored_are_stored_again(engine: Engine):
+def test_weights_that_changed_while_they_were_stored_are_stored_again(engine: Serving):
     learner = Learner(engine, 1)
     learner.steps(engine, 0, collecting=True, count=1)
     learner.weights.serve(engine.moved(2))
@@ -161,7 +161,7 @@ def test_weights_that_changed_while_they_were_stored_are_stored_again(engine: En
     assert engine.serves(3)
 
 
-def test_what_is_not_judged_yet_is_not_stored(engine: Engine):
+def test_what_is_not_judged_yet_is_not_stored(engine: Serving):
     learner = Learner(engine, 1)
     learner.judged = False
     learner.steps(engine, 0, collecting=True)
@@ -169,7 +169,7 @@ def test_what_is_not_judged_yet_is_not_stored(engine: Engine):
     assert engine.deployment.counters.learnt_from == 0
 
 
-def test_what_cannot_be_stored_is_said_and_serves_on(engine: Engine, monkeypatch):
+def test_what_cannot_be_stored_is_said_and_serves_on(engine: Serving, monkeypatch):
     monkeypatch.setattr(deployment, "_RETRY_SECONDS", 0.0)
     learner, base = Learner(engine, 1), engine.versions.folder / "base.safetensors"
     aside = base.rename(base.with_name("aside"))
@@ -183,7 +183,7 @@ def test_what_cannot_be_stored_is_said_and_serves_on(engine: Engine, monkeypatch
     assert counters.version == 1
 
 
-def test_what_the_engine_has_made_of_the_weights_is_made_anew(engine: Engine):
+def test_what_the_engine_has_made_of_the_weights_is_made_anew(engine: Serving):
     engine.versions.publish(engine.moved(1), MADE)
     engine.steps(1)
     engine.steps(0)
@@ -191,14 +191,14 @@ def test_what_the_engine_has_made_of_the_weights_is_made_anew(engine: Engine):
     assert engine.copied == pytest.approx([first + 1, first])
 
 
-def test_without_a_plan_what_serves_goes_on(engine: Engine):
+def test_without_a_plan_what_serves_goes_on(engine: Serving):
     engine.versions.publish(engine.moved(1), MADE)
     engine.steps(1)
     assert engine.steps(None) == 0
     assert engine.serves(1)
 
 
-def test_a_plan_that_changes_its_mind_is_followed(engine: Engine):
+def test_a_plan_that_changes_its_mind_is_followed(engine: Serving):
     for by in (1, 2):
         engine.versions.publish(engine.moved(by), MADE)
     engine.deployment.before_step(1)
@@ -217,7 +217,7 @@ def test_a_plan_that_changes_its_mind_is_followed(engine: Engine):
         ),
     ],
 )
-def test_what_cannot_be_used_is_said_and_what_serves_goes_on(engine: Engine, spoil, said):
+def test_what_cannot_be_used_is_said_and_what_serves_goes_on(engine: Serving, spoil, said):
     engine.versions.publish(engine.moved(1), MADE)
     engine.versions.publish(spoil(engine.moved(2)), MADE)
     engine.steps(1)
@@ -231,7 +231,7 @@ def test_what_cannot_be_used_is_said_and_what_serves_goes_on(engine: Engine, spo
     assert engine.deployment.counters.state == "ready"
 
 
-def test_once_stopped_what_serves_goes_on_and_is_named(engine: Engine):
+def test_once_stopped_what_serves_goes_on_and_is_named(engine: Serving):
     for by in (1, 2):
         engine.versions.publish(engine.moved(by), MADE)
     engine.steps(1)
@@ -241,7 +241,7 @@ def test_once_stopped_what_serves_goes_on_and_is_named(engine: Engine):
     assert engine.deployment.counters == DeploymentCounters(1, 1, "out of memory")
 
 
-def test_an_error_that_nobody_thought_of_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_that_nobody_thought_of_is_said(engine: Serving, monkeypatch: pytest.MonkeyPatch):
     def fails(*_: object) -> None:
         raise MemoryError("no room")
 
@@ -253,7 +253,7 @@ def test_an_error_that_nobody_thought_of_is_said(engine: Engine, monkeypatch: py
     assert engine.deployment.counters.state == "ready"
 
 
-def test_a_version_that_comes_late_is_taken_up(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_a_version_that_comes_late_is_taken_up(engine: Serving, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(deployment, "_RETRY_SECONDS", 0.05)
     assert engine.steps(1) == 0
     assert "is not there" in engine.deployment.counters.state
@@ -262,14 +262,14 @@ def test_a_version_that_comes_late_is_taken_up(engine: Engine, monkeypatch: pyte
     assert engine.serves(1)
 
 
-def test_an_engine_that_starts_again_serves_the_plan_s_version(engine: Engine, tmp_path: Path):
+def test_an_engine_that_starts_again_serves_the_plan_s_version(engine: Serving, tmp_path: Path):
     engine.versions.publish(engine.moved(1), MADE)
-    again = Engine(tmp_path / "drafter")
+    again = Serving(tmp_path / "drafter")
     assert again.steps(1) == 1
     assert again.serves(1)
 
 
-def test_a_folder_of_another_drafter_is_refused(engine: Engine, tmp_path: Path):
+def test_a_folder_of_another_drafter_is_refused(engine: Serving, tmp_path: Path):
     for part in engine.live.parameters.values():
         part.add_(1)
     with pytest.raises(VersionError, match="another drafter"):

@@ -21,7 +21,7 @@ MADE = Made(0, 0.3, 0.6, 0.4, 50, 1.0)
 Load = Callable[[Versions, int, Any], Any]
 
 
-class Engine:
+class TwoRanks:
     """Two ranks and a trainer's folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -69,11 +69,13 @@ class Engine:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Engine:
-    return Engine(tmp_path / "signals")
+def engine(tmp_path: Path) -> TwoRanks:
+    return TwoRanks(tmp_path / "signals")
 
 
-def on_rank_1(monkeypatch: pytest.MonkeyPatch, engine: Engine, instead: Callable[[], None]) -> None:
+def on_rank_1(
+    monkeypatch: pytest.MonkeyPatch, engine: TwoRanks, instead: Callable[[], None]
+) -> None:
     """Rank 1 calls this before it reads a version."""
     load, own = Versions.load, engine.deployments[1]._versions
 
@@ -85,7 +87,7 @@ def on_rank_1(monkeypatch: pytest.MonkeyPatch, engine: Engine, instead: Callable
     monkeypatch.setattr(Versions, "load", loaded)
 
 
-def test_each_rank_gets_its_share_in_the_same_step(engine: Engine) -> None:
+def test_each_rank_gets_its_share_in_the_same_step(engine: TwoRanks) -> None:
     number = engine.publish(1)
     engine.until(number, lambda: engine.deployments[0].counters.version == number)
     assert engine.serves() == [1, 1]
@@ -96,7 +98,7 @@ def test_each_rank_gets_its_share_in_the_same_step(engine: Engine) -> None:
 
 
 def test_none_switches_before_the_last_has_read_it(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: TwoRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deployment, "_ASK_SECONDS", 0.0)
     may_read, asked = threading.Event(), 0
@@ -116,7 +118,7 @@ def test_none_switches_before_the_last_has_read_it(
 
 
 def test_none_switches_where_one_cannot_read_it(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: TwoRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails() -> None:
         raise OSError("the folder is not mounted")
@@ -131,7 +133,7 @@ def test_none_switches_where_one_cannot_read_it(
 
 
 def test_where_one_cannot_write_it_all_go_back(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: TwoRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve, own = DrafterWeights.serve, engine.deployments[1]._weights
     fails = [True]
@@ -150,7 +152,7 @@ def test_where_one_cannot_write_it_all_go_back(
     assert engine.deployments[0].counters.version == 0
 
 
-def test_once_stopped_nothing_is_served(engine: Engine) -> None:
+def test_once_stopped_nothing_is_served(engine: TwoRanks) -> None:
     number = engine.publish(1)
     engine.until(number, lambda: engine.deployments[0]._reading is not None)
     eventually(lambda: (r := engine.deployments[0]._reading) is not None and r.is_done)

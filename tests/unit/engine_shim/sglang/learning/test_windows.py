@@ -18,7 +18,7 @@ from engine_shim.sglang.training.online import Round
 VOCABULARY, WIDTH, LENGTH, TOP, MOST, CANVAS = 50, 6, 12, 5, 4, 9
 
 
-class Engine:
+class Steps:
     """Verified steps of requests whose tokens are their positions plus 1000 times their number."""
 
     def __init__(self, shape: RingShape | None = None) -> None:
@@ -89,7 +89,7 @@ def copy() -> Copy:
 
 
 def test_a_round_is_the_window_and_behind_it_the_whole_canvas(windows: Windows, copy: Copy) -> None:
-    engine = Engine()
+    engine = Steps()
     for count in (2, 4, 1, 3):
         # Fewer than LEAST positions lie before each of these.
         assert not engine.step(windows, 3, {"7": count})[0]
@@ -110,7 +110,7 @@ def test_a_round_is_the_window_and_behind_it_the_whole_canvas(windows: Windows, 
 
 
 def test_rejected_positions_are_taught_once_and_then_gone(windows: Windows, copy: Copy) -> None:
-    engine = Engine()
+    engine = Steps()
     for _ in range(LEAST + 2):
         engine.step(windows, 3, {"7": 1})
     found = copy.round(windows, 3)
@@ -126,7 +126,7 @@ def test_rejected_positions_are_taught_once_and_then_gone(windows: Windows, copy
 
 
 def test_a_window_keeps_its_newest_positions(windows: Windows, copy: Copy) -> None:
-    engine = Engine()
+    engine = Steps()
     for _ in range(10):
         engine.step(windows, 3, {"7": 3})
     found = copy.round(windows, 3)
@@ -139,7 +139,7 @@ def test_a_round_after_many_steps_has_every_position_in_its_place(
     windows: Windows, copy: Copy
 ) -> None:
     """The rings begin anew several times, with rounds at odd moments and long pauses."""
-    engine, draws = Engine(), random.Random(5)
+    engine, draws = Steps(), random.Random(5)
     for step in range(300):
         gamma = draws.choice((0, 1, 3, CANVAS - 1))
         gains = {rid: draws.randint(1, gamma + 1) for rid in ("7", "8", "9")[: 1 + step // 100]}
@@ -159,7 +159,7 @@ def test_a_round_after_many_steps_has_every_position_in_its_place(
 
 
 def test_requests_of_different_length_lie_right_aligned(windows: Windows, copy: Copy) -> None:
-    engine = Engine()
+    engine = Steps()
     for _ in range(3):
         engine.step(windows, 3, {"7": 4})
     for _ in range(4):
@@ -179,7 +179,7 @@ def test_requests_of_different_length_lie_right_aligned(windows: Windows, copy: 
 
 
 def test_a_request_whose_steps_were_not_seen_begins_anew(windows: Windows, copy: Copy) -> None:
-    engine = Engine()
+    engine = Steps()
     ready = [engine.step(windows, 3, {"7": 1})[0] for _ in range(LEAST + 1)]
     assert ready == [False] * LEAST + [True]
     assert copy.round(windows, 3) is not None
@@ -196,7 +196,7 @@ def test_a_request_whose_steps_were_not_seen_begins_anew(windows: Windows, copy:
 
 
 def test_only_requests_of_the_newest_step_are_learnt_from(windows: Windows, copy: Copy) -> None:
-    engine = Engine()
+    engine = Steps()
     for _ in range(LEAST + 1):
         engine.step(windows, 3, {"7": 1, "8": 1})
     engine.step(windows, 3, {"8": 1})
@@ -206,7 +206,7 @@ def test_only_requests_of_the_newest_step_are_learnt_from(windows: Windows, copy
 
 
 def test_no_more_requests_are_kept_than_there_are_rings(windows: Windows, copy: Copy) -> None:
-    engine = Engine()
+    engine = Steps()
     many = [str(number) for number in range(10, 16)]
     for _ in range(LEAST + 1):
         engine.step(windows, 3, dict.fromkeys(many, 1))
@@ -226,7 +226,7 @@ def test_no_more_requests_are_kept_than_there_are_rings(windows: Windows, copy: 
 
 
 def test_steps_of_other_draft_lengths_extend_the_window_too(windows: Windows, copy: Copy) -> None:
-    engine = Engine()
+    engine = Steps()
     for _ in range(6):
         engine.step(windows, 0, {"7": 1})
     engine.step(windows, 5, {"7": 4})
@@ -239,7 +239,7 @@ def test_steps_of_other_draft_lengths_extend_the_window_too(windows: Windows, co
 
 def test_hidden_states_are_kept_in_their_own_type_and_taught_in_float32() -> None:
     shape = replace(shape_of(LENGTH), dtype="bfloat16")
-    windows, engine = Windows(shape, LENGTH), Engine(shape)
+    windows, engine = Windows(shape, LENGTH), Steps(shape)
     shared = SharedTensors(shape.layouts())
     for _ in range(LEAST + 1):
         engine.step(windows, 3, {"7": 1})
@@ -252,7 +252,7 @@ def test_hidden_states_are_kept_in_their_own_type_and_taught_in_float32() -> Non
 
 def test_a_canvas_without_room_is_an_error_and_not_a_wrong_round(windows: Windows) -> None:
     with pytest.raises(ValueError, match="a canvas of 10 positions does not fit"):
-        Engine().step(windows, CANVAS, {"7": 1})
+        Steps().step(windows, CANVAS, {"7": 1})
 
 
 class Moved(TorchDispatchMode):
@@ -278,7 +278,7 @@ class Moved(TorchDispatchMode):
 
 def moved_by(length: int) -> tuple[list[int], list[int]]:
     """Numbers that full windows of that length move, step by step and round by round."""
-    windows, copy, engine = Windows(shape_of(length), length), Copy(shape_of(length)), Engine()
+    windows, copy, engine = Windows(shape_of(length), length), Copy(shape_of(length)), Steps()
     gains = {"7": 3, "8": 2}
     for _ in range(length):
         engine.step(windows, 3, gains)
@@ -301,7 +301,7 @@ def test_the_work_of_a_step_and_of_a_round_does_not_grow_with_the_window() -> No
 def test_a_request_that_must_not_be_drafted_for_is_no_part_of_a_round(
     windows: Windows, copy: Copy
 ) -> None:
-    engine = Engine()
+    engine = Steps()
     for _ in range(LEAST):
         assert not engine.step(windows, 3, {"7": 2}, undrafted=(0,))[0]
     for _ in range(LEAST):

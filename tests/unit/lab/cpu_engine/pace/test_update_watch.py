@@ -22,7 +22,7 @@ STEP = 0.005
 DILATION = 4.0
 
 
-class Engine:
+class EnginesEnd:
     """An engine's end of a real channel; its trainer answers at once, or when it is told."""
 
     def __init__(self) -> None:
@@ -50,8 +50,8 @@ class Engine:
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    made = Engine()
+def engine() -> Iterator[EnginesEnd]:
+    made = EnginesEnd()
     made.trainer.send(Message(MessageKind.READY))
     landed = made.look()
     assert landed is not None
@@ -60,7 +60,7 @@ def engine() -> Iterator[Engine]:
     made.close()
 
 
-def test_an_answer_that_is_there_early_lands_when_its_time_has_come(engine: Engine):
+def test_an_answer_that_is_there_early_lands_when_its_time_has_come(engine: EnginesEnd):
     assert engine.step(hand_over=True) == (None, 0.0)
     engine.trainer.send(Message(MessageKind.LEARNT, loss=1.5, seconds=99.0))
     taken = 0.0
@@ -78,7 +78,7 @@ def test_an_answer_that_is_there_early_lands_when_its_time_has_come(engine: Engi
     assert engine.watch.landed == 1
 
 
-def test_a_slow_trainer_is_waited_for_while_the_clock_stands_still(engine: Engine):
+def test_a_slow_trainer_is_waited_for_while_the_clock_stands_still(engine: EnginesEnd):
     engine.step(hand_over=True)
     while engine.watch._left > 0:
         engine.step()
@@ -93,7 +93,7 @@ def test_a_slow_trainer_is_waited_for_while_the_clock_stands_still(engine: Engin
     assert waited - moved >= 0.18
 
 
-def test_idle_time_of_the_model_is_time_of_the_update(engine: Engine):
+def test_idle_time_of_the_model_is_time_of_the_update(engine: EnginesEnd):
     engine.step(hand_over=True)
     engine.trainer.send(Message(MessageKind.LEARNT))
     engine.watch.begin(0.9 * SECONDS)
@@ -102,7 +102,7 @@ def test_idle_time_of_the_model_is_time_of_the_update(engine: Engine):
     assert engine.look() is not None
 
 
-def test_an_answer_without_a_price_takes_no_time_of_the_model(engine: Engine):
+def test_an_answer_without_a_price_takes_no_time_of_the_model(engine: EnginesEnd):
     engine.watch.sending(Message(MessageKind.TAKE_WEIGHTS))
     engine.trainer.send(Message(MessageKind.READY))
     landed, lost = engine.step()
@@ -113,7 +113,7 @@ def test_an_answer_without_a_price_takes_no_time_of_the_model(engine: Engine):
     assert engine.step() == (None, 0.0)
 
 
-def test_a_trainer_that_ends_during_an_update_is_noticed_when_that_is_due(engine: Engine):
+def test_a_trainer_that_ends_during_an_update_is_noticed_when_that_is_due(engine: EnginesEnd):
     engine.step(hand_over=True)
     engine.trainer.close()
     while engine.watch._left > 0:
@@ -122,13 +122,13 @@ def test_a_trainer_that_ends_during_an_update_is_noticed_when_that_is_due(engine
         engine.step()
 
 
-def test_a_trainer_that_ends_while_it_owes_nothing_is_noticed_at_once(engine: Engine):
+def test_a_trainer_that_ends_while_it_owes_nothing_is_noticed_at_once(engine: EnginesEnd):
     engine.trainer.close()
     with pytest.raises(EOFError):
         engine.step()
 
 
-def test_a_trainer_that_hangs_is_given_up(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_a_trainer_that_hangs_is_given_up(engine: EnginesEnd, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lab.cpu_engine.pace.updates._ANSWER_SECONDS", 0.05)
     engine.watch.sending(Message(MessageKind.TAKE_WEIGHTS))
     with pytest.raises(EOFError, match=r"the trainer has not answered for 0\.05 s"):
