@@ -74,8 +74,10 @@ def verdict(flags: Sequence[str]) -> Verdict:
 
     settings = load_settings()
     first = settings.version_check("SGLang", version, versions.TESTED)
+    if first.obstacle:
+        return Verdict("SGLang", version, (first,))
     begun = (first, protobuf_check())
-    if any(check.obstacle for check in begun):
+    if begun[-1].obstacle:
         return Verdict("SGLang", version, begun)
     try:
         return _of_known_version(version, settings, begun, flags)

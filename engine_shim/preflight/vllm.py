@@ -68,8 +68,10 @@ def verdict(flags: Sequence[str]) -> Verdict:
         )
     settings = VllmSettings.load_or_refuse()
     first = settings.version_check("vLLM", version, vllm_api.TESTED, vllm_api.READ)
+    if first.obstacle:
+        return Verdict("vLLM", version, (first,))
     begun = (first, protobuf_check())
-    if any(check.obstacle for check in begun):
+    if begun[-1].obstacle:
         return Verdict("vLLM", version, begun)
     observed = _Observed(settings)
     refusal = ""
