@@ -1,6 +1,7 @@
 """Prompts through an engine under a script, and what the reports then say of acceptance."""
 
 import random
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -129,6 +130,71 @@ def accepted_by_context(reports: Sequence[StepReport], drafter: str, gamma: int)
         for report in reports
         if (report.drafter, report.gamma) == (drafter, gamma)
     }
+
+
+def accepted_after_prefill(
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    plain: Sequence[Sequence[int]],
+    gamma: int,
+) -> list[list[int]]:
+    """Drafts of `gamma` that a sequence's first step accepts, by prompt and by known tokens.
+
+    plain: plain decoding's tokens for PROMPTS.  Entry k of a prompt is the step of a sequence whose
+    prompt was that prompt and the first k of its tokens: no drafter has slept.
+    """
+    prompts = [
+        [*prompt, *tokens[:known]]
+        for prompt, tokens in zip(PROMPTS, plain, strict=True)
+        for known in range(len(tokens))
+    ]
+    for _ in range(PLAYS_MAX):
+        answers, reports = play(
+            engine, sidecar, lambda _: (gamma, False), prompts, [2] * len(prompts)
+        )
+        if all(report.gamma == gamma for report in reports):
+            histograms = iter(answer.meta["spec_correct_drafts_histogram"] for answer in answers)
+            return [[next(histograms).index(1) for _ in tokens] for tokens in plain]
+    pytest.fail(f"there was never a play with γ = {gamma} alone")
+
+
+def compare_rows(
+    requests: Sequence[tuple[int, int]],
+    reports: Sequence[StepReport],
+    expected: Sequence[Sequence[int]],
+    gamma: int,
+) -> tuple[int, int]:
+    """How many rows drafted `gamma`, and how many of those accepted others than expected.
+
+    requests: number in PROMPTS and new tokens of each, as they were asked for at once; reports: all
+    of their steps, at γ = 0 or `gamma`; expected: as `accepted_after_prefill` returns it.  Which
+    rows a step had, and at which contexts, follows from the steps before it; so the first step with
+    another row than expected is the last that is compared.
+    """
+    waiting = deque(requests)
+    rows: list[tuple[int, int, int]] = []
+    compared = 0
+    for report in reports:
+        while len(rows) < report.batch_size:
+            rows.append((*waiting.popleft(), 1))
+        contexts = [len(PROMPTS[prompt]) + tokens - 1 for prompt, _, tokens in rows]
+        assert (len(rows), sum(contexts)) == (report.batch_size, report.kv_tokens)
+        accepted = [0] * len(rows)
+        if report.gamma:
+            assert report.gamma == gamma
+            accepted = [expected[prompt][tokens - 1] for prompt, _, tokens in rows]
+            compared += len(rows)
+            reported = Counter(dict(enumerate(report.accepted_counts)))
+            if missing := Counter(accepted) - reported:
+                return compared, missing.total()
+        rows = [
+            (prompt, length, tokens + count + 1)
+            for (prompt, length, tokens), count in zip(rows, accepted, strict=True)
+            if tokens + count + 1 < length
+        ]
+    assert not rows
+    assert not waiting
+    return compared, 0
 
 
 def check_against_student(
