@@ -24,7 +24,7 @@ from lab.paced.plays import StreamPlay
 from lab.paced.run import DILATIONS, PacedHarness
 from lab.paced.traffic import PhasePlan, Stream, build_stream, own_curves
 from tests.support.sidecar_process import controller
-from tools.bench.measurement import RATIO, Measurement, run
+from tools.bench.measurement import RATIO, Measurement, command_line, run
 
 _TABLE: Final = "h100-llama3.1-8b"
 _GAMMA: Final = 3
@@ -120,14 +120,9 @@ def _hold(address: str, engine: str, *what: str) -> None:
         raise RuntimeError(done.stderr)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=3, help="pairs for each figure")
-    parser.add_argument("--tokens", type=int, default=300, help="new tokens of a request, mean")
-    parser.add_argument("--dilation", type=float, help="seconds for each second of the model")
-    run(parser, measure, "tools.bench.paced_bench")
-
+PARSER = command_line(__doc__, repeats=3, of="pairs for each figure")
+PARSER.add_argument("--tokens", type=int, default=300, help="new tokens of a request, mean")
+PARSER.add_argument("--dilation", type=float, help="seconds for each second of the model")
 
 if __name__ == "__main__":
-    main()
+    run(PARSER, measure)
