@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 from typing import Final, Self
 
 import grpc
 
 from controller.client.paging import every_page
+from controller.util.sockets import operators_address
 from lab.harness.errors import HarnessError
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 
@@ -36,7 +36,7 @@ class SidecarHandle:
     def __init__(self, address: str, engine_id: str) -> None:
         self._channel = grpc.insecure_channel(address)
         self._inspection = service_pb2_grpc.InspectionServiceStub(self._channel)
-        self._operators = grpc.insecure_channel(_operators_address(address))
+        self._operators = grpc.insecure_channel(operators_address(address))
         self._profiling = service_pb2_grpc.ProfilingServiceStub(self._operators)
         self.engine_id = engine_id
 
@@ -170,14 +170,6 @@ class Pin:
                 )
             time.sleep(_LOOK_SECONDS)
         return found
-
-
-def _operators_address(address: str) -> str:
-    """Returns the address beside the sidecar's own at which engines may be measured."""
-    if not address.startswith("unix:"):
-        return address
-    path = Path(address.removeprefix("unix:"))
-    return f"unix:{path.with_name(f'{path.stem}-operators{path.suffix}')}"
 
 
 def _drain(

@@ -91,8 +91,7 @@ class _Learnt:
 
     @property
     def ratio(self) -> Spread:
-        pairs = zip(self.before.values, self.after.values, strict=True)
-        return Spread(tuple(after / before for before, after in pairs))
+        return self.after.over(self.before)
 
 
 def _code_only(setting: LabSetting, steps: int) -> Path:

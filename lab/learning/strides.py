@@ -267,7 +267,7 @@ def choice_headline(found: Mapping[str, Mapping[str, Streams]]) -> Headline:
         speeds = {choice: _speeds(streams) for choice, streams in by_choice.items()}
         best = max((c for c in speeds if c != OWN), key=lambda choice: sum(speeds[choice].values))
         over = {
-            title: _over(_speeds(by_choice[OWN], half), _speeds(by_choice[other], half))
+            title: _speeds(by_choice[OWN], half).over(_speeds(by_choice[other], half))
             for title, other, half in (
                 ("best fixed", best, False),
                 ("off", "off", False),
@@ -312,10 +312,6 @@ def _speeds(streams: Streams, half: bool = False) -> Spread:
     """Returns tokens/s over a stream, or its second half, by seed."""
     parts = [halves[1:] if half else halves for halves in streams]
     return Spread(tuple(sum(t for t, _ in part) / sum(s for _, s in part) for part in parts))
-
-
-def _over(ours: Spread, theirs: Spread) -> Spread:
-    return Spread(tuple(a / b for a, b in zip(ours.values, theirs.values, strict=True)))
 
 
 def _facts(best: str, speeds: Mapping[str, Spread], over: Mapping[str, Spread]) -> dict[str, Any]:

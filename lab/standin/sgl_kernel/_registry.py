@@ -67,10 +67,7 @@ def operator(function: Operator) -> Operator:
 
     @wraps(function)
     def kernel(*arguments: Any, **keywords: Any) -> Any:
-        recording = recorder.current
-        if recording is None or recording.is_paused:
-            return function(*arguments, **keywords)
-        return recording.run_kernel(function, arguments, keywords)
+        return recorder.run_kernel(function, arguments, keywords)
 
     setattr(NAMESPACE, function.__name__, kernel)
     return cast("Operator", kernel)
