@@ -128,9 +128,7 @@ def strides_headline(
         for figures in found.values()
     )
     count = sum(interior.values()) if rises else 0
-    verdict = Verdict.NOT if not count else Verdict.PARTLY
-    if count == len(found):
-        verdict = Verdict.REPRODUCES
+    verdict = Verdict.of(whole=count == len(found), part=count > 0)
     prices = ", ".join(f"{scale:g}× the price" for scale in found)
     bests = " and ".join(
         f"S = {_name(best[scale])} at {scale:g}× the price "
@@ -284,9 +282,7 @@ def choice_headline(found: Mapping[str, Mapping[str, Streams]]) -> Headline:
             )
         )
         facts[name] = _facts(best, speeds, over)
-    verdict = Verdict.PARTLY if any(reached) else Verdict.NOT
-    if all(reached):
-        verdict = Verdict.REPRODUCES
+    verdict = Verdict.of(whole=all(reached), part=any(reached))
     failed = [name for name, is_so in zip(found, reached, strict=True) if not is_so]
     return Headline(
         Paper.TTS,
