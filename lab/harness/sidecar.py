@@ -134,6 +134,12 @@ def decoded_rows(report: engine_pb2.StepReport) -> int:
     return sum(report.accepted_counts) - ended
 
 
+def row_for(plan: plan_pb2.Plan, batch_size: int) -> plan_pb2.PlanRow:
+    """Returns the row of a plan that serves a batch size."""
+    rows = plan.rows
+    return next((row for row in rows if batch_size <= row.max_batch_size), rows[-1])
+
+
 class Pin:
     """Holds an engine to one arm.  reports: its steps since, in order; of other arms too."""
 
