@@ -15,6 +15,8 @@ from cpu_graphs import recorder
 Operator = TypeVar("Operator", bound=Callable[..., object])
 
 NAMESPACE = torch.ops.sgl_kernel
+# By name, as SGLang calls them.
+OPERATORS: dict[str, Callable[..., Any]] = {}
 
 # A model file that fails to import is skipped with a warning, and SGLang then serves the model
 # through its generic Transformers implementation: correct, several times slower, and easy to miss.
@@ -60,7 +62,7 @@ def bind_placeholders() -> None:
 
 
 def operator(function: Operator) -> Operator:
-    """Makes ``function`` reachable as ``torch.ops.sgl_kernel.<its name>``.
+    """Makes ``function`` reachable as ``torch.ops.sgl_kernel.<its name>``, and in the package.
 
     A graph that is being captured records a call of it as one node.
     """
@@ -70,4 +72,5 @@ def operator(function: Operator) -> Operator:
         return recorder.run_kernel(function, arguments, keywords)
 
     setattr(NAMESPACE, function.__name__, kernel)
+    OPERATORS[function.__name__] = kernel
     return cast("Operator", kernel)
