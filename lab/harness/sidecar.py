@@ -189,14 +189,16 @@ def _drain(
 
 
 @contextmanager
-def overridden(address: str, *rule: str) -> Iterator[None]:
-    """Sets a fleet-wide override with these options of `controller override set`, then clears it.
+def overridden(address: str, *rule: str, engine_id: str = "") -> Iterator[None]:
+    """Sets an override with these options of `controller override set`, then clears it.
 
-    address: of the sidecar.  Raises HarnessError where the sidecar refuses.
+    address: of the sidecar.  engine_id: whom it is for; "" for the fleet.  Raises HarnessError
+    where the sidecar refuses.
     """
     name = f"lab-{next(_numbers)}"
+    scope = ("--engine", engine_id) if engine_id else ("--fleet",)
     author = ("--author", "lab", "--reason", "a measurement")
-    _controller(address, "override", "set", "--id", name, "--fleet", *rule, *author)
+    _controller(address, "override", "set", "--id", name, *scope, *rule, *author)
     try:
         yield
     finally:
