@@ -110,11 +110,11 @@ def run(
 ) -> None:
     """Measures, prints a table, and writes `--json FILE` if asked to: the program's whole work."""
     options = parser.parse_args()
-    arguments = sys.argv[1:]
+    arguments = sys.orig_argv[1:]
     if options.json is not None:
         at = arguments.index("--json") if "--json" in arguments else len(arguments)
         del arguments[at : at + 2]
-    command = " ".join(["python -m", sys.modules["__main__"].__spec__.name, *arguments])
+    command = " ".join(["python", *arguments])
     found = []
     for measurement in measure(options):
         found.append(measurement.as_json(command))
