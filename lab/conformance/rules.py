@@ -10,8 +10,9 @@ from itertools import pairwise
 
 from controller.core.errors import InvalidReportError
 from controller.wire.reports import report_from_proto
+from lab.harness.sidecar import row_for
 from speculation.v1.engine_pb2 import EngineSpec, StepReport
-from speculation.v1.plan_pb2 import Plan, PlanRow
+from speculation.v1.plan_pb2 import Plan
 
 
 @dataclass
@@ -193,8 +194,3 @@ def _check_choice(
             "a step runs what its plan asks for at its batch size",
             f"{where}: {ran} where plan {plan.epoch} asks for {asked}",
         )
-
-
-def row_for(plan: Plan, batch_size: int) -> PlanRow:
-    """Returns the row that serves a batch size."""
-    return next((row for row in plan.rows if batch_size <= row.max_batch_size), plan.rows[-1])

@@ -7,7 +7,8 @@ from queue import SimpleQueue
 
 import grpc
 
-from lab.conformance.rules import Findings, check_plan, row_for
+from lab.conformance.rules import Findings, check_plan
+from lab.harness.sidecar import row_for
 from speculation.v1.engine_pb2 import (
     DRAFTER_KIND_DFLASH,
     DRAFTER_KIND_MIXTURE,

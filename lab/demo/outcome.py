@@ -60,24 +60,18 @@ class DemoOutcome:
     def ratio(self, policy: str, phase: int | None = None) -> Spread:
         """Tokens/s of the steered engine over another's, repeat by repeat."""
         if phase is None:
-            pairs = zip(self.rates(STEERED).values, self.rates(policy).values, strict=True)
-        else:
-            pairs = zip(
-                self.phase_rates(STEERED, phase).values,
-                self.phase_rates(policy, phase).values,
-                strict=True,
-            )
-        return Spread(tuple(ours / theirs for ours, theirs in pairs))
+            return self.rates(STEERED).over(self.rates(policy))
+        return self.phase_rates(STEERED, phase).over(self.phase_rates(policy, phase))
 
     def share_of_oracle(self, policy: str) -> Spread:
         """Tokens/s over those of the best arm of each phase, computed from the costs."""
-        pairs = zip(self.rates(policy).values, self.oracles, strict=True)
-        return Spread(tuple(rate / oracle.oracle.rate for rate, oracle in pairs))
+        best = Spread(tuple(oracle.oracle.rate for oracle in self.oracles))
+        return self.rates(policy).over(best)
 
     def phase_shares(self, policy: str, phase: int) -> Spread:
         """The same of one phase, counted from 0."""
-        pairs = zip(self.phase_rates(policy, phase).values, self.oracles, strict=True)
-        return Spread(tuple(rate / oracle.oracle.phases[phase] for rate, oracle in pairs))
+        best = Spread(tuple(oracle.oracle.phases[phase] for oracle in self.oracles))
+        return self.phase_rates(policy, phase).over(best)
 
     def time_over_costs(self, policy: str) -> float:
         """Seconds of the decode steps over what the costs say of them; arms without one left out.

@@ -13,8 +13,6 @@ from typing import Any
 VARIABLE = "GPU_CHECK_ACCEPTANCE"
 # Of a chat load: about 3 tokens a step for EAGLE3 with 5 drafts, 5 for DFlash with 15.
 ASSUMED: Mapping[str, float] = {"eagle3": 0.75, "dflash": 0.8}
-# What every accepted position then holds: a token that all vocabularies have.
-_TOKEN = 100
 
 
 def variables(probabilities: Mapping[str, float] = ASSUMED) -> dict[str, str]:
@@ -55,6 +53,8 @@ class DrawnAcceptance:
         """
         import torch
 
+        from lab.cpu_engine.pace.acceptance import write_accepted
+
         drafter = "dflash" if self._was_block() else "eagle3"
         device, size = accept_index.device, accept_index.shape[0]
         key = (drafter, spec_steps)
@@ -62,11 +62,7 @@ class DrawnAcceptance:
             steps = torch.arange(1, spec_steps + 1, device=device)
             self._survival[key] = self._probabilities[drafter] ** steps
         correct = (torch.rand(size, 1, device=device) < self._survival[key]).sum(1)
-        offsets = torch.arange(spec_steps + 1, device=device)
-        index = torch.where(offsets <= correct[:, None], accept_index[:, :1] + offsets, -1)
-        num_correct_drafts.copy_(correct)
-        predict.fill_(_TOKEN)
-        return index.to(torch.int32)
+        return write_accepted(accept_index, predict, num_correct_drafts, correct, spec_steps)
 
     def _was_block(self) -> bool:
         """Whether DFlash drafted this step; the first step is before anybody looks."""

@@ -166,8 +166,7 @@ def paired_ratio(ours: Sequence[Play], theirs: Sequence[Play], phase: int | None
 
     phase: counted from 0; None for the whole stream.
     """
-    rates = zip(phase_rates(ours, phase).values, phase_rates(theirs, phase).values, strict=True)
-    return Spread(tuple(a / b for a, b in rates))
+    return phase_rates(ours, phase).over(phase_rates(theirs, phase))
 
 
 def phase_rates(plays: Sequence[Play], phase: int | None = None) -> Spread:

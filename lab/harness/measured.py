@@ -145,6 +145,11 @@ class Spread:
         """The largest value."""
         return max(self.values)
 
+    def over(self, other: Self) -> Self:
+        """These values over those of another figure, repeat by repeat."""
+        pairs = zip(self.values, other.values, strict=True)
+        return type(self)(tuple(one / another for one, another in pairs))
+
     def text(self, digits: int = 2, to: str = " to ") -> str:
         """The median with the lowest and the highest value, for a table."""
         low, high = f"{self.low:.{digits}f}", f"{self.high:.{digits}f}"

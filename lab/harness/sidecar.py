@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 from typing import Final, Self
 
 import grpc
 
 from controller.client.paging import every_page
+from controller.util.sockets import operators_address
 from lab.harness.errors import HarnessError
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 
@@ -36,7 +36,7 @@ class SidecarHandle:
     def __init__(self, address: str, engine_id: str) -> None:
         self._channel = grpc.insecure_channel(address)
         self._inspection = service_pb2_grpc.InspectionServiceStub(self._channel)
-        self._operators = grpc.insecure_channel(_operators_address(address))
+        self._operators = grpc.insecure_channel(operators_address(address))
         self._profiling = service_pb2_grpc.ProfilingServiceStub(self._operators)
         self.engine_id = engine_id
 
@@ -134,6 +134,12 @@ def decoded_rows(report: engine_pb2.StepReport) -> int:
     return sum(report.accepted_counts) - ended
 
 
+def row_for(plan: plan_pb2.Plan, batch_size: int) -> plan_pb2.PlanRow:
+    """Returns the row of a plan that serves a batch size."""
+    rows = plan.rows
+    return next((row for row in rows if batch_size <= row.max_batch_size), rows[-1])
+
+
 class Pin:
     """Holds an engine to one arm.  reports: its steps since, in order; of other arms too."""
 
@@ -172,14 +178,6 @@ class Pin:
         return found
 
 
-def _operators_address(address: str) -> str:
-    """Returns the address beside the sidecar's own at which engines may be measured."""
-    if not address.startswith("unix:"):
-        return address
-    path = Path(address.removeprefix("unix:"))
-    return f"unix:{path.with_name(f'{path.stem}-operators{path.suffix}')}"
-
-
 def _drain(
     responses: Iterator[service_pb2.MeasureResponse], reports: list[engine_pb2.StepReport]
 ) -> None:
@@ -191,14 +189,16 @@ def _drain(
 
 
 @contextmanager
-def overridden(address: str, *rule: str) -> Iterator[None]:
-    """Sets a fleet-wide override with these options of `controller override set`, then clears it.
+def overridden(address: str, *rule: str, engine_id: str = "") -> Iterator[None]:
+    """Sets an override with these options of `controller override set`, then clears it.
 
-    address: of the sidecar.  Raises HarnessError where the sidecar refuses.
+    address: of the sidecar.  engine_id: whom it is for; "" for the fleet.  Raises HarnessError
+    where the sidecar refuses.
     """
     name = f"lab-{next(_numbers)}"
+    scope = ("--engine", engine_id) if engine_id else ("--fleet",)
     author = ("--author", "lab", "--reason", "a measurement")
-    _controller(address, "override", "set", "--id", name, "--fleet", *rule, *author)
+    _controller(address, "override", "set", "--id", name, *scope, *rule, *author)
     try:
         yield
     finally:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from html import escape
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from pydantic import TypeAdapter
 
@@ -40,6 +40,11 @@ class Verdict(StrEnum):
     PARTLY = "reproduces in part"
     NOT = "does not reproduce"
     UNCHECKED = "cannot be checked"
+
+    @classmethod
+    def of(cls, *, whole: bool, part: bool) -> Self:
+        """It reproduces if the whole claim was found, and in part if a part of it was."""
+        return cls.REPRODUCES if whole else cls.PARTLY if part else cls.NOT
 
 
 _OWN_WORDS: Final = {

@@ -51,7 +51,6 @@ def predictor(setting: LabSetting) -> Headline:
         ) as lab:
             found[name] = _learnt(setting, lab)
     ratio = found["predictor (MTP)"].ratio
-    verdict = Verdict.PARTLY if ratio.median > 1 else Verdict.NOT
     return Headline(
         Paper.TTS,
         "Multi-token predictors learn as well",
@@ -66,7 +65,7 @@ def predictor(setting: LabSetting) -> Headline:
             (name, str(row.updates), row.before.text(), row.after.text(), row.ratio.text())
             for name, row in found.items()
         ),
-        Verdict.REPRODUCES if ratio.low > 1 else verdict,
+        Verdict.of(whole=ratio.low > 1, part=ratio.median > 1),
         f"The predictor accepts {ratio.median:.2f} times as many tokens after the updates "
         f"({ratio.low:.2f} to {ratio.high:.2f}), EAGLE3 {found['EAGLE3'].ratio.median:.2f} times.",
         {
@@ -91,8 +90,7 @@ class _Learnt:
 
     @property
     def ratio(self) -> Spread:
-        pairs = zip(self.before.values, self.after.values, strict=True)
-        return Spread(tuple(after / before for before, after in pairs))
+        return self.after.over(self.before)
 
 
 def _code_only(setting: LabSetting, steps: int) -> Path:

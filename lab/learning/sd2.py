@@ -193,49 +193,40 @@ def _chosen(shares: Tensor, generator: torch.Generator) -> Tensor:
 
 def temperature(setting: LabSetting) -> Headline:
     """Steered against distilled against pretrained, greedy and sampled."""
-    cells = _measured(setting, (PRETRAINED, DISTILLED, STEERED))
-    verdict, because = judge_temperature(cells)
     return _headline(
         setting,
-        cells,
+        (PRETRAINED, DISTILLED, STEERED),
+        judge_temperature,
         title="a steered drafter against a distilled and a pretrained one",
         claim="At temperature 0 and at 1, and on texts unlike those of the training, the steered "
         "drafter always has more accepted tokens a block than the distilled one; on texts unlike "
         "them distillation can fall below the pretrained drafter (section 4.1, tables 1 and 5).",
-        verdict=verdict,
-        because=because,
     )
 
 
 def frozen(setting: LabSetting) -> Headline:
     """Steering alone, and steering with a drafter that learns beside it."""
-    cells = _measured(setting, (PRETRAINED, FROZEN, STEERED))
-    verdict, because = judge_frozen(cells)
     return _headline(
         setting,
-        cells,
+        (PRETRAINED, FROZEN, STEERED),
+        judge_frozen,
         title="training the steering alone, or the drafter with it",
         claim="Steering alone, beside a frozen drafter, has twice the accepted tokens a block of "
         "the pretrained drafter; training the drafter as well is always better (appendix A.4, "
         "figure 6).",
-        verdict=verdict,
-        because=because,
     )
 
 
 def blocked(setting: LabSetting) -> Headline:
     """Offsets drawn for each row, and one for each block of rows, as in serving."""
-    cells = _measured(setting, (STEERED, BLOCKED))
-    verdict, because = judge_offsets(cells)
     return _headline(
         setting,
-        cells,
+        (STEERED, BLOCKED),
+        judge_offsets,
         title="offsets drawn for each position, or in blocks",
         claim="Blocks, in which the hidden states of one position steer all drafts as in serving, "
         "differ only slightly from offsets drawn for each position, which have the edge (appendix "
         "A.4, figure 6).",
-        verdict=verdict,
-        because=because,
     )
 
 
@@ -260,10 +251,8 @@ def judge_temperature(cells: Cells) -> tuple[Verdict, str]:
         f"{_signed(over[1.0])} over the pretrained drafter. "
         f"The distilled drafter is below the pretrained one in {len(below)} of them."
     )
-    if len(better) == len(steered):
-        return Verdict.REPRODUCES, because
     partly = min(*gains.values(), *over.values()) > 0
-    return (Verdict.PARTLY if partly else Verdict.NOT), because
+    return Verdict.of(whole=len(better) == len(steered), part=partly), because
 
 
 def judge_frozen(cells: Cells) -> tuple[Verdict, str]:
@@ -279,10 +268,8 @@ def judge_frozen(cells: Cells) -> tuple[Verdict, str]:
         f"steering alone, and more in {ahead[1]} of {count} cells. The paper's factor of 2 belongs "
         "to a drafter that had 1.0 accepted tokens a block at first."
     )
-    if ahead == [count, count]:
-        return Verdict.REPRODUCES, because
     partly = min(alone) > 1 or min(both) > 1
-    return (Verdict.PARTLY if partly else Verdict.NOT), because
+    return Verdict.of(whole=ahead == [count, count], part=partly), because
 
 
 def judge_offsets(cells: Cells) -> tuple[Verdict, str]:
@@ -315,13 +302,18 @@ def _signed(gain: float) -> str:
 
 
 def _headline(
-    setting: LabSetting, cells: Cells, *, title: str, claim: str, verdict: Verdict, because: str
+    setting: LabSetting,
+    names: tuple[str, ...],
+    judge: Callable[[Cells], tuple[Verdict, str]],
+    *,
+    title: str,
+    claim: str,
 ) -> Headline:
+    cells = _measured(setting, names)
+    verdict, because = judge(cells)
     steps = _steps(setting)
     count, new_tokens = _size(setting)
-    rows = []
-    for name, row in cells.items():
-        rows.append((name, *(spread.text(to="–") for spread in row.values())))
+    rows = [(name, *(each.text(to="–") for each in row.values())) for name, row in cells.items()]
     kinds = [
         f"T = {at:.0f}, {'seen' if names == SEEN else 'new'}"
         for at, names in next(iter(cells.values()))

@@ -128,9 +128,7 @@ def strides_headline(
         for figures in found.values()
     )
     count = sum(interior.values()) if rises else 0
-    verdict = Verdict.NOT if not count else Verdict.PARTLY
-    if count == len(found):
-        verdict = Verdict.REPRODUCES
+    verdict = Verdict.of(whole=count == len(found), part=count > 0)
     prices = ", ".join(f"{scale:g}× the price" for scale in found)
     bests = " and ".join(
         f"S = {_name(best[scale])} at {scale:g}× the price "
@@ -267,7 +265,7 @@ def choice_headline(found: Mapping[str, Mapping[str, Streams]]) -> Headline:
         speeds = {choice: _speeds(streams) for choice, streams in by_choice.items()}
         best = max((c for c in speeds if c != OWN), key=lambda choice: sum(speeds[choice].values))
         over = {
-            title: _over(_speeds(by_choice[OWN], half), _speeds(by_choice[other], half))
+            title: _speeds(by_choice[OWN], half).over(_speeds(by_choice[other], half))
             for title, other, half in (
                 ("best fixed", best, False),
                 ("off", "off", False),
@@ -284,9 +282,7 @@ def choice_headline(found: Mapping[str, Mapping[str, Streams]]) -> Headline:
             )
         )
         facts[name] = _facts(best, speeds, over)
-    verdict = Verdict.PARTLY if any(reached) else Verdict.NOT
-    if all(reached):
-        verdict = Verdict.REPRODUCES
+    verdict = Verdict.of(whole=all(reached), part=any(reached))
     failed = [name for name, is_so in zip(found, reached, strict=True) if not is_so]
     return Headline(
         Paper.TTS,
@@ -312,10 +308,6 @@ def _speeds(streams: Streams, half: bool = False) -> Spread:
     """Returns tokens/s over a stream, or its second half, by seed."""
     parts = [halves[1:] if half else halves for halves in streams]
     return Spread(tuple(sum(t for t, _ in part) / sum(s for _, s in part) for part in parts))
-
-
-def _over(ours: Spread, theirs: Spread) -> Spread:
-    return Spread(tuple(a / b for a, b in zip(ours.values, theirs.values, strict=True)))
 
 
 def _facts(best: str, speeds: Mapping[str, Spread], over: Mapping[str, Spread]) -> dict[str, Any]:

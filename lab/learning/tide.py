@@ -154,9 +154,8 @@ def judged_matrix(lengths: dict[str, dict[str, float]]) -> tuple[Verdict, str]:
         f"{max(losses):.0%} against it, {sum(losses) / len(losses):.0%} in the mean (in the "
         f"paper's table {_LOSS[0]:.0%} to {_LOSS[1]:.0%})."
     )
-    if len(best) == len(lengths):
-        return Verdict.REPRODUCES, said
-    return (Verdict.PARTLY if 2 * len(best) >= len(lengths) else Verdict.NOT), said
+    whole, part = len(best) == len(lengths), 2 * len(best) >= len(lengths)
+    return Verdict.of(whole=whole, part=part), said
 
 
 def training_time(setting: LabSetting) -> Headline:
@@ -221,9 +220,8 @@ def judged_time(offline: Spread, kept: Spread, computed: Spread) -> tuple[Verdic
         "parameters, this one a few layers. The drafters become "
         f"{'equally good' if alike else 'unequally good'}."
     )
-    if offline.low >= _SAVES_CLEARLY and alike:
-        return Verdict.REPRODUCES, said
-    return (Verdict.PARTLY if offline.low >= _SAVES and alike else Verdict.NOT), said
+    clearly, at_all = (offline.low >= least and alike for least in (_SAVES_CLEARLY, _SAVES))
+    return Verdict.of(whole=clearly, part=at_all), said
 
 
 def _trained(

@@ -169,9 +169,7 @@ def judged_domains(ratios: Mapping[str, Mapping[str, Spread]]) -> tuple[Verdict,
         f"acceptance is lowest ({most:.3f}). It pays for looking: it tries draft lengths that do "
         "not pay, and needs some steps after each change."
     )
-    if whole >= 1 and most >= 1.02:
-        return Verdict.REPRODUCES, said
-    return (Verdict.PARTLY if whole >= 0.98 else Verdict.NOT), said
+    return Verdict.of(whole=whole >= 1 and most >= 1.02, part=whole >= 0.98), said
 
 
 def _surface(name: str, gammas: Sequence[int] = (1, GAMMA)) -> CostSurface:

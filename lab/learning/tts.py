@@ -305,6 +305,4 @@ def _exact(facts: Mapping[str, Any]) -> str:
 
 
 def _verdict(held: list[bool]) -> Verdict:
-    if all(held):
-        return Verdict.REPRODUCES
-    return Verdict.PARTLY if any(held) else Verdict.NOT
+    return Verdict.of(whole=all(held), part=any(held))

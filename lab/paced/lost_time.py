@@ -29,6 +29,7 @@ from controller.core.engine_spec import Arm
 from controller.recording.recording import RecordingPart, find
 from lab.cpu_engine.pace.step_costs import OWN, SECOND, StepCosts
 from lab.cpu_engine.pace.step_log import LoggedStep
+from lab.harness.sidecar import row_for
 from lab.paced.engines import PREFILL_CHUNK_TOKENS
 from lab.paced.traffic import Stream, as_workload
 from simulator.comparison.contestants import static_names
@@ -69,8 +70,7 @@ class DecidedPlan:
 
     def arm(self, batch_size: int) -> tuple[str, int]:
         """The drafter and draft length that it gives to this batch size."""
-        rows = self.plan.rows
-        row = next((row for row in rows if batch_size <= row.max_batch_size), rows[-1])
+        row = row_for(self.plan, batch_size)
         return row.drafter, row.gamma
 
 

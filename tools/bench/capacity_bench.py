@@ -36,7 +36,7 @@ import psutil
 from engine_shim.link.report_buffer import InFlightReports, ReportBuffer
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 from tests.support.service_harness import engine_message
-from tools.bench.measurement import RATIO, Measurement, run
+from tools.bench.measurement import RATIO, Measurement, command_line, run
 from tools.bench.serving import processor_seconds, quiet_sidecar
 
 _STEPS_PER_SECOND: Final = 200
@@ -271,15 +271,10 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     yield Measurement("engines without a dropped report", "engines", [lossless])
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--engines", type=int, nargs="+", help="numbers to try, ascending")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of one run")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--nice", type=int, default=0, help="of this process and the sidecar's")
-    run(parser, measure, "tools.bench.capacity_bench")
-
+PARSER = command_line(__doc__, repeats=3)
+PARSER.add_argument("--engines", type=int, nargs="+", help="numbers to try, ascending")
+PARSER.add_argument("--seconds", type=float, default=6.0, help="of one run")
+PARSER.add_argument("--nice", type=int, default=0, help="of this process and the sidecar's")
 
 if __name__ == "__main__":
-    main()
+    run(PARSER, measure)

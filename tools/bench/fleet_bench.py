@@ -25,7 +25,7 @@ from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.store.interface import Actor
 from tests.support.redis_server import RedisServer
 from tools.bench import fleet_view
-from tools.bench.measurement import Measurement, percentiles, run
+from tools.bench.measurement import Measurement, command_line, percentiles, run
 from tools.bench.sidecar_states import State
 
 QUIET_SECONDS = 10.0
@@ -93,17 +93,12 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     yield Measurement(f"memory of an engine, of {of}", "KiB", [grown[0] / 1024])
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sidecars", type=int, default=200)
-    parser.add_argument("--engines", type=int, default=1, help="of each")
-    parser.add_argument("--changes", type=int, default=50)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--view", action="store_true", help="the view of all engines instead")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each part of --view")
-    run(parser, measure, "tools.bench.fleet_bench")
-
+PARSER = command_line(__doc__, repeats=3)
+PARSER.add_argument("--sidecars", type=int, default=200)
+PARSER.add_argument("--engines", type=int, default=1, help="of each")
+PARSER.add_argument("--changes", type=int, default=50)
+PARSER.add_argument("--view", action="store_true", help="the view of all engines instead")
+PARSER.add_argument("--seconds", type=float, default=20.0, help="of each part of --view")
 
 if __name__ == "__main__":
-    main()
+    run(PARSER, measure)

@@ -21,7 +21,7 @@ import grpc
 from lab.harness.sidecar import SidecarHandle
 from tests.support.service_harness import engine_message, report_message
 from tests.support.sidecar_process import SidecarProcess
-from tools.bench.measurement import RATIO, Measurement, run
+from tools.bench.measurement import RATIO, Measurement, command_line, run
 from tools.bench.serving import (
     introduced,
     messages_of,
@@ -103,13 +103,8 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
             )  # fmt: skip
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--reports", type=int, default=25_600, help="of one run")
-    parser.add_argument("--repeats", type=int, default=5)
-    run(parser, measure, "tools.bench.fold_bench")
-
+PARSER = command_line(__doc__, repeats=5)
+PARSER.add_argument("--reports", type=int, default=25_600, help="of one run")
 
 if __name__ == "__main__":
-    main()
+    run(PARSER, measure)

@@ -26,7 +26,7 @@ from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import ClassCounts, StepReport
 from tests.support.service_harness import engine_message, report_message
-from tools.bench.measurement import Measurement, run
+from tools.bench.measurement import Measurement, command_line, run
 from tools.bench.serving import (
     introduced,
     messages_of,
@@ -138,13 +138,8 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
         yield Measurement(f"engines {count}: memory of the sidecar", "MB", memory)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=3000, help="reports to a core")
-    parser.add_argument("--repeats", type=int, default=5)
-    run(parser, measure, "tools.bench.growth_bench")
-
+PARSER = command_line(__doc__, repeats=5)
+PARSER.add_argument("--steps", type=int, default=3000, help="reports to a core")
 
 if __name__ == "__main__":
-    main()
+    run(PARSER, measure)

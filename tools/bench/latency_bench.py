@@ -13,7 +13,6 @@ between two plans, and so is the way alone; "at the usual pace" has that pause i
 import argparse
 import contextlib
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,9 +28,9 @@ from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, Drafter, EngineSpec, StepReport
 from tests.support.eventually import eventually
-from tests.support.sidecar_process import sidecar_process
 from tests.support.step_reports import send, step_report
-from tools.bench.measurement import Measurement, percentiles, run
+from tools.bench.measurement import Measurement, command_line, percentiles, run
+from tools.bench.serving import quiet_sidecar
 
 _GAMMAS = (0, 1, 3, 5, 7)
 _STARTUP_GAMMA = 3
@@ -177,14 +176,9 @@ def _seconds_to_plan(case: _Case, seconds: float) -> list[float]:
     variables = {"CONTROLLER_PLANNER__POLICY": _POLICY}
     if case.at_each_report:
         variables["CONTROLLER_PLANNER__REPLAN_SECONDS"] = "0.000001"
-    with tempfile.TemporaryDirectory() as name:
-        flags = ("--log-level", "error")
-        with (
-            sidecar_process(Path(name), *flags, environment=variables) as sidecar,
-            _engines(case, sidecar.address) as engines,
-        ):
-            _play(engines, seconds)
-            dropped = sum(engine.link.status().reports_dropped for engine in engines)
+    with quiet_sidecar(variables) as sidecar, _engines(case, sidecar.address) as engines:
+        _play(engines, seconds)
+        dropped = sum(engine.link.status().reports_dropped for engine in engines)
     if dropped:
         raise RuntimeError(f"{dropped} reports were dropped: this machine cannot keep up")
     return [delay for engine in engines[:_FOLLOWED_MAX] for delay in _delays(engine)]
@@ -201,13 +195,8 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
         yield from percentiles(str(case), "ms", runs, bars)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=15.0, help="of one run")
-    parser.add_argument("--repeats", type=int, default=3)
-    run(parser, measure, "tools.bench.latency_bench")
-
+PARSER = command_line(__doc__, repeats=3)
+PARSER.add_argument("--seconds", type=float, default=15.0, help="of one run")
 
 if __name__ == "__main__":
-    main()
+    run(PARSER, measure)

@@ -50,7 +50,7 @@ from speculation.v1.service_pb2_grpc import (
     SpeculationServiceServicer,
     add_SpeculationServiceServicer_to_server,
 )
-from tools.bench.measurement import RATIO, Measurement, percentiles, run
+from tools.bench.measurement import RATIO, Measurement, command_line, percentiles, run
 
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 _GAMMA = 3
@@ -380,22 +380,16 @@ async def _serve(target: str) -> None:
     await server.wait_for_termination()
 
 
-def main() -> None:
-    """The command line."""
-    if sys.argv[1:2] == ["--drain"]:
-        _drain(int(sys.argv[2]))
-        return
-    if sys.argv[1:2] == ["--serve"]:
-        asyncio.run(_serve(sys.argv[2]))
-        return
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=2000, help="of one run")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rate", type=float, default=500.0, help="steps per second")
-    parser.add_argument("--plan-every", type=int, default=20, help="a plan after so many reports")
-    parser.add_argument("--report-interval-ms", type=float, default=1.0)
-    run(parser, measure, "tools.bench.link_bench")
-
+PARSER = command_line(__doc__, repeats=5)
+PARSER.add_argument("--steps", type=int, default=2000, help="of one run")
+PARSER.add_argument("--rate", type=float, default=500.0, help="steps per second")
+PARSER.add_argument("--plan-every", type=int, default=20, help="a plan after so many reports")
+PARSER.add_argument("--report-interval-ms", type=float, default=1.0)
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--drain"]:
+        _drain(int(sys.argv[2]))
+    elif sys.argv[1:2] == ["--serve"]:
+        asyncio.run(_serve(sys.argv[2]))
+    else:
+        run(PARSER, measure)

@@ -185,15 +185,13 @@ async def handlers(
         yield await of("Introduce", running.speculation.Introduce(first))
         yield await of("Introduce again", running.speculation.Introduce(first))
         ask = running.inspection
+        step = iter(range(1, 10**6))
         if kind == "largest":
-            step = iter(range(1, 10**6))
             yield await of(
                 "Steer, 3 reports of 64 classes",
                 stream.send(*(largest_report(next(step)) for _ in range(3))),
                 stream.plan(),
             )
-        else:
-            step = iter(range(1, 10**6))
         name = engines[0].drafters[0].name
         yield await of(
             "Steer, 1500 reports",

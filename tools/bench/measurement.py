@@ -90,22 +90,31 @@ def show(found: Iterable[dict[str, Any]]) -> None:
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def run(
-    parser: argparse.ArgumentParser,
-    measure: Callable[[argparse.Namespace], Iterable[Measurement]],
-    module: str,
-) -> None:
-    """Measures, prints a table, and writes `--json FILE` if asked to.
+def command_line(
+    doc: str | None, repeats: int | None = None, of: str | None = None
+) -> argparse.ArgumentParser:
+    """The options of every benchmark; its own ones are added to them.
 
-    parser: with the benchmark's own options.  module: its name for `python -m`.
+    doc: the benchmark's docstring.  repeats: how many by default; None for a benchmark that repeats
+    nothing.  of: what is repeated.
     """
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    if repeats is not None:
+        parser.add_argument("--repeats", type=int, default=repeats, help=of)
+    return parser
+
+
+def run(
+    parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Iterable[Measurement]]
+) -> None:
+    """Measures, prints a table, and writes `--json FILE` if asked to: the program's whole work."""
     options = parser.parse_args()
-    arguments = sys.argv[1:]
+    arguments = sys.orig_argv[1:]
     if options.json is not None:
         at = arguments.index("--json") if "--json" in arguments else len(arguments)
         del arguments[at : at + 2]
-    command = " ".join(["python -m", module, *arguments])
+    command = " ".join(["python", *arguments])
     found = []
     for measurement in measure(options):
         found.append(measurement.as_json(command))

@@ -18,13 +18,13 @@ from typing import Final
 from lab.cpu_engine.pace.pacer import Pace
 from lab.harness.engines import Workplace
 from lab.harness.processes import preferred
+from lab.harness.sidecar import overridden
 from lab.harness.terminal import Terminal
 from lab.paced.engines import OFF, static
 from lab.paced.plays import StreamPlay
 from lab.paced.run import DILATIONS, PacedHarness
 from lab.paced.traffic import PhasePlan, Stream, build_stream, own_curves
-from tests.support.sidecar_process import controller
-from tools.bench.measurement import RATIO, Measurement, run
+from tools.bench.measurement import RATIO, Measurement, command_line, run
 
 _TABLE: Final = "h100-llama3.1-8b"
 _GAMMA: Final = 3
@@ -53,9 +53,13 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
         )
         harness.find_dilation(policies, fixed=options.dilation is not None)
         harness.start_sidecar(policies)
-        _hold(place.address, PINNED, "--gamma", str(_GAMMA))
-        _hold(place.address, ASLEEP, "--gamma", "0")
-        _hold(place.address, COLLECTING, "--gamma", str(_GAMMA), "--regime", "collect")
+        pinned = ("--gamma", str(_GAMMA))
+        for engine, rule in (
+            (PINNED, pinned),
+            (ASLEEP, ("--gamma", "0")),
+            (COLLECTING, (*pinned, "--regime", "collect")),
+        ):
+            stack.enter_context(overridden(place.address, *rule, engine_id=engine))
         for size in _BATCHES:
             stream = build_stream(
                 "steady", (PhasePlan("", ("chat",), size, size, options.tokens),), 3
@@ -111,23 +115,9 @@ def _check(play: StreamPlay, policy: str) -> None:
         raise RuntimeError(f"{policy} ran {len(others) + len(awake)} other steps: {others[:1]}")
 
 
-def _hold(address: str, engine: str, *what: str) -> None:
-    done = controller(
-        "override", "set", "--address", address, "--engine", engine, *what,
-        "--reason", "a benchmark",
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=3, help="pairs for each figure")
-    parser.add_argument("--tokens", type=int, default=300, help="new tokens of a request, mean")
-    parser.add_argument("--dilation", type=float, help="seconds for each second of the model")
-    run(parser, measure, "tools.bench.paced_bench")
-
+PARSER = command_line(__doc__, repeats=3, of="pairs for each figure")
+PARSER.add_argument("--tokens", type=int, default=300, help="new tokens of a request, mean")
+PARSER.add_argument("--dilation", type=float, help="seconds for each second of the model")
 
 if __name__ == "__main__":
-    main()
+    run(PARSER, measure)

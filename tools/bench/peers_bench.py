@@ -20,14 +20,12 @@ import contextlib
 import json
 import multiprocessing
 import random
-import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import grpc
 
@@ -39,8 +37,8 @@ from speculation.v1.engine_pb2 import StepReport
 from tests.support.eventually import eventually
 from tests.support.link_messages import engine_spec
 from tests.support.service_harness import engine_message, report_message
-from tests.support.sidecar_process import sidecar_process
-from tools.bench.measurement import RATIO, Measurement, percentiles, run
+from tools.bench.measurement import RATIO, Measurement, command_line, percentiles, run
+from tools.bench.serving import quiet_sidecar
 
 _POLL_SECONDS = 1.0
 _BATCH = 4
@@ -204,10 +202,7 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     }
     calls: dict[str, list[list[float]]] = {way: [] for way in ways}
     blocks: dict[str, list[float]] = {way: [] for way in ways}
-    with (
-        tempfile.TemporaryDirectory() as name,
-        sidecar_process(Path(name), "--log-level", "error") as sidecar,
-    ):
+    with quiet_sidecar() as sidecar:
         rounds = _rounds()
         for repeat in range(options.repeats):
             for way, begin in ways.items():
@@ -233,13 +228,8 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     yield Measurement("polled: from a change to the engine", "ms", [1e3 * s for s in polled.late])
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=800, help="of one block")
-    parser.add_argument("--repeats", type=int, default=5)
-    run(parser, measure, "tools.bench.peers_bench")
-
+PARSER = command_line(__doc__, repeats=5)
+PARSER.add_argument("--steps", type=int, default=800, help="of one block")
 
 if __name__ == "__main__":
-    main()
+    run(PARSER, measure)

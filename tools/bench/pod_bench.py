@@ -21,7 +21,7 @@ from tests.support.clockwork_engine import ClockworkEngine
 from tests.support.linked_engine import LinkedEngine, linked_engine
 from tests.support.service_harness import ENVIRONMENT
 from tests.support.sidecar_process import CONTROLLER, sidecar_process
-from tools.bench.measurement import Measurement, run
+from tools.bench.measurement import Measurement, command_line, run
 
 _MEGABYTE = 1e6
 
@@ -107,15 +107,10 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     yield Measurement("controller profile, processor", "cores", [one["cores"] for one in measured])
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--steps", type=float, default=200.0, help="a second, of each engine")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of one run")
-    parser.add_argument("--repeats", type=int, default=3)
-    run(parser, measure, "tools.bench.pod_bench")
-
+PARSER = command_line(__doc__, repeats=3)
+PARSER.add_argument("--engines", type=int, default=1)
+PARSER.add_argument("--steps", type=float, default=200.0, help="a second, of each engine")
+PARSER.add_argument("--seconds", type=float, default=20.0, help="of one run")
 
 if __name__ == "__main__":
-    main()
+    run(PARSER, measure)

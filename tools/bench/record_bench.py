@@ -23,7 +23,7 @@ from controller.recording.recorder import Recorder
 from controller.wire.reports import report_to_proto
 from speculation.v1 import engine_pb2
 from tests.support.virtual_engine import engine_spec, gpu_like, make, profile_of
-from tools.bench.measurement import RATIO, Measurement, run
+from tools.bench.measurement import RATIO, Measurement, command_line, run
 
 STEPS = 4000
 
@@ -83,12 +83,7 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     yield Measurement("a new segment's opening state", "ms", [1e3 * s for s in openings])
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=15)
-    run(parser, measure, "tools.bench.record_bench")
-
+PARSER = command_line(__doc__, repeats=15)
 
 if __name__ == "__main__":
-    main()
+    run(PARSER, measure)

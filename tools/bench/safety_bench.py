@@ -28,7 +28,7 @@ from simulator.scenarios.scenario_file import load_scenario
 from tests.support.against_off import BAR, FLOOR, SHARE_BELOW_BAR, WINDOW, against_off
 from tests.support.dealing import dealt
 from tests.support.random_scenarios import has_memory, scenarios
-from tools.bench.measurement import RATIO, Measurement, run
+from tools.bench.measurement import RATIO, Measurement, command_line, run
 
 _CODE = ("controller/core", "simulator")
 _TESTS = ("against_off.py", "dealing.py", "random_costs.py", "random_scenarios.py")
@@ -157,16 +157,12 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
                       [len(best_off) / len(worst)])  # fmt: skip
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--scenarios", type=int, default=1000, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="number of the first one")
-    parser.add_argument("--processes", type=int, help="one a processor by default")
-    parser.add_argument("--folder", type=Path, default=Path("build/safety"))
-    parser.add_argument("--file", type=Path, nargs="+", help="these scenario files instead")
-    run(parser, measure, "tools.bench.safety_bench")
-
+PARSER = command_line(__doc__)
+PARSER.add_argument("--scenarios", type=int, default=1000, help="how many")
+PARSER.add_argument("--first", type=int, default=0, help="number of the first one")
+PARSER.add_argument("--processes", type=int, help="one a processor by default")
+PARSER.add_argument("--folder", type=Path, default=Path("build/safety"))
+PARSER.add_argument("--file", type=Path, nargs="+", help="these scenario files instead")
 
 if __name__ == "__main__":
-    main()
+    run(PARSER, measure)

@@ -2,7 +2,7 @@
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -13,13 +13,12 @@ from tests.support.sidecar_process import SidecarProcess, sidecar_process
 
 
 @contextlib.contextmanager
-def quiet_sidecar() -> Iterator[SidecarProcess]:
-    """In a folder of its own."""
-    with (
-        tempfile.TemporaryDirectory() as name,
-        sidecar_process(Path(name), "--log-level", "error") as sidecar,
-    ):
-        yield sidecar
+def quiet_sidecar(environment: Mapping[str, str] | None = None) -> Iterator[SidecarProcess]:
+    """In a folder of its own; environment: further variables."""
+    with tempfile.TemporaryDirectory() as name:
+        flags = ("--log-level", "error")
+        with sidecar_process(Path(name), *flags, environment=environment) as sidecar:
+            yield sidecar
 
 
 def introduced(channel: grpc.Channel, engine: EngineSpec) -> str:

@@ -40,7 +40,7 @@ from tools.bench.hook_spans import (
     TIMERS,
     WALL,
 )
-from tools.bench.measurement import RATIO, Measurement, percentiles, run
+from tools.bench.measurement import RATIO, Measurement, command_line, percentiles, run
 from tools.bench.pairs import prompts_of
 
 _BATCHES = (1, 8, 64)
@@ -216,13 +216,8 @@ def _medians(
     return found
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=3, help="answers to each batch")
-    parser.add_argument("--tokens", type=int, default=300, help="new tokens of each request")
-    run(parser, measure, "tools.bench.shim_bench")
-
+PARSER = command_line(__doc__, repeats=3, of="answers to each batch")
+PARSER.add_argument("--tokens", type=int, default=300, help="new tokens of each request")
 
 if __name__ == "__main__":
-    main()
+    run(PARSER, measure)

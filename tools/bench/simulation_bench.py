@@ -13,7 +13,7 @@ from simulator.controller_policy import ControllerPolicy
 from simulator.engine import simulate
 from simulator.peers.static import Static
 from simulator.scenarios.scenario_file import Scenario, standard
-from tools.bench.measurement import Measurement, run
+from tools.bench.measurement import Measurement, command_line, run
 
 _SCENARIOS = ("load+traffic/h100", "traffic/B=16", "load/scout")
 
@@ -45,12 +45,7 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
         yield Measurement(f"simulator, {name}, the core's part of a step", "us", taken)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    run(parser, measure, "tools.bench.simulation_bench")
-
+PARSER = command_line(__doc__, repeats=5)
 
 if __name__ == "__main__":
-    main()
+    run(PARSER, measure)

@@ -19,7 +19,7 @@ import psutil
 
 from tests.support.service_harness import ENVIRONMENT, engine_message, report_message
 from tests.support.sidecar_process import CONTROLLER
-from tools.bench.measurement import Measurement, run
+from tools.bench.measurement import Measurement, command_line, run
 from tools.bench.serving import introduced, messages_of, quiet_sidecar, send
 
 _ENGINES = 64
@@ -75,12 +75,7 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     yield Measurement("a bare interpreter, whole", "s", bare)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=9)
-    run(parser, measure, "tools.bench.start_bench")
-
+PARSER = command_line(__doc__, repeats=9)
 
 if __name__ == "__main__":
-    main()
+    run(PARSER, measure)

@@ -16,7 +16,7 @@ from lab.cpu_engine.engine_command import MODELS
 from lab.harness.scripted_sidecar import scripted_sidecar
 from tests.support.engine import DEEP, EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually
-from tools.bench.measurement import RATIO, Measurement, run
+from tools.bench.measurement import RATIO, Measurement, command_line, run
 from tools.bench.pairs import ratios, step_seconds_of
 
 _BATCHES = (1, 8)
@@ -63,13 +63,8 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
                 )
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=9, help="pairs of answers for each figure")
-    parser.add_argument("--tokens", type=int, default=200, help="new tokens of each request")
-    run(parser, measure, "tools.bench.steering_bench")
-
+PARSER = command_line(__doc__, repeats=9, of="pairs of answers for each figure")
+PARSER.add_argument("--tokens", type=int, default=200, help="new tokens of each request")
 
 if __name__ == "__main__":
-    main()
+    run(PARSER, measure)

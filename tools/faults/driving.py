@@ -14,7 +14,7 @@ from controller.cli.connection import for_operators
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
 from lab.harness.background_thread import BackgroundThread
-from speculation.v1 import policy_pb2, policy_pb2_grpc
+from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
 from tests.support.linked_engine import LinkedEngine, linked_engine
 from tests.support.sidecar_process import SidecarProcess, sidecar_process
@@ -174,6 +174,14 @@ class Operator:
         with self._policy() as policy:
             request = policy_pb2.ListOverridesRequest()
             return list(policy.ListOverrides(request, timeout=PATIENCE_SECONDS).overrides)
+
+
+def engines_at(address: str) -> service_pb2.ListEnginesResponse:
+    """What a sidecar says of its engines, and of itself."""
+    with grpc.insecure_channel(address) as channel:
+        return service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
+            service_pb2.ListEnginesRequest(), timeout=PATIENCE_SECONDS
+        )
 
 
 class Sidecars:

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from lab.harness.background_thread import BackgroundThread
 from tests.support.engine import EAGLE3, ROOT, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import LENGTHS, PROMPTS
 from tools.faults.driving import PIN, PINNED_GAMMA, SHORT, Sidecars
-from tools.faults.fault import Fault, Seen
+from tools.faults.fault import Fault, Injection, Seen, fault, said_of
 from tools.faults.proxy import Proxy
 
 PATIENCE_SECONDS = 120.0
@@ -32,6 +32,9 @@ _TRAINER = (
     f"{_TRAINER_FILE}::test_it_learns_what_it_serves_and_never_changes_a_token",
     f"{_TRAINER_FILE}::test_a_trainer_that_is_killed_takes_nothing_with_it",
 )
+
+_EXACT = "tokens exact"
+_SAFE = f"plan, grace, safe default, then steered again; {_EXACT}"
 
 Tokens = Sequence[Sequence[int]]
 
@@ -148,6 +151,25 @@ def on_stage() -> Iterator[Callable[[], Stage]]:
         yield stage
 
 
+_OnStage: TypeAlias = Callable[[Stage, Seen], None]
+# By name: what is expected, and what injects it.
+_ON_STAGE: dict[str, tuple[str, _OnStage]] = {}
+# Those that are among the tests.
+QUICK: list[str] = []
+
+
+def _on_stage(name: str, expected: str, *, quick: bool = False) -> Callable[[_OnStage], _OnStage]:
+    """Keeps a function, whose docstring says what it injects, as a fault."""
+
+    def keep(inject: _OnStage) -> _OnStage:
+        _ON_STAGE[name] = (expected, inject)
+        if quick:
+            QUICK.append(f"engine-{name}")
+        return inject
+
+    return keep
+
+
 @contextmanager
 def _answering(stage: Stage, seen: Seen) -> Iterator[Traffic]:
     """Requests go on all the while; then what came of them, and of the pin."""
@@ -176,7 +198,9 @@ def _left_alone(stage: Stage, seen: Seen, traffic: Traffic) -> None:
     )
 
 
+@_on_stage("agent-killed", f"steered again; {_EXACT}", quick=True)
 def _agent_killed(stage: Stage, seen: Seen) -> None:
+    """SIGKILL to the agent."""
     with _answering(stage, seen) as traffic:
         before = stage.link
         os.kill(stage.agent(), signal.SIGKILL)
@@ -188,23 +212,32 @@ def _agent_killed(stage: Stage, seen: Seen) -> None:
         seen.that("a new agent, and steered again", True)
 
 
-def _stopped(process: Callable[[Stage], int]) -> Callable[[Stage, Seen], None]:
+def _stopped(stage: Stage, seen: Seen, pid: int) -> None:
     """SIGSTOP to a process, and SIGCONT once the safe default runs."""
-
-    def inject(stage: Stage, seen: Seen) -> None:
-        with _answering(stage, seen) as traffic:
-            pid = process(stage)
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                _left_alone(stage, seen, traffic)
-            finally:
-                os.kill(pid, signal.SIGCONT)
-            seen.figure("steered_again_seconds", stage.wait_steered())
-
-    return inject
+    with _answering(stage, seen) as traffic:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            _left_alone(stage, seen, traffic)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        seen.figure("steered_again_seconds", stage.wait_steered())
 
 
+@_on_stage("agent-stopped", _SAFE)
+def _agent_stopped(stage: Stage, seen: Seen) -> None:
+    """SIGSTOP to the agent, SIGCONT."""
+    _stopped(stage, seen, stage.agent())
+
+
+@_on_stage("sidecar-stopped", _SAFE)
+def _sidecar_stopped(stage: Stage, seen: Seen) -> None:
+    """SIGSTOP to the sidecar, SIGCONT."""
+    _stopped(stage, seen, stage.sidecars.pid)
+
+
+@_on_stage("sidecar-killed", _SAFE, quick=True)
 def _sidecar_killed(stage: Stage, seen: Seen) -> None:
+    """SIGKILL to the sidecar, then started with the same state."""
     with _answering(stage, seen) as traffic:
         stage.sidecars.kill()
         _left_alone(stage, seen, traffic)
@@ -213,7 +246,9 @@ def _sidecar_killed(stage: Stage, seen: Seen) -> None:
         seen.figure("steered_again_seconds", time.monotonic() - began)
 
 
+@_on_stage("sidecar-slow", f"steered; {_EXACT}")
 def _sidecar_slow(stage: Stage, seen: Seen) -> None:
+    """A proxy: every byte to the agent 1 s late, connected anew."""
     with _answering(stage, seen) as traffic:
         stage.proxy.delay_seconds = 1.0
         try:
@@ -227,7 +262,9 @@ def _sidecar_slow(stage: Stage, seen: Seen) -> None:
     stage.wait_steered()
 
 
+@_on_stage("connections-reset", f"steered again; {_EXACT}")
 def _connections_reset(stage: Stage, seen: Seen) -> None:
+    """A proxy closes all connections, five times."""
     with _answering(stage, seen):
         took = []
         for _ in range(5):
@@ -236,7 +273,9 @@ def _connections_reset(stage: Stage, seen: Seen) -> None:
         seen.spread("steered_again_seconds", took)
 
 
+@_on_stage("restart-storm", f"steered after each; {_EXACT}")
 def _storm(stage: Stage, seen: Seen) -> None:
+    """The sidecar is killed and started 20 times in a row."""
     with _answering(stage, seen):
         starts = stage.link["agent_starts"]
         took = []
@@ -249,8 +288,9 @@ def _storm(stage: Stage, seen: Seen) -> None:
         seen.that(f"steered after each of {_STORM} restarts, by the same agent", not more, more)
 
 
+@_on_stage("dead-sidecar-throughput", f"as many tokens a second (bar 0.99, not asserted); {_EXACT}")
 def _dead_over_safe(stage: Stage, seen: Seen) -> None:
-    """Pairs, in turn: a dead sidecar, and a living one that pins the safe default's γ."""
+    """The sidecar killed, and in turn alive with the safe default's γ pinned."""
 
     def tokens_per_second() -> float:
         began = time.perf_counter()
@@ -292,82 +332,22 @@ def _dead_over_safe(stage: Stage, seen: Seen) -> None:
     seen.that("every token as by plain decoding", not wrong[0], wrong[0])
 
 
+@fault("engine-trainer-killed", f"it serves on with what was learnt; {_EXACT}")
 def _trainer_killed(_: Path, seen: Seen) -> None:
+    """Real SGLang: SIGKILL to the trainer of online updates."""
     command = [sys.executable, "-m", "pytest", "-q", *_TRAINER]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     seen.that(f"{_TRAINER[-1]} passes", run.returncode == 0, run.stdout[-500:])
 
 
-_EXACT = "tokens exact"
-_SAFE = f"plan, grace, safe default, then steered again; {_EXACT}"
-_ON_STAGE: tuple[tuple[str, str, str, Callable[[Stage, Seen], None], bool], ...] = (
-    ("agent-killed", "SIGKILL to the agent", f"steered again; {_EXACT}", _agent_killed, True),
-    ("agent-stopped", "SIGSTOP to the agent, SIGCONT", _SAFE, _stopped(Stage.agent), False),
-    (
-        "sidecar-killed",
-        "SIGKILL to the sidecar, then started with the same state",
-        _SAFE,
-        _sidecar_killed,
-        True,
-    ),
-    (
-        "sidecar-stopped",
-        "SIGSTOP to the sidecar, SIGCONT",
-        _SAFE,
-        _stopped(lambda stage: stage.sidecars.pid),
-        False,
-    ),
-    (
-        "sidecar-slow",
-        "a proxy: every byte to the agent 1 s late, connected anew",
-        f"steered; {_EXACT}",
-        _sidecar_slow,
-        False,
-    ),
-    (
-        "connections-reset",
-        "a proxy closes all connections, five times",
-        f"steered again; {_EXACT}",
-        _connections_reset,
-        False,
-    ),
-    (
-        "restart-storm",
-        "the sidecar is killed and started 20 times in a row",
-        f"steered after each; {_EXACT}",
-        _storm,
-        False,
-    ),
-    (
-        "dead-sidecar-throughput",
-        "the sidecar killed, and in turn alive with the safe default's γ pinned",
-        f"as many tokens a second (bar 0.99, not asserted); {_EXACT}",
-        _dead_over_safe,
-        False,
-    ),
-)
-
-
-# Those that are among the tests.
-QUICK = tuple(f"engine-{name}" for name, *_, quick in _ON_STAGE if quick)
-
-
 def engine_faults(stage: Callable[[], Stage]) -> tuple[Fault, ...]:
     """At the real SGLang, under requests that never cease."""
 
-    def on(inject: Callable[[Stage, Seen], None]) -> Callable[[Path, Seen], None]:
+    def on(inject: _OnStage) -> Injection:
         return lambda _, seen: inject(stage(), seen)
 
     found = (
-        Fault(f"engine-{name}", f"real SGLang: {injected}", expected, on(inject), quick=quick)
-        for name, injected, expected, inject, quick in _ON_STAGE
+        Fault(f"engine-{name}", f"real SGLang: {said_of(inject)}", expected, on(inject))
+        for name, (expected, inject) in _ON_STAGE.items()
     )
-    return (
-        *found,
-        Fault(
-            "engine-trainer-killed",
-            "real SGLang: SIGKILL to the trainer of online updates",
-            f"it serves on with what was learnt; {_EXACT}",
-            _trainer_killed,
-        ),
-    )
+    return (*found, _trainer_killed)

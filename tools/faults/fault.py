@@ -6,7 +6,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 from lab.harness.measured import Spread
 
@@ -39,6 +40,12 @@ class Seen:
         self.figures[name] = Spread(tuple(values)).as_json()
 
 
+Injection: TypeAlias = Callable[[Path, Seen], None]
+# What is expected of more than one fault.
+ALONE = "plan to its lease's end, grace, safe default; then steered under what was acknowledged"
+ON = "the plan goes on, no safe default"
+
+
 @dataclass(frozen=True)
 class Fault:
     """What is injected, how, and what is expected then.
@@ -49,8 +56,23 @@ class Fault:
     name: str
     injected: str
     expected: str
-    inject: Callable[[Path, Seen], None]
+    inject: Injection
     quick: bool = False
+
+
+def fault(name: str, expected: str, *, quick: bool = False) -> Callable[[Injection], Fault]:
+    """Makes a fault of the function that injects it, whose docstring says what is injected."""
+    return lambda inject: Fault(name, said_of(inject), expected, inject, quick)
+
+
+def said_of(inject: Callable[..., None]) -> str:
+    """The docstring, as a cell of the table."""
+    return " ".join((inject.__doc__ or "").split()).removesuffix(".")
+
+
+def faults_in(module: ModuleType) -> list[Fault]:
+    """The faults that a module has made, in order."""
+    return [found for found in vars(module).values() if isinstance(found, Fault)]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2
 from tests.support.service_harness import ENVIRONMENT, engine_message, make_profile
 from tests.support.sidecar_process import CONTROLLER, sidecar_process
 from tools.faults.driving import PATIENCE_SECONDS, clear_request, set_request
-from tools.faults.fault import Seen
+from tools.faults.fault import Fault, Seen
 
 # From SERVING to the kill.
 _LONGEST_SECONDS = 0.5
@@ -137,8 +137,8 @@ class Writers:
             self._known.installed.append(profile.measured_at)
 
 
-def killed_at_random(count: int) -> Callable[[Path, Seen], None]:
-    """An injection of so many kills."""
+def killed_at_random(count: int) -> Fault:
+    """So many kills."""
 
     def inject(place: Path, seen: Seen) -> None:
         rng = random.Random()
@@ -172,7 +172,13 @@ def killed_at_random(count: int) -> Callable[[Path, Seen], None]:
         seen.figure("profiles_acknowledged", len(known.pushed) + len(known.installed))
         seen.spread("start_to_serving_seconds", starts)
 
-    return inject
+    return Fault(
+        "killed-at-random",
+        f"SIGKILL to a sidecar that writes overrides and profiles all the time, {count} times",
+        "the store is readable, what was acknowledged is there, nothing is left behind",
+        inject,
+        quick=True,
+    )
 
 
 def _flags(place: Path) -> tuple[str, ...]:

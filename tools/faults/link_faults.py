@@ -11,7 +11,6 @@ from grpc_health.v1 import health_pb2
 
 from engine_shim.link.plan_follower import Source
 from lab.harness.processes import free_port
-from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
 from tests.support.linked_engine import linked_engine
 from tests.support.service_harness import health_stub
@@ -26,9 +25,10 @@ from tools.faults.driving import (
     SHORT,
     SHORT_GRACE_SECONDS,
     Scene,
+    engines_at,
     scene,
 )
-from tools.faults.fault import Seen
+from tools.faults.fault import ALONE, ON, Seen, fault
 from tools.faults.proxy import Proxy
 
 _DELAY_SECONDS = 1.0
@@ -78,25 +78,32 @@ def steered_again(
     seen.that("the override is in force", PIN in in_force, in_force)
 
 
-def returned(here: Scene, seen: Seen, moment: float) -> None:
-    """Since the moment the engine ran nothing but the plan and its safe default."""
+def stopped_and_continued(here: Scene, seen: Seen, pid: int) -> None:
+    """A process of the two stands still for as long as lease and grace, and is then continued."""
+
+    def megabytes() -> float:
+        processes = map(psutil.Process, (agent_of(here), here.sidecars.pid))
+        return sum(process.memory_info().rss for process in processes) / 1e6
+
+    moment, before = time.monotonic(), megabytes()
+    os.kill(pid, signal.SIGSTOP)
+    here.drive.wait_for(Source.SAFE_DEFAULT, moment)
+    here.drive.wait_for_steps()
+    left_alone(here, seen, moment)
+    moment = time.monotonic()
+    os.kill(pid, signal.SIGCONT)
+    steered_again(here, seen, moment)
     ran = {(one.source, one.gamma) for one in here.drive.since(moment)}
     wanted = {(Source.PLAN, PINNED_GAMMA), (Source.SAFE_DEFAULT, SAFE_GAMMA)}
     seen.that("no other plan ran", ran <= wanted, ran)
+    # What came meanwhile took no memory that remains.
+    grown = megabytes() - before
+    seen.figure("grown_megabytes", grown)
+    seen.that("nothing has piled up", grown < _PILE_MEGABYTES, grown)
 
 
-def megabytes(*pids: int) -> float:
-    """What the processes hold together."""
-    return sum(psutil.Process(pid).memory_info().rss for pid in pids) / 1e6
-
-
-def nothing_piled_up(seen: Seen, before: float, after: float) -> None:
-    """What came while one process was stopped took no memory of the two that remains."""
-    seen.figure("grown_megabytes", after - before)
-    seen.that("nothing has piled up", after - before < _PILE_MEGABYTES, after - before)
-
-
-def _agent(here: Scene) -> int:
+def agent_of(here: Scene) -> int:
+    """Its process id."""
     pid = here.drive.engine.link.status().agent_pid
     assert pid is not None
     return pid
@@ -105,40 +112,34 @@ def _agent(here: Scene) -> int:
 def new_session(here: Scene) -> float:
     """Kills the agent; seconds until its successor's first plan."""
     moment, before = time.monotonic(), here.drive.now
-    os.kill(_agent(here), signal.SIGKILL)
+    os.kill(agent_of(here), signal.SIGKILL)
     return here.drive.wait_for(Source.PLAN, moment, before.session)
 
 
+@fault("agent-killed", f"{ON}; a new agent in a new session")
 def agent_killed(place: Path, seen: Seen) -> None:
-    """A new one is started."""
+    """SIGKILL to the agent."""
     with scene(place) as here:
         moment, before = time.monotonic(), here.drive.now
-        os.kill(_agent(here), signal.SIGKILL)
+        os.kill(agent_of(here), signal.SIGKILL)
         steered_again(here, seen, moment, before.session)
         went_on(here, seen, moment)
         starts = here.drive.engine.link.status().agent_starts
         seen.that("one new agent", starts == 2, starts)
 
 
+@fault("agent-stopped", ALONE)
 def agent_stopped(place: Path, seen: Seen) -> None:
-    """For as long as lease and grace, and then continued."""
+    """SIGSTOP to the agent until the safe default runs, SIGCONT."""
     with scene(place, environment=SHORT, grace_seconds=SHORT_GRACE_SECONDS) as here:
-        moment, agent = time.monotonic(), _agent(here)
-        before = megabytes(agent, here.sidecars.pid)
-        os.kill(agent, signal.SIGSTOP)
-        here.drive.wait_for(Source.SAFE_DEFAULT, moment)
-        here.drive.wait_for_steps()
-        left_alone(here, seen, moment)
-        moment = time.monotonic()
-        os.kill(agent, signal.SIGCONT)
-        steered_again(here, seen, moment)
-        returned(here, seen, moment)
-        nothing_piled_up(seen, before, megabytes(agent, here.sidecars.pid))
-        seen.that("the same agent", _agent(here) == agent, _agent(here))
+        agent = agent_of(here)
+        stopped_and_continued(here, seen, agent)
+        seen.that("the same agent", agent_of(here) == agent, agent_of(here))
 
 
+@fault("socket-buffers-full", "reports are dropped and counted, no step waits")
 def buffers_full(place: Path, seen: Seen) -> None:
-    """Nobody reads what the engine sends, until it has been dropped for a while."""
+    """The agent is stopped and reads nothing; the engine steps as fast as it can."""
     with sidecar_process(place) as sidecar, linked_engine(sidecar.address) as engine:
         link = engine.link
         agent = link.status().agent_pid
@@ -162,7 +163,7 @@ def buffers_full(place: Path, seen: Seen) -> None:
 
         def counted() -> bool:
             link.poll()
-            status = _status(sidecar.address)
+            status = engines_at(sidecar.address).engines[0]
             return status.dropped_reports + status.reports + status.rejected_reports == made
 
         eventually(taken, within=PATIENCE_SECONDS, what="a report is taken again")
@@ -170,16 +171,9 @@ def buffers_full(place: Path, seen: Seen) -> None:
         seen.that("each report has come, or is counted as dropped, once the agent reads", True)
 
 
-def _status(address: str) -> service_pb2.EngineStatus:
-    with grpc.insecure_channel(address) as channel:
-        answer = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
-            service_pb2.ListEnginesRequest(), timeout=PATIENCE_SECONDS
-        )
-    return answer.engines[0]
-
-
+@fault("connections-reset", f"{ON}; a new session at once", quick=True)
 def connections_reset(place: Path, seen: Seen) -> None:
-    """TCP, as of a load balancer that restarts."""
+    """A TCP proxy between agent and sidecar resets (RST) five times."""
     tcp = f"127.0.0.1:{free_port()}"
     with (
         Proxy(f"127.0.0.1:{free_port()}", tcp) as proxy,
@@ -197,8 +191,9 @@ def connections_reset(place: Path, seen: Seen) -> None:
         seen.that("the same agent", starts == 1, starts)
 
 
+@fault("sidecar-slow", "it introduces itself, and is steered all along", quick=True)
 def sidecar_slow(place: Path, seen: Seen) -> None:
-    """Every byte to the agent is a second late, from the first one on."""
+    """A proxy between agent and sidecar: every byte to the agent 1 s late."""
     slow = f"unix:{place}/slow.sock"
     with Proxy(slow, f"unix:{place}/controller.sock") as proxy:
         proxy.delay_seconds = _DELAY_SECONDS
@@ -226,8 +221,12 @@ def sidecar_slow(place: Path, seen: Seen) -> None:
             seen.figure("leases_lost", link.status().lapses - before.lapses)
 
 
+@fault(
+    "socket-file-deleted",
+    "the open stream steers on; health says so; a new agent finds it after a restart",
+)
 def socket_file_deleted(place: Path, seen: Seen) -> None:
-    """First with a stream open, then with a new agent that looks for the file."""
+    """rm of the sidecar's socket, then SIGKILL to the agent."""
     with scene(place, environment=SHORT, grace_seconds=SHORT_GRACE_SECONDS) as here:
         socket_file = place / "controller.sock"
         # Another name of the socket, to ask it when nobody else can.
@@ -237,7 +236,7 @@ def socket_file_deleted(place: Path, seen: Seen) -> None:
         socket_file.unlink()
         here.drive.wait_for_steps(200)
         went_on(here, seen, moment)
-        os.kill(_agent(here), signal.SIGKILL)
+        os.kill(agent_of(here), signal.SIGKILL)
         here.drive.wait_for(Source.SAFE_DEFAULT, moment)
         left_alone(here, seen, moment)
         health = _health(f"unix:{hidden}")

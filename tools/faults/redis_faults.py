@@ -10,17 +10,19 @@ from pathlib import Path
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
 from tools.faults.driving import PIN, scene
-from tools.faults.fault import CannotInjectError, Seen
+from tools.faults.fault import ON, CannotInjectError, Seen, fault
 from tools.faults.link_faults import new_session, went_on
 
+_GOES_ON = f"{ON}; new overrides refused with the reason, those acknowledged in force"
 _SHORT_SECONDS = 4.0
 # A network of its own for each process that runs these.
 _NETWORK = f"10.213.{os.getpid() % 250}"
 _HERE, _THERE = f"{_NETWORK}.1", f"{_NETWORK}.2"
 
 
+@fault("redis-cut-off", _GOES_ON)
 def cut_off(place: Path, seen: Seen) -> None:
-    """Redis in a network namespace whose link goes down: packets vanish."""
+    """Redis in a network namespace, its link goes down (ip netns)."""
     with _namespace() as name:
         redis = RedisServer(
             place / "redis",
@@ -36,14 +38,16 @@ def cut_off(place: Path, seen: Seen) -> None:
             _trouble(place, seen, redis, lambda: link("down"), lambda: link("up"), "UNAVAILABLE")
 
 
+@fault("redis-stopped", _GOES_ON)
 def stopped(place: Path, seen: Seen) -> None:
-    """SIGSTOP: it takes connections and answers nothing."""
+    """SIGSTOP to Redis."""
     with RedisServer(place / "redis") as redis:
         _trouble(place, seen, redis, redis.pause, redis.resume, "does not answer in time")
 
 
+@fault("redis-full", _GOES_ON)
 def full(place: Path, seen: Seen) -> None:
-    """maxmemory is reached."""
+    """CONFIG SET maxmemory 1."""
 
     def limit(size: str) -> None:
         with redis.client() as client:
@@ -53,8 +57,9 @@ def full(place: Path, seen: Seen) -> None:
         _trouble(place, seen, redis, lambda: limit("1"), lambda: limit("0"), "out of memory")
 
 
+@fault("redis-read-only", _GOES_ON)
 def read_only(place: Path, seen: Seen) -> None:
-    """It has become the replica of one that is not there."""
+    """REPLICAOF a server that is not there."""
 
     def follow(*whom: str) -> None:
         with redis.client() as client:

@@ -1,7 +1,5 @@
 """Faults of the sidecar's process: killed, stopped, twice there, again and again."""
 
-import os
-import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,13 +22,12 @@ from tools.faults.driving import (
     Operator,
     scene,
 )
-from tools.faults.fault import Seen
+from tools.faults.fault import ALONE, ON, Seen, fault
 from tools.faults.link_faults import (
+    agent_of,
     left_alone,
-    megabytes,
-    nothing_piled_up,
-    returned,
     steered_again,
+    stopped_and_continued,
     went_on,
 )
 
@@ -38,8 +35,9 @@ _STORM = 20
 _CROWD = 64
 
 
+@fault("sidecar-killed", ALONE)
 def killed(place: Path, seen: Seen) -> None:
-    """Without a word; then started with the same state."""
+    """SIGKILL to the sidecar until the safe default runs, then started with the same state."""
     with scene(place, environment=SHORT, grace_seconds=SHORT_GRACE_SECONDS) as here:
         moment, before = time.monotonic(), here.drive.now
         here.sidecars.kill()
@@ -51,25 +49,16 @@ def killed(place: Path, seen: Seen) -> None:
         seen.that("the same agent", starts == 1, starts)
 
 
+@fault("sidecar-stopped", ALONE)
 def stopped(place: Path, seen: Seen) -> None:
-    """For as long as lease and grace, and then continued."""
+    """SIGSTOP to the sidecar until the safe default runs, SIGCONT."""
     with scene(place, environment=SHORT, grace_seconds=SHORT_GRACE_SECONDS) as here:
-        moment, agent = time.monotonic(), here.drive.engine.link.status().agent_pid
-        assert agent is not None
-        before = megabytes(agent, here.sidecars.pid)
-        os.kill(here.sidecars.pid, signal.SIGSTOP)
-        here.drive.wait_for(Source.SAFE_DEFAULT, moment)
-        here.drive.wait_for_steps()
-        left_alone(here, seen, moment)
-        moment = time.monotonic()
-        os.kill(here.sidecars.pid, signal.SIGCONT)
-        steered_again(here, seen, moment)
-        returned(here, seen, moment)
-        nothing_piled_up(seen, before, megabytes(agent, here.sidecars.pid))
+        stopped_and_continued(here, seen, here.sidecars.pid)
 
 
+@fault("two-sidecars", f"both refuse to start with their exit code; {ON}")
 def two_at_one_place(place: Path, seen: Seen) -> None:
-    """One on the first one's socket, one on its state."""
+    """A second sidecar on the first one's socket, another on its state directory."""
     with scene(place) as here:
         moment = time.monotonic()
         state = f"{place}/controller.sock.state"
@@ -90,11 +79,12 @@ def two_at_one_place(place: Path, seen: Seen) -> None:
         seen.that("the override is in force", PIN in here.operator.in_force())
 
 
+@fault("restart-storm", f"{ON}; steered after each; the agent keeps no descriptor")
 def storm(place: Path, seen: Seen) -> None:
-    """Killed and started, as fast as it serves, while the engine runs."""
+    """The sidecar is killed and started 20 times in a row while the engine runs."""
     with scene(place) as here:
         began = time.monotonic()
-        agent = psutil.Process(here.drive.engine.link.status().agent_pid)
+        agent = psutil.Process(agent_of(here))
         descriptors, took = [], []
         for _ in range(_STORM):
             before = here.drive.now
@@ -112,8 +102,9 @@ def storm(place: Path, seen: Seen) -> None:
         seen.that("the override is in force", PIN in here.operator.in_force())
 
 
+@fault("introducing-crowd", "all are steered again under what was acknowledged")
 def crowd(place: Path, seen: Seen) -> None:
-    """64 agents whose sidecar is killed and comes back."""
+    """The sidecar of 64 agents is killed and started."""
     with ExitStack() as engines:
         first = ExitStack()
         sidecar = first.enter_context(sidecar_process(place, log=place / "sidecar.log"))

@@ -13,8 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-import grpc
-
 from controller.store.file_store import FileStore
 from controller.store.interface import (
     Actor,
@@ -25,12 +23,11 @@ from controller.store.interface import (
     StoreUnavailableError,
 )
 from controller.util.exit_codes import Exit
-from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
 from tests.support.service_harness import make_profile
 from tests.support.sidecar_process import controller
-from tools.faults.driving import PATIENCE_SECONDS, PIN, Scene, scene
-from tools.faults.fault import CannotInjectError, Seen
+from tools.faults.driving import PIN, Scene, engines_at, scene
+from tools.faults.fault import ON, CannotInjectError, Fault, Seen, fault
 from tools.faults.link_faults import new_session, steered_again, went_on
 
 _DAY_SECONDS = 86_400
@@ -42,8 +39,13 @@ _REFUSALS = 5
 _CLEAR_SHARE = 0.2
 
 
+@fault(
+    "state-disk-full",
+    f"{ON}; overrides refused; what was acknowledged is there after a restart",
+    quick=True,
+)
 def disk_full(place: Path, seen: Seen) -> None:
-    """State, and the record of decisions, on a disk that takes nothing more; then on a free one."""
+    """State and record directories on a tmpfs of 256 KiB that is filled."""
     with _small_disk(place) as disk:
         (disk / "state").mkdir()
         flags = ("--state-directory", f"{disk}/state")
@@ -73,8 +75,8 @@ def disk_full(place: Path, seen: Seen) -> None:
             seen.that("it starts on a full disk, too", in_force == acknowledged, in_force)
 
 
-def disk_full_at_random(count: int) -> Callable[[Path, Seen], None]:
-    """An injection of so many disks that are full at some instant of a store's life."""
+def disk_full_at_random(count: int) -> Fault:
+    """So many disks that are full at some instant of a store's life."""
 
     def inject(place: Path, seen: Seen) -> None:
         rng = random.Random()
@@ -89,7 +91,13 @@ def disk_full_at_random(count: int) -> Callable[[Path, Seen], None]:
         seen.figure("changes_refused", refused)
         seen.figure("lost_or_wrong", len(lost))
 
-    return inject
+    return Fault(
+        "state-disk-full-at-random",
+        f"a disk of 256 KiB that is full at some instant of a store's life, {count} times",
+        "what was acknowledged is there, and no more, also after a start on the full disk",
+        inject,
+        quick=True,
+    )
 
 
 @asynccontextmanager
@@ -176,8 +184,9 @@ def _fill(path: Path) -> None:
             file.write(b"\0" * 512)
 
 
+@fault("clock-set", f"{ON}; overrides end in their time")
 def clock_set(place: Path, seen: Seen) -> None:
-    """CLOCK_REALTIME of sidecar and agent a day ahead, then two days back, under libfaketime."""
+    """CLOCK_REALTIME of sidecar and agent a day ahead, two days back (libfaketime)."""
     profile_registry = next(Path("/").glob(_FAKETIME[1:]), None)
     if profile_registry is None:
         raise CannotInjectError("there is no libfaketime (Debian: apt-get install faketime)")
@@ -216,11 +225,7 @@ def clock_set(place: Path, seen: Seen) -> None:
 
 def _clock_of(here: Scene) -> float:
     """The sidecar's wall clock, Unix seconds."""
-    with grpc.insecure_channel(here.sidecars.now.address) as channel:
-        answer = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
-            service_pb2.ListEnginesRequest(), timeout=PATIENCE_SECONDS
-        )
-    return float(answer.sidecar.now_unix_seconds)
+    return float(engines_at(here.sidecars.now.address).sidecar.now_unix_seconds)
 
 
 @contextmanager
@@ -235,8 +240,9 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
+@fault("half-a-profile", f"{ON}; refused by name at SIGHUP and at a start, taken when it is whole")
 def half_a_profile(place: Path, seen: Seen) -> None:
-    """In a directory that is read at the start, and at SIGHUP."""
+    """Half of a profile's file appears in the directory that is read."""
     folder = place / "profiles"
     folder.mkdir()
     whole = make_profile().to_json()
@@ -313,8 +319,8 @@ DAMAGES: dict[str, Damage] = {
 }  # fmt: skip
 
 
-def damaged(count: int) -> Callable[[Path, Seen], None]:
-    """An injection of so many damages, each to a copy of one sound database."""
+def damaged(count: int) -> Fault:
+    """So many damages, each to a copy of one sound database."""
 
     def inject(place: Path, seen: Seen) -> None:
         rng = random.Random()
@@ -341,7 +347,13 @@ def damaged(count: int) -> Callable[[Path, Seen], None]:
         for what in ("refused at the start", "refused when read", "whole", "audit wrong", "wrong"):
             seen.figure(what.replace(" ", "_"), found[what])
 
-    return inject
+    return Fault(
+        "database-damaged",
+        f"a bit, a sector, a page or the end of overrides.db changed, {count} copies",
+        "refused with its name, or all that was acknowledged is there",
+        inject,
+        quick=True,
+    )
 
 
 async def _filled(folder: Path) -> Content:

@@ -15,16 +15,18 @@ from tests.support.eventually import eventually
 from tests.support.sidecar_process import CONTROLLER, sidecar_process, wait_until_serving
 from tools.faults import engine_program
 from tools.faults.driving import PATIENCE_SECONDS, PINNED_GAMMA, Operator
-from tools.faults.fault import CannotInjectError, Seen
+from tools.faults.fault import CannotInjectError, Seen, fault
 
 _ROOT = Path(__file__).resolve().parents[2]
 _STEPS = 300
+_EXPECTED = "steered, reports taken, none refused"
 # By which engine_program introduces itself.
 _ENGINE_ID = "of-another-version"
 
 
+@fault("older-shim", _EXPECTED, quick=True)
 def old_shim(place: Path, seen: Seen) -> None:
-    """The oldest agent and link, today's sidecar."""
+    """Link and agent of the oldest commit that has them, at today's sidecar."""
     with _oldest_tree(place, seen) as tree, sidecar_process(place) as sidecar:
         Operator(sidecar.address).pin()
         with _engine(sidecar.address, tree) as engine:
@@ -35,8 +37,9 @@ def old_shim(place: Path, seen: Seen) -> None:
             _counted(sidecar.address, seen)
 
 
+@fault("older-sidecar", _EXPECTED, quick=True)
 def old_sidecar(place: Path, seen: Seen) -> None:
-    """Today's agent and link, the oldest sidecar."""
+    """Today's link and agent, with a lookup, at the sidecar of that commit."""
     address = f"unix:{place}/controller.sock"
     with _oldest_tree(place, seen) as tree:
         command = [*CONTROLLER, "serve", "--address", address, "--metrics-port", "0"]

@@ -1,9 +1,11 @@
 """What is fuzzed: a reader of bytes, with inputs to begin from and the errors that it may raise."""
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 from unittest import mock
@@ -40,22 +42,29 @@ def reader(feed: Feed) -> Callable[[Path], AbstractContextManager[Feed]]:
     return opened
 
 
-def file_reader(
-    read: Callable[[Path], object], name: str
+def folder_reader(
+    file: str, store: Callable[[Path], Callable[[], object]]
 ) -> Callable[[Path], AbstractContextManager[Feed]]:
-    """Of a file of that name."""
+    """Of a file in a folder with others.  store: fills the folder, and returns what reads it."""
 
     @contextmanager
     def opened(folder: Path) -> Iterator[Feed]:
-        path = folder / name
+        read = store(folder)
 
         def feed(data: bytes) -> None:
-            path.write_bytes(data)
-            read(path)
+            (folder / file).write_bytes(data)
+            read()
 
         yield feed
 
     return opened
+
+
+def file_reader(
+    read: Callable[[Path], object], name: str
+) -> Callable[[Path], AbstractContextManager[Feed]]:
+    """Of a file of that name."""
+    return folder_reader(name, lambda folder: partial(read, folder / name))
 
 
 def refusing_file(
@@ -75,6 +84,23 @@ def refusing(
 ) -> Target:  # fmt: skip
     """A target that reads bytes in memory, and raises such errors."""
     return Target(name, _seeds(seeds), mutate, reader(read), (error,))
+
+
+def refusing_stored(
+    name: str, file: str, store: Callable[[Path], Callable[[], object]], mutate: Mutator,
+    error: type[Exception],
+) -> Target:  # fmt: skip
+    """A target that reads one file of a folder, and raises such errors; see `folder_reader`.
+
+    Its seed is the file as it was stored.
+    """
+
+    def seeds() -> Sequence[bytes]:
+        with tempfile.TemporaryDirectory() as folder:
+            store(Path(folder))
+            return [(Path(folder) / file).read_bytes()]
+
+    return Target(name, seeds, mutate, folder_reader(file, store), (error,))
 
 
 def _seeds(given: Seeds | str) -> Seeds:

@@ -9,7 +9,7 @@ Growth is the Theil-Sen slope over the windows, times the time between the first
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby
 from pathlib import Path
@@ -196,16 +196,20 @@ class Growth:
         )
 
 
+def lives(samples: Sequence[Sample]) -> Iterator[tuple[str, list[Sample]]]:
+    """Yields for each process its name with its id, and its samples in order."""
+    ordered = sorted(samples, key=lambda sample: (sample.name, sample.pid, sample.seconds))
+    for (name, pid), life in groupby(ordered, key=lambda sample: (sample.name, sample.pid)):
+        yield f"{name} {pid}", list(life)
+
+
 def growths(samples: Sequence[Sample]) -> list[Growth]:
     """Of every process that lived long enough, each kind of thing."""
-    found: list[Growth] = []
-    lives = sorted(samples, key=lambda sample: (sample.name, sample.pid, sample.seconds))
-    for (name, pid), life in groupby(lives, key=lambda sample: (sample.name, sample.pid)):
-        found += _of_life(name, pid, list(life))
-    return found
+    return [growth for _, life in lives(samples) for growth in _of_life(life)]
 
 
-def _of_life(name: str, pid: int, life: list[Sample]) -> Iterable[Growth]:
+def _of_life(life: list[Sample]) -> Iterator[Growth]:
+    name, pid = life[0].name, life[0].pid
     began, ended = life[0].seconds, life[-1].seconds
     warm_up = max(_WARM_UP * (ended - began), _START_SECONDS)
     warm = [sample for sample in life if sample.seconds >= began + warm_up]

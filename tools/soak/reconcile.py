@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from controller.core.step_report import StepReport
+from lab.harness.sidecar import row_for
 from speculation.v1 import plan_pb2
 from tools.soak.engine_log import Ended, Step
 from tools.soak.load import Served
@@ -152,8 +153,7 @@ def _tokens_of(report: StepReport) -> int:
 def _gammas(plan: plan_pb2.Plan | None, batch_size: int) -> set[int]:
     if plan is None:
         return set()
-    rows = list(plan.rows)
-    row = next((row for row in rows if batch_size <= row.max_batch_size), rows[-1])
+    row = row_for(plan, batch_size)
     return {row.gamma, row.probe.gamma} if row.HasField("probe") else {row.gamma}
 
 

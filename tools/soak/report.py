@@ -1,17 +1,15 @@
 """A run's table, its result.json, and its plot."""
 
-import json
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 
-from lab.harness.measured import machine, versions
+from lab.harness.measured import run_facts, write_result
 from lab.harness.terminal import Terminal
-from tools.soak.growth import TOLERANCES
+from tools.soak.growth import TOLERANCES, lives
 from tools.soak.reconcile import served_tokens
 from tools.soak.run import Options, Soaked
 
@@ -50,10 +48,9 @@ def show(found: Soaked, terminal: Terminal) -> None:
 def write(found: Soaked, options: Options) -> None:
     """result.json and soak.png."""
     document = {
+        **run_facts(),
         "minutes": options.minutes,
         "seconds": round(found.seconds, 1),
-        "machine": machine(),
-        "versions": versions(),
         "is_sound": not any(found.findings.values()),
         "findings": found.findings,
         "counts": _counts(found),
@@ -64,7 +61,7 @@ def write(found: Soaked, options: Options) -> None:
         ],
         "samples": [asdict(sample) for sample in found.samples],
     }
-    (options.output / "result.json").write_text(json.dumps(document, indent=1) + "\n")
+    write_result(document, options.output)
     _draw(found, options.output / "soak.png")
 
 
@@ -87,17 +84,12 @@ def _counts(found: Soaked) -> dict[str, Any]:
 def _draw(found: Soaked, path: Path) -> None:
     mpl.use("agg")
     figure, axes = plt.subplots(len(TOLERANCES), 1, figsize=(10, 12), sharex=True)
-    lives = sorted(found.samples, key=lambda sample: (sample.name, sample.pid, sample.seconds))
-    groups = groupby(lives, key=lambda sample: (sample.name, sample.pid))
-    for number, ((name, pid), group) in enumerate(groups):
-        life = [asdict(sample) for sample in group]
+    for number, (of, life) in enumerate(lives(found.samples)):
         for axis, kind in zip(axes, TOLERANCES, strict=True):
-            points = [(s["seconds"] / 60, s[kind]) for s in life if s[kind] is not None]
+            values = [(sample.seconds / 60, getattr(sample, kind)) for sample in life]
+            points = [point for point in values if point[1] is not None]
             if points:
-                axis.plot(
-                    *zip(*points, strict=True), label=f"{name} {pid}", color=f"C{number}",
-                    linewidth=1,
-                )  # fmt: skip
+                axis.plot(*zip(*points, strict=True), label=of, color=f"C{number}", linewidth=1)
     for axis, kind in zip(axes, TOLERANCES, strict=True):
         axis.set_ylabel(kind.replace("_", " "))
         axis.set_yscale("symlog" if kind in {"memory_megabytes", "log_bytes"} else "linear")

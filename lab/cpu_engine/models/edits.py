@@ -135,17 +135,20 @@ def edits_of(source: str, rng: random.Random) -> Iterator[Edit]:
             parsed = ast.parse(text)
         except SyntaxError:
             continue  # a string of several lines has lost its margin
-        for make in (_check, _describe, _document, _guard, _licence, _log, _rename):
-            edit = make(text, parsed, rng)
-            if edit is not None:
-                yield edit
+        yield from filter(None, _edits_of(text, parsed, rng))
 
 
-def _document(text: str, tree: ast.Module, _: random.Random) -> Edit | None:
-    without = without_docstrings(text, tree)
-    if without == text:
-        return None
-    return Edit("document", f"# Write the docstrings.\n{without}", text)
+def _edits_of(text: str, tree: ast.Module, rng: random.Random) -> Iterator[Edit | None]:
+    """Makes an edit of each kind, in their order; None where there is nothing to change."""
+    bare = without_docstrings(text, tree)
+    yield _begun("check", "# Check the arguments.", bare, _checks)
+    yield _begun("describe", "# Describe the functions.", bare, _docstring)
+    if bare != text:
+        yield Edit("document", f"# Write the docstrings.\n{bare}", text)
+    yield _begun("guard", "# Guard the functions.", bare, lambda _: list(_GUARD))
+    yield Edit("licence", f"# Add the licence.\n{bare}", _NOTICE + bare)
+    yield _begun("log", "# Log the arguments.", bare, _log_call)
+    yield _rename(bare, tree, rng)
 
 
 def without_docstrings(text: str, tree: ast.Module) -> str:
@@ -160,49 +163,28 @@ def without_docstrings(text: str, tree: ast.Module) -> str:
     return "\n".join(kept)
 
 
-def _log(text: str, tree: ast.Module, _: random.Random) -> Edit | None:
-    def call(function: Function) -> list[str]:
-        names = _arguments(function)
-        shown = "".join(f" {name}=%r" for name in names)
-        values = "".join(f", {name}" for name in names)
-        return [f'log.debug("{function.name}{shown}"{values})']
-
-    return _begun("log", "# Log the arguments.", without_docstrings(text, tree), call)
+def _log_call(function: Function) -> list[str]:
+    names = _arguments(function)
+    shown = "".join(f" {name}=%r" for name in names)
+    values = "".join(f", {name}" for name in names)
+    return [f'log.debug("{function.name}{shown}"{values})']
 
 
-def _check(text: str, tree: ast.Module, _: random.Random) -> Edit | None:
-    def checks(function: Function) -> list[str]:
-        lines = []
-        for name in _arguments(function):
-            lines.append(f"if {name} is None:")
-            lines.append(f'    raise TypeError("{function.name}: {name} must not be None")')
-        return lines
-
-    return _begun("check", "# Check the arguments.", without_docstrings(text, tree), checks)
+def _checks(function: Function) -> list[str]:
+    lines = []
+    for name in _arguments(function):
+        lines.append(f"if {name} is None:")
+        lines.append(f'    raise TypeError("{function.name}: {name} must not be None")')
+    return lines
 
 
-def _describe(text: str, tree: ast.Module, _: random.Random) -> Edit | None:
-    def docstring(function: Function) -> list[str]:
-        lines = ['"""Does what its name says.', "", "Args:"]
-        lines += [f"    {name}: the value that is used." for name in _arguments(function)]
-        return [
-            *lines, "", "Returns:", "    The result, or None if there is nothing to return.",
-            "", "Raises:", "    ValueError: if one of the arguments is out of range.", '"""',
-        ]  # fmt: skip
-
-    return _begun(
-        "describe", "# Describe the functions.", without_docstrings(text, tree), docstring
-    )
-
-
-def _guard(text: str, tree: ast.Module, _: random.Random) -> Edit | None:
-    bare = without_docstrings(text, tree)
-    return _begun("guard", "# Guard the functions.", bare, lambda _: list(_GUARD))
-
-
-def _licence(text: str, tree: ast.Module, _: random.Random) -> Edit | None:
-    bare = without_docstrings(text, tree)
-    return Edit("licence", f"# Add the licence.\n{bare}", _NOTICE + bare)
+def _docstring(function: Function) -> list[str]:
+    lines = ['"""Does what its name says.', "", "Args:"]
+    lines += [f"    {name}: the value that is used." for name in _arguments(function)]
+    return [
+        *lines, "", "Returns:", "    The result, or None if there is nothing to return.",
+        "", "Raises:", "    ValueError: if one of the arguments is out of range.", '"""',
+    ]  # fmt: skip
 
 
 def _begun(kind: str, wish: str, bare: str, make: Callable[[Function], list[str]]) -> Edit | None:
@@ -228,8 +210,7 @@ def _arguments(function: Function) -> list[str]:
     return [a.arg for a in function.args.args if a.arg not in ("self", "cls")]
 
 
-def _rename(text: str, tree: ast.Module, rng: random.Random) -> Edit | None:
-    bare = without_docstrings(text, tree)
+def _rename(bare: str, tree: ast.Module, rng: random.Random) -> Edit | None:
     if not bare.isascii() or not isinstance(tree.body[0], Function):
         return None
     names = [node for node in ast.walk(ast.parse(bare)) if isinstance(node, ast.Name)]

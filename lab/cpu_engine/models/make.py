@@ -170,26 +170,24 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", metavar="DRAFT", help="with --keep-target: make these drafts only"
     )
-    parser.add_argument(
+    # Sets of their own: one after the other.
+    sets = parser.add_mutually_exclusive_group()
+    sets.add_argument(
         "--shallow",
         action="store_true",
         help="make the set for tests beside the full one, whose tokenizer it shares",
     )
-    parser.add_argument(
+    sets.add_argument(
         "--mimo",
         action="store_true",
         help="make the set with a multi-token predictor, which shares the full one's tokenizer",
     )
-    parser.add_argument(
+    sets.add_argument(
         "--edits",
         action="store_true",
         help="make the set that edits code, from the shallow one (35 minutes)",
     )
     arguments = parser.parse_args()
-    if arguments.mimo + arguments.shallow + arguments.edits > 1:
-        parser.error(
-            "--shallow, --mimo and --edits are sets of their own: make one after the other"
-        )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)  # more threads wait for each other on matrices this small
     if arguments.edits:

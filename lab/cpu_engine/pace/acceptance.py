@@ -114,10 +114,8 @@ def accept(
 ) -> Any:
     """Writes a step's acceptance where SGLang's `generate_simulated_accept_index` would.
 
-    drawn: [B] drafts that each sequence accepts.  predict, num_correct_drafts: filled in place.
-    The host does not wait for a GPU.
-    Returns [B, gamma + 1]: each row's tokens in `predict` from its first one on, and -1 behind what
-    was accepted.
+    drawn: [B] drafts that each sequence accepts.  The host does not wait for a GPU.  Further
+    arguments, and what is returned: see `write_accepted`.
     """
     import torch
 
@@ -125,7 +123,21 @@ def accept(
     # From pageable memory the copy would wait for everything that was launched before it.
     lengths = torch.tensor(drawn, pin_memory=device.type == "cuda")
     correct = lengths.to(device, non_blocking=True).clamp(max=gamma)
-    offsets = torch.arange(gamma + 1, device=device)
+    return write_accepted(accept_index, predict, num_correct_drafts, correct, gamma)
+
+
+def write_accepted(
+    accept_index: Any, predict: Any, num_correct_drafts: Any, correct: Any, gamma: int
+) -> Any:
+    """Writes an acceptance that is on the device already.
+
+    correct: [B] drafts that each sequence accepts.  predict, num_correct_drafts: filled in place.
+    Returns [B, gamma + 1]: each row's tokens in `predict` from its first one on, and -1 behind what
+    was accepted.
+    """
+    import torch
+
+    offsets = torch.arange(gamma + 1, device=accept_index.device)
     index = torch.where(offsets <= correct[:, None], accept_index[:, :1] + offsets, -1)
     num_correct_drafts.copy_(correct)
     predict.fill_(_TOKEN)

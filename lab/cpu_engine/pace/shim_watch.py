@@ -108,6 +108,17 @@ class ShimWatch:
 
         return timed
 
+    def _left_out(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps what is priced, and not the hooks' own work, though it runs inside of them."""
+
+        def left_out(*args: Any, **kwargs: Any) -> Any:
+            began = perf_counter()
+            result = function(*args, **kwargs)
+            self._seconds -= perf_counter() - began
+            return result
+
+        return left_out
+
     def _wrap_idle(self, module: Any) -> None:
         kind = module.IdleDrafter
         before_step, sleep_through = kind.before_step, kind.sleep_through
@@ -129,28 +140,23 @@ class ShimWatch:
 
     def _wrap_dual(self, module: Any) -> None:
         kind = module.DualDrafter
-        draft, follow = kind.draft, kind.follow
+        draft, follow = self._left_out(kind.draft), self._left_out(kind.follow)
 
         def drafted(dual: Any, *args: Any, **kwargs: Any) -> Any:
-            began = perf_counter()
             chain = draft(dual, *args, **kwargs)
             self.block_drafted = chain is not None
-            self._seconds -= perf_counter() - began
             return chain
 
         def followed(dual: Any, *args: Any, **kwargs: Any) -> Any:
-            began = perf_counter()
-            result = follow(dual, *args, **kwargs)
             self.has_second = True
-            self._seconds -= perf_counter() - began
-            return result
+            return follow(dual, *args, **kwargs)
 
         kind.draft, kind.follow = drafted, followed
 
     def _wrap_rows(self, module: Any) -> None:
         rows, history, choice = module.RowDrafting, module.TokenHistory, module.RowChoice
-        alone, after_verify = rows.draft_alone, rows.after_verify
-        propose, choose = history.propose, choice.choose
+        alone, choose = rows.draft_alone, choice.choose
+        propose = self._left_out(history.propose)
 
         def drafted(kind: Any, *args: Any, **kwargs: Any) -> Any:
             verify = alone(kind, *args, **kwargs)
@@ -163,17 +169,8 @@ class ShimWatch:
             return tokens, proposed
 
         def looked_up(kind: Any, *args: Any, **kwargs: Any) -> Any:
-            began = perf_counter()
-            found = propose(kind, *args, **kwargs)
             self.looked_up = True
-            # What it launches on the device is priced, and not the hooks' own work.
-            self._seconds -= perf_counter() - began
-            return found
+            return propose(kind, *args, **kwargs)
 
-        def verified(kind: Any, *args: Any, **kwargs: Any) -> None:
-            began = perf_counter()
-            after_verify(kind, *args, **kwargs)
-            self._seconds -= perf_counter() - began
-
-        rows.draft_alone, rows.after_verify = drafted, verified
+        rows.draft_alone, rows.after_verify = drafted, self._left_out(rows.after_verify)
         history.propose, choice.choose = looked_up, chose

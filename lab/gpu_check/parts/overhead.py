@@ -99,12 +99,12 @@ def _compared(
     ours: Sequence[Play], theirs: Sequence[Play], shim: Mapping[str, float]
 ) -> dict[str, Any]:
     with_plugin, without = step_microseconds(ours), step_microseconds(theirs)
-    pairs = list(zip(with_plugin.values, without.values, strict=True))
+    pairs = zip(with_plugin.values, without.values, strict=True)
     return {
         "step_microseconds": with_plugin.as_json(),
         "step_microseconds_without": without.as_json(),
         "added_microseconds": Spread(tuple(a - b for a, b in pairs)).as_json(),
-        "speed": Spread(tuple(b / a for a, b in pairs)).as_json(),
+        "speed": without.over(with_plugin).as_json(),
         "shim_microseconds": dict(shim),
     }
 

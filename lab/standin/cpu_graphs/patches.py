@@ -119,16 +119,11 @@ def record_triton() -> None:
     launch = GridExecutor.__call__
 
     def record_or_launch(executor: Any, *arguments: Any, **keywords: Any) -> None:
-        recording = recorder.current
-        if recording is None or recording.is_paused:
-            launch(executor, *arguments, **keywords)
-            return
-
         def again(*arguments: Any, **keywords: Any) -> None:
             launch(executor, *arguments, **keywords)
 
         again.__name__ = executor.fn.__name__
-        recording.run_kernel(again, arguments, keywords)
+        recorder.run_kernel(again, arguments, keywords)
 
     type.__setattr__(GridExecutor, "__call__", record_or_launch)
 

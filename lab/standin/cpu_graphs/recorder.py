@@ -190,6 +190,15 @@ class Recording(TorchDispatchMode):
         return found
 
 
+def run_kernel(
+    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    """Runs an operator of the stand-in; a recording that is under way records it as one node."""
+    if current is None or current.is_paused:
+        return function(*arguments, **keywords)
+    return current.run_kernel(function, arguments, keywords)
+
+
 class _RefusedFunctions(TorchFunctionMode):
     """Refuses what never reaches the dispatcher of a CPU, since the memory is the host's anyway."""
 

@@ -51,11 +51,8 @@ def _replacement(kernel: Callable[..., None], original: Callable[..., Any]) -> C
     def attend(*arguments: Any, **keywords: Any) -> Any:
         if any(keywords.get(name, usual[0]) not in usual for name, usual in _PLAIN.items()):
             return original(*arguments, **keywords)
-        recording = recorder.current
         with torch._C.DisableTorchFunction():
-            if recording is None or recording.is_paused:
-                return kernel(*arguments, **keywords)
-            return recording.run_kernel(kernel, arguments, keywords)
+            return recorder.run_kernel(kernel, arguments, keywords)
 
     return attend
 

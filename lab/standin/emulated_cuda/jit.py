@@ -21,6 +21,8 @@ from sgl_kernel.speculative import (
 )
 from torch import Tensor
 
+from emulated_cuda.library import normed
+
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -106,27 +108,22 @@ def _run_rope_store(is_neox: bool) -> Callable[..., None]:
     return run_rope_store
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = x.float()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
-
-
 def qknorm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
     """Normalises each head of queries and keys in place."""
-    q.copy_(_norm(q, q_weight, eps))
-    k.copy_(_norm(k, k_weight, eps))
+    q.copy_(normed(q, q_weight, eps))
+    k.copy_(normed(k, k_weight, eps))
 
 
 def rmsnorm(input: Tensor, weight: Tensor, output: Tensor, eps: float) -> None:
     """Writes the norm of the rows to output."""
-    output.copy_(_norm(input, weight, eps))
+    output.copy_(normed(input, weight, eps))
 
 
 def fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
     """Sets ``residual += input`` and ``input = norm(residual)`` in place."""
     total = input.float() + residual.float()
     residual.copy_(total)
-    input.copy_(_norm(total, weight, eps))
+    input.copy_(normed(total, weight, eps))
 
 
 def run_activation(input: Tensor, output: Tensor, name: str) -> None:
@@ -175,12 +172,8 @@ def _launcher(name: str, words: list[str]) -> Callable[..., None]:
     kernel.__name__ = name
 
     def launch(*arguments: Any) -> None:
-        recording = recorder.current
         with torch._C.DisableTorchFunction():
-            if recording is None or recording.is_paused:
-                kernel(*arguments)
-            else:
-                recording.run_kernel(kernel, arguments, {})
+            recorder.run_kernel(kernel, arguments, {})
 
     return launch
 

@@ -34,36 +34,32 @@ def _check_type(name: str, tensor: Tensor) -> None:
         raise RuntimeError(f"{name} failed to dispatch data type {kind}")
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Computes the RMS norm over the last dimension, in float32."""
     x = x.float()
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
 
 
-def _rmsnorm(output: Tensor, input: Tensor, weight: Tensor, eps: float, enable_pdl: bool) -> None:
-    _check_type("rmsnorm", input)
-    output.copy_(_normed(input, weight, eps))
+def _norm(name: str, shift: float) -> Callable[..., None]:
+    """Makes a norm.  shift: is added to the weight, of which Gemma's checkpoints lack 1."""
+
+    def run(output: Tensor, input: Tensor, weight: Tensor, eps: float, enable_pdl: bool) -> None:
+        _check_type(name, input)
+        output.copy_(normed(input, weight.float() + shift, eps))
+
+    return run
 
 
-def _gemma_rmsnorm(
-    output: Tensor, input: Tensor, weight: Tensor, eps: float, enable_pdl: bool
-) -> None:
-    _check_type("gemma_rmsnorm", input)
-    output.copy_(_normed(input, weight.float() + 1, eps))
+def _add_norm(name: str, shift: float) -> Callable[..., None]:
+    """Makes a norm of the input with the residual, to both of which it writes."""
 
+    def run(input: Tensor, residual: Tensor, weight: Tensor, eps: float, enable_pdl: bool) -> None:
+        _check_type(name, input)
+        total = input.float() + residual.float()
+        residual.copy_(total)
+        input.copy_(normed(total, weight.float() + shift, eps))
 
-def _fused_add_rmsnorm(
-    input: Tensor, residual: Tensor, weight: Tensor, eps: float, enable_pdl: bool
-) -> None:
-    _check_type("fused_add_rmsnorm", input)
-    total = input.float() + residual.float()
-    residual.copy_(total)
-    input.copy_(_normed(total, weight, eps))
-
-
-def _gemma_fused_add_rmsnorm(
-    input: Tensor, residual: Tensor, weight: Tensor, eps: float, enable_pdl: bool
-) -> None:
-    _fused_add_rmsnorm(input, residual, weight.float() + 1, eps, enable_pdl)
+    return run
 
 
 def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], None]:
@@ -79,84 +75,29 @@ _ACTIVATIONS: Final = {
     "gelu_and_mul": _gated(F.gelu),
     "gelu_tanh_and_mul": _gated(partial(F.gelu, approximate="tanh")),
 }
+_NORMS: Final = {"rmsnorm": 0.0, "gemma_rmsnorm": 1.0}
+_ADD_NORMS: Final = {"fused_add_rmsnorm": 0.0, "gemma_fused_add_rmsnorm": 1.0}
 _OPERATORS: Final[dict[str, tuple[Callable[..., None], str]]] = {
-    "rmsnorm": (_rmsnorm, _NORM),
-    "gemma_rmsnorm": (_gemma_rmsnorm, _NORM),
-    "fused_add_rmsnorm": (_fused_add_rmsnorm, _ADD_NORM),
-    "gemma_fused_add_rmsnorm": (_gemma_fused_add_rmsnorm, _ADD_NORM),
+    **{name: (_norm(name, shift), _NORM) for name, shift in _NORMS.items()},
+    **{name: (_add_norm(name, shift), _ADD_NORM) for name, shift in _ADD_NORMS.items()},
     **{name: (function, _ACTIVATION) for name, function in _ACTIVATIONS.items()},
 }
 
 
-def _rmsnorm_internal(
-    input: Tensor, weight: Tensor, eps: float, out: Tensor | None, enable_pdl: bool | None
-) -> Tensor:
+def _call_norm(
+    name: str, input: Tensor, weight: Tensor, eps: float = 1e-6,
+    out: Tensor | None = None, enable_pdl: bool | None = None,
+) -> Tensor:  # fmt: skip
     out = torch.empty_like(input) if out is None else out
-    torch.ops.sgl_kernel.rmsnorm.default(out, input, weight, eps, bool(enable_pdl))
+    getattr(torch.ops.sgl_kernel, name).default(out, input, weight, eps, bool(enable_pdl))
     return out
 
 
-def _gemma_rmsnorm_internal(
-    input: Tensor, weight: Tensor, eps: float, out: Tensor | None, enable_pdl: bool | None
-) -> Tensor:
-    out = torch.empty_like(input) if out is None else out
-    torch.ops.sgl_kernel.gemma_rmsnorm.default(out, input, weight, eps, bool(enable_pdl))
-    return out
-
-
-def _fused_add_rmsnorm_internal(
-    input: Tensor, residual: Tensor, weight: Tensor, eps: float, enable_pdl: bool | None
-) -> None:
-    torch.ops.sgl_kernel.fused_add_rmsnorm.default(input, residual, weight, eps, bool(enable_pdl))
-
-
-def _gemma_fused_add_rmsnorm_internal(
-    input: Tensor, residual: Tensor, weight: Tensor, eps: float, enable_pdl: bool | None
-) -> None:
-    operator = torch.ops.sgl_kernel.gemma_fused_add_rmsnorm.default
-    operator(input, residual, weight, eps, bool(enable_pdl))
-
-
-def _make_elementwise(name: str) -> ModuleType:
-    """Makes sgl_kernel's module of that name, through whose inner functions its outer ones go."""
-    module: Any = ModuleType(name)
-    for inner in (
-        _rmsnorm_internal, _gemma_rmsnorm_internal,
-        _fused_add_rmsnorm_internal, _gemma_fused_add_rmsnorm_internal,
-    ):  # fmt: skip
-        setattr(module, inner.__name__, inner)
-
-    def rmsnorm(
-        input: Tensor, weight: Tensor, eps: float = 1e-6,
-        out: Tensor | None = None, enable_pdl: bool | None = None,
-    ) -> Tensor:  # fmt: skip
-        found: Tensor = module._rmsnorm_internal(input, weight, eps, out, enable_pdl)
-        return found
-
-    def gemma_rmsnorm(
-        input: Tensor, weight: Tensor, eps: float = 1e-6,
-        out: Tensor | None = None, enable_pdl: bool | None = None,
-    ) -> Tensor:  # fmt: skip
-        found: Tensor = module._gemma_rmsnorm_internal(input, weight, eps, out, enable_pdl)
-        return found
-
-    def fused_add_rmsnorm(
-        input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6,
-        enable_pdl: bool | None = None,
-    ) -> None:  # fmt: skip
-        module._fused_add_rmsnorm_internal(input, residual, weight, eps, enable_pdl)
-
-    def gemma_fused_add_rmsnorm(
-        input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6,
-        enable_pdl: bool | None = None,
-    ) -> None:  # fmt: skip
-        module._gemma_fused_add_rmsnorm_internal(input, residual, weight, eps, enable_pdl)
-
-    for outer in (rmsnorm, gemma_rmsnorm, fused_add_rmsnorm, gemma_fused_add_rmsnorm):
-        setattr(module, outer.__name__, outer)
-    for activation in _ACTIVATIONS:
-        setattr(module, activation, partial(_activate, activation))
-    return module
+def _call_add_norm(
+    name: str, input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:  # fmt: skip
+    getattr(torch.ops.sgl_kernel, name).default(input, residual, weight, eps, bool(enable_pdl))
 
 
 def _activate(name: str, input: Tensor, out: Tensor | None = None) -> Tensor:
@@ -171,7 +112,10 @@ def install(package: ModuleType) -> None:
     for name, (function, schema) in _OPERATORS.items():
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, function, "CPU")
-    elementwise = _make_elementwise(f"{package.__name__}.elementwise")
+    elementwise = ModuleType(f"{package.__name__}.elementwise")
+    calls = ((_call_norm, _NORMS), (_call_add_norm, _ADD_NORMS), (_activate, _ACTIVATIONS))
+    functions = {name: partial(call, name) for call, names in calls for name in names}
+    vars(elementwise).update(functions)
     utils: Any = ModuleType(f"{package.__name__}.utils")
     utils.is_arch_support_pdl = lambda: True
     for name, module in (("elementwise", elementwise), ("utils", utils)):
@@ -180,5 +124,4 @@ def install(package: ModuleType) -> None:
     # What SGLang imports from these fails when it is called.
     for name in _OTHER_MODULES:
         sys.modules[f"{package.__name__}.{name}"] = package
-    public = {name: value for name, value in vars(elementwise).items() if name[0] != "_"}
-    vars(package).update(public)
+    vars(package).update(functions)

@@ -88,16 +88,12 @@ class _TorchKernel:
     def launch(self, executor: Any, arguments: tuple[Any, ...], keywords: Arguments) -> None:
         named = _named(executor, arguments, keywords)
         grid = executor.grid(named) if callable(executor.grid) else executor.grid
-        recording = recorder.current
-        if recording is None or recording.is_paused:
-            self._run(grid, named)
-            return
 
         def again(named: Arguments) -> None:
             self._run(grid, named)
 
         again.__name__ = executor.fn.__name__
-        recording.run_kernel(again, (named,), {})
+        recorder.run_kernel(again, (named,), {})
 
 
 def _named(executor: Any, arguments: tuple[Any, ...], keywords: Arguments) -> Arguments:

@@ -15,6 +15,8 @@ from cpu_graphs import recorder
 Operator = TypeVar("Operator", bound=Callable[..., object])
 
 NAMESPACE = torch.ops.sgl_kernel
+# By name, as SGLang calls them.
+OPERATORS: dict[str, Callable[..., Any]] = {}
 
 # A model file that fails to import is skipped with a warning, and SGLang then serves the model
 # through its generic Transformers implementation: correct, several times slower, and easy to miss.
@@ -60,17 +62,15 @@ def bind_placeholders() -> None:
 
 
 def operator(function: Operator) -> Operator:
-    """Makes ``function`` reachable as ``torch.ops.sgl_kernel.<its name>``.
+    """Makes ``function`` reachable as ``torch.ops.sgl_kernel.<its name>``, and in the package.
 
     A graph that is being captured records a call of it as one node.
     """
 
     @wraps(function)
     def kernel(*arguments: Any, **keywords: Any) -> Any:
-        recording = recorder.current
-        if recording is None or recording.is_paused:
-            return function(*arguments, **keywords)
-        return recording.run_kernel(function, arguments, keywords)
+        return recorder.run_kernel(function, arguments, keywords)
 
     setattr(NAMESPACE, function.__name__, kernel)
+    OPERATORS[function.__name__] = kernel
     return cast("Operator", kernel)

@@ -2,9 +2,8 @@
 
 import json
 import struct
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -38,8 +37,16 @@ from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest
 from tests.support.link_messages import GAMMAS, engine_spec
 from tests.support.link_messages import plan as plan_message
 from tests.support.training_rounds import make_student, make_target
-from tools.fuzz.mutation import bytes_of, json_of, message_of, text_of
-from tools.fuzz.target import Feed, Target, environment, reader, variables_of
+from tools.fuzz.mutation import bytes_of, json_of, message_of
+from tools.fuzz.target import (
+    Target,
+    environment,
+    file_reader,
+    reader,
+    refusing,
+    refusing_stored,
+    variables_of,
+)
 
 
 def _from_agent() -> Sequence[bytes]:
@@ -178,56 +185,25 @@ def _read_signal(path: Path) -> None:
     assert int(found.tokens.min()) >= 0
 
 
-@contextmanager
-def _signal_opened(folder: Path) -> Iterator[Feed]:
-    path = folder / "1.safetensors"
-
-    def feed(data: bytes) -> None:
-        path.write_bytes(data)
-        _read_signal(path)
-
-    yield feed
-
-
 _MADE = Made(0, 0.3, 0.6, 0.4, 50, 12.5)
 
 
-def _published(folder: Path) -> Versions:
+def _versions(folder: Path) -> Callable[[], None]:
+    """A base and a version of it, and what reads both."""
     student = make_student(make_target())
     parameters = {name: part.detach() for name, part in student.named_parameters()}
     found = Versions(folder)
     found.adopt_base(student.shape, parameters, student.borrowed)
     found.publish(parameters, _MADE)
-    return found
+    like = dict(found.student(0).named_parameters())
 
+    def read() -> None:
+        found.made(1)
+        for part in found.load(1, like).values():
+            assert torch.isfinite(part).all()
+        found.student(1)
 
-def _file(name: str) -> Callable[[], Sequence[bytes]]:
-    def seeds() -> Sequence[bytes]:
-        with tempfile.TemporaryDirectory() as folder:
-            _published(Path(folder))
-            return [(Path(folder) / name).read_bytes()]
-
-    return seeds
-
-
-def _version_opened(name: str) -> Callable[[Path], AbstractContextManager[Feed]]:
-    """A folder of versions with one file of it replaced."""
-
-    @contextmanager
-    def opened(folder: Path) -> Iterator[Feed]:
-        found = _published(folder)
-        like = dict(found.student(0).named_parameters())
-
-        def feed(data: bytes) -> None:
-            (folder / name).write_bytes(data)
-            found.made(1)
-            for part in found.load(1, like).values():
-                assert torch.isfinite(part).all()
-            found.student(1)
-
-        yield feed
-
-    return opened
+    return read
 
 
 def _messages() -> Sequence[bytes]:
@@ -238,22 +214,17 @@ def _messages() -> Sequence[bytes]:
     ]
 
 
-@contextmanager
-def _channel_opened(folder: Path) -> Iterator[Feed]:
+def _read_message(data: bytes) -> None:
     """An engine's end: what comes is a message, or the trainer is gone."""
-
-    def feed(data: bytes) -> None:
-        ours, theirs = Channel.pair()
-        with theirs:
-            theirs.send(data)
-            channel = Channel(ours)
-            try:
-                found = channel.receive(wait=False)
-            finally:
-                channel.close()
-        assert data == b"" or found is not None
-
-    yield feed
+    ours, theirs = Channel.pair()
+    with theirs:
+        theirs.send(data)
+        channel = Channel(ours)
+        try:
+            found = channel.receive(wait=False)
+        finally:
+            channel.close()
+    assert data == b"" or found is not None
 
 
 def _server_info() -> Sequence[bytes]:
@@ -270,8 +241,8 @@ def _read_server_info(data: bytes) -> None:
 
 
 TARGETS = (
-    Target("link.packet", _from_agent, bytes_of, reader(_read_from_agent), (PacketError,)),
-    Target("link.request", _from_engine, bytes_of, reader(_read_from_engine), (PacketError,)),
+    refusing("link.packet", _from_agent, _read_from_agent, bytes_of, PacketError),
+    refusing("link.request", _from_engine, _read_from_engine, bytes_of, PacketError),
     Target(
         "link.plan",
         _plans,
@@ -279,29 +250,19 @@ TARGETS = (
         reader(_read_plan),
         (PacketError, UnusablePlanError),
     ),
+    refusing("link.settings", _LINK, _read_link, error=LinkSettingsError),
+    refusing("plugin.settings", _PLUGIN, _read_plugin, error=PluginError),
     Target(
-        "link.settings", lambda: [_LINK.encode()], text_of, reader(_read_link), (LinkSettingsError,)
-    ),
-    Target(
-        "plugin.settings", lambda: [_PLUGIN.encode()], text_of, reader(_read_plugin), (PluginError,)
-    ),
-    Target("training.signal", _signal, safetensors_of, _signal_opened, (signals.SignalError,)),
-    Target(
-        "training.base",
-        _file("base.safetensors"),
+        "training.signal",
+        _signal,
         safetensors_of,
-        _version_opened("base.safetensors"),
-        (VersionError,),
+        file_reader(_read_signal, "1.safetensors"),
+        (signals.SignalError,),
     ),
-    Target(
-        "training.version",
-        _file("00000001.safetensors"),
-        safetensors_of,
-        _version_opened("00000001.safetensors"),
-        (VersionError,),
+    refusing_stored("training.base", "base.safetensors", _versions, safetensors_of, VersionError),
+    refusing_stored(
+        "training.version", "00000001.safetensors", _versions, safetensors_of, VersionError
     ),
-    Target("training.exchange", _messages, bytes_of, _channel_opened, (EOFError,)),
-    Target(
-        "would-steer.server_info", _server_info, json_of, reader(_read_server_info), (InputError,)
-    ),
+    refusing("training.exchange", _messages, _read_message, bytes_of, EOFError),
+    refusing("would-steer.server_info", _server_info, _read_server_info, json_of, InputError),
 )

@@ -1,8 +1,7 @@
 """What the hand-off to SpecForge reads: drafters that come back, and targets."""
 
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,13 +12,14 @@ from engine_shim.sglang.training.versions import VersionError, Versions
 from lab.cpu_engine.models.targets import save_target
 from tests.support.training_rounds import SHAPE, make_target, with_draft_vocabulary
 from tools.fuzz.mutation import Mutator, json_of
-from tools.fuzz.target import Feed, Target
+from tools.fuzz.target import Target, refusing_stored
 from tools.fuzz.targets.engine import safetensors_of
 from trainer.checkpoint import save_dflash, save_draft
 from trainer.specforge import import_draft
 from trainer.specforge_target import TargetError, read_target, write_target
 
 _LAYERS = (0, 1, 2)
+_TARGET = "target"
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
@@ -36,8 +36,8 @@ def _blocks() -> DFlashStudent:
     return DFlashStudent(shape, torch.randn(SHAPE.vocabulary, SHAPE.hidden))
 
 
-def _store(kind: str, folder: Path) -> Versions:
-    """A drafter in the folder, and the versions that it could become one of."""
+def _drafter(kind: str, folder: Path) -> Callable[[], None]:
+    """A drafter in the folder, and what imports it as a version of itself."""
     student: Eagle3Student | DFlashStudent
     if kind == "eagle3":
         student = _chain()
@@ -48,58 +48,37 @@ def _store(kind: str, folder: Path) -> Versions:
     versions = Versions(folder / "versions")
     parameters = {name: part.detach() for name, part in student.named_parameters()}
     versions.adopt_base(student.shape, parameters, student.borrowed)
-    return versions
+
+    def read() -> None:
+        versions.student(import_draft(folder, versions))
+        versions.forget(set())
+
+    return read
+
+
+def _stored_target(folder: Path) -> Callable[[], None]:
+    """A target in the folder, and what reads it."""
+    save_target(make_target(), folder / "stored")
+    source = folder / _TARGET
+    write_target(read_target(folder / "stored"), source, source)
+
+    def read() -> None:
+        found = read_target(source)
+        assert found.embedding.dim() == 2
+        assert found.head_key
+        assert found.layers
+
+    return read
 
 
 def _import(kind: str, name: str, mutate: Mutator) -> Target:
-    """One file of a drafter that is imported."""
-
-    def seeds() -> Sequence[bytes]:
-        with tempfile.TemporaryDirectory() as folder:
-            _store(kind, Path(folder))
-            return [(Path(folder) / name).read_bytes()]
-
-    @contextmanager
-    def opened(folder: Path) -> Iterator[Feed]:
-        versions = _store(kind, folder)
-
-        def feed(data: bytes) -> None:
-            (folder / name).write_bytes(data)
-            versions.student(import_draft(folder, versions))
-            versions.forget(set())
-
-        yield feed
-
-    return Target(f"specforge.{kind}.{name}", seeds, mutate, opened, (VersionError,))
+    store = partial(_drafter, kind)
+    return refusing_stored(f"specforge.{kind}.{name}", name, store, mutate, VersionError)
 
 
 def _target(name: str, mutate: Mutator) -> Target:
-    """One file of a target."""
-
-    def store(folder: Path) -> Path:
-        save_target(make_target(), folder / "stored")
-        source = folder / "target"
-        write_target(read_target(folder / "stored"), source, source)
-        return source
-
-    def seeds() -> Sequence[bytes]:
-        with tempfile.TemporaryDirectory() as folder:
-            return [(store(Path(folder)) / name).read_bytes()]
-
-    @contextmanager
-    def opened(folder: Path) -> Iterator[Feed]:
-        source = store(folder)
-
-        def feed(data: bytes) -> None:
-            (source / name).write_bytes(data)
-            found = read_target(source)
-            assert found.embedding.dim() == 2
-            assert found.head_key
-            assert found.layers
-
-        yield feed
-
-    return Target(f"specforge.target.{name}", seeds, mutate, opened, (TargetError,))
+    file = f"{_TARGET}/{name}"
+    return refusing_stored(f"specforge.target.{name}", file, _stored_target, mutate, TargetError)
 
 
 TARGETS = (

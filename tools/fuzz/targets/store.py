@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,9 @@ from speculation.v1 import service_pb2
 from tests.support import recorded_events
 from tests.support.service_harness import make_profile
 from tools.fuzz.mutation import bytes_of, json_of
-from tools.fuzz.target import Feed, Target
+from tools.fuzz.target import Feed, Target, folder_reader, refusing
+
+_SHELVED = "profiles/name/source.json"
 
 
 @contextmanager
@@ -111,38 +113,29 @@ def _mirror_opened(folder: Path) -> Iterator[Feed]:
     yield feed
 
 
-@contextmanager
-def _shelf_opened(folder: Path) -> Iterator[Feed]:
-    kind = BlobKind("profiles", 8, None)
+def _shelf(folder: Path) -> Callable[[], None]:
+    """An empty shelf, and what reads it."""
     blobs = FileBlobStore(folder)
-    path = folder / "profiles" / "name" / "source.json"
-    path.parent.mkdir(parents=True)
+    (folder / _SHELVED).parent.mkdir(parents=True)
 
-    def feed(data: bytes) -> None:
-        path.write_bytes(data)
-        for item in asyncio.run(blobs.items(kind, "name")):
+    def read() -> None:
+        for item in asyncio.run(blobs.items(BlobKind("profiles", 8, None), "name")):
             Profile.from_json(item.text)
 
-    yield feed
+    return read
 
 
 def _shelf_seeds() -> Sequence[bytes]:
     return [json.dumps({"at": 1.9e9, "text": make_profile().to_json()}).encode()]
 
 
-@contextmanager
-def _summary_opened(folder: Path) -> Iterator[Feed]:
-    del folder  # nothing is kept
-
-    def feed(data: bytes) -> None:
-        head, engines, _ = decode_summary(data)
-        found = [FleetEngine(head.sidecar, "ab", engine, 1.0) for engine in engines]
-        for engine in found:
-            row = service_pb2.FleetEngine(**engine_values(engine))
-            row.SerializeToString()
-        totals_of(found)
-
-    yield feed
+def _read_summary(data: bytes) -> None:
+    head, engines, _ = decode_summary(data)
+    found = [FleetEngine(head.sidecar, "ab", engine, 1.0) for engine in engines]
+    for engine in found:
+        row = service_pb2.FleetEngine(**engine_values(engine))
+        row.SerializeToString()
+    totals_of(found)
 
 
 def _summary_seeds() -> Sequence[bytes]:
@@ -160,6 +153,6 @@ _ERRORS = (SpeculationError,)
 TARGETS = (
     Target("store.database", _database_seeds, bytes_of, _database_opened, _ERRORS),
     Target("store.mirror", _mirror_seeds, json_of, _mirror_opened),
-    Target("store.summary", _summary_seeds, json_of, _summary_opened, (ValueError,)),
-    Target("store.shelf", _shelf_seeds, json_of, _shelf_opened, _ERRORS),
+    refusing("store.summary", _summary_seeds, _read_summary, json_of, ValueError),
+    Target("store.shelf", _shelf_seeds, json_of, folder_reader(_SHELVED, _shelf), _ERRORS),
 )
