@@ -42,10 +42,6 @@ def shown_at(scene: Scene, width: int, theme: str) -> Page:
     page.prefer(prefers_color_scheme=theme, prefers_reduced_motion="reduce")
     page.resize(width, 900)
     page.until(f"document.documentElement.dataset.theme === '{theme}'")
-    page.until(
-        "[...document.querySelectorAll('.chart')]"
-        ".every(it => it.querySelector('.uplot').clientWidth === it.clientWidth)"
-    )
     # The newest second is drawn, and what scrolls is marked, at the next look.
     scene.run_until(f"document.querySelectorAll('.chart').length === 3 && {GAMMA} > 0", 23)
     return page
