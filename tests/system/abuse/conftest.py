@@ -63,7 +63,11 @@ class Besieged:
     def holds(self, descriptors: int = 0) -> None:
         """Under attack: bounded, serving, and the honest engine's plan goes on being renewed."""
         assert self.process.memory_info().rss - self.memory_bytes < MEMORY_BYTES
-        assert self.process.num_fds() <= self.descriptors + descriptors
+        # A sidecar that has much to do closes those of clients that have gone a little later.
+        eventually(
+            lambda: self.process.num_fds() <= self.descriptors + descriptors,
+            what=f"{descriptors} more descriptors than in peace at most",
+        )
         self.steers()
 
     def steers(self) -> None:
