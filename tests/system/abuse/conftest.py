@@ -105,7 +105,7 @@ def besieged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
         assert sidecar.process.stderr is not None
         log = sidecar.process.stderr
         threading.Thread(target=lambda: list(log), daemon=True).start()
-        with linked_engine(sidecar.address, "honest") as engine:
+        with linked_engine(sidecar.address, "honest", agent_nice=0) as engine:
             engine.run(50)
             yield Besieged(sidecar, engine, directory, f"127.0.0.1:{tcp}", health, page, metrics)
 
