@@ -128,7 +128,8 @@ async def test_an_override_ends_everywhere_though_redis_is_gone(
     tmp_path: Path, server: RedisServer
 ):
     async with fleet(tmp_path, server) as (one, two):
-        await set_(one, scope=FLEET, off=True, request={"ttl_seconds": 1.0})
+        # Long enough for the other sidecar to see it, which without a message takes half a second.
+        await set_(one, scope=FLEET, off=True, request={"ttl_seconds": 3.0})
         await until(lambda: bool(two.sidecar.override_registry.active()))
         server.kill()
         await until(
