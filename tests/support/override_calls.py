@@ -3,10 +3,7 @@
 from typing import Any
 
 from speculation.v1 import plan_pb2, policy_pb2
-from tests.support.service_harness import (
-    Running,
-    soon,
-)
+from tests.support.service_harness import Running, SteerClient, soon
 
 ENGINE: dict[str, Any] = {"engine_id": "engine-0"}
 
@@ -47,6 +44,13 @@ async def clear(running: Running, name: str = "o1", etag: str = "") -> Any:
         override_id=name, etag=etag, author="bob", reason="it is well again"
     )
     return await soon(running.policy.ClearOverride(request))
+
+
+async def plan_under(stream: SteerClient, *overrides: str) -> plan_pb2.Plan:
+    """The first plan under exactly these; one that only renews the lease may come before it."""
+    while list((plan := await stream.plan()).overrides) != list(overrides):
+        pass
+    return plan
 
 
 def gammas(plan: plan_pb2.Plan) -> dict[int, int]:

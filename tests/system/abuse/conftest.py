@@ -63,7 +63,11 @@ class Besieged:
     def holds(self, descriptors: int = 0) -> None:
         """Under attack: bounded, serving, and the honest engine's plan goes on being renewed."""
         assert self.process.memory_info().rss - self.memory_bytes < MEMORY_BYTES
-        assert self.process.num_fds() <= self.descriptors + descriptors
+        # A sidecar that has much to do closes those of clients that have gone a little later.
+        eventually(
+            lambda: self.process.num_fds() <= self.descriptors + descriptors,
+            what=f"{descriptors} more descriptors than in peace at most",
+        )
         self.steers()
 
     def steers(self) -> None:
@@ -101,7 +105,7 @@ def besieged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
         assert sidecar.process.stderr is not None
         log = sidecar.process.stderr
         threading.Thread(target=lambda: list(log), daemon=True).start()
-        with linked_engine(sidecar.address, "honest") as engine:
+        with linked_engine(sidecar.address, "honest", agent_nice=0) as engine:
             engine.run(50)
             yield Besieged(sidecar, engine, directory, f"127.0.0.1:{tcp}", health, page, metrics)
 

@@ -253,7 +253,7 @@ def test_a_job_at_its_limit_is_killed_with_all_it_started_and_leaves_its_results
     said, _ = job.communicate()
     assert job.returncode == 128 + signal.SIGKILL, said
     for name in ("child", "self"):
-        assert not is_alive(int((tmp_path / name).read_text()))
+        wait_for_the_end(int((tmp_path / name).read_text()))
     out = tmp_path / "out"
     assert (out / "run.json").read_text() == "{}\n"
     assert (out / "run.page.md").read_text() == "page\n"
@@ -270,6 +270,11 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return status.rpartition(") ")[2][0] != "Z"
+
+
+def wait_for_the_end(pid: int) -> None:
+    """Of a process that was killed: it ends when it next has a processor."""
+    eventually(lambda: not is_alive(pid), what=f"process {pid} is over")
 
 
 def test_a_process_left_behind_is_killed_even_if_it_has_set_its_title(
@@ -290,7 +295,7 @@ def test_a_process_left_behind_is_killed_even_if_it_has_set_its_title(
     job = installed.job(tmp_path, "200", "run", sys.executable, "-c", leaving)
     said, _ = job.communicate()
     assert job.returncode == 0, said
-    assert not is_alive(int((tmp_path / "engine").read_text()))
+    wait_for_the_end(int((tmp_path / "engine").read_text()))
 
 
 def test_a_job_that_is_asked_to_end_passes_it_on_and_keeps_the_results(

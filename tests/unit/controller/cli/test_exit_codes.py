@@ -260,10 +260,10 @@ def test_every_command_that_asks_a_sidecar_is_tested_with_a_socket_that_may_not_
     )
 
 
-@pytest.fixture(scope="module")
-def mute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[socket.socket]:
-    """Listens, and never says anything."""
-    path = tmp_path_factory.mktemp("mute") / "controller.sock"
+@pytest.fixture
+def mute(tmp_path: Path) -> Iterator[socket.socket]:
+    """Listens, and never says anything; nobody else's call waits there."""
+    path = tmp_path / "controller.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(8)
@@ -281,9 +281,7 @@ def mute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[socket.socket]:
 )
 def test_an_interrupted_command_ends_at_once(mute: socket.socket, line: str, code: Exit):
     path = Path(mute.getsockname())
-    operators = path.with_name("controller-operators.sock")
-    if not operators.exists():
-        operators.symlink_to(path)
+    path.with_name("controller-operators.sock").symlink_to(path)
     command = [*CONTROLLER, *line.split(), "--address", str(path)]
     with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
         # It has called, and waits.

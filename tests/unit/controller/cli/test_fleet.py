@@ -37,11 +37,11 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             linked_engine(one.address, "pod-1"),
             linked_engine(two.address, "pod-2"),
         ):
-            command = ("engines", "--fleet", "-o", "name", "--address", one.address)
+            # A sidecar may have told the other one of its engine before its stream was open.
+            command = ("engines", "--fleet", "-o", "name", "--filter", "link=waiting")
             eventually(
-                lambda: controller(*command).stdout.split() == BOTH,
-                within=60.0,
-                what="both are listed",
+                lambda: controller(*command, "--address", one.address).stdout.split() == BOTH,
+                what="both are listed with their streams",
             )
             yield one.address
 

@@ -25,6 +25,9 @@ _KEYS = {
     "ArrowRight": 39, "ArrowDown": 40, "+": 187, "-": 189,
 }  # fmt: skip
 
+# Observers of sizes run in a frame after the layout, which comes after the frame's callbacks.
+_TWO_FRAMES = "new Promise(kept => requestAnimationFrame(() => requestAnimationFrame(kept)))"
+
 
 class Page:
     """One tab.  requests: every URL that it has asked for; problems: what its console complains."""
@@ -119,11 +122,13 @@ class Page:
         self.command("Emulation.setEmulatedMedia", features=named)
 
     def resize(self, width: int, height: int, scale: float = 1) -> None:
-        """The window."""
+        """The window; returns once the page is laid out and its observers have run."""
         self.command(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=scale, mobile=False,
         )  # fmt: skip
+        self.until(f"innerWidth === {width} && innerHeight === {height}")
+        self.value(_TWO_FRAMES)
 
     def picture(self, whole: bool = True) -> bytes:
         """PNG of the whole page, or of what the window shows of it."""

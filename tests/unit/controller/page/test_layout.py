@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from itertools import groupby
 
 import pytest
 
@@ -10,6 +11,8 @@ from tests.unit.controller.page.chromium import Page
 from tests.unit.controller.page.conftest import HOSTILE, Scene
 
 WIDTHS = (390, 768, 1440)
+# Where the keyboard may stop: a chart has 600 s, each of which begins and ends with a value.
+STOPS_MAX = 1200
 RANGE = "document.getElementById('time-range').textContent"
 AT = "document.getElementById('time-at').textContent"
 GAMMA = "document.querySelector('#time-draft + .legend b')?.textContent"
@@ -42,10 +45,6 @@ def shown_at(scene: Scene, width: int, theme: str) -> Page:
     page.prefer(prefers_color_scheme=theme, prefers_reduced_motion="reduce")
     page.resize(width, 900)
     page.until(f"document.documentElement.dataset.theme === '{theme}'")
-    page.until(
-        "[...document.querySelectorAll('.chart')]"
-        ".every(it => it.querySelector('.uplot').clientWidth === it.clientWidth)"
-    )
     # The newest second is drawn, and what scrolls is marked, at the next look.
     scene.run_until(f"document.querySelectorAll('.chart').length === 3 && {GAMMA} > 0", 23)
     return page
@@ -82,10 +81,9 @@ def test_the_pointer_reads_values_on_both_charts(busy: Scene):
     assert page.value(AT).startswith("newest values, ")
     x, y = middle(page, "time-load", 0.98)
     page.point(x, y)
-    page.until(f"{AT}.startsWith('values at ')")
-    assert int(page.value(GAMMA)) > 0
     speed = "document.querySelectorAll('#time-load + .legend b')[1].textContent"
-    assert float(page.value(speed).replace(",", "")) > 0
+    # Seconds in which this machine had no time for a step have no values.
+    busy.run_until(f"{AT}.startsWith('values at ') && {GAMMA} > 0 && parseFloat({speed}) > 0", 23)
     page.point(x, 1)
     page.until(f"{AT}.startsWith('newest values, ')")
 
@@ -133,11 +131,21 @@ def test_a_zoom_shows_less_and_can_be_undone_in_three_ways(busy: Scene):
     page.value("document.querySelector('[data-seconds=\"600\"]').click()")
 
 
+def is_between_values(gap: str, values: list[str]) -> bool:
+    """Whether there is a gap with a value before and another one after it."""
+    kinds = [is_gap for is_gap, _ in groupby(values, lambda value: value == gap)]
+    return sum(not is_gap for is_gap in kinds) >= 2
+
+
 def test_the_keyboard_reads_the_past_and_a_gap_has_no_value(busy: Scene):
     page = shown_at(busy, 1440, "light")
     page.value("document.getElementById('time-draft').focus()")
-    seen = []
-    for _ in range(60):
+    seen: list[tuple[str, str]] = []
+    # The pause of the engine lies between two stretches with values.
+    while not (
+        is_between_values("–", [gamma for _, gamma in seen]) and len({at for at, _ in seen}) > 5
+    ):
+        assert len(seen) < STOPS_MAX, seen
         page.press("ArrowLeft")
         seen.append((page.value(AT), page.value(GAMMA)))
     aloud = page.value("document.getElementById('time-aloud').textContent")
@@ -146,11 +154,6 @@ def test_the_keyboard_reads_the_past_and_a_gap_has_no_value(busy: Scene):
     times = [at for at, _ in seen]
     assert all(at.startswith("values at ") for at in times)
     assert len(set(times)) > 5
-    values = [gamma for _, gamma in seen]
-    # The pause of the engine lies between two stretches with values.
-    gap = values.index("–")
-    assert any(value != "–" for value in values[:gap])
-    assert any(value != "–" for value in values[gap:])
     page.value("document.activeElement.blur()")
     page.until(f"{AT}.startsWith('newest values, ')")
 

@@ -18,9 +18,9 @@ from controller.core.cost.profile import Profile
 from controller.service.state.profile_registry import identity_of
 from controller.store.interface import PROFILES
 from lab.harness.processes import free_port
-from speculation.v1 import plan_pb2, policy_pb2, service_pb2, service_pb2_grpc
+from speculation.v1 import policy_pb2, service_pb2, service_pb2_grpc
 from tests.support.credentials import token_line
-from tests.support.override_calls import FLEET, asked, clear, gammas, listed, set_
+from tests.support.override_calls import FLEET, asked, clear, gammas, listed, plan_under, set_
 from tests.support.redis_server import RedisServer
 from tests.support.service_harness import (
     Running,
@@ -52,13 +52,6 @@ async def fleet(folder: Path, server: RedisServer, count: int = 2) -> AsyncItera
             own.mkdir(exist_ok=True)
             sidecars.append(await stack.enter_async_context(serving(own, redis_url=server.url)))
         yield sidecars
-
-
-async def plan_under(stream: SteerClient, *overrides: str) -> plan_pb2.Plan:
-    """The first plan under exactly these; one that only renews the lease may come before it."""
-    while list((plan := await stream.plan()).overrides) != list(overrides):
-        pass
-    return plan
 
 
 async def test_an_override_reaches_every_sidecar(tmp_path: Path, server: RedisServer):
@@ -135,7 +128,8 @@ async def test_an_override_ends_everywhere_though_redis_is_gone(
     tmp_path: Path, server: RedisServer
 ):
     async with fleet(tmp_path, server) as (one, two):
-        await set_(one, scope=FLEET, off=True, request={"ttl_seconds": 1.0})
+        # Long enough for the other sidecar to see it, which without a message takes half a second.
+        await set_(one, scope=FLEET, off=True, request={"ttl_seconds": 3.0})
         await until(lambda: bool(two.sidecar.override_registry.active()))
         server.kill()
         await until(
@@ -355,9 +349,10 @@ async def test_estimates_on_the_shelf_that_are_none_harm_nobody(
         one.sidecar.registry.expire()
         with server.client() as client:
             await one.introduce("old")  # ends the session before, which tells
-            key = None
-            while key is None:
-                key = next(iter(client.zrange("{speculation:1}:acceptance", 0, -1)), None)
+            shelf = "{speculation:1}:acceptance"
+            # The sidecar writes beside this, on the same event loop.
+            await until(lambda: client.zcard(shelf))
+            (key,) = client.zrange(shelf, 0, -1)
             # Beside others they are left out.
             now = round(time.time() * 1000)
             junk = {"01": b"\xff", "02": f'{{"at": {now}, "text": "no"}}', "03": '{"at": 1e400}'}

@@ -39,7 +39,7 @@ async def store_of(
     server: RedisServer, mirror: Path | None = None, **options: Any
 ) -> AsyncIterator[tuple[RedisStore, asyncio.Event]]:
     """A store, and the event that it sets when there is news."""
-    settings = {"timeout_seconds": 0.5, "reconcile_seconds": 0.1} | options
+    settings = {"timeout_seconds": PATIENCE_SECONDS, "reconcile_seconds": 0.1} | options
     store = RedisStore(server.url, mirror, **settings)
     news = asyncio.Event()
     await store.open(news.set)
@@ -172,7 +172,7 @@ async def test_a_message_that_was_missed_does_not_matter(server: RedisServer):
 
 
 async def test_a_redis_that_does_not_answer_is_waited_for_only_so_long(server: RedisServer):
-    async with store_of(server) as (store, _):
+    async with store_of(server, timeout_seconds=0.5) as (store, _):
         await store.write("a", "1", 100.0, 0, ANN)
         server.pause()
         try:
@@ -331,7 +331,7 @@ async def test_of_more_entries_than_can_be_in_force_the_newest_are_taken_and_the
 ):
     """Unreadable ones, however many, take no place of theirs."""
     total = 2 * LIVE_ENTRIES_MAX + 7
-    async with store_of(server, reconcile_seconds=60, timeout_seconds=30) as (store, _):
+    async with store_of(server, reconcile_seconds=60) as (store, _):
         with server.client() as client, client.pipeline() as pipe:
             for number in range(total):
                 text = {"revision": number + 1, "body": "1", "created": 1.0, "ended": ""}
@@ -357,8 +357,8 @@ async def test_of_more_entries_than_can_be_in_force_the_newest_are_taken_and_the
 
 async def test_two_sidecars_that_set_at_once_do_not_go_beyond_the_limit(server: RedisServer):
     async with (
-        store_of(server, timeout_seconds=30) as (one, _),
-        store_of(server, timeout_seconds=30) as (two, _),
+        store_of(server) as (one, _),
+        store_of(server) as (two, _),
     ):
         done: list[Entry | BaseException] = []
         for first in range(0, LIVE_ENTRIES_MAX + 20, 55):
@@ -384,7 +384,7 @@ _NO_RECORDS: tuple[dict[Any, Any], ...] = (
 
 
 async def test_records_of_the_audit_that_are_none_are_skipped_and_counted(server: RedisServer):
-    async with store_of(server, timeout_seconds=30) as (store, _):
+    async with store_of(server) as (store, _):
         first = await store.write("a", "1", 100.0, 0, ANN)
         with server.client() as client, client.pipeline() as pipe:
             for number in range(1200):

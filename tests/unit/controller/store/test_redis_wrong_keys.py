@@ -15,7 +15,7 @@ from controller.store.interface import Actor, BlobKind, Entry, StoreUnavailableE
 from controller.store.redis_mirror import MirroredEntry, RedisMirror
 from controller.store.redis_store import RedisStore
 from tests.support.kept_tasks import kept_running
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import PATIENCE_SECONDS, RedisServer
 
 ANN = Actor("ann", "because", "uid 1000")
 TAG = "{speculation:1}"
@@ -105,7 +105,7 @@ async def test_a_counter_that_does_not_count_makes_the_store_unhealthy_until_it_
     async with store_of(server) as store:
         await store.write("held", "1", 100.0, 0, ANN)
         client.set(REVISION, value)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while well(store):
                 await store.entries()
                 await asyncio.sleep(0.02)
@@ -158,7 +158,7 @@ async def test_a_connection_that_breaks_before_the_answer_is_not_called_unchange
         await store.entries()
         client.client_pause(60_000, all=False)
         writing = asyncio.create_task(store.write("a", "1", 100.0, 0, ANN))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not any("b" in c["flags"] for c in client.client_list()):  # noqa: ASYNC110
                 await asyncio.sleep(0)
         client.client_kill_filter(_type="normal", skipme=True)
@@ -232,7 +232,7 @@ async def test_a_redis_whose_clock_goes_back_makes_no_override_longer_than_was_g
         assert found["hour"].remaining_seconds == pytest.approx(3600, abs=30)
         assert found["ever"].remaining_seconds is None
         # It runs from then on: looked at again, the short one ends.
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while "short" in await live(store):
                 pass
         assert set(await live(store)) == {"hour", "ever"}

@@ -2,6 +2,7 @@ import asyncio
 import time
 
 from controller.service.rpc.streams import DecisionTurns
+from tests.support.service_harness import until
 
 
 async def test_whoever_asks_alone_decides_at_once():
@@ -43,7 +44,7 @@ async def test_a_turn_is_free_again_when_all_have_decided():
         turns.ask(done.set)
         await asyncio.wait_for(done.wait(), 60)
         # The turn of the last one ends.
-        await asyncio.sleep(0.05)
+        await until(lambda: turns._is_free)
     assert decided == ["at once", "at once"]
     turns.ask(lambda: decided.append("now"))
     assert decided[-1] == "now"

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2
-from tests.support.override_calls import FLEET, asked, clear, gammas, listed, set_
+from tests.support.override_calls import FLEET, asked, clear, gammas, listed, plan_under, set_
 from tests.support.service_harness import (
     PATIENCE_SECONDS,
     SteerClient,
@@ -33,10 +33,9 @@ async def test_a_pin_is_in_every_row_at_once_and_named(tmp_path: Path):
         await stream.plan()
         began = time.monotonic()
         answer = await set_(running, gamma=1)
-        plan = await stream.plan()
+        plan = await plan_under(stream, "o1")
         took = time.monotonic() - began
         assert set(gammas(plan).values()) == {1}
-        assert list(plan.overrides) == ["o1"]
         assert all(row.reason == plan_pb2.REASON_OVERRIDE for row in plan.rows)
         assert plan.reason == plan_pb2.REASON_OVERRIDE
         assert "under o1" in plan.reason_detail
@@ -46,9 +45,8 @@ async def test_a_pin_is_in_every_row_at_once_and_named(tmp_path: Path):
         assert answer.effects[0].changes[0].gamma_after == 1
         # And it is gone as quickly.
         await clear(running)
-        plan = await stream.plan()
+        plan = await plan_under(stream)
         assert set(gammas(plan).values()) != {1}
-        assert not plan.overrides
         assert await listed(running) == {}
 
 
@@ -93,8 +91,8 @@ async def test_it_ends_by_itself_on_time(tmp_path: Path):
         await stream.plan()
         began = time.monotonic()
         await set_(running, gamma=1, request={"ttl_seconds": 0.4})
-        while (await stream.plan()).overrides:
-            pass
+        await plan_under(stream, "o1")
+        await plan_under(stream)
         assert 0.39 < time.monotonic() - began < PATIENCE_SECONDS
         # The record follows: ending on time does not wait for it.
         query = policy_pb2.QueryAuditRequest()

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from speculation.v1 import plan_pb2, policy_pb2
-from tests.support.override_calls import FLEET, asked, clear, gammas, listed, set_
+from tests.support.override_calls import FLEET, asked, clear, gammas, listed, plan_under, set_
 from tests.support.service_harness import (
     Running,
     SteerClient,
@@ -49,8 +49,7 @@ async def test_it_is_set_followed_shown_and_cleared(tmp_path: Path):
         assert effect.constrains
         assert not effect.above_bound
         assert [change.gamma_before for change in effect.changes] == [1]
-        plan = await stream.plan()
-        assert list(plan.overrides) == ["o1"]
+        plan = await plan_under(stream, "o1")
         last = plan.rows[-1]
         assert (last.gamma, last.reason) == (
             effect.changes[0].gamma_after, plan_pb2.REASON_OVERRIDE,
@@ -68,7 +67,7 @@ async def test_it_is_set_followed_shown_and_cleared(tmp_path: Path):
         assert shown.bound.expected_seconds == chosen.seconds_per_token <= BOUND
         assert not (await running.explain(4)).bound.HasField("excluded_gamma")
         await clear(running)
-        assert set(gammas(await stream.plan()).values()) == {1}
+        assert set(gammas(await plan_under(stream)).values()) == {1}
         assert not (await running.explain(16)).HasField("bound")
 
 

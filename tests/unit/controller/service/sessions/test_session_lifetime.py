@@ -14,7 +14,15 @@ from controller.service.sessions.session import EngineSession
 from controller.service.views.engine_status import EngineSnapshot
 from lab.harness.processes import free_port
 from speculation.v1 import service_pb2
-from tests.support.service_harness import Running, SteerClient, report_message, serving, soon, until
+from tests.support.service_harness import (
+    PATIENCE_SECONDS,
+    Running,
+    SteerClient,
+    report_message,
+    serving,
+    soon,
+    until,
+)
 
 # Introductions, so many that a session kept for each would show.
 TIMES = 12
@@ -39,7 +47,7 @@ async def look_at(running: Running, engine_id: str, metrics_port: int, page_port
 
 
 def read_all(url: str) -> None:
-    with urlopen(url, timeout=10) as answer:
+    with urlopen(url, timeout=PATIENCE_SECONDS) as answer:
         assert answer.read()
 
 
@@ -80,9 +88,9 @@ async def test_a_session_that_was_looked_at_is_gone_once_it_is_over(
             return sum(ref() is not None for ref in over) == in_use
 
         await until(only_the_last_remain)
-        assert alive(EngineSession) == before[EngineSession] + in_use
-        assert alive(History) == before[History] + in_use
-        assert alive(EngineSnapshot) <= before[EngineSnapshot] + in_use
+        # Fewer where what another test has left behind is gone by now.
+        for kind, count in before.items():
+            assert alive(kind) <= count + in_use
 
 
 async def test_a_session_holds_nothing_of_a_stream_that_has_ended(tmp_path: Path):

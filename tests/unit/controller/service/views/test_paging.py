@@ -19,6 +19,7 @@ from controller.wire.explanations import Explanation, explain
 from lab.harness.processes import free_port
 from speculation.v1 import engine_pb2, service_pb2
 from tests.support.service_harness import (
+    PATIENCE_SECONDS,
     Running,
     SteerClient,
     engine_message,
@@ -39,7 +40,7 @@ def method(request: pytest.FixtureRequest) -> str:
 
 
 def scraped(port: int) -> str:
-    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_SECONDS) as answer:
         return str(answer.read(), "utf-8")
 
 
