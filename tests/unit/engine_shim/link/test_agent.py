@@ -266,7 +266,7 @@ def test_a_report_that_nobody_can_read_is_lost_alone(tmp_path, start_link):
                 [engine] = stub.ListEngines(ListEnginesRequest(), timeout=60).engines
             return engine.last_report.step, engine.dropped_reports
 
-        eventually(lambda: told() == (2, 1), within=30.0, what="both others have arrived")
+        eventually(lambda: told() == (2, 1), what="both others have arrived")
 
 
 def test_a_sidecar_that_falls_silent_is_introduced_to_again(sidecar, start_link, capfd):

@@ -123,7 +123,7 @@ class Driver:
             time.sleep(0.02)
             return False
 
-        eventually(done, within=60.0)
+        eventually(done)
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ def test_a_block_drafter_learns_its_own_drafts_from_longer_ones(block_driver: Dr
         time.sleep(0.002)
         return driver.counters.updates > 2
 
-    eventually(learnt, within=60.0)
+    eventually(learnt)
     assert driver.counters.refused == 0
     assert not torch.equal(driver.weights(), before)
     # Its own drafts are judged, and what they say is acted on.
