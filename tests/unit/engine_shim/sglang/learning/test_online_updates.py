@@ -33,8 +33,8 @@ from tests.support.training_rounds import (
 )
 
 GAMMA = 3
-# For what waits for the trainer; only ends a hang.  Its process loads torch before it answers, which
-# has taken more than a minute on a busy machine.
+# For what waits for the trainer; only ends a hang.  Its process loads torch before it answers,
+# which has taken more than a minute on a busy machine.
 TRAINER_SECONDS = 240.0
 # What some thousand steps may take, with the caches of torch.
 MEMORY_BYTES = 32 * 1024 * 1024
