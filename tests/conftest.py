@@ -3,10 +3,12 @@
 import gc
 import os
 import signal
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import settings
 
+from tests.support.dealing import without_constants_of_modules
 from tests.support.hang_guard import guard
 
 # Matrices as small as those of tests only wait for each other on more threads.  Read by torch and
@@ -14,8 +16,11 @@ from tests.support.hang_guard import guard
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
-# Two busy cores make any single example slow at times; the number of examples is the budget.
-settings.register_profile("default", deadline=None)
+# Two busy cores make any single example slow at times; the number of examples is the budget.  They
+# are the same in every run, so that a run that fails says something of what was changed.
+settings.register_profile("default", deadline=None, derandomize=True)
+# New examples in every run, to look for what nobody has thought of (--hypothesis-profile=explore).
+settings.register_profile("explore", deadline=None)
 settings.load_profile("default")
 
 # A shell's background job ignores Ctrl-C, and would hand that on to every program of a test.
@@ -33,8 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ends and names tests that hang."""
+    """Ends and names tests that hang; draws do not depend on what other tests have imported."""
     guard(config)
+    draws = ExitStack()
+    draws.enter_context(without_constants_of_modules())
+    config.add_cleanup(draws.close)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -64,8 +64,19 @@ import time
 from pathlib import Path
 
 def test_is_long():
-    Path("runs").touch()
-    time.sleep(600)
+    Path("runs").touch() or time.sleep(600)
+"""
+# Of the process that gives tests to workers: it has heard which one runs.
+HEARD = """
+import os
+from pathlib import Path
+import pytest
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logstart():
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        Path("heard").touch()
 """
 
 
@@ -111,12 +122,13 @@ def test_without_workers_the_run_ends_with_the_stack(tmp_path: Path):
 
 
 def test_a_run_that_is_ended_names_what_ran_and_shows_where(tmp_path: Path):
-    with start(tmp_path, LONG, "-n", "1", timeout=600) as process:
+    with start(tmp_path, LONG, "-n", "1", timeout=600, more=HEARD) as process:
         eventually((tmp_path / "runs").exists, what="the test runs")
+        eventually((tmp_path / "heard").exists, what="the run knows that it does")
         process.terminate()
         output = end(process)
     assert " s: test_it.py::test_is_long" in output
-    assert 'test_it.py", line 7 in test_is_long' in output
+    assert 'test_it.py", line 6 in test_is_long' in output
     assert process.returncode == -signal.SIGTERM
 
 

@@ -186,20 +186,25 @@ def test_a_probe_runs_once_over_renewals(sidecar, start_link):
     assert chosen[-1].gamma == 3
 
 
-def test_a_killed_agent_is_replaced_and_the_engine_is_steered_all_along(sidecar, start_link):
+def test_a_killed_agent_is_replaced_and_the_engine_is_steered_all_along(
+    sidecar, start_link, monkeypatch
+):
     link = start_link()
     before = steered(link)
     pid = link.status().agent_pid
     assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    with monkeypatch.context() as successor:
+        # The next agent starts within moments; it is taken up once the gap has been looked at.
+        successor.setattr(link._supervisor, "take", lambda: None)
+        os.kill(pid, signal.SIGKILL)
 
-    def flagged() -> bool:
-        assert link.choose(4).source is Source.PLAN
-        return not link.status().agent_connected
+        def flagged() -> bool:
+            assert link.choose(4).source is Source.PLAN
+            return not link.status().agent_connected
 
-    eventually(flagged)
-    assert "no agent" in link.status().sidecar_detail
-    assert not report(link, 1, before)
+        eventually(flagged)
+        assert "no agent" in link.status().sidecar_detail
+        assert not report(link, 1, before)
     eventually(lambda: link.choose(4).session != before.session)
     assert link.status().agent_starts == 2
     # The report ran under the old session's plan, and says so.
@@ -214,9 +219,9 @@ def test_without_its_sidecar_the_engine_goes_through_grace_to_the_safe_default_a
 ):
     renewing(sidecar, gamma=5, lease_ms=600)
     link = start_link(grace_seconds=3)
-    steered(link)
+    # Its lease may run out before the sidecar has stopped.
+    seen = [steered(link)]
     sidecar.stop()
-    seen = [link.choose(4)]
 
     def safe() -> bool:
         seen.append(link.choose(4))
@@ -261,7 +266,7 @@ def test_a_report_that_nobody_can_read_is_lost_alone(tmp_path, start_link):
                 [engine] = stub.ListEngines(ListEnginesRequest(), timeout=60).engines
             return engine.last_report.step, engine.dropped_reports
 
-        eventually(lambda: told() == (2, 1), within=30.0, what="both others have arrived")
+        eventually(lambda: told() == (2, 1), what="both others have arrived")
 
 
 def test_a_sidecar_that_falls_silent_is_introduced_to_again(sidecar, start_link, capfd):
@@ -406,7 +411,8 @@ def test_close_ends_the_agent(sidecar, start_link):
     pid = link.status().agent_pid
     assert pid is not None
     link.close()
-    assert not psutil.pid_exists(pid)
+    # It is not waited for longer than an engine that stops may wait.
+    eventually(lambda: not psutil.pid_exists(pid))
 
 
 ENGINE = """

@@ -95,7 +95,8 @@ def test_the_plan_in_use_again_does_not_hide_a_newer_one():
     with linked() as (link, _, agent):
         agent.send(plan(1, 3))
         assert link.choose(4).gamma == 3
-        for again in (plan(2, 5, age_seconds=300), plan(1, 3)):
+        # The monotonic clock begins with the machine, which may have been started just now.
+        for again in (plan(2, 5, age_seconds=30), plan(1, 3)):
             agent.send(again)
         assert link.choose(4).gamma == 5
         # By itself it is taken: its lease begins anew.
@@ -103,7 +104,7 @@ def test_the_plan_in_use_again_does_not_hide_a_newer_one():
         agent.send(plan(2, 5))
         assert link.choose(4).gamma == 5
         assert link.status().plans_taken == 3
-        assert link.status().lease_seconds_left > before + 200
+        assert link.status().lease_seconds_left > before
 
 
 def test_an_older_plan_and_one_for_another_engine_are_refused_and_counted():

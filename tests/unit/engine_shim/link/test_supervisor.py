@@ -86,7 +86,8 @@ def test_an_agent_that_dies_at_once_is_started_with_growing_pauses_and_leaks_not
     eventually(lambda: supervisor.starts >= 3)
     supervisor.stop()
     assert supervisor.take() is None
-    assert psutil.Process().num_fds() <= before
+    # On a busy machine the supervisor ends later than it is waited for.
+    eventually(lambda: psutil.Process().num_fds() <= before)
 
 
 def test_a_stubborn_agent_is_killed_on_stop():
@@ -98,8 +99,8 @@ def test_a_stubborn_agent_is_killed_on_stop():
     pid = supervisor.agent_pid
     assert pid is not None
     supervisor.stop()
-    assert not psutil.pid_exists(pid)
-    assert not set(threading.enumerate()) - before
+    eventually(lambda: not psutil.pid_exists(pid))
+    eventually(lambda: not set(threading.enumerate()) - before)
 
 
 def test_a_command_that_cannot_be_run_is_refused():

@@ -65,7 +65,7 @@ class TwoRanks:
             time.sleep(0.002)
             return what()
 
-        eventually(done, within=30.0)
+        eventually(done)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_none_switches_before_the_last_has_read_it(
 ) -> None:
     monkeypatch.setattr(deployment, "_ASK_SECONDS", 0.0)
     may_read, asked = threading.Event(), 0
-    on_rank_1(monkeypatch, engine, lambda: (may_read.wait(30), None)[1])
+    on_rank_1(monkeypatch, engine, lambda: (may_read.wait(120), None)[1])
     number = engine.publish(1)
 
     def was_asked() -> bool:

@@ -33,6 +33,9 @@ from tests.support.training_rounds import (
 )
 
 GAMMA = 3
+# For what waits for the trainer; only ends a hang.  Its process loads torch before it answers,
+# which has taken more than a minute on a busy machine.
+TRAINER_SECONDS = 240.0
 # What some thousand steps may take, with the caches of torch.
 MEMORY_BYTES = 32 * 1024 * 1024
 
@@ -123,7 +126,7 @@ class Driver:
             time.sleep(0.02)
             return False
 
-        eventually(done, within=60.0)
+        eventually(done, within=TRAINER_SECONDS)
 
 
 @pytest.fixture
@@ -299,7 +302,7 @@ def test_a_block_drafter_learns_its_own_drafts_from_longer_ones(block_driver: Dr
         time.sleep(0.002)
         return driver.counters.updates > 2
 
-    eventually(learnt, within=60.0)
+    eventually(learnt, within=TRAINER_SECONDS)
     assert driver.counters.refused == 0
     assert not torch.equal(driver.weights(), before)
     # Its own drafts are judged, and what they say is acted on.

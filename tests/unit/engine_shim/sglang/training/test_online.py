@@ -122,7 +122,7 @@ def test_the_proximal_term_counts_from_the_second_step_on(
 ) -> None:
     found = make_round(target, 20, seed=4, top=ALL)
     moved = []
-    for proximal in (0.0, 20.0):
+    for proximal in (0.0, 60.0):
         student = make_student(target)
         before = weights(student)
         learn(student, found, proximal=proximal, steps=steps)
