@@ -109,8 +109,7 @@ def play_arm(
 ) -> list[StepReport]:
     """Plays until a play ends in that arm, checks each answer, and returns the last play's reports.
 
-    arm: the drafter's name, and what to ask for.  plain: plain decoding's tokens.  On a busy
-    machine the plan may come when a play is over.
+    arm: the drafter's name, and what to ask for.  plain: plain decoding's tokens.
     """
     name, asked = arm
     for _ in range(PLAYS_MAX):
