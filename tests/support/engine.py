@@ -150,8 +150,12 @@ class EngineProcess:
 
     def internal_state(self) -> dict[str, Any]:
         """What `/server_info` says of the scheduler."""
-        state: dict[str, Any] = self._call("/server_info")["internal_states"][0]
-        return state
+        return self.internal_states()[0]
+
+    def internal_states(self) -> list[dict[str, Any]]:
+        """The same of each scheduler with requests of its own, in the order of their answers."""
+        states: list[dict[str, Any]] = self._call("/server_info")["internal_states"]
+        return states
 
     def running(self) -> int:
         """How many requests are being answered, or wait for it."""

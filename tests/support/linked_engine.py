@@ -29,7 +29,6 @@ class LinkedEngine:
         """Until the sidecar steers."""
         eventually(
             lambda: self.link.choose(4).source is Source.PLAN or None,
-            within=60.0,
             what="steered by a plan",
         )
 

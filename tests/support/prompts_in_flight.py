@@ -3,6 +3,7 @@
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lab.cpu_engine.models.targets import Qwen3Target, load_target
 from lab.harness.scripted_sidecar import Arm, Script, ScriptedSidecar
 from speculation.v1.engine_pb2 import StepReport
 from tests.support.engine import DFLASH, TARGET, EngineProcess, Generated
+from tests.support.eventually import eventually
 from trainer.checkpoint import load_dflash
 
 PROMPTS = [
@@ -37,6 +39,31 @@ WAVE_LENGTH = 150
 PLAYS_MAX = 20
 
 
+def begin_script(engine: EngineProcess, sidecar: ScriptedSidecar, script: Script) -> int:
+    """Begins a script for the very next step; gives the number of reports before it.
+
+    For an engine at rest: the reports of all its steps are here, and it has the script's plan.
+    """
+
+    def status() -> dict[str, Any]:
+        found: dict[str, Any] = engine.internal_state()["speculation_controller"]
+        return found
+
+    def all_reported() -> bool:
+        found = status()
+        steps = found["reports_sent"] + found["reports_dropped"] + found["reports_invalid"]
+        return steps == (sidecar.reports[-1].step if sidecar.reports else 0)
+
+    # It may be asked while the step that was launched beside the last one is on its way, and only
+    # the second time after that.
+    status()
+    eventually(all_reported, what="the reports of all steps have come")
+    before = sidecar.run(script)
+    newest = len(sidecar.arms)
+    eventually(lambda: status()["epoch"] >= newest, what="the engine has the script's plan")
+    return before
+
+
 def play(
     engine: EngineProcess,
     sidecar: ScriptedSidecar,
@@ -44,8 +71,8 @@ def play(
     prompts: Sequence[Sequence[int]] = PROMPTS,
     lengths: Sequence[int] = LENGTHS,
 ) -> tuple[list[Generated], list[StepReport]]:
-    """Answers to all prompts at once, and the reports of their steps."""
-    before = sidecar.run(script)
+    """Answers to all prompts at once, and the reports of their steps, all under the script."""
+    before = begin_script(engine, sidecar, script)
     answers = engine.generate(prompts, lengths)
     rows = sum(answer.meta["spec_verify_ct"] for answer in answers)
     return answers, sidecar.reports_since(before, rows)
@@ -63,7 +90,7 @@ def play_until(
     The script counts on from play to play.  Each answer is checked against plain, plain decoding's
     tokens.  On a busy machine a plan comes for every few steps only.
     """
-    before = sidecar.run(script)
+    before = begin_script(engine, sidecar, script)
     rows = 0
     for _ in range(PLAYS_MAX):
         answers = engine.generate(PROMPTS, LENGTHS)
@@ -83,8 +110,7 @@ def play_arm(
 ) -> list[StepReport]:
     """Plays until a play ends in that arm, checks each answer, and returns the last play's reports.
 
-    arm: the drafter's name, and what to ask for.  plain: plain decoding's tokens.  On a busy
-    machine the plan may come when a play is over.
+    arm: the drafter's name, and what to ask for.  plain: plain decoding's tokens.
     """
     name, asked = arm
     for _ in range(PLAYS_MAX):
@@ -101,8 +127,12 @@ def play_any_order(
     arms: Sequence[Arm],
     seed: int,
     plain: Sequence[Sequence[int]],
+    *,
+    catches_up: bool = False,
 ) -> list[StepReport]:
     """Plays under random arms until every arm has run; the reports of all plays.
+
+    catches_up: and until a drafter was caught up after a sleep, since the engine started.
 
     Each answer is checked against plain, plain decoding's tokens.  On a busy machine a plan comes
     for every few steps only, so one play may meet few arms.
@@ -118,9 +148,15 @@ def play_any_order(
         every += reports
         ran |= {(report.drafter if report.gamma else "", report.gamma) for report in reports}
         # A drafter that slept while the lookup drafted may have it draft once more.
-        if asked <= ran:
+        if asked <= ran and not (catches_up and not sleep_counts(engine)["caught_up"]):
             return every
     pytest.fail(f"of {sorted(asked)} only {sorted(ran)} ran")
+
+
+def sleep_counts(engine: EngineProcess) -> dict[str, int]:
+    """The engine's own counts of drafters that slept and were caught up."""
+    found: dict[str, int] = engine.internal_state()["speculation_controller"]["sleep"]
+    return found
 
 
 def accepted_by_context(reports: Sequence[StepReport], drafter: str, gamma: int) -> dict[int, int]:

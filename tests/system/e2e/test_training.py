@@ -122,7 +122,7 @@ def test_a_shift_is_learnt_beside_the_engine(tmp_path: Path) -> None:
                 eventually(lambda: watched.training.phase == "watching", what="a trainer is there")
                 # A second one has nothing to do here.
                 with trainer(tmp_path, sidecar.address, signals) as second:
-                    assert second.wait(60) == 3
+                    assert second.wait(120) == 3
                 # The controller would draft now and then only, and learn from as few steps.
                 pin = ["--fleet", "--gamma", "3", "--reason", "every step drafts"]
                 done = controller("override", "set", "--address", sidecar.address, *pin)

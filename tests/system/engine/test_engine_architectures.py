@@ -167,11 +167,11 @@ def test_any_order_of_arms_of_both_drafters_is_exact(
         accepted += sum(answer.meta["spec_num_correct_drafts"] for answer in answers)
         reports = sidecar.reports[before:]
         ran = {(report.drafter if report.gamma else "", report.gamma) for report in reports}
-        if len(ran) == wanted and len(reports) >= 50:
+        # A random EAGLE3 or DFlash drafter is right by chance only.
+        drafts_well = accepted > 50 or name in WITH_EAGLE3
+        if len(ran) == wanted and len(reports) >= 50 and drafts_well:
             break
     else:
-        pytest.fail(f"of {wanted} arms only {sorted(ran)} ran")
+        pytest.fail(f"of {wanted} arms only {sorted(ran)} ran, and {accepted} drafts were accepted")
     # Tokens that are all alike would show nothing.
     assert min(len(set(tokens)) for tokens in plain) > 3
-    # A random EAGLE3 or DFlash drafter is right by chance only.
-    assert accepted > 50 or name in WITH_EAGLE3

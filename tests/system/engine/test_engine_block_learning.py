@@ -115,7 +115,7 @@ def test_what_it_reads_is_collected_trains_in_specforge_and_the_version_serves(
     assert capabilities.can_collect
     assert capabilities.can_take_versions
     sidecar.collect = True
-    sidecar.run(lambda _: (GAMMA, False))
+    run_heard(engine, sidecar, lambda _: (GAMMA, False))
     lengths = [wave(engine, number, plain_waves) for number in range(3)]
     sidecar.collect = False
     sidecar.run(lambda _: (GAMMA, False))

@@ -94,16 +94,20 @@ def test_any_order_of_arms_gives_plain_decodings_tokens(
 def test_blocks_are_the_students_also_after_a_pause(
     asleep: bool, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
+    def pauses(count: int) -> Arm:
+        return (7, False) if count % 9 < 4 else (0, asleep)
+
     sequence = [*ALONE[0], *plain["alone"][0][:ALONE_LENGTH]]
     live: dict[int, int] = {}
-    for script in (lambda _: (7, False), lambda count: (7 * (count % 9 < 4), asleep)):
+    for script in (lambda _: (7, False), pauses):
         answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
         assert answers[0].tokens == plain["alone"][0][:ALONE_LENGTH]
         live |= accepted_by_context(reports, "dflash", 7)
     check_against_student(live, sequence)
     assert sum(live.values()) > len(live)
     sleep = engine.internal_state()["speculation_controller"]["sleep"]
-    assert (sleep["slept"] > 0) >= asleep
+    # Its sleep ends within a play, and not with the request.
+    assert (sleep["slept"] > 0 and sleep["caught_up"] > 0) >= asleep
     assert sleep["cold"] == 0
 
 
@@ -125,6 +129,7 @@ def test_when_the_block_fails_the_engine_goes_on(
             assert answer.tokens == plain["alone"][0][:ALONE_LENGTH]
             reports = sidecar.reports_since(0, answer.meta["spec_verify_ct"])
             log = engine.log.read_text()
+            eventually(lambda: any(r.lost for r in sidecar.requests), what="the loss is told")
     assert log.count("DFlash no longer drafts") == 1
     [loss] = next(request.lost for request in sidecar.requests if request.lost)
     assert (loss.drafter, loss.reason) == ("dflash", "MemoryError: sabotaged")

@@ -19,7 +19,7 @@ from lab.harness.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.support.engine import EAGLE3, MODES, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.mixture_rules import rules_of
-from tests.support.prompts_in_flight import PROMPTS
+from tests.support.prompts_in_flight import PLAYS_MAX, PROMPTS
 
 pytest.importorskip("mooncake.engine", reason="Mooncake is not installed", exc_type=ImportError)
 
@@ -119,10 +119,14 @@ def test_decoding_from_another_servers_cache_gives_plain_decodings_tokens(
         decoding(prefills, sidecar, tmp_path / "decode", MODES[way]) as engine,
     ):
         sidecar.run(lambda count: arms[count % 997])
-        for _ in range(2):
+        # On a busy machine a plan comes for every few steps only.
+        for _ in range(PLAYS_MAX):
             assert_plain(answered(engine, prefills, GREEDY, choose), plain["batch"])
-        status = engine.internal_state()["speculation_controller"]
-    assert {report.gamma for report in sidecar.reports} == set(GAMMAS)
+            status = engine.internal_state()["speculation_controller"]
+            ran = {report.gamma for report in sidecar.reports}
+            if ran == set(GAMMAS) and status["sleep"]["caught_up"]:
+                break
+    assert ran == set(GAMMAS)
     assert status["sleep"]["caught_up"] > 0
     assert status["lost"] == []
 
@@ -149,15 +153,18 @@ def test_a_lookup_knows_what_another_server_has_read(
             # One of the requests must not be drafted for, and another one has a class.
             wishes = [{"speculation": False}, {"speculation_class": "a"}, *[None] * 6]
             sampling = [GREEDY | {"custom_params": wish} for wish in wishes]
-            for _ in range(3):
+            for _ in range(PLAYS_MAX):
                 assert_plain(answered(engine, prefills, sampling, choose), plain["batch"])
+                reports = sidecar.reports
+                matches = [part for r in reports for part in r.proposals if part.match_length]
+                if {report.drafter for report in reports} == set(NAMES) and len(matches) > 50:
+                    break
             status = engine.internal_state()["speculation_controller"]
             retracted = "KV cache pool is full. Retract requests" in engine.log.read_text()
     assert retracted == (most_tokens < 4096)
     assert status["lost"] == []
-    assert {report.drafter for report in sidecar.reports} == set(NAMES)
-    groups = {group.drafter for report in sidecar.reports for group in report.groups}
+    assert {report.drafter for report in reports} == set(NAMES)
+    groups = {group.drafter for report in reports for group in report.groups}
     assert groups == {"", "eagle3", "ngram"}
-    assert {part.label for report in sidecar.reports for part in report.classes} == {"a"}
-    matches = [part for report in sidecar.reports for part in report.proposals if part.match_length]
+    assert {part.label for report in reports for part in report.classes} == {"a"}
     assert len(matches) > 50

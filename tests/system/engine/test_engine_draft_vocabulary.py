@@ -21,7 +21,7 @@ from lab.cpu_engine.models.targets import load_target
 from lab.harness.scripted_sidecar import ScriptedSidecar
 from tests.support.engine import CODE_ONLY, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
-from tests.support.learning_engine import between_steps, status, wave
+from tests.support.learning_engine import between_steps, run_heard, status, wave
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVES
 from tests.support.specforge_runs import PASSES, Run, trained
 from tests.support.training_rounds import with_draft_vocabulary
@@ -110,7 +110,7 @@ def test_what_is_collected_trains_in_specforge_and_its_drafter_serves(
     tmp_path: Path,
 ) -> None:
     sidecar.collect = True
-    sidecar.run(lambda _: (GAMMA, False))
+    run_heard(engine, sidecar, lambda _: (GAMMA, False))
     lengths = [wave(engine, number, plain_waves) for number in range(3)]
     sidecar.collect = False
     sidecar.run(lambda _: (GAMMA, False))

@@ -32,6 +32,7 @@ from tests.support.prompts_in_flight import (
     PLAYS_MAX,
     PROMPTS,
     accepted_by_context,
+    begin_script,
     play,
     play_any_order,
     play_arm,
@@ -172,7 +173,7 @@ def test_without_drafts_first_tokens_are_compared_with_what_is_decoded(
     answers, reports = play(engine, sidecar, lambda _: (0, False, 0), PROMPTS[:1], LENGTHS[:1])
     assert answers[0].tokens == plain["batch"][0]
     compared = different = 0
-    for report in reports[3:]:
+    for report in reports:
         parts = {part.drafter: list(part.accepted_counts) for part in report.proposals}
         assert set(parts) == {"eagle3", "ngram"}
         assert not any(any(part.censored_counts) for part in report.proposals)
@@ -334,8 +335,7 @@ def test_other_requests_in_the_same_rows_are_out_of_reach(
     """What a request of before has left in a row is never found."""
     choose = random.Random(4)
     prompt = [choose.randrange(200, 400) for _ in range(40)]
-    sidecar.run(lambda _: (3, False, LOOKUP))
-    engine.generate([prompt], [4])
+    play(engine, sidecar, lambda _: (3, False, LOOKUP), [prompt], [4])
     # All distinct tokens: a match could only come from the row's last owner.
     fresh = choose.sample(range(200, 400), 30)
     _, reports = play(engine, sidecar, lambda _: (3, False, LOOKUP), [fresh], [2])
@@ -347,16 +347,18 @@ def test_other_requests_in_the_same_rows_are_out_of_reach(
 def test_a_request_that_must_not_be_drafted_for_is_a_group_of_its_own(
     which: int, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
-    sidecar.run(lambda _: (3, False, which))
-    answers, reports = ask_apart(engine, sidecar, {"speculation": False})
-    assert answers == plain["batch"][:2]
-    together = [
-        report
-        for report in reports
-        if report.batch_size == 2 and report.gamma == 3 and is_whole(report)
-    ]
+    together: list[StepReport] = []
+    # On a busy machine the two requests may run together for a few steps only.
+    for _ in range(PLAYS_MAX):
+        before = begin_script(engine, sidecar, lambda _: (3, False, which))
+        answers, reports = ask_apart(engine, sidecar, before, {"speculation": False})
+        assert answers == plain["batch"][:2]
+        together += [r for r in reports if r.batch_size == 2 and is_whole(r)]
+        if len(together) > 5:
+            break
     assert len(together) > 5
-    for report in together[5:]:
+    for report in together:
+        assert report.gamma == 3
         (none,) = [group for group in report.groups if not group.drafter]
         assert (none.gamma, list(none.accepted_counts)) == (0, [1])
         check_counts(report, rows=1)
@@ -366,10 +368,12 @@ def test_a_request_that_must_not_be_drafted_for_is_a_group_of_its_own(
 
 
 def ask_apart(
-    engine: EngineProcess, sidecar: ScriptedSidecar, wish: dict[str, object]
+    engine: EngineProcess, sidecar: ScriptedSidecar, before: int, wish: dict[str, object]
 ) -> tuple[list[list[int]], list[StepReport]]:
-    """Two requests at once, of which the second has a wish, and the reports of their steps."""
-    before = len(sidecar.reports)
+    """Two requests at once, of which the second has a wish, and the reports of their steps.
+
+    before: how many reports there are.
+    """
     parameters: list[dict[str, object]] = [
         {"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in LENGTHS[:2]
     ]
@@ -383,8 +387,8 @@ def ask_apart(
 def test_requests_are_reported_by_the_class_that_clients_name(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
-    sidecar.run(lambda _: (3, False, 0))
-    answers, reports = ask_apart(engine, sidecar, {"speculation_class": "invoices\n"})
+    before = begin_script(engine, sidecar, lambda _: (3, False, 0))
+    answers, reports = ask_apart(engine, sidecar, before, {"speculation_class": "invoices\n"})
     assert answers == plain["batch"][:2]
     for report in reports:
         counts = {part.label: list(part.accepted_counts) for part in report.classes}
@@ -395,8 +399,7 @@ def test_requests_are_reported_by_the_class_that_clients_name(
 
 
 def test_the_openai_api_hands_a_wish_on(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
-    sidecar.run(lambda _: (3, False, 0))
-    before = len(sidecar.reports)
+    before = begin_script(engine, sidecar, lambda _: (3, False, 0))
     answer = engine.complete({"speculation_class": "letters"})
     assert answer["choices"][0]["text"]
     eventually(
@@ -410,7 +413,7 @@ def test_the_openai_api_hands_a_wish_on(engine: EngineProcess, sidecar: Scripted
 def test_chats_with_one_system_prompt_are_a_class_from_the_second_one_on(
     engine: EngineProcess, sidecar: ScriptedSidecar
 ) -> None:
-    sidecar.run(lambda _: (3, False, 0))
+    begin_script(engine, sidecar, lambda _: (3, False, 0))
 
     def hashes(system: str, label: str) -> set[str]:
         """Those in a chat's reports; label: of a chat after it, which shows that all have come."""
@@ -438,8 +441,7 @@ def test_an_adapter_that_is_asked_for_is_refused_and_no_class(
     """A steered SGLang has no adapters."""
     with pytest.raises(HTTPError, match="400"):
         engine.chat("Short.", "What is the sum?", lora_path="invoices")
-    sidecar.run(lambda _: (3, False, 0))
-    before = len(sidecar.reports)
+    before = begin_script(engine, sidecar, lambda _: (3, False, 0))
     assert engine.chat("Short.", "What is the sum?")["choices"][0]["message"]["content"]
     eventually(lambda: len(sidecar.reports) > before, what="a report")
     assert not any(report.classes for report in sidecar.reports[before:])

@@ -13,7 +13,7 @@ from speculation.v1 import engine_pb2, policy_pb2, policy_pb2_grpc, service_pb2,
 from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import LENGTHS, PROMPTS, play
-from tests.support.sidecar_process import controller, sidecar_process
+from tests.support.sidecar_process import PATIENCE_SECONDS, controller, sidecar_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -35,13 +35,13 @@ class Steered:
             question = service_pb2.ExplainRequest(engine_id="e")
             answer: service_pb2.ExplainResponse = service_pb2_grpc.InspectionServiceStub(
                 channel
-            ).Explain(question, timeout=10)
+            ).Explain(question, timeout=PATIENCE_SECONDS)
         return answer
 
     def status(self) -> service_pb2.EngineStatus | None:
         with grpc.insecure_channel(self.address) as channel:
             answer = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
-                service_pb2.ListEnginesRequest(), timeout=10
+                service_pb2.ListEnginesRequest(), timeout=PATIENCE_SECONDS
             )
         return answer.engines[0] if answer.engines else None
 
@@ -56,14 +56,16 @@ class Steered:
         with grpc.insecure_channel(self.operators) as channel:
             answer: policy_pb2.SetOverrideResponse = policy_pb2_grpc.PolicyServiceStub(
                 channel
-            ).SetOverride(policy_pb2.SetOverrideRequest(override=override), timeout=10)
+            ).SetOverride(
+                policy_pb2.SetOverrideRequest(override=override), timeout=PATIENCE_SECONDS
+            )
         return answer
 
     def clear(self) -> None:
         with grpc.insecure_channel(self.operators) as channel:
             policy_pb2_grpc.PolicyServiceStub(channel).ClearOverride(
                 policy_pb2.ClearOverrideRequest(override_id="pin", author="ann", reason="done"),
-                timeout=10,
+                timeout=PATIENCE_SECONDS,
             )
 
     def ran(self) -> engine_pb2.StepReport:
@@ -212,6 +214,7 @@ def test_a_sidecar_that_goes_on_planning_it_harms_nothing(
             answers, reports = play(engine, sidecar, lambda _: (3, False, 1))
             assert [answer.tokens for answer in answers] == plain["batch"]
             log = engine.log.read_text()
+            eventually(lambda: any(r.lost for r in sidecar.requests), what="the loss is told")
     assert {report.drafter for report in reports} == {"eagle3"}
     assert log.count("DFlash no longer drafts; the engine continues with its own drafter") == 1
     assert log.count("this engine has lost dflash") == 1

@@ -23,6 +23,7 @@ from tests.support.engine import (
     serving,
 )
 from tests.support.eventually import eventually
+from tests.support.learning_engine import run_heard
 from tests.support.long_contexts import EVERYTHING, agreement, recorder
 from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES
 from trainer.checkpoint import load_draft
@@ -148,7 +149,7 @@ def test_without_a_stride_nothing_is_learnt(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain_waves: list[list[list[int]]]
 ) -> None:
     sidecar.stride = 0
-    sidecar.run(lambda _: (3, False))
+    run_heard(engine, sidecar, lambda _: (3, False))
     wave(engine, WAVES[1])
     before = online(engine)["rounds"]
     tokens, learnt = wave(engine, WAVES[2])
@@ -237,7 +238,7 @@ def test_updates_that_do_harm_are_taken_back(
             assert "the last good weights are back" in engine.log.read_text()
             # And with what is good now, drafting is as good as it was.
             sidecar.stride = 0
-            sidecar.run(lambda _: (3, False))
+            run_heard(engine, sidecar, lambda _: (3, False))
             wave(engine, WAVES[1])
             tokens, after = wave(engine, WAVES[0])
     assert tokens == plain_waves[0]

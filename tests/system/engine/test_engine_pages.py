@@ -1,7 +1,6 @@
 """Pages of several tokens in the cache."""
 
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -49,14 +48,7 @@ def test_with_pages_any_order_of_arms_gives_plain_decodings_tokens(
         options = [*drafters, "--page-size", "16"]
         with serving(tmp_path / "engine", options, variables) as engine:
             eventually(lambda: sidecar.introductions, what="the engine introduces itself")
-            seeds = count(8)
-
-            def caught_up() -> bool:
-                play_any_order(engine, sidecar, order, next(seeds), plain["batch"])
-                sleep = engine.internal_state()["speculation_controller"]["sleep"]
-                return bool(sleep["caught_up"])
-
-            eventually(caught_up, within=120.0, what="every arm has run, and one after a sleep")
+            play_any_order(engine, sidecar, order, 8, plain["batch"], catches_up=True)
             answers, _ = play(engine, sidecar, lambda _: arms[-1])
             assert [answer.tokens for answer in answers] == plain["batch"]
             # What the first time has left in the cache.

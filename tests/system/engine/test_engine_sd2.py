@@ -16,6 +16,7 @@ from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import (
     ALONE,
     ALONE_LENGTH,
+    PLAYS_MAX,
     accepted_by_context,
     play,
     play_any_order,
@@ -96,9 +97,14 @@ def test_drafts_are_the_students_also_after_a_sleep(
     def script(count: int) -> tuple[int, bool]:
         return (0, True) if sleeps and count % 9 > 4 else (5, False)
 
-    answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
-    assert answers[0].tokens == plain["alone"][0]
-    live = accepted_by_context(reports, "eagle3", 5)
+    live: dict[int, int] = {}
+    # How long it sleeps depends on when plans come.
+    for _ in range(PLAYS_MAX):
+        answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
+        assert answers[0].tokens == plain["alone"][0]
+        live |= accepted_by_context(reports, "eagle3", 5)
+        if len(live) > 30:
+            break
     student, target = load_sd2(steered), load_target(TARGET)
     row = torch.tensor([tokens])
     with torch.no_grad():

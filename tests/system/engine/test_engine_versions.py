@@ -77,7 +77,7 @@ def test_any_order_of_arms_gives_plain_decodings_tokens(
         with serving(tmp_path / "engine", arguments, variables) as engine:
             eventually(lambda: sidecar.introductions, what="the engine introduces itself")
             # The model is the same, and so are its tokens in every version.
-            reports = play_any_order(engine, sidecar, arms, 3, plain["batch"])
+            reports = play_any_order(engine, sidecar, arms, 3, plain["batch"], catches_up=True)
             status = engine.internal_state()["speculation_controller"]
     spec = sidecar.introductions[0]
     assert spec.fingerprint.engine_version == version
