@@ -15,7 +15,7 @@ from controller.service.state.override_registry import OverrideRegistry
 from controller.service.views.fleet_filter import FleetSearch, engine_values
 from controller.service.views.fleet_view import FleetView
 from controller.service.views.paging import ROWS_MAX, page_of
-from controller.service.views.readiness import Readiness, ServiceHealth
+from controller.service.views.readiness import Readiness
 from controller.service.views.status_cache import StatusCache
 from controller.wire.engines import engine_to_proto
 from controller.wire.explanations import (
@@ -24,6 +24,7 @@ from controller.wire.explanations import (
     explanation_to_proto,
     warning_to_proto,
 )
+from controller.wire.field_mapping import message_of
 from controller.wire.plans import plan_to_proto
 from controller.wire.reports import report_to_proto
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
@@ -73,7 +74,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
                 started_at_unix_seconds=self._started_at,
                 now_unix_seconds=time.time(),
                 uptime_seconds=time.monotonic() - self._started,
-                services=map(_health, self._readiness.services()),
+                services=self._health(),
             ),
         )
 
@@ -95,7 +96,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             if held.override.override_id in mine
         )
         answer.store.CopyFrom(health_to_proto(self._override_registry.health))
-        answer.services.extend(map(_health, self._readiness.services()))
+        answer.services.extend(self._health())
         return answer
 
     def _explained(
@@ -150,6 +151,9 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             version=controller.__version__,
         )
 
+    def _health(self) -> list[service_pb2.ServiceHealth]:
+        return [message_of(service_pb2.ServiceHealth, it) for it in self._readiness.services()]
+
     def _status(self, session: EngineSession) -> service_pb2.EngineStatus:
         last, counters, core = session.last_report, session.counters, session.core
         return service_pb2.EngineStatus(
@@ -180,7 +184,3 @@ def _no_line(engine_id: str, why: str) -> service_pb2.EngineOverview:
 
 def _no_fleet_engine(key: str, why: str) -> service_pb2.FleetEngine:
     return service_pb2.FleetEngine(engine_id=key.partition(" ")[0], unavailable=why)
-
-
-def _health(of: ServiceHealth) -> service_pb2.ServiceHealth:
-    return service_pb2.ServiceHealth(service=of.service, serving=of.serving, detail=of.detail)

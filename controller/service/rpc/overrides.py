@@ -32,6 +32,7 @@ from controller.service.views.paging import page_of
 from controller.settings.policy_file import POLICY_PREFIX, Policy
 from controller.store.interface import Actor, StoreUnavailableError
 from controller.wire import overrides as messages
+from controller.wire.field_mapping import message_of
 from controller.wire.override_effects import effect_on, preview
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 
@@ -296,12 +297,11 @@ def _timing(session: EngineSession) -> messages.Timing:
 
 def held_to_proto(held: ActiveOverride) -> policy_pb2.HeldOverride:
     """Converts an override in force, with the time that is left now."""
-    return policy_pb2.HeldOverride(
+    return message_of(
+        policy_pb2.HeldOverride,
+        held,
         override=messages.override_to_proto(held.override),
-        etag=held.etag,
         remaining_seconds=held.remaining_seconds,
-        created_at=held.created_at,
-        origin=held.origin,
     )
 
 

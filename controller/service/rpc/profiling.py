@@ -27,6 +27,7 @@ from controller.service.state.profile_registry import (
 from controller.service.views.paging import page_of
 from controller.util import tasks
 from controller.wire.engines import fingerprint_to_proto
+from controller.wire.field_mapping import message_of
 from controller.wire.plans import arm_from_proto
 from controller.wire.reports import report_to_proto
 from speculation.v1 import service_pb2, service_pb2_grpc
@@ -198,15 +199,11 @@ def _place(summary: ProfileSummary) -> str:
 
 
 def _row_of(summary: ProfileSummary, engine_ids: Sequence[str]) -> service_pb2.ShelvedProfile:
-    return service_pb2.ShelvedProfile(
-        identity=summary.identity,
-        profile_id=summary.profile_id,
-        measurements=summary.measurements,
+    return message_of(
+        service_pb2.ShelvedProfile,
+        summary,
         fingerprint=fingerprint_to_proto(summary.fingerprint),
         drafters=[drafter.name for drafter in summary.drafters],
-        cells=summary.cells,
-        steps=summary.steps,
-        measured_at=summary.measured_at,
         engine_ids=engine_ids,
     )
 

@@ -32,6 +32,7 @@ from controller.core.engine_spec import MAX_BATCH_SIZE, MAX_GAMMA
 from controller.service.views.engine_status import EngineLine
 from controller.service.views.status_cache import StatusCache
 from controller.store.interface import StoreUnavailableError, SummaryBoard
+from controller.util.text import printable
 
 # Engines of one text, and its bytes.
 ENGINES_MAX: Final = 1024
@@ -202,7 +203,7 @@ def _amount(value: float | None) -> float | None:
 
 def _short(words: str) -> str:
     """Cuts words, and replaces what cannot be printed: others refuse it."""
-    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
+    shown = printable(words)
     return shown if len(shown) <= _WORDS_MAX else shown[: _WORDS_MAX - 1] + "…"
 
 

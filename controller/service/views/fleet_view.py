@@ -53,6 +53,10 @@ _LINKS: Final = {
     "waiting": "waiting",
     "": "unlinked",
 }
+# The sums that are counts of engines.
+_COUNTED: Final = (
+    "engines", "steered", "unsteered", "waiting", "silent", "unavailable", "off", "overridden",
+)  # fmt: skip
 _NOT_READ = "the store has not answered yet"
 
 _log = structlog.get_logger(__name__)
@@ -171,19 +175,11 @@ class FleetTally:
 
     def totals(self) -> FleetTotals:
         """Returns the sums so far."""
-        counts = self._counts
         return FleetTotals(
-            engines=counts["engines"],
             sidecars=len(self._sources),
-            steered=counts["steered"],
-            unsteered=counts["unsteered"],
-            waiting=counts["waiting"],
-            silent=counts["silent"],
-            unavailable=counts["unavailable"],
-            off=counts["off"],
-            overridden=counts["overridden"],
             generated_per_second=self._generated,
             tokens_gained_per_second=self._gained,
+            **{name: self._counts[name] for name in _COUNTED},
         )
 
 
