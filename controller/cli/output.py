@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Never, TypeVar
 
@@ -224,13 +225,17 @@ def print_table(table: "TextTable", *, wide: bool = False) -> None:
     columns: list[Column[tuple[str, ...]]] = [
         Column(
             column.title, itemgetter(number), column.right, column.priority,
-            style=lambda text, styles=column.styles: styles.get(text, ""),
+            style=partial(_style, column.styles),
         )
         for number, column in enumerate(table.columns)
     ]  # fmt: skip
     if table.title:
         print_words(table.title)
     _show_table(Listing("", itemgetter(0), columns, list), table.rows, wide=wide)
+
+
+def _style(styles: Mapping[str, str], text: str) -> str:
+    return styles.get(text, "")
 
 
 def print_words(words: str) -> None:
