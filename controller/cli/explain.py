@@ -39,13 +39,7 @@ from controller.cli.output import (
     show,
     show_one,
 )
-from controller.wire.override_text import (
-    author_text,
-    reason_text,
-    regime_text,
-    rule_text,
-    scope_text,
-)
+from controller.wire.override_text import held_text, reason_text, regime_text
 
 if TYPE_CHECKING:
     from speculation.v1 import service_pb2
@@ -255,11 +249,7 @@ def _limits(answer: "service_pb2.ExplainResponse") -> Iterator[str]:
         held for held in answer.overrides if held.override.override_id in answer.limits.overrides
     ]
     for held in counting:
-        it = held.override
-        yield (
-            f"Override {it.override_id} limits the choice ({scope_text(it)}: {rule_text(it)}; "
-            f"{author_text(held)}: {it.reason})."
-        )
+        yield f"Override {held.override.override_id} limits the choice ({held_text(held)})."
     if others := len(answer.overrides) - len(counting):
         yield f"Overrides that do not count at this batch size: {others}."
     if (regime := regime_text(answer.plan.regime)) not in {"off", "unspecified"}:

@@ -50,6 +50,13 @@ def scope_text(override: "policy_pb2.Override") -> str:
     return f"{whom} at B {low or 1}-{high or ''}"
 
 
+def held_text(held: "policy_pb2.HeldOverride") -> str:
+    """Describes an override in force: whom it is for, what it demands, who set it, and why."""
+    override = held.override
+    told = f"{scope_text(override)}: {rule_text(override)}"
+    return f"{told}; {author_text(held)}: {override.reason}"
+
+
 def author_text(held: "policy_pb2.HeldOverride") -> str:
     """Names who has set an override, or the file that policy comes from."""
     return f"{held.override.author} {held.origin}".rstrip()
@@ -69,17 +76,17 @@ def batch_range(text: str) -> tuple[int, int]:
 
 def regime_text(regime: "plan_pb2.Regime") -> str:
     """Writes a regime as it is typed: off, collect, online:STRIDE."""
-    name = _word(regime, "mode", "REGIME_MODE_")
+    name = word_of(regime, "mode", "REGIME_MODE_")
     return f"{name}:{regime.stride}" if regime.stride else name
 
 
 def reason_text(plan: "plan_pb2.Plan | plan_pb2.PlanRow") -> str:
     """Names the reason of a plan, or of one of its rows, as logs do."""
-    return _word(plan, "reason", "REASON_")
+    return word_of(plan, "reason", "REASON_")
 
 
-def _word(message: "Message", field: str, prefix: str) -> str:
-    """An enumeration's value without its prefix; the number of one that is not known here."""
+def word_of(message: "Message", field: str, prefix: str) -> str:
+    """Names an enumeration's value without its prefix; the number of one not known here."""
     number = getattr(message, field)
     kind = message.DESCRIPTOR.fields_by_name[field].enum_type
     known = None if kind is None else kind.values_by_number.get(number)
