@@ -17,21 +17,18 @@ PRECEDENCE = (
 
 def rule_text(override: "policy_pb2.Override") -> str:
     """Describes in words what an override demands."""
-    rule, parts = override.rule, []
-    if rule.off:
-        parts.append("no speculation")
-    if rule.HasField("gamma"):
-        parts.append(f"gamma = {rule.gamma}")
-    if rule.HasField("gamma_min"):
-        parts.append(f"gamma >= {rule.gamma_min}")
-    if rule.HasField("gamma_max"):
-        parts.append(f"gamma <= {rule.gamma_max}")
-    if rule.HasField("tpot_max_seconds"):
-        parts.append(f"at most {1e3 * rule.tpot_max_seconds:g} ms a token")
-    if rule.HasField("drafter"):
-        parts.append(f"drafter {rule.drafter}")
-    if rule.HasField("regime"):
-        parts.append(f"regime {regime_text(rule.regime)}")
+    rule = override.rule
+    demands = {
+        "gamma": f"gamma = {rule.gamma}",
+        "gamma_min": f"gamma >= {rule.gamma_min}",
+        "gamma_max": f"gamma <= {rule.gamma_max}",
+        "tpot_max_seconds": f"at most {1e3 * rule.tpot_max_seconds:g} ms a token",
+        "drafter": f"drafter {rule.drafter}",
+        "regime": f"regime {regime_text(rule.regime)}",
+    }
+    parts = ["no speculation"] * rule.off
+    given = {field.name for field, _ in rule.ListFields()}
+    parts += [text for name, text in demands.items() if name in given]
     parts += [f"not drafter {name}" for name in rule.deny_drafters]
     parts += ["no online updates"] * rule.deny_updates + ["no probing"] * rule.deny_exploration
     return ", ".join(parts)
