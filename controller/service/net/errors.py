@@ -66,11 +66,11 @@ def told(
 ) -> Callable[[_Error], _Error]:
     """Declares how clients hear of a class of errors; see `ErrorKind`."""
 
-    def declare(of: _Error) -> _Error:
+    def enter(of: _Error) -> _Error:
         KINDS[of] = ErrorKind(status, reason, resource_type)
         return of
 
-    return declare
+    return enter
 
 
 told(StatusCode.OUT_OF_RANGE, errors_pb2.ERROR_REASON_UNKNOWN_DRAFT_LENGTH)(UnknownArmError)
