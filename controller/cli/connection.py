@@ -139,9 +139,6 @@ def _with_metadata(channel: "grpc.Channel", more: tuple[tuple[str, str], ...]) -
         ) -> Any:
             return continuation(with_it(client_call_details), request)
 
-        def intercept_unary_stream(
-            self, continuation: Any, client_call_details: Any, request: Any
-        ) -> Any:
-            return continuation(with_it(client_call_details), request)
+        intercept_unary_stream = intercept_unary_unary
 
     return grpc.intercept_channel(channel, Interceptor())

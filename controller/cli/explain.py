@@ -4,6 +4,7 @@ Of the latter's levels, the decision in a line and in a paragraph are here.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +15,7 @@ from controller.cli.explain_numbers import (
     counted,
     health_text,
     lost_text,
+    print_numbers,
     row_for,
     store_text,
     warnings_text,
@@ -37,13 +39,7 @@ from controller.cli.output import (
     show,
     show_one,
 )
-from controller.wire.override_text import (
-    author_text,
-    reason_text,
-    regime_text,
-    rule_text,
-    scope_text,
-)
+from controller.wire.override_text import held_text, reason_text, regime_text
 
 if TYPE_CHECKING:
     from speculation.v1 import service_pb2
@@ -69,7 +65,7 @@ def engines(
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Lists the engines that the sidecar steers, or, with --fleet, those of all sidecars."""
-    from controller.client.paging import every_page
+    from controller.client.paging import every_page_of
     from speculation.v1 import service_pb2, service_pb2_grpc
 
     require_fleet(fleet=fleet, words=words)
@@ -77,11 +73,9 @@ def engines(
         if fleet:
             show_fleet(fleet_of(channel, words), output)
             return
-        inspection = service_pb2_grpc.InspectionServiceStub(channel)
-        answer = every_page(
-            lambda token: inspection.ListEngines(
-                service_pb2.ListEnginesRequest(page_token=token), timeout=_ANSWER_SECONDS_MAX
-            )
+        list_engines = service_pb2_grpc.InspectionServiceStub(channel).ListEngines
+        answer = every_page_of(
+            partial(list_engines, timeout=_ANSWER_SECONDS_MAX), service_pb2.ListEnginesRequest()
         )
     show(_ENGINES, answer.engines, output, "no engine has introduced itself")
     if output not in TABLES:
@@ -118,8 +112,6 @@ def explain(
     With --short in one line, with --numbers (or -o wide) with all numbers. JSON and YAML always
     have all numbers.
     """
-    from controller.cli.explain import line_text, paragraph_text
-    from controller.cli.explain_numbers import print_numbers
     from speculation.v1 import service_pb2, service_pb2_grpc
 
     if short and numbers:
@@ -257,11 +249,7 @@ def _limits(answer: "service_pb2.ExplainResponse") -> Iterator[str]:
         held for held in answer.overrides if held.override.override_id in answer.limits.overrides
     ]
     for held in counting:
-        it = held.override
-        yield (
-            f"Override {it.override_id} limits the choice ({scope_text(it)}: {rule_text(it)}; "
-            f"{author_text(held)}: {it.reason})."
-        )
+        yield f"Override {held.override.override_id} limits the choice ({held_text(held)})."
     if others := len(answer.overrides) - len(counting):
         yield f"Overrides that do not count at this batch size: {others}."
     if (regime := regime_text(answer.plan.regime)) not in {"off", "unspecified"}:

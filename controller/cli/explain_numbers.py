@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING
 
 from controller.cli.output import print_table, print_words
 from controller.util.text import TIME, TextColumn, TextTable, moment_text, numbers
-from controller.wire.override_text import (
-    PRECEDENCE,
-    author_text,
-    reason_text,
-    regime_text,
-    rule_text,
-    scope_text,
-)
+from controller.wire.override_text import PRECEDENCE, held_text, reason_text, regime_text
 
 if TYPE_CHECKING:
     from speculation.v1 import engine_pb2, plan_pb2, policy_pb2, service_pb2
@@ -269,13 +262,11 @@ def _mixtures_text(answer: "service_pb2.ExplainResponse") -> str:
 
 
 def _overrides_text(answer: "service_pb2.ExplainResponse") -> str:
-    lines = []
-    for held in answer.overrides:
-        it = held.override
-        lines.append(
-            f"override {it.override_id}{_standing(it, answer.limits)}: {scope_text(it)}: "
-            f"{rule_text(it)}; {author_text(held)}: {it.reason}\n"
-        )
+    lines = [
+        f"override {held.override.override_id}{_standing(held.override, answer.limits)}: "
+        f"{held_text(held)}\n"
+        for held in answer.overrides
+    ]
     if lines:
         lines.append(f"{PRECEDENCE}\n")
     return "".join(lines) + store_text(answer.store)

@@ -1,6 +1,7 @@
 """Shows the engines of all sidecars that share a store: `top --fleet` and `engines --fleet`."""
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -46,15 +47,12 @@ def require_fleet(*, fleet: bool, words: str) -> None:
 
 def fleet_of(channel: "grpc.Channel", words: str) -> "service_pb2.ListFleetResponse":
     """Asks for the engines of all pages.  Raises grpc.RpcError."""
-    from controller.client.paging import every_page
+    from controller.client.paging import every_page_of
     from speculation.v1 import service_pb2, service_pb2_grpc
 
-    inspection = service_pb2_grpc.InspectionServiceStub(channel)
-    return every_page(
-        lambda token: inspection.ListFleet(
-            service_pb2.ListFleetRequest(page_token=token, filter=words),
-            timeout=_ANSWER_SECONDS_MAX,
-        )
+    list_fleet = service_pb2_grpc.InspectionServiceStub(channel).ListFleet
+    return every_page_of(
+        partial(list_fleet, timeout=_ANSWER_SECONDS_MAX), service_pb2.ListFleetRequest(filter=words)
     )
 
 

@@ -25,7 +25,7 @@ from controller.cli.output import (
     show_news,
 )
 from controller.util.text import moment_text
-from controller.wire.override_text import PRECEDENCE, author_text, rule_text, scope_text
+from controller.wire.override_text import PRECEDENCE, held_text, rule_text, scope_text, word_of
 
 if TYPE_CHECKING:
     from speculation.v1 import policy_pb2
@@ -76,23 +76,12 @@ def watch(
         if people:
             print_line(PRECEDENCE)
         for news in stub.WatchOverrides(policy_pb2.WatchOverridesRequest()):
-            held, kind = news.held, _kind(news)
+            held, kind = news.held, word_of(news, "kind", "KIND_")
             if not people:
                 values = {"change": kind, "held": plain_values(held)}
                 show_news("OverrideNews", values, output, held.override.override_id)
                 continue
-            line = (
-                f"{kind:8} {held.override.override_id}  {scope_text(held.override)}: "
-                f"{rule_text(held.override)}; {author_text(held)}: {held.override.reason}"
-            )
-            print_line(line)
-
-
-def _kind(news: "policy_pb2.WatchOverridesResponse") -> str:
-    """Returns "present", "set" or another word for what has happened."""
-    names = news.DESCRIPTOR.enum_types_by_name["Kind"].values_by_number
-    known = names.get(news.kind)
-    return str(news.kind) if known is None else known.name.removeprefix("KIND_").lower()
+            print_line(f"{kind:8} {held.override.override_id}  {held_text(held)}")
 
 
 def log(

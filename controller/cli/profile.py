@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controller.cli.completion import engine_ids
-from controller.cli.connection import checked_address
+from controller.cli.connection import DEFAULT_ADDRESS, checked_address
 from controller.cli.output import FormOption, Output, print_error, print_words, refuse, show_one
 from controller.cli.profiles import print_profile, profile_values
 from controller.util.exit_codes import Exit
@@ -35,7 +35,7 @@ def measure(
             callback=checked_address,
             help="Where the sidecar serves: unix:PATH, /PATH or HOST:PORT.",
         ),
-    ] = "unix:/run/speculation/controller.sock",
+    ] = DEFAULT_ADDRESS,
     output: Annotated[
         Path | None,
         typer.Option(

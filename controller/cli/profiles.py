@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -113,16 +114,12 @@ _PROFILES: "Listing[service_pb2.ShelvedProfile]" = Listing(
 
 def list_(output: OutputOption = Output.TABLE, address: Address = DEFAULT_ADDRESS) -> None:
     """Lists the profiles that the sidecar keeps, the newest first."""
-    from controller.client.paging import every_page
+    from controller.client.paging import every_page_of
     from speculation.v1 import service_pb2
 
     with connected(address) as channel:
-        answer = every_page(
-            lambda token: _stub(channel).ListProfiles(
-                service_pb2.ListProfilesRequest(page_token=token), timeout=_ANSWER_SECONDS
-            ),
-            "profiles",
-        )
+        list_profiles = partial(_stub(channel).ListProfiles, timeout=_ANSWER_SECONDS)
+        answer = every_page_of(list_profiles, service_pb2.ListProfilesRequest(), "profiles")
     none = "no profile is in the store: measure one with `controller profile`"
     show_list(_PROFILES, answer.profiles, output, none)
 

@@ -4,11 +4,13 @@ The latter takes the former's options, and names the place that each value comes
 """
 
 from collections.abc import Mapping
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from controller.cli.connection import DEFAULT_ADDRESS
 from controller.cli.output import (
     Column,
     Listing,
@@ -28,91 +30,57 @@ if TYPE_CHECKING:
 CONFIG_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-def serve(
-    context: typer.Context,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file of settings; also CONTROLLER_CONFIG.")
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="Unix socket to serve on, unix:PATH or /PATH.",
-            show_default="unix:/run/speculation/controller.sock",
-        ),
-    ] = None,
-    tcp: Annotated[
-        str | None,
-        typer.Option(help="HOST:PORT to serve on as well."),
-    ] = None,
-    access: Annotated[
-        Path | None, typer.Option(help="Access list for TCP: who may read, steer, override.")
-    ] = None,
-    tls_certificate: Annotated[
-        Path | None, typer.Option(help="PEM file: TCP is served with TLS.")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its private key.")] = None,
-    tls_client_ca: Annotated[
-        Path | None, typer.Option(help="PEM file: clients need a certificate of this authority.")
-    ] = None,
-    state_directory: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where overrides and their audit are kept.", show_default="beside the socket"
-        ),
-    ] = None,
-    profile: Annotated[
-        list[Path] | None,
-        typer.Option(help="Profile file, or directory of them; may be given several times."),
-    ] = None,
-    profile_directory: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where profiles measured through this sidecar are kept, and found again."
-        ),
-    ] = None,
-    ready_with: Annotated[
-        str | None,
-        typer.Option(
-            help="Steering is SERVING from: profile, roofline or guess.", show_default="roofline"
-        ),
-    ] = None,
-    health_host: Annotated[
-        str | None, typer.Option(help="Address of the health port.", show_default="all")
-    ] = None,
-    health_port: Annotated[
-        int | None,
-        typer.Option(
-            help="TCP port with grpc.health.v1 alone, for a kubelet; 0: none.", show_default="0"
-        ),
-    ] = None,
-    metrics_host: Annotated[
-        str | None, typer.Option(help="Address of /metrics.", show_default="127.0.0.1")
-    ] = None,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Port of /metrics; 0: none.", show_default="9464")
-    ] = None,
-    page_host: Annotated[
-        str | None, typer.Option(help="Address of the web page.", show_default="127.0.0.1")
-    ] = None,
-    page_port: Annotated[
-        int | None,
-        typer.Option(help="Port of the web page, to look at; 0: none.", show_default="0"),
-    ] = None,
-    reflection: Annotated[
-        bool | None,
-        typer.Option("--reflection/--no-reflection", help="gRPC reflection.", show_default="on"),
-    ] = None,
-    channelz: Annotated[
-        bool | None,
-        typer.Option(
-            "--channelz/--no-channelz", help="gRPC channelz, on the unix sockets.",
-            show_default="off",
-        ),
-    ] = None,
-    log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error.", show_default="info")
-    ] = None,
-) -> None:  # fmt: skip
+def _option(name: str, kind: Any, text: str, shown: str = "", *, flags: str = "") -> Parameter:
+    """Describes an option that sets something.
+
+    name: of the setting, or of `flags_of`.  text: its help.  shown: what the help calls its
+    default; it is None, so that other sources of settings count.  flags: where they are not --NAME.
+    """
+    names = (flags,) if flags else ()
+    option = typer.Option(*names, help=text, show_default=shown or True)
+    annotation = Annotated[kind | None, option]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+_OPTIONS = (
+    _option("config", Path, "YAML file of settings; also CONTROLLER_CONFIG."),
+    _option("address", str, "Unix socket to serve on, unix:PATH or /PATH.", DEFAULT_ADDRESS),
+    _option("tcp", str, "HOST:PORT to serve on as well."),
+    _option("access", Path, "Access list for TCP: who may read, steer, override."),
+    _option("tls_certificate", Path, "PEM file: TCP is served with TLS."),
+    _option("tls_key", Path, "PEM file with its private key."),
+    _option("tls_client_ca", Path, "PEM file: clients need a certificate of this authority."),
+    _option(
+        "state_directory", Path, "Where overrides and their audit are kept.", "beside the socket"
+    ),
+    _option(
+        "profile", list[Path], "Profile file, or directory of them; may be given several times."
+    ),
+    _option(
+        "profile_directory",
+        Path,
+        "Where profiles measured through this sidecar are kept, and found again.",
+    ),
+    _option("ready_with", str, "Steering is SERVING from: profile, roofline or guess.", "roofline"),
+    _option("health_host", str, "Address of the health port.", "all"),
+    _option("health_port", int, "TCP port with grpc.health.v1 alone, for a kubelet; 0: none.", "0"),
+    _option("metrics_host", str, "Address of /metrics.", "127.0.0.1"),
+    _option("metrics_port", int, "Port of /metrics; 0: none.", "9464"),
+    _option("page_host", str, "Address of the web page.", "127.0.0.1"),
+    _option("page_port", int, "Port of the web page, to look at; 0: none.", "0"),
+    _option("reflection", bool, "gRPC reflection.", "on", flags="--reflection/--no-reflection"),
+    _option(
+        "channelz",
+        bool,
+        "gRPC channelz, on the unix sockets.",
+        "off",
+        flags="--channelz/--no-channelz",
+    ),
+    _option("log_level", str, "debug, info, warning or error.", "info"),
+)
+
+
+def serve(**given: Any) -> None:
     """Runs the sidecar until SIGTERM or SIGINT; SIGHUP has it read its settings again.
 
     Every option, and more, can be set in a YAML file (--config) and by environment variables with
@@ -123,10 +91,6 @@ def serve(
     9 a file that a setting names (profile, access list, policy, certificate) cannot be used, 10 the
     state directory or the store cannot be used, 1 anything else.
     """
-    # All are read from the context: `controller config` reads a command line of ours the same way.
-    del config, address, tcp, access, tls_certificate, tls_key, tls_client_ca, state_directory
-    del profile, profile_directory, ready_with, health_host, health_port, metrics_host
-    del metrics_port, page_host, page_port, reflection, channelz, log_level
     import asyncio
     import os
     import signal
@@ -142,7 +106,7 @@ def serve(
     from controller.settings.settings import Settings, SettingsError
     from controller.util import logs
 
-    flags, file = flags_of(context.params)
+    flags, file = flags_of(given)
 
     def read() -> Settings:
         return Settings.load(flags, file)
@@ -159,6 +123,10 @@ def serve(
         refuse("serve", error, _code_of(error))
     finally:
         logs.tell_suppressed()
+
+
+# Which options there are: typer asks for the signature.
+serve.__signature__ = Signature(_OPTIONS)  # type: ignore[attr-defined]
 
 
 def flags_of(params: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:

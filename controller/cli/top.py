@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import typer
@@ -170,14 +171,12 @@ def _looks(
 
 
 def _overview(channel: "grpc.Channel") -> "service_pb2.OverviewResponse":
-    from controller.client.paging import every_page
+    from controller.client.paging import every_page_of
     from speculation.v1 import service_pb2, service_pb2_grpc
 
-    inspection = service_pb2_grpc.InspectionServiceStub(channel)
-    return every_page(
-        lambda token: inspection.Overview(
-            service_pb2.OverviewRequest(page_token=token), timeout=_ANSWER_SECONDS_MAX
-        )
+    overview = service_pb2_grpc.InspectionServiceStub(channel).Overview
+    return every_page_of(
+        partial(overview, timeout=_ANSWER_SECONDS_MAX), service_pb2.OverviewRequest()
     )
 
 

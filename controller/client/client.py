@@ -12,14 +12,14 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from functools import partial
 from typing import Any, Final, Self, TypeVar
 
 import grpc
 
 from controller.client.channels import Credentials, reading_channel, user_name
 from controller.client.errors import NotFoundError, UnsupportedError, error_of
-from controller.client.paging import Pages, every_page
+from controller.client.paging import Pages, every_page_of
 from controller.util.sockets import operators_address, sidecar_address
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 
@@ -102,12 +102,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -122,21 +117,11 @@ class Client:
 
     def engines(self) -> list[service_pb2.EngineStatus]:
         """Returns the engines that the sidecar steers, with their plans, by id."""
-        answer = every_page(
-            lambda token: self._call(
-                self._inspection.ListEngines, service_pb2.ListEnginesRequest(page_token=token)
-            )
-        )
-        return list(answer.engines)
+        return self._listed(self._inspection.ListEngines, service_pb2.ListEnginesRequest())
 
     def overview(self) -> list[service_pb2.EngineOverview]:
         """Returns what each engine runs now and what it gains by it, by id."""
-        answer = every_page(
-            lambda token: self._call(
-                self._inspection.Overview, service_pb2.OverviewRequest(page_token=token)
-            )
-        )
-        return list(answer.engines)
+        return self._listed(self._inspection.Overview, service_pb2.OverviewRequest())
 
     def fleet(self, words: str = "") -> list[service_pb2.FleetEngine]:
         """Returns the engines of all sidecars that share the store.
@@ -145,13 +130,8 @@ class Client:
 
         Raises InvalidRequestError for words that are no filter.
         """
-        answer = every_page(
-            lambda token: self._call(
-                self._inspection.ListFleet,
-                service_pb2.ListFleetRequest(filter=words, page_token=token),
-            )
-        )
-        return list(answer.engines)
+        request = service_pb2.ListFleetRequest(filter=words)
+        return self._listed(self._inspection.ListFleet, request)
 
     def explain(self, engine_id: str, batch_size: int = 0) -> service_pb2.ExplainResponse:
         """Explains the choice at a batch size; 0: that of the last report.
@@ -210,13 +190,8 @@ class Client:
 
     def overrides(self) -> list[policy_pb2.HeldOverride]:
         """Returns the overrides in force, file-based policy among them, by id."""
-        answer = every_page(
-            lambda token: self._call(
-                self._policy.ListOverrides, policy_pb2.ListOverridesRequest(page_token=token)
-            ),
-            "overrides",
-        )
-        return list(answer.overrides)
+        request = policy_pb2.ListOverridesRequest()
+        return self._listed(self._policy.ListOverrides, request, "overrides")
 
     def clear_override(
         self, override_id: str, reason: str, *, etag: str = "", allow_missing: bool = False
@@ -271,13 +246,8 @@ class Client:
 
     def profiles(self) -> list[service_pb2.ShelvedProfile]:
         """Returns the profiles in the sidecar's store, the newest measurements first."""
-        answer = every_page(
-            lambda token: self._call(
-                self._profiles.ListProfiles, service_pb2.ListProfilesRequest(page_token=token)
-            ),
-            "profiles",
-        )
-        return list(answer.profiles)
+        request = service_pb2.ListProfilesRequest()
+        return self._listed(self._profiles.ListProfiles, request, "profiles")
 
     def get_profile(self, *, profile_id: str = "", engine_id: str = "") -> str:
         """Returns the JSON text of a profile: of this id or identity, or of what fits an engine.
@@ -312,6 +282,11 @@ class Client:
             profile_json=profile_json, request_id=str(uuid.uuid4())
         )
         return self._call(self._profile_changes.InstallProfile, request)
+
+    def _listed(self, method: Callable[..., Any], request: Any, rows: str = "engines") -> list[Any]:
+        """Returns the rows of all pages."""
+        answer = every_page_of(partial(self._call, method), request, rows)
+        return list(getattr(answer, rows))
 
     def _call(self, method: Callable[..., Answer], request: Any) -> Answer:
         try:

@@ -62,6 +62,16 @@ def every_page(call: Callable[[str], Answer], rows: str = "engines") -> Answer:
     return answer
 
 
+def every_page_of(call: Callable[[Any], Answer], request: Any, rows: str = "engines") -> Answer:
+    """Does the same for a call that takes a request, whose page token is set for each page."""
+
+    def page(token: str) -> Answer:
+        request.page_token = token
+        return call(request)
+
+    return every_page(page, rows)
+
+
 async def every_page_aio(call: Callable[[str], Awaitable[Answer]], rows: str = "engines") -> Answer:
     """Does the same as `every_page`, for asyncio."""
     pages, answer = Pages(), await call("")

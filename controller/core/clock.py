@@ -9,7 +9,6 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Returns seconds since an arbitrary fixed point; they never decrease."""
-        ...
 
 
 class WallClock:

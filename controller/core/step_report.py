@@ -139,43 +139,37 @@ class StepReport:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batch_size > MAX_BATCH_SIZE:
-            raise InvalidReportError(
-                f"step {self.step}: batch_size {self.batch_size} is outside 1..{MAX_BATCH_SIZE}",
-                field_path="batch_size",
+            raise self._wrong(
+                "batch_size", f"batch_size {self.batch_size} is outside 1..{MAX_BATCH_SIZE}"
             )
         if not 0 <= self.gamma <= MAX_GAMMA:
-            raise InvalidReportError(
-                f"step {self.step}: gamma {self.gamma} is outside 0..{MAX_GAMMA}",
-                field_path="gamma",
-            )
+            raise self._wrong("gamma", f"gamma {self.gamma} is outside 0..{MAX_GAMMA}")
         if len(self.accepted_counts) != self.gamma + 1:
-            raise InvalidReportError(
-                f"step {self.step}: accepted_counts has {len(self.accepted_counts)} entries, "
-                f"gamma {self.gamma} needs {self.gamma + 1}",
-                field_path="accepted_counts",
+            raise self._wrong(
+                "accepted_counts",
+                f"accepted_counts has {len(self.accepted_counts)} entries, gamma {self.gamma} "
+                f"needs {self.gamma + 1}",
             )
         if min(self.accepted_counts) < 0 or sum(self.accepted_counts) != self.batch_size:
-            raise InvalidReportError(
-                f"step {self.step}: accepted_counts {list(self.accepted_counts)} do not sum to "
-                f"batch_size {self.batch_size}",
-                field_path="accepted_counts",
+            raise self._wrong(
+                "accepted_counts",
+                f"accepted_counts {list(self.accepted_counts)} do not sum to batch_size "
+                f"{self.batch_size}",
             )
         if not MIN_STEP_SECONDS <= self.step_seconds <= MAX_STEP_SECONDS:
-            raise InvalidReportError(
-                f"step {self.step}: step_seconds {self.step_seconds} is not a positive time "
+            raise self._wrong(
+                "step_seconds",
+                f"step_seconds {self.step_seconds} is not a positive time "
                 f"of {MIN_STEP_SECONDS:g} s to {MAX_STEP_SECONDS:.0f} s",
-                field_path="step_seconds",
             )
         if self.kv_tokens < 0:
-            raise InvalidReportError(
-                f"step {self.step}: kv_tokens {self.kv_tokens} is negative", field_path="kv_tokens"
-            )
+            raise self._wrong("kv_tokens", f"kv_tokens {self.kv_tokens} is negative")
         updated = self.update_seconds
         if updated and not MIN_STEP_SECONDS <= updated <= MAX_STEP_SECONDS:
-            raise InvalidReportError(
-                f"step {self.step}: update_seconds {updated} is neither 0 nor a time of "
+            raise self._wrong(
+                "update_seconds",
+                f"update_seconds {updated} is neither 0 nor a time of "
                 f"{MIN_STEP_SECONDS:g} s to {MAX_STEP_SECONDS:.0f} s",
-                field_path="update_seconds",
             )
         if self.classes:
             self._check_classes()
@@ -185,70 +179,66 @@ class StepReport:
             self._check_rows()
         self._check_answers()
 
+    def _wrong(self, field_path: str, text: str) -> InvalidReportError:
+        return InvalidReportError(f"step {self.step}: {text}", field_path=field_path)
+
     def _check_answers(self) -> None:
         delivered = self.delivered_tokens
         if delivered and delivered > self.batch_size * (self.gamma + 1):
-            raise InvalidReportError(
-                f"step {self.step}: delivered_tokens {delivered} are more than {self.batch_size} "
-                f"sequences get at gamma {self.gamma}",
-                field_path="delivered_tokens",
+            raise self._wrong(
+                "delivered_tokens",
+                f"delivered_tokens {delivered} are more than {self.batch_size} sequences get at "
+                f"gamma {self.gamma}",
             )
         waiting = self.waiting_prompt_tokens
         if waiting and waiting > MAX_WAITING_TOKENS:
-            raise InvalidReportError(
-                f"step {self.step}: waiting_prompt_tokens {waiting}, at most {MAX_WAITING_TOKENS} "
-                "are possible",
-                field_path="waiting_prompt_tokens",
+            raise self._wrong(
+                "waiting_prompt_tokens",
+                f"waiting_prompt_tokens {waiting}, at most {MAX_WAITING_TOKENS} are possible",
             )
 
     def _check_classes(self) -> None:
         labels = [part.label for part in self.classes]
         if len(labels) > MAX_REPORT_CLASSES or len(set(labels)) != len(labels):
-            raise InvalidReportError(
-                f"step {self.step}: {len(labels)} classes, unique ones and at most "
-                f"{MAX_REPORT_CLASSES} are needed",
-                field_path="classes",
+            raise self._wrong(
+                "classes",
+                f"{len(labels)} classes, unique ones and at most {MAX_REPORT_CLASSES} are needed",
             )
         left, cut = list(self.accepted_counts), 0
         for part in self.classes:
             if not (1 <= len(part.label) <= MAX_LABEL_CHARACTERS and part.label.isprintable()):
-                raise InvalidReportError(
-                    f"step {self.step}: class {part.label[:80]!r}: 1 to {MAX_LABEL_CHARACTERS} "
-                    "printable characters are needed",
-                    field_path="classes",
+                raise self._wrong(
+                    "classes",
+                    f"class {part.label[:80]!r}: 1 to {MAX_LABEL_CHARACTERS} printable characters "
+                    "are needed",
                 )
             counts, censored = part.accepted_counts, part.censored_counts
             fits = len(counts) == len(left) and len(censored) in {0, self.gamma}
             if not fits or min(counts + censored) < 0 or not any(counts + censored):
-                raise InvalidReportError(
-                    f"step {self.step}: class {part.label!r}: accepted_counts {list(counts)[:80]} "
+                raise self._wrong(
+                    "classes",
+                    f"class {part.label!r}: accepted_counts {list(counts)[:80]} "
                     f"and censored_counts {list(censored)[:80]} are not {len(left)} counts, and "
                     f"{self.gamma} or none, of at least one sequence",
-                    field_path="classes",
                 )
             left = [all_ - mine for all_, mine in zip(left, counts, strict=True)]
             cut += sum(censored)
         if min(left) < 0 or sum(left) < cut:
-            raise InvalidReportError(
-                f"step {self.step}: its classes count more sequences than the step has",
-                field_path="classes",
-            )
+            raise self._wrong("classes", "its classes count more sequences than the step has")
 
     def _check_confidences(self) -> None:
         good = all(math.isfinite(p) and 0 <= p <= 1 for p in self.confidences)
         if len(self.confidences) != self.gamma or not good:
-            raise InvalidReportError(
-                f"step {self.step}: confidences {list(self.confidences)[:80]} are not {self.gamma} "
-                "probabilities",
-                field_path="confidences",
+            raise self._wrong(
+                "confidences",
+                f"confidences {list(self.confidences)[:80]} are not {self.gamma} probabilities",
             )
 
     def _check_rows(self) -> None:
         if not 0 <= self.prefill_tokens <= MAX_PREFILL_TOKENS:
-            raise InvalidReportError(
-                f"step {self.step}: prefill_tokens {self.prefill_tokens} is outside "
-                f"0..{MAX_PREFILL_TOKENS}",
-                field_path="prefill_tokens",
+            raise self._wrong(
+                "prefill_tokens",
+                f"prefill_tokens {self.prefill_tokens} is outside 0..{MAX_PREFILL_TOKENS}",
             )
         if self.groups:
             self._check_groups()
@@ -257,59 +247,52 @@ class StepReport:
 
     def _check_groups(self) -> None:
         if len(self.groups) > MAX_GROUPS:
-            raise InvalidReportError(
-                f"step {self.step}: {len(self.groups)} groups of rows, {MAX_GROUPS} at most",
-                field_path="groups",
-            )
+            raise self._wrong("groups", f"{len(self.groups)} groups of rows, {MAX_GROUPS} at most")
         total = [0] * (self.gamma + 1)
         for group in self.groups:
             counts = group.accepted_counts
             fits = len(counts) == group.gamma + 1 and group.gamma <= self.gamma
             is_nobodys = group.ended or not group.drafter
             if not fits or min(counts) < 0 or (group.gamma and is_nobodys):
-                raise InvalidReportError(
-                    f"step {self.step}: a group of gamma {group.gamma} with counts "
+                raise self._wrong(
+                    "groups",
+                    f"a group of gamma {group.gamma} with counts "
                     f"{list(counts)[:80]} in a step of gamma {self.gamma}",
-                    field_path="groups",
                 )
             for k, count in enumerate(counts):
                 total[k] += count
         if tuple(total) != tuple(self.accepted_counts):
-            raise InvalidReportError(
-                f"step {self.step}: its groups accepted {total}, accepted_counts are "
-                f"{list(self.accepted_counts)}",
-                field_path="groups",
+            raise self._wrong(
+                "groups",
+                f"its groups accepted {total}, accepted_counts are {list(self.accepted_counts)}",
             )
 
     def _check_proposals(self) -> None:
         if len(self.proposals) > MAX_PROPOSALS:
-            raise InvalidReportError(
-                f"step {self.step}: {len(self.proposals)} entries of proposals, {MAX_PROPOSALS} at "
-                "most",
-                field_path="proposals",
+            raise self._wrong(
+                "proposals", f"{len(self.proposals)} entries of proposals, {MAX_PROPOSALS} at most"
             )
         keys = {(part.drafter, part.match_length) for part in self.proposals}
         if len(keys) < len(self.proposals):
-            raise InvalidReportError(
-                f"step {self.step}: a drafter's proposals of one match length are counted twice",
-                field_path="proposals",
+            raise self._wrong(
+                "proposals", "a drafter's proposals of one match length are counted twice"
             )
         rows: dict[str, int] = {}
         for part in self.proposals:
             exact, censored = part.accepted_counts, part.censored_counts
             fits = 2 <= len(exact) <= MAX_GAMMA + 1 and len(censored) in {0, len(exact) - 1}
             if not fits or min(exact) < 0 or min(censored, default=0) < 0:
-                raise InvalidReportError(
-                    f"step {self.step}: proposals of {part.drafter[:64]!r}: counts "
+                raise self._wrong(
+                    "proposals",
+                    f"proposals of {part.drafter[:64]!r}: counts "
                     f"{list(exact)[:80]} and censored {list(censored)[:80]} are not of one width",
-                    field_path="proposals",
                 )
             rows[part.drafter] = rows.get(part.drafter, 0) + part.rows
             if rows[part.drafter] > self.batch_size:
-                raise InvalidReportError(
-                    f"step {self.step}: {rows[part.drafter]} proposals of {part.drafter[:64]!r} in "
+                raise self._wrong(
+                    "proposals",
+                    f"{rows[part.drafter]} proposals of {part.drafter[:64]!r} in "
                     f"a batch of {self.batch_size}",
-                    field_path="proposals",
                 )
 
     @property

@@ -3,6 +3,7 @@
 import random
 import string
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from controller.profiling.engine_http import EngineHttp, EngineLimits, Generation
 from controller.profiling.errors import ProfilingUsageError
@@ -60,40 +61,33 @@ def random_text(seed: int = 0) -> str:
     return " ".join("".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(_WORDS))
 
 
+@dataclass(eq=False)
 class LoadSource:
     """Starts loads on one engine.  `replicas`: data-parallel ranks that share a request's prompts.
 
     `new_tokens`: the most that a load's sequences grow by.
     """
 
-    def __init__(
-        self,
-        engine: EngineHttp,
-        limits: EngineLimits,
-        prompts: Prompts,
-        new_tokens: int,
-        replicas: int = 1,
-    ) -> None:
-        self._engine = engine
-        self._limits = limits
-        self._prompts = prompts
-        self._new_tokens = new_tokens
-        self._replicas = replicas
-        self._started = 0
+    engine: EngineHttp
+    limits: EngineLimits
+    prompts: Prompts
+    new_tokens: int
+    replicas: int = 1
+    _started: int = field(default=0, init=False)
 
     def new_tokens_for(self, batch_size: int, prompt_tokens: int) -> int:
         """Returns how far sequences of a load can grow; 0 when the engine has no room for it."""
         each = min(
-            self._limits.sequence_tokens - _RESERVED_TOKENS,
-            int(_POOL_SHARE * self._limits.pool_tokens / batch_size),
+            self.limits.sequence_tokens - _RESERVED_TOKENS,
+            int(_POOL_SHARE * self.limits.pool_tokens / batch_size),
         )
-        room = min(self._new_tokens, each - prompt_tokens)
-        return room if room >= min(_LEAST_NEW_TOKENS, self._new_tokens) else 0
+        room = min(self.new_tokens, each - prompt_tokens)
+        return room if room >= min(_LEAST_NEW_TOKENS, self.new_tokens) else 0
 
     def start(self, batch_size: int, prompt_tokens: int) -> Generation:
         """A request that makes a decode batch of this size; there must be room for it."""
         self._started += 1
-        count = batch_size * self._replicas
+        count = batch_size * self.replicas
         ids = [f"controller-profile-{id(self):x}-{self._started}-{i:05}" for i in range(count)]
         room = self.new_tokens_for(batch_size, prompt_tokens)
-        return self._engine.generate(self._prompts.cut(count, prompt_tokens), ids, room)
+        return self.engine.generate(self.prompts.cut(count, prompt_tokens), ids, room)

@@ -1,7 +1,6 @@
 """Shows the progress of a measurement: a bar, or lines if it is no terminal."""
 
 import sys
-from types import TracebackType
 from typing import Protocol, Self, TextIO
 
 from rich.console import Console
@@ -80,12 +79,7 @@ class BarReporter:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def note(self, text: str) -> None:

@@ -11,7 +11,7 @@ from controller.core.engine_spec import Arm
 from controller.recording.html_page import Cell, Marked, new_figure, page, svg, table, time_text
 from controller.recording.replay import ReplayVerdict
 from controller.recording.window import Began, Window, changed_constants
-from controller.wire.override_text import rule_text, scope_text
+from controller.wire.override_text import rule_text, scope_text, word_of
 from speculation.v1 import record_pb2
 
 _DROPPED = record_pb2.RECORD_NOTE_KIND_DROPPED
@@ -216,16 +216,12 @@ def _plans(window: Window) -> str:
 
 
 def _log(window: Window) -> str:
-    notes = [
-        (wall, f"{_kind_text(note)} {note.count or ''} {note.text}") for wall, note in window.notes
-    ]
+    notes = []
+    for wall, note in window.notes:
+        kind = word_of(note, "kind", "RECORD_NOTE_KIND_").replace("-", " ")
+        notes.append((wall, f"{kind} {note.count or ''} {note.text}"))
     rows = [(time_text(wall), text) for wall, text in sorted([*notes, *window.inputs])]
     return table(("when", "what"), rows[-_ROWS_MAX:], label="log")
-
-
-def _kind_text(note: record_pb2.RecordNote) -> str:
-    name = record_pb2.RecordNoteKind.Name(note.kind)
-    return name.removeprefix("RECORD_NOTE_KIND_").lower().replace("_", " ")
 
 
 def _details(title: str, body: str) -> str:

@@ -5,6 +5,7 @@ A server knows its own callers only, and nobody waits for a place among the call
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -39,18 +40,15 @@ _HEALTH_CALLS = 256
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class GrpcServers:
     """Binds, starts and stops the servers.  add_services: adds all servicers to a server."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        operator_socket: OperatorSocket,
-        add_services: Callable[[grpc.aio.Server], None],
-    ) -> None:
-        self._settings = settings
-        self._operator_socket = operator_socket
-        self._add_services = add_services
+    settings: Settings
+    operator_socket: OperatorSocket
+    add_services: Callable[[grpc.aio.Server], None]
+
+    def __post_init__(self) -> None:
         self._access: AccessList | None = None
         # Of the access list, the version by which open streams were last checked.
         self._rechecked = 0
@@ -63,17 +61,17 @@ class GrpcServers:
 
         Raises StartRefusedError, AddressTakenError and what the access list raises.
         """
-        settings, path = self._settings, self._settings.socket_path
+        settings, path = self.settings, self.settings.socket_path
         self._access = access = self._make_access()
         self._rechecked = 0 if access is None else access.version
         self._interceptors = interceptors
         engines = self._make(on_engines_socket)
-        operators = self._make(on_operators_socket(self._operator_socket, access))
+        operators = self._make(on_operators_socket(self.operator_socket, access))
         if settings.channelz:
             # It shows every connection: for callers on this machine only.
             _add_channelz(engines, operators)
         try:
-            with unix_sockets.claimed(path), self._operator_socket.binding() as inner:
+            with unix_sockets.claimed(path), self.operator_socket.binding() as inner:
                 engines.add_insecure_port(f"unix:{path}")
                 operators.add_insecure_port(f"unix:{inner}")
         except (RuntimeError, OSError) as error:
@@ -82,23 +80,23 @@ class GrpcServers:
             tcp.bind(self._make(on_tcp(access)), settings.tcp, settings, access)
 
     def _make_access(self) -> AccessList | None:
-        path = self._settings.access
+        path = self.settings.access
         if path is None:
             return None
-        return AccessList(path, partial(tcp.require_no_open_token, self._settings))
+        return AccessList(path, partial(tcp.require_no_open_token, self.settings))
 
     def _make(self, identify: Identify) -> grpc.aio.Server:
-        most = self._settings.max_open_calls
-        guard = Guard(identify, str(self._operator_socket.path), most // 4)
+        most = self.settings.max_open_calls
+        guard = Guard(identify, str(self.operator_socket.path), most // 4)
         server = grpc.aio.server(
             interceptors=[guard, *self._interceptors],
-            options=limits.server_options(self._settings),
+            options=limits.server_options(self.settings),
             maximum_concurrent_rpcs=most,
         )
         self._servers.append(server)
         self._guards.append(guard)
-        self._add_services(server)
-        if self._settings.reflection:
+        self.add_services(server)
+        if self.settings.reflection:
             from controller.service.net import reflection  # noqa: PLC0415  # only when asked for
 
             reflection.add(server, (*SERVICES, health.SERVICE_NAME))
@@ -108,13 +106,13 @@ class GrpcServers:
         """Begins to serve.  Raises what the operators' socket raises."""
         for server in self._servers:
             await server.start()
-        await self._operator_socket.open()
+        await self.operator_socket.open()
 
     async def stop(self, sessions: Iterable[EngineSession]) -> None:
         """Stops once the streams of these sessions are closed, or when the drain time is over."""
         if not self._servers:
             return
-        drain_seconds = self._settings.drain_seconds
+        drain_seconds = self.settings.drain_seconds
         try:
             async with asyncio.timeout(drain_seconds):
                 await asyncio.gather(*(session.quiet() for session in sessions))
@@ -123,7 +121,7 @@ class GrpcServers:
             _log.warning("drain_ran_out", streams=streams, drain_seconds=drain_seconds)
         grace = min(_LAST_GRACE_SECONDS, drain_seconds)
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
-        await self._operator_socket.close()
+        await self.operator_socket.close()
         self._servers, self._guards = [], []
 
     @property

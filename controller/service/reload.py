@@ -40,39 +40,33 @@ def difference(now: Settings, new: Settings) -> SettingsChange:
     return SettingsChange(new.model_copy(update=kept), changed, waiting)
 
 
+@dataclass(eq=False)
 class Reloader:
     """Hands new settings to the parts of a sidecar that can take them."""
 
-    def __init__(
-        self,
-        registry: SessionRegistry,
-        profiles: ProfileRegistry,
-        readiness: Readiness,
-        policy: PolicyServicer,
-    ) -> None:
-        self._registry = registry
-        self._profiles = profiles
-        self._readiness = readiness
-        self._policy = policy
+    registry: SessionRegistry
+    profiles: ProfileRegistry
+    readiness: Readiness
+    policy: PolicyServicer
 
     async def reload(self, now: Settings, read: Callable[[], Settings]) -> Settings:
         """The settings in use from now on; `now` where the new ones cannot be."""
         try:
             found = difference(now, await asyncio.to_thread(read))
-            profiles = await asyncio.to_thread(self._profiles.read, found.settings.profiles)
+            profiles = await asyncio.to_thread(self.profiles.read, found.settings.profiles)
         except SpeculationError as error:
             _log.error("settings_not_reloaded", error=str(error), detail="all stay as they were")
             return now
         new = found.settings
         logging.getLogger().setLevel(new.log_level.upper())
-        self._registry.max_engines = new.max_engines
-        self._registry.idle_seconds = new.session_idle_seconds
-        self._policy.default_seconds = new.override_default_seconds
-        self._policy.max_seconds = new.override_max_seconds
-        self._readiness.ready_with = new.ready_with
-        for session in self._registry:
+        self.registry.max_engines = new.max_engines
+        self.registry.idle_seconds = new.session_idle_seconds
+        self.policy.default_seconds = new.override_default_seconds
+        self.policy.max_seconds = new.override_max_seconds
+        self.readiness.ready_with = new.ready_with
+        for session in self.registry:
             session.use_settings(new.planner, new.training)
-        self._use(self._profiles.take(profiles))
+        self._use(self.profiles.take(profiles))
         _log.info("settings_reloaded", changed=list(found.changed))
         if found.waiting:
             _log.warning(
@@ -84,7 +78,7 @@ class Reloader:
 
     def _use(self, profiles: list[Profile]) -> None:
         for profile in profiles:
-            for session in self._registry:
+            for session in self.registry:
                 if mismatch(profile, session.spec) is None:
                     session.use_profile(profile)
                     _log.info("profile_found", engine=session.engine_id, profile=profile.profile_id)

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
@@ -105,6 +105,10 @@ def _known_by(kind: type[PlannerSettings | TrainingSettings]) -> Callable[[objec
     return check
 
 
+_Host: TypeAlias = Annotated[str, AfterValidator(_is_host)]
+_Port: TypeAlias = Annotated[int, Field(ge=0, le=65535)]
+
+
 def _read_again(what: str) -> Any:
     return Field(None, description=f"File with {what}, read again for every connection.")
 
@@ -124,174 +128,121 @@ class Settings(BaseSettings):
     """The settings of `controller serve`.  Use `Settings.load` to make them."""
 
     model_config = SettingsConfigDict(
-        env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True
+        env_prefix=PREFIX,
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
     )
 
-    address: Annotated[str, AfterValidator(_is_unix)] = Field(
-        DEFAULT_ADDRESS, description="Unix socket to serve on, unix:PATH or /PATH."
-    )
-    operators_directory: Path | None = Field(
-        None,
-        description="Directory of the operators' socket, which no engine should have; by default "
-        "that of address.",
-    )
-    tcp: Annotated[str | None, AfterValidator(_is_host_port)] = Field(
-        None,
-        description="TCP address HOST:PORT to serve on as well; see access and tls_certificate.",
-    )
-    access: Path | None = Field(
-        None,
-        description="File with the access list: who may read, steer, measure, install, override.",
-    )
-    policy: Path | None = Field(
-        None,
-        description="File with policy: draft lengths and bounds without an end, which any override "
-        "displaces; read again when it changes.",
-    )
-    tls_certificate: Path | None = Field(None, description="PEM file; TCP is then served with TLS.")
-    tls_key: Path | None = Field(None, description="PEM file with the private key.")
-    tls_client_ca: Path | None = Field(
-        None, description="PEM file; clients then need a certificate of this authority."
-    )
-    metrics_host: Annotated[str, AfterValidator(_is_host)] = Field(
-        "127.0.0.1", description="Address of /metrics; `::` lets other hosts scrape it."
-    )
-    metrics_port: int = Field(9464, ge=0, le=65535, description="Port of /metrics; 0: no metrics.")
-    page_host: Annotated[str, AfterValidator(_is_host)] = Field(
-        "127.0.0.1", description="Address of the web page."
-    )
-    page_port: int = Field(
-        0,
-        ge=0,
-        le=65535,
-        description="Port of the web page, which everybody who reaches it may read; 0: no page.",
-    )
-    health_host: Annotated[str, AfterValidator(_is_host)] = Field(
-        # The kubelet calls at the pod's address.
-        "::",
-        description="Address of the health port; `::` is every address, IPv4 and IPv6.",
-    )
-    health_port: int = Field(
-        0,
-        ge=0,
-        le=65535,
-        description="TCP port that serves grpc.health.v1 and nothing else, unencrypted, for a "
-        "kubelet's probes; 0: no port.",
-    )
-    ready_with: Literal["profile", "roofline", "guess"] = Field(
-        "roofline",
-        description="Source of costs from which the SpeculationService is SERVING: a measured "
-        "profile, the roofline of a known model on a known device, or a guess.",
-    )
-    profiles: tuple[Path, ...] = Field(
-        (),
-        description="Profile files, or directories of them: separated by colons in the "
-        "environment, a list in a file.",
-    )
-    profile_directory: Path | None = Field(
-        None, description="Directory that keeps the profiles measured through this sidecar."
-    )
-    state_directory: Path | None = Field(
-        None,
-        description="Directory of overrides and their audit; by default SOCKET.state beside the "
-        "socket.",
-    )
-    redis_url: SecretStr | None = Field(
-        None,
-        description="The fleet's Redis: redis[s]://, redis[s]+sentinel://, redis[s]+cluster:// or "
-        "unix://.",
-    )
-    redis_user: str | None = Field(None, description="User (ACL) of Redis.")
+    address: Annotated[str, AfterValidator(_is_unix)] = DEFAULT_ADDRESS
+    """Unix socket to serve on, unix:PATH or /PATH."""
+    operators_directory: Path | None = None
+    """Directory of the operators' socket, which no engine should have; by default that of
+    address."""
+    tcp: Annotated[str | None, AfterValidator(_is_host_port)] = None
+    """TCP address HOST:PORT to serve on as well; see access and tls_certificate."""
+    access: Path | None = None
+    """File with the access list: who may read, steer, measure, install, override."""
+    policy: Path | None = None
+    """File with policy: draft lengths and bounds without an end, which any override displaces; read
+    again when it changes."""
+    tls_certificate: Path | None = None
+    """PEM file; TCP is then served with TLS."""
+    tls_key: Path | None = None
+    """PEM file with the private key."""
+    tls_client_ca: Path | None = None
+    """PEM file; clients then need a certificate of this authority."""
+    metrics_host: _Host = "127.0.0.1"
+    """Address of /metrics; `::` lets other hosts scrape it."""
+    metrics_port: _Port = 9464
+    """Port of /metrics; 0: no metrics."""
+    page_host: _Host = "127.0.0.1"
+    """Address of the web page."""
+    page_port: _Port = 0
+    """Port of the web page, which everybody who reaches it may read; 0: no page."""
+    # The kubelet calls at the pod's address.
+    health_host: _Host = "::"
+    """Address of the health port; `::` is every address, IPv4 and IPv6."""
+    health_port: _Port = 0
+    """TCP port that serves grpc.health.v1 and nothing else, unencrypted, for a kubelet's probes; 0:
+    no port."""
+    ready_with: Literal["profile", "roofline", "guess"] = "roofline"
+    """Source of costs from which the SpeculationService is SERVING: a measured profile, the
+    roofline of a known model on a known device, or a guess."""
+    profiles: tuple[Path, ...] = ()
+    """Profile files, or directories of them: separated by colons in the environment, a list in a
+    file."""
+    profile_directory: Path | None = None
+    """Directory that keeps the profiles measured through this sidecar."""
+    state_directory: Path | None = None
+    """Directory of overrides and their audit; by default SOCKET.state beside the socket."""
+    redis_url: SecretStr | None = None
+    """The fleet's Redis: redis[s]://, redis[s]+sentinel://, redis[s]+cluster:// or unix://."""
+    redis_user: str | None = None
+    """User (ACL) of Redis."""
     redis_user_file: Path | None = _read_again("the user (ACL) of Redis")
-    redis_password: SecretStr | None = Field(None, description="Password of Redis.")
+    redis_password: SecretStr | None = None
+    """Password of Redis."""
     redis_password_file: Path | None = _read_again("the password of Redis")
-    redis_sentinel_user: str | None = Field(None, description="User (ACL) of the Sentinels.")
+    redis_sentinel_user: str | None = None
+    """User (ACL) of the Sentinels."""
     redis_sentinel_user_file: Path | None = _read_again("the user (ACL) of the Sentinels")
-    redis_sentinel_password: SecretStr | None = Field(
-        None, description="Password of the Sentinels; by default they get that of Redis."
-    )
+    redis_sentinel_password: SecretStr | None = None
+    """Password of the Sentinels; by default they get that of Redis."""
     redis_sentinel_password_file: Path | None = _read_again("the password of the Sentinels")
     redis_ca: Path | None = _read_again("the authorities of Redis and its Sentinels (PEM)")
     redis_client_certificate: Path | None = _read_again("the client certificate for them (PEM)")
     redis_client_key: Path | None = _read_again("its private key (PEM)")
-    redis_namespace: str = Field(
-        "speculation", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Part of every key in Redis."
+    redis_namespace: str = Field("speculation", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Part of every key in Redis."""
+    redis_replicas: int = Field(0, ge=0, le=16)
+    """Replicas that must have an override before it counts as set."""
+    warm_start: bool = True
+    """New sessions begin from the acceptance estimates in the store."""
+    override_default_seconds: float = Field(3600.0, gt=0)
+    """Time to live of an override that is set without one."""
+    override_max_seconds: float = Field(7 * 86_400.0, gt=0)
+    """Longest time to live of an override that has an end."""
+    max_engines: int = Field(1024, ge=1)
+    """Most engines that are steered at a time."""
+    session_idle_seconds: float = Field(600.0, gt=0)
+    """Time after which a session without stream or message ends."""
+    drain_seconds: float = Field(5.0, ge=0)
+    """Longest wait for open calls after SIGTERM or SIGINT."""
+    last_lease_seconds: float = Field(30.0, ge=0, le=600)
+    """Lease of the last plan that every engine gets on SIGTERM, without probes; 0: engines keep the
+    lease that they have."""
+    max_message_bytes: int = Field(4 * 1024 * 1024, ge=64 * 1024, le=1 << 30)
+    """Largest gRPC message, in both directions."""
+    max_connections: int = Field(2048, ge=16, le=65_536)
+    """Open connections per address; further ones are closed at once."""
+    max_open_calls: int = Field(4096, ge=64, le=65_536)
+    """Calls in progress, open streams included; further ones are refused."""
+    reflection: bool = True
+    """Serve gRPC reflection."""
+    channelz: bool = False
+    """Serve gRPC channelz, on the unix sockets only; needs the package's extra `channelz`."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level of log lines that are written."""
+    planner: Annotated[PlannerSettings, BeforeValidator(_known_by(PlannerSettings))] = (
+        PlannerSettings()
     )
-    redis_replicas: int = Field(
-        0, ge=0, le=16, description="Replicas that must have an override before it counts as set."
+    """Constants of the decision."""
+    training: Annotated[TrainingSettings, BeforeValidator(_known_by(TrainingSettings))] = (
+        TrainingSettings()
     )
-    warm_start: bool = Field(
-        default=True,
-        description="New sessions begin from the acceptance estimates in the store.",
-    )
-    override_default_seconds: float = Field(
-        3600.0, gt=0, description="Time to live of an override that is set without one."
-    )
-    override_max_seconds: float = Field(
-        7 * 86_400.0, gt=0, description="Longest time to live of an override that has an end."
-    )
-    max_engines: int = Field(1024, ge=1, description="Most engines that are steered at a time.")
-    session_idle_seconds: float = Field(
-        600.0, gt=0, description="Time after which a session without stream or message ends."
-    )
-    drain_seconds: float = Field(
-        5.0, ge=0, description="Longest wait for open calls after SIGTERM or SIGINT."
-    )
-    last_lease_seconds: float = Field(
-        30.0,
-        ge=0,
-        le=600,
-        description="Lease of the last plan that every engine gets on SIGTERM, without probes; 0: "
-        "engines keep the lease that they have.",
-    )
-    max_message_bytes: int = Field(
-        4 * 1024 * 1024,
-        ge=64 * 1024,
-        le=1 << 30,
-        description="Largest gRPC message, in both directions.",
-    )
-    max_connections: int = Field(
-        2048,
-        ge=16,
-        le=65_536,
-        description="Open connections per address; further ones are closed at once.",
-    )
-    max_open_calls: int = Field(
-        4096,
-        ge=64,
-        le=65_536,
-        description="Calls in progress, open streams included; further ones are refused.",
-    )
-    reflection: bool = Field(default=True, description="Serve gRPC reflection.")
-    channelz: bool = Field(
-        default=False,
-        description="Serve gRPC channelz, on the unix sockets only; needs the package's extra "
-        "`channelz`.",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Lowest level of log lines that are written."
-    )
-    planner: Annotated[PlannerSettings, BeforeValidator(_known_by(PlannerSettings))] = Field(
-        PlannerSettings(), description="Constants of the decision."
-    )
-    training: Annotated[TrainingSettings, BeforeValidator(_known_by(TrainingSettings))] = Field(
-        TrainingSettings(), description="When a drafter is trained beside its engine (TIDE)."
-    )
-    otlp_endpoint: Annotated[str | None, AfterValidator(_is_http)] = Field(
-        None,
-        description="OpenTelemetry collector, http[s]://HOST:PORT (gRPC); needs the extra otel.",
-    )
-    otlp_trace_ratio: float = Field(
-        0.1, ge=0, le=1, description="Share of traces (decisions, operators' calls) that are kept."
-    )
-    otlp_logs: bool = Field(default=False, description="Send log lines to that collector as well.")
-    record_directory: Path | None = Field(
-        None,
-        description="Directory of recordings for `controller replay`; unset: nothing is recorded.",
-    )
-    record_megabytes: int = Field(
-        256, ge=1, description="Largest size of the recordings; the oldest are deleted first."
-    )
+    """When a drafter is trained beside its engine (TIDE)."""
+    otlp_endpoint: Annotated[str | None, AfterValidator(_is_http)] = None
+    """OpenTelemetry collector, http[s]://HOST:PORT (gRPC); needs the extra otel."""
+    otlp_trace_ratio: float = Field(0.1, ge=0, le=1)
+    """Share of traces (decisions, operators' calls) that are kept."""
+    otlp_logs: bool = False
+    """Send log lines to that collector as well."""
+    record_directory: Path | None = None
+    """Directory of recordings for `controller replay`; unset: nothing is recorded."""
+    record_megabytes: int = Field(256, ge=1)
+    """Largest size of the recordings; the oldest are deleted first."""
 
     @classmethod
     def settings_customise_sources(
@@ -365,6 +316,10 @@ class Settings(BaseSettings):
         _refuse_what_clashes(settings, sources)
         return settings, sources
 
+
+for _field in Settings.model_fields.values():
+    # A description of two lines here is one line for whoever reads it.
+    _field.description = " ".join((_field.description or "").split())
 
 GROUPS: Mapping[str, type[PlannerSettings | TrainingSettings]] = {
     "planner": PlannerSettings,

@@ -152,23 +152,19 @@ class Store(Protocol):
 
         Raises StoreBrokenError, StoreTakenError.
         """
-        ...
 
     @property
     def tasks(self) -> Mapping[str, Work]:
         """Returns what has to run, by name, between `open` and `close`."""
-        ...
 
     async def close(self) -> None:
         """Closes the store; what was acknowledged is durable."""
-        ...
 
     async def entries(self) -> Sequence[Entry]:
         """All entries, tombstones too; what has run out by now is ended, and recorded, by this.
 
         An entry that cannot be read is left out, and named by `health`.
         """
-        ...
 
     async def write(
         self,
@@ -183,37 +179,30 @@ class Store(Protocol):
         An entry that cannot be read is replaced as if it were not there.  Raises ConflictError,
         StoreFullError.
         """
-        ...
 
     async def clear(self, override_id: str, expected: int, who: Actor) -> Entry:
         """Ends an entry; its tombstone is returned.  Raises ConflictError."""
-        ...
 
     async def record(self, action: str, subject: str, who: Actor) -> None:
         """Adds a record to the audit of something that changes no entry; durable on return."""
-        ...
 
     async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
         """The newest records first, of one subject if named, older than a sequence if given.
 
         A record that cannot be read is left out.
         """
-        ...
 
     @property
     def health(self) -> Health:
         """Returns the present state."""
-        ...
 
     @property
     def blobs(self) -> "BlobStore":
         """Goods in the same place."""
-        ...
 
     @property
     def summaries(self) -> "SummaryBoard | None":
         """Returns what sidecars publish of their engines; None for a store of one sidecar."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,15 +238,12 @@ class BlobStore(Protocol):
 
     async def put(self, kind: BlobKind, name: str, source: str, text: str) -> None:
         """Keeps a text, in place of what the same source had put there."""
-        ...
 
     async def items(self, kind: BlobKind, name: str) -> Sequence[Blob]:
         """Returns what is stored under a name, the newest first."""
-        ...
 
     async def names(self, kind: BlobKind) -> Sequence[str]:
         """All names, the one last put first."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,15 +281,12 @@ class SummaryBoard(Protocol):
 
     async def put(self, source: str, body: bytes) -> None:
         """Keeps a text in place of the source's text before."""
-        ...
 
     async def remove(self, source: str) -> None:
         """Takes the text of a source away; nothing happens if it has none."""
-        ...
 
     async def read(self) -> Summaries:
         """Returns what is there, and changes nothing."""
-        ...
 
 
 def text_from_json(value: object) -> str:

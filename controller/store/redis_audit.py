@@ -60,7 +60,6 @@ class Ask(Protocol):
         writes: bool = False,
     ) -> _T:
         """Returns what `read`, which raises one of MALFORMED for a wrong reply, makes of it."""
-        ...
 
 
 class RedisAudit:

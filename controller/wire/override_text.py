@@ -17,21 +17,18 @@ PRECEDENCE = (
 
 def rule_text(override: "policy_pb2.Override") -> str:
     """Describes in words what an override demands."""
-    rule, parts = override.rule, []
-    if rule.off:
-        parts.append("no speculation")
-    if rule.HasField("gamma"):
-        parts.append(f"gamma = {rule.gamma}")
-    if rule.HasField("gamma_min"):
-        parts.append(f"gamma >= {rule.gamma_min}")
-    if rule.HasField("gamma_max"):
-        parts.append(f"gamma <= {rule.gamma_max}")
-    if rule.HasField("tpot_max_seconds"):
-        parts.append(f"at most {1e3 * rule.tpot_max_seconds:g} ms a token")
-    if rule.HasField("drafter"):
-        parts.append(f"drafter {rule.drafter}")
-    if rule.HasField("regime"):
-        parts.append(f"regime {regime_text(rule.regime)}")
+    rule = override.rule
+    demands = {
+        "gamma": f"gamma = {rule.gamma}",
+        "gamma_min": f"gamma >= {rule.gamma_min}",
+        "gamma_max": f"gamma <= {rule.gamma_max}",
+        "tpot_max_seconds": f"at most {1e3 * rule.tpot_max_seconds:g} ms a token",
+        "drafter": f"drafter {rule.drafter}",
+        "regime": f"regime {regime_text(rule.regime)}",
+    }
+    parts = ["no speculation"] * rule.off
+    given = {field.name for field, _ in rule.ListFields()}
+    parts += [text for name, text in demands.items() if name in given]
     parts += [f"not drafter {name}" for name in rule.deny_drafters]
     parts += ["no online updates"] * rule.deny_updates + ["no probing"] * rule.deny_exploration
     return ", ".join(parts)
@@ -48,6 +45,13 @@ def scope_text(override: "policy_pb2.Override") -> str:
     if low <= 1 and not high:
         return whom
     return f"{whom} at B {low or 1}-{high or ''}"
+
+
+def held_text(held: "policy_pb2.HeldOverride") -> str:
+    """Describes an override in force: whom it is for, what it demands, who set it, and why."""
+    override = held.override
+    told = f"{scope_text(override)}: {rule_text(override)}"
+    return f"{told}; {author_text(held)}: {override.reason}"
 
 
 def author_text(held: "policy_pb2.HeldOverride") -> str:
@@ -69,17 +73,17 @@ def batch_range(text: str) -> tuple[int, int]:
 
 def regime_text(regime: "plan_pb2.Regime") -> str:
     """Writes a regime as it is typed: off, collect, online:STRIDE."""
-    name = _word(regime, "mode", "REGIME_MODE_")
+    name = word_of(regime, "mode", "REGIME_MODE_")
     return f"{name}:{regime.stride}" if regime.stride else name
 
 
 def reason_text(plan: "plan_pb2.Plan | plan_pb2.PlanRow") -> str:
     """Names the reason of a plan, or of one of its rows, as logs do."""
-    return _word(plan, "reason", "REASON_")
+    return word_of(plan, "reason", "REASON_")
 
 
-def _word(message: "Message", field: str, prefix: str) -> str:
-    """An enumeration's value without its prefix; the number of one that is not known here."""
+def word_of(message: "Message", field: str, prefix: str) -> str:
+    """Names an enumeration's value without its prefix; the number of one not known here."""
     number = getattr(message, field)
     kind = message.DESCRIPTOR.fields_by_name[field].enum_type
     known = None if kind is None else kind.values_by_number.get(number)

@@ -252,14 +252,16 @@ class AcceptanceEstimator:
         """Continues with traffic that has returned after a while: what is new outweighs it soon."""
         for k in range(self.gamma_max):
             self._fast_n[k] = self._fast_s[k] = 0.0
-            keep = min(1.0, _RECALLED_EXPOSURES / max(self._slow_n[k], 1e-9))
-            self._slow_n[k] *= keep
-            self._slow_s[k] *= keep
+        self._weaken(_RECALLED_EXPOSURES)
 
     def doubt(self) -> None:
         """Weakens the evidence because the traffic has changed while this drafter was idle."""
+        self._weaken(_DOUBTED_EXPOSURES)
+
+    def _weaken(self, exposures: float) -> None:
+        """Leaves no position of the slow window more exposures than these."""
         for k in range(self.gamma_max):
-            keep = min(1.0, _DOUBTED_EXPOSURES / max(self._slow_n[k], 1e-9))
+            keep = min(1.0, exposures / max(self._slow_n[k], 1e-9))
             self._slow_n[k] *= keep
             self._slow_s[k] *= keep
 

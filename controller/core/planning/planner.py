@@ -87,6 +87,11 @@ def evaluate(
     )
 
 
+def _only(may: NDArray[np.bool_] | None, value: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns [arms, rows], values that are almost 0 where an arm may not run.  may: None: all."""
+    return value if may is None else np.where(may, value, value * _UNTHINKABLE)
+
+
 @dataclass(frozen=True, slots=True)
 class LossLimits:
     """Says what may be lost against plain decoding now, see `loss_account`.
@@ -182,7 +187,7 @@ class Planner:
 
         discounts: [arms, buckets] factors on the values, see `doubt`.
         """
-        value = self._prepared(values.value)
+        value = _only(self._possible, values.value)
         if discounts is not None:
             value = value * discounts
         plain, keeps = value, self._keeping(values, discounts)
@@ -195,7 +200,7 @@ class Planner:
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         if self._feasible is not None:
             self._say_overridden(narrowed(value, plain, keeps).argmax(axis=0))
-            value = np.where(self._feasible, value, value * _UNTHINKABLE)
+            value = _only(self._feasible, value)
         if keeps is not None:
             value = self._bounded(value, plain, keeps)
         best: list[int] = value.argmax(axis=0).tolist()
@@ -215,8 +220,7 @@ class Planner:
         awake = self._affordable(values, limits)
         if awake is None and best == self.choice:
             return self.choice
-        if awake is not None:
-            value = np.where(awake, value, value * _UNTHINKABLE)
+        value = _only(awake, value)
         for j, (wanted, now) in enumerate(zip(best, self.choice, strict=True)):
             if wanted == now and (awake is None or awake[now, j]):
                 continue
@@ -276,9 +280,7 @@ class Planner:
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         if self._feasible is not None:
             self._say_overridden(choice)
-            best = np.where(self._feasible, values.value, values.value * _UNTHINKABLE).argmax(
-                axis=0
-            )
+            best = _only(self._feasible, values.value).argmax(axis=0)
             choice = [
                 arm if self._feasible[arm, j] else int(best[j]) for j, arm in enumerate(choice)
             ]
@@ -288,12 +290,6 @@ class Planner:
             self.switches += sum(a != b for a, b in zip(choice, self.choice, strict=True))
         self.choice = choice
         return choice
-
-    def _prepared(self, value: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns [arms, buckets], values that are almost 0 where the engine cannot run an arm."""
-        if self._possible is None:
-            return value
-        return np.where(self._possible, value, value * _UNTHINKABLE)
 
     def _keeping(
         self, values: Values, discounts: NDArray[np.float64] | None = None
@@ -325,7 +321,7 @@ class Planner:
         """
         if self._feasible is not None:
             keeps = keeps & self._feasible
-            plain = np.where(self._feasible, plain, plain * _UNTHINKABLE)
+            plain = _only(self._feasible, plain)
         kept = narrowed(value, plain, keeps)
         self._say_excluded(value.argmax(axis=0), kept.argmax(axis=0))
         return kept
@@ -335,11 +331,10 @@ class Planner:
 
         Where no arm keeps it, by the one with the smallest time per token.
         """
-        value, keeps = self._prepared(values.value), self._keeping(values)
+        value, keeps = _only(self._possible, values.value), self._keeping(values)
         assert keeps is not None
         if self._feasible is not None:
-            value = np.where(self._feasible, value, value * _UNTHINKABLE)
-            keeps = keeps & self._feasible
+            value, keeps = _only(self._feasible, value), keeps & self._feasible
         best = narrowed(value, value, keeps).argmax(axis=0).tolist()
         kept = [arm if keeps[arm, j] else best[j] for j, arm in enumerate(choice)]
         self._say_excluded(choice, kept)

@@ -7,6 +7,7 @@ session and start from zero with its next one, which `rate()` understands.
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
 
@@ -37,25 +38,18 @@ OF_AN_ENGINE: Final[tuple[Family[EngineSnapshot], ...]] = (
 )  # fmt: skip
 
 
+@dataclass(eq=False)
 class SidecarCollector(Collector):
     """Everything, as metric families."""
 
-    def __init__(
-        self,
-        registry: SessionRegistry,
-        override_registry: OverrideRegistry,
-        fleet_view: FleetView,
-        supervisor: Supervisor,
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        self._registry = registry
-        self._override_registry = override_registry
-        self._fleet_view = fleet_view
-        self._supervisor = supervisor
-        self._loop = loop
+    registry: SessionRegistry
+    override_registry: OverrideRegistry
+    fleet_view: FleetView
+    supervisor: Supervisor
+    loop: asyncio.AbstractEventLoop
 
     async def _read(self) -> list[Metric]:
-        sessions, unreadable = list(self._registry), 0
+        sessions, unreadable = list(self.registry), 0
         families = [(family, family.empty("engine")) for family in OF_AN_ENGINE]
         for session in sessions:
             try:
@@ -68,11 +62,11 @@ class SidecarCollector(Collector):
             for (_, written), found in zip(families, read, strict=True):
                 write(found, written, session.engine_id)
             await asyncio.sleep(0)
-        held = [held for held in self._override_registry.held() if not held.override.from_file]
+        held = [held for held in self.override_registry.held() if not held.override.from_file]
         sidecar = SidecarSnapshot(
-            sessions, held, self._override_registry.policy, self._override_registry.health,
-            self._supervisor.states, self._fleet_view.counts, unreadable,
-            self._registry.load.is_too_much,
+            sessions, held, self.override_registry.policy, self.override_registry.health,
+            self.supervisor.states, self.fleet_view.counts, unreadable,
+            self.registry.load.is_too_much,
         )  # fmt: skip
         general = [(family, family.empty()) for family in OF_THE_SIDECAR]
         for of_all, written in general:
@@ -81,7 +75,7 @@ class SidecarCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Called by the HTTP server's thread, once per scrape."""
-        reading = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
+        reading = asyncio.run_coroutine_threadsafe(self._read(), self.loop)
         yield from reading.result(_SNAPSHOT_SECONDS_MAX)
 
 

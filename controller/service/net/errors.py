@@ -57,43 +57,7 @@ class ErrorKind:
 
 
 # How clients hear of each class of errors, and of its subclasses that are not listed.
-KINDS: Final[dict[type[SpeculationError], ErrorKind]] = {
-    UnknownArmError: ErrorKind(
-        StatusCode.OUT_OF_RANGE, errors_pb2.ERROR_REASON_UNKNOWN_DRAFT_LENGTH
-    ),
-    StaleReportError: ErrorKind(
-        StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_STALE_REPORT
-    ),
-    InvalidReportError: ErrorKind(
-        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_REPORT
-    ),
-    InvalidEngineError: ErrorKind(
-        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_ENGINE
-    ),
-    InvalidLossError: ErrorKind(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_LOSS),
-    InvalidProfileError: ErrorKind(
-        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_PROFILE
-    ),
-    ProfileMergeError: ErrorKind(
-        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_PROFILE
-    ),
-    ProfileMismatchError: ErrorKind(
-        StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_PROFILE_MISMATCH
-    ),
-    InvalidOverrideError: ErrorKind(
-        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_OVERRIDE
-    ),
-    InvalidTrainingError: ErrorKind(
-        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_TRAINING
-    ),
-    UnknownSequenceError: ErrorKind(
-        StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_REQUEST
-    ),
-    StoreUnavailableError: ErrorKind(
-        StatusCode.UNAVAILABLE, errors_pb2.ERROR_REASON_STORE_UNAVAILABLE
-    ),
-    StoreError: ErrorKind(StatusCode.INTERNAL, errors_pb2.ERROR_REASON_STORE_FAILED),
-}
+KINDS: Final[dict[type[SpeculationError], ErrorKind]] = {}
 FAILED: Final = ErrorKind(StatusCode.INTERNAL, errors_pb2.ERROR_REASON_INTERNAL)
 
 
@@ -102,11 +66,26 @@ def told(
 ) -> Callable[[_Error], _Error]:
     """Declares how clients hear of a class of errors; see `ErrorKind`."""
 
-    def declare(of: _Error) -> _Error:
+    def enter(of: _Error) -> _Error:
         KINDS[of] = ErrorKind(status, reason, resource_type)
         return of
 
-    return declare
+    return enter
+
+
+told(StatusCode.OUT_OF_RANGE, errors_pb2.ERROR_REASON_UNKNOWN_DRAFT_LENGTH)(UnknownArmError)
+told(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_STALE_REPORT)(StaleReportError)
+told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_REPORT)(InvalidReportError)
+told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_ENGINE)(InvalidEngineError)
+told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_LOSS)(InvalidLossError)
+told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_PROFILE)(InvalidProfileError)
+told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_PROFILE)(ProfileMergeError)
+told(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_PROFILE_MISMATCH)(ProfileMismatchError)
+told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_OVERRIDE)(InvalidOverrideError)
+told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_TRAINING)(InvalidTrainingError)
+told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_REQUEST)(UnknownSequenceError)
+told(StatusCode.UNAVAILABLE, errors_pb2.ERROR_REASON_STORE_UNAVAILABLE)(StoreUnavailableError)
+told(StatusCode.INTERNAL, errors_pb2.ERROR_REASON_STORE_FAILED)(StoreError)
 
 
 @told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_UNKNOWN_DRAFTER)

@@ -57,33 +57,35 @@ T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
 
-class Allowance:
-    """Allows so many a second, and so many at once; whoever takes more has to wait."""
+class _Refilled:
+    """Has so many at once, and gets so many a second until it has them again."""
 
     def __init__(self, a_second: float, at_once: float) -> None:
         self._rate, self._burst = a_second, at_once
         self._left, self._at = at_once, time.monotonic()
 
-    def take(self, count: float) -> float:
-        """Takes so many; the seconds to wait before the next are taken."""
-        now = time.monotonic()
-        self._left = min(self._burst, self._left + (now - self._at) * self._rate) - count
-        self._at = now
-        return max(0.0, -self._left / self._rate)
-
-
-class Bucket:
-    """Allows so many a second, and so many at once; whoever wants more is refused."""
-
-    def __init__(self, a_second: float, at_once: float) -> None:
-        self._rate, self._burst = a_second, at_once
-        self._left, self._at = at_once, time.monotonic()
-
-    def take(self, count: float = 1.0) -> bool:
-        """Takes so many; False, and nothing is taken, when fewer are left."""
+    def _refill(self) -> None:
         now = time.monotonic()
         self._left = min(self._burst, self._left + (now - self._at) * self._rate)
         self._at = now
+
+
+class Allowance(_Refilled):
+    """Allows so many a second, and so many at once; whoever takes more has to wait."""
+
+    def take(self, count: float) -> float:
+        """Takes so many; the seconds to wait before the next are taken."""
+        self._refill()
+        self._left -= count
+        return max(0.0, -self._left / self._rate)
+
+
+class Bucket(_Refilled):
+    """Allows so many a second, and so many at once; whoever wants more is refused."""
+
+    def take(self, count: float = 1.0) -> bool:
+        """Takes so many; False, and nothing is taken, when fewer are left."""
+        self._refill()
         if self._left < count:
             return False
         self._left -= count

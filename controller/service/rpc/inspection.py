@@ -1,7 +1,7 @@
 """Answers what people ask: which engines are steered, and why this plan."""
 
 import time
-from dataclasses import asdict
+from dataclasses import InitVar, asdict, dataclass
 
 import controller
 from controller.core.engine_spec import MAX_BATCH_SIZE
@@ -15,7 +15,7 @@ from controller.service.state.override_registry import OverrideRegistry
 from controller.service.views.fleet_filter import FleetSearch, engine_values
 from controller.service.views.fleet_view import FleetView
 from controller.service.views.paging import ROWS_MAX, page_of
-from controller.service.views.readiness import Readiness, ServiceHealth
+from controller.service.views.readiness import Readiness
 from controller.service.views.status_cache import StatusCache
 from controller.wire.engines import engine_to_proto
 from controller.wire.explanations import (
@@ -24,41 +24,37 @@ from controller.wire.explanations import (
     explanation_to_proto,
     warning_to_proto,
 )
+from controller.wire.field_mapping import message_of
 from controller.wire.plans import plan_to_proto
 from controller.wire.reports import report_to_proto
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 
 
+@dataclass(eq=False)
 class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
     """ListEngines, Explain, Overview, ListFleet.
 
     turns: of those who read on the same server.
     """
 
-    def __init__(
-        self,
-        registry: SessionRegistry,
-        override_registry: OverrideRegistry,
-        readiness: Readiness,
-        status_cache: StatusCache,
-        fleet_view: FleetView,
-        turns: Turns,
-    ) -> None:
-        self._registry = registry
-        self._override_registry = override_registry
-        self._readiness = readiness
-        self._status_cache = status_cache
-        self._fleet_search = FleetSearch(fleet_view, turns)
-        self._turns = turns
+    registry: SessionRegistry
+    override_registry: OverrideRegistry
+    readiness: Readiness
+    status_cache: StatusCache
+    fleet_view: InitVar[FleetView]
+    turns: Turns
+
+    def __post_init__(self, fleet_view: FleetView) -> None:
+        self._fleet_search = FleetSearch(fleet_view, self.turns)
         self._started_at, self._started = time.time(), time.monotonic()
 
     async def ListEngines(
         self, request: service_pb2.ListEnginesRequest, context: Context
     ) -> service_pb2.ListEnginesResponse:
         """A page of the sessions, by engine id, and the sidecar itself."""
-        sessions = {session.engine_id: session for session in self._registry}
+        sessions = {session.engine_id: session for session in self.registry}
         rows, token = await page_of(
-            self._turns,
+            self.turns,
             sessions,
             lambda engine_id: self._status(sessions[engine_id]),
             _no_status,
@@ -73,7 +69,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
                 started_at_unix_seconds=self._started_at,
                 now_unix_seconds=time.time(),
                 uptime_seconds=time.monotonic() - self._started,
-                services=map(_health, self._readiness.services()),
+                services=self._health(),
             ),
         )
 
@@ -87,21 +83,21 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
                 "(0: that of the last report)",
                 field_path="batch_size",
             )
-        explanation, answer = await self._turns.take(lambda: self._explained(request))
+        explanation, answer = await self.turns.take(lambda: self._explained(request))
         mine = {override.override_id for override in explanation.overrides}
         answer.overrides.extend(
             held_to_proto(held)
-            for held in self._override_registry.held()
+            for held in self.override_registry.held()
             if held.override.override_id in mine
         )
-        answer.store.CopyFrom(health_to_proto(self._override_registry.health))
-        answer.services.extend(map(_health, self._readiness.services()))
+        answer.store.CopyFrom(health_to_proto(self.override_registry.health))
+        answer.services.extend(self._health())
         return answer
 
     def _explained(
         self, request: service_pb2.ExplainRequest
     ) -> tuple[Explanation, service_pb2.ExplainResponse]:
-        session = self._registry.by_engine(request.engine_id)
+        session = self.registry.by_engine(request.engine_id)
         explanation = explain(session.core, request.batch_size)
         return explanation, explanation_to_proto(explanation)
 
@@ -109,9 +105,9 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         self, request: service_pb2.OverviewRequest, context: Context
     ) -> service_pb2.OverviewResponse:
         """A page of the engines, each in one line."""
-        lines = {line.engine_id: line for line in await self._status_cache.lines()}
+        lines = {line.engine_id: line for line in await self.status_cache.lines()}
         rows, token = await page_of(
-            self._turns,
+            self.turns,
             lines,
             lambda engine_id: service_pb2.EngineOverview(**asdict(lines[engine_id])),
             _no_line,
@@ -131,7 +127,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         ahead = selection.after(request.page_token, ROWS_MAX + 1)
         by_key = {engine.key: engine for engine in ahead}
         rows, token = await page_of(
-            self._turns,
+            self.turns,
             by_key,
             lambda key: service_pb2.FleetEngine(**engine_values(by_key[key])),
             _no_fleet_engine,
@@ -150,6 +146,9 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             version=controller.__version__,
         )
 
+    def _health(self) -> list[service_pb2.ServiceHealth]:
+        return [message_of(service_pb2.ServiceHealth, it) for it in self.readiness.services()]
+
     def _status(self, session: EngineSession) -> service_pb2.EngineStatus:
         last, counters, core = session.last_report, session.counters, session.core
         return service_pb2.EngineStatus(
@@ -162,7 +161,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             last_report=None if last is None else report_to_proto(last),
             seconds_since_last_report=session.seconds_since_last_report,
             costs="profile" if core.profile_id else core.cost.prior,
-            no_profile="" if core.profile_id else self._readiness.why_no_profile(session.spec),
+            no_profile="" if core.profile_id else self.readiness.why_no_profile(session.spec),
             steering=session.listeners > 0,
             unsteered_steps=counters.unsteered,
             warnings=map(warning_to_proto, core.checks.warnings()),
@@ -180,7 +179,3 @@ def _no_line(engine_id: str, why: str) -> service_pb2.EngineOverview:
 
 def _no_fleet_engine(key: str, why: str) -> service_pb2.FleetEngine:
     return service_pb2.FleetEngine(engine_id=key.partition(" ")[0], unavailable=why)
-
-
-def _health(of: ServiceHealth) -> service_pb2.ServiceHealth:
-    return service_pb2.ServiceHealth(service=of.service, serving=of.serving, detail=of.detail)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from controller.core.errors import SpeculationError, within
 from controller.core.planning.overrides import (
@@ -32,6 +32,7 @@ from controller.service.views.paging import page_of
 from controller.settings.policy_file import POLICY_PREFIX, Policy
 from controller.store.interface import Actor, StoreUnavailableError
 from controller.wire import overrides as messages
+from controller.wire.field_mapping import message_of
 from controller.wire.override_effects import effect_on, preview
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 
@@ -44,23 +45,19 @@ _KINDS = {
 }
 
 
+@dataclass(eq=False)
 class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     """SetOverride, ClearOverride, GetOverride, ListOverrides, WatchOverrides, QueryAudit.
 
     default_seconds, max_seconds: times to live.
     """
 
-    def __init__(
-        self,
-        override_registry: OverrideRegistry,
-        request_ids: RequestIds,
-        default_seconds: float,
-        max_seconds: float,
-    ) -> None:
-        self._override_registry = override_registry
-        self._request_ids = request_ids
-        self.default_seconds = default_seconds
-        self.max_seconds = max_seconds
+    override_registry: OverrideRegistry
+    request_ids: RequestIds
+    default_seconds: float
+    max_seconds: float
+
+    def __post_init__(self) -> None:
         self._turns = Turns(READS_WAITING)
         # One page at a time is read and held in memory, however many ask.
         self._audit_turn = asyncio.Semaphore(1)
@@ -73,7 +70,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             if request.request_id:
                 require_uuid(request.request_id)
             return await self._set(request)
-        return await self._request_ids.once(request, lambda: self._set(request))
+        return await self.request_ids.once(request, lambda: self._set(request))
 
     async def _set(self, request: policy_pb2.SetOverrideRequest) -> policy_pb2.SetOverrideResponse:
         request.override.from_file = False
@@ -82,12 +79,12 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         _require_own_id(override.override_id)
         _require_scope(override)
         seconds = messages.lifetime_of(request, self.default_seconds, self.max_seconds)
-        outcome = await self._override_registry.try_set(override, seconds, request.etag)
-        before = self._override_registry.active()
+        outcome = await self.override_registry.try_set(override, seconds, request.etag)
+        before = self.override_registry.active()
         after = (
             before
             if outcome is OverrideOutcome.REPEATED
-            else self._override_registry.with_(override)
+            else self.override_registry.with_(override)
         )
         of = next(o for o in after if o.override_id == override.override_id)
         effects = await self._effects(of, before, after)
@@ -98,7 +95,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             shown = policy_pb2.HeldOverride(override=request.override, remaining_seconds=seconds)
         else:
             who = Actor(override.author, override.reason, calling().origin)
-            held, outcome = await self._override_registry.set(override, seconds, request.etag, who)
+            held, outcome = await self.override_registry.set(override, seconds, request.etag, who)
             shown = held_to_proto(held)
         return policy_pb2.SetOverrideResponse(
             held=shown,
@@ -111,7 +108,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         self, request: policy_pb2.ClearOverrideRequest, context: Context
     ) -> policy_pb2.ClearOverrideResponse:
         """Ended everywhere soon, here when it returns."""
-        return await self._request_ids.once(request, lambda: self._clear(request))
+        return await self.request_ids.once(request, lambda: self._clear(request))
 
     async def _clear(
         self, request: policy_pb2.ClearOverrideRequest
@@ -133,10 +130,10 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> list[policy_pb2.OverrideEffect]:
         """Ends an override; what that does.  Raises NoOverrideError."""
         who = Actor(request.author, request.reason, calling().origin)
-        if self._override_registry.is_unusable(request.override_id):
+        if self.override_registry.is_unusable(request.override_id):
             # Whose engines it is for is not known; it has no effect on any.
             _require_unrestricted()
-            await self._override_registry.clear(request.override_id, request.etag, who)
+            await self.override_registry.clear(request.override_id, request.etag, who)
             return []
         known = self._held(request.override_id)
         if known.override.from_file:
@@ -146,15 +143,15 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
                 resource=request.override_id,
             )
         _require_scope(known.override)
-        before = self._override_registry.active()
-        after = self._override_registry.without(request.override_id)
+        before = self.override_registry.active()
+        after = self.override_registry.without(request.override_id)
         effects = await self._effects(known.override, before, after)
-        await self._override_registry.clear(request.override_id, request.etag, who)
+        await self.override_registry.clear(request.override_id, request.etag, who)
         return effects
 
     def _held(self, override_id: str) -> ActiveOverride:
         """Returns what is in force under an id.  Raises NoOverrideError."""
-        for held in self._override_registry.held():
+        for held in self.override_registry.held():
             if held.override.override_id == override_id:
                 return held
         raise NoOverrideError(
@@ -172,7 +169,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         self, request: policy_pb2.ListOverridesRequest, context: Context
     ) -> policy_pb2.ListOverridesResponse:
         """Lists a page of the overrides in force here, and the state of the store."""
-        held = {h.override.override_id: h for h in self._override_registry.held()}
+        held = {h.override.override_id: h for h in self.override_registry.held()}
         rows, token = await page_of(
             self._turns,
             held,
@@ -184,15 +181,15 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         return policy_pb2.ListOverridesResponse(
             overrides=rows,
             next_page_token=token,
-            store=health_to_proto(self._override_registry.health),
-            policy=_policy_to_proto(self._override_registry.policy),
+            store=health_to_proto(self.override_registry.health),
+            policy=_policy_to_proto(self.override_registry.policy),
         )
 
     async def WatchOverrides(
         self, request: policy_pb2.WatchOverridesRequest, context: Context
     ) -> AsyncIterator[policy_pb2.WatchOverridesResponse]:
         """Streams changes until the client or the sidecar ends."""
-        async with self._override_registry.watching() as changes:
+        async with self.override_registry.watching() as changes:
             async for change in changes:
                 yield policy_pb2.WatchOverridesResponse(
                     kind=_KINDS[change.kind], held=held_to_proto(change.held)
@@ -205,7 +202,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         limit, before = store_messages.limit_of(request), store_messages.position_of(request)
         async with self._audit_turn:
             # One more, to know whether there are more.
-            records = await self._override_registry.audit(limit + 1, request.override_id, before)
+            records = await self.override_registry.audit(limit + 1, request.override_id, before)
             return await store_messages.page_of(records, limit)
 
     async def _effects(
@@ -213,7 +210,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> list[policy_pb2.OverrideEffect]:
         """On every engine of this sidecar in its scope, by engine id."""
         found = []
-        for session in self._override_registry.sessions_of(of.scope):
+        for session in self.override_registry.sessions_of(of.scope):
             ceiling_seconds = session.core.settings.tpot_ceiling_seconds
             effect = effect_on(session.spec, of, before, after, ceiling_seconds)
             rows = preview(session.core, after) if effect.arms or effect.bound else ()
@@ -243,7 +240,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
 
     def _nobody(self, of: Override) -> SpeculationError:
         """Says that no engine of this sidecar is in a scope, and which ones there are."""
-        sessions, scope = self._override_registry.known_engines(), of.scope
+        sessions, scope = self.override_registry.known_engines(), of.scope
         if not sessions:
             return _absent(of, "no engine has introduced itself to this sidecar")
         if scope.kind is ScopeKind.ENGINE:
@@ -258,7 +255,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
 
     def _require_store(self) -> None:
         """Raises StoreUnavailableError where the store would not take a change."""
-        health = self._override_registry.health
+        health = self.override_registry.health
         if not health.ok:
             raise StoreUnavailableError(f"{health.detail}; nothing can be changed now")
 
@@ -296,12 +293,11 @@ def _timing(session: EngineSession) -> messages.Timing:
 
 def held_to_proto(held: ActiveOverride) -> policy_pb2.HeldOverride:
     """Converts an override in force, with the time that is left now."""
-    return policy_pb2.HeldOverride(
+    return message_of(
+        policy_pb2.HeldOverride,
+        held,
         override=messages.override_to_proto(held.override),
-        etag=held.etag,
         remaining_seconds=held.remaining_seconds,
-        created_at=held.created_at,
-        origin=held.origin,
     )
 
 

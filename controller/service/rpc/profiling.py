@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import grpc.aio
 import structlog
@@ -27,6 +28,7 @@ from controller.service.state.profile_registry import (
 from controller.service.views.paging import page_of
 from controller.util import tasks
 from controller.wire.engines import fingerprint_to_proto
+from controller.wire.field_mapping import message_of
 from controller.wire.plans import arm_from_proto
 from controller.wire.reports import report_to_proto
 from speculation.v1 import service_pb2, service_pb2_grpc
@@ -37,28 +39,20 @@ _MOMENT_CHARACTERS = 40
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     """Serves measurements, and installs and shares profiles.
 
     turns: of those who read or bring profiles, or read lists, on the same server.
     """
 
-    def __init__(
-        self,
-        registry: SessionRegistry,
-        profiles: ProfileRegistry,
-        fleet: FleetProfiles,
-        audit: AuditLog,
-        request_ids: RequestIds,
-        turns: Turns,
-    ) -> None:
-        self._registry = registry
-        self._turns = turns
-        self._profiles = profiles
-        self._fleet = fleet
-        self._audit = audit
-        self._request_ids = request_ids
-        self._installing = asyncio.Lock()
+    registry: SessionRegistry
+    profiles: ProfileRegistry
+    fleet: FleetProfiles
+    audit: AuditLog
+    request_ids: RequestIds
+    turns: Turns
+    _installing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def Measure(  # type: ignore[override]  # as in steering: reads and writes through its context
         self,
@@ -70,11 +64,11 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         if first is None:
             return
         callers.require_engine(first.engine_id)
-        session = self._registry.by_engine(first.engine_id)
+        session = self.registry.by_engine(first.engine_id)
         with session.measuring() as measurement:
             caller = callers.calling()
             _log.info("measurement_started", engine=session.engine_id, origin=caller.origin)
-            self._audit.record("measure", session.engine_id, caller, "it began")
+            self.audit.record("measure", session.engine_id, caller, "it began")
             try:
                 await _MeasureStream(session, measurement, context).run(first)
             finally:
@@ -84,7 +78,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         self, request: service_pb2.InstallProfileRequest, context: Context
     ) -> service_pb2.InstallProfileResponse:
         """Keeps the profile, and uses it for every engine with its fingerprint."""
-        return await self._request_ids.once(request, lambda: self._install(request))
+        return await self.request_ids.once(request, lambda: self._install(request))
 
     async def _install(
         self, request: service_pb2.InstallProfileRequest
@@ -92,14 +86,14 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         profile = await self._profile_of(request.profile_json)
         self._require_engine(profile)
         async with self._installing:
-            path = await asyncio.to_thread(self._profiles.save, profile)
-            self._profiles.add(profile)
+            path = await asyncio.to_thread(self.profiles.save, profile)
+            self.profiles.add(profile)
         # Only now: engines may have come or gone while the file was written.
-        matching = [s for s in self._registry if mismatch(profile, s.spec) is None]
+        matching = [s for s in self.registry if mismatch(profile, s.spec) is None]
         for session in matching:
             session.use_profile(profile)
             await asyncio.sleep(0)
-        await self._fleet.publish(profile)
+        await self.fleet.publish(profile)
         engines = sorted(session.engine_id for session in matching)
         _log.info(
             "profile_installed",
@@ -107,7 +101,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
             engines=engines,
             path=str(path) if path else None,
         )
-        self._audit.record(
+        self.audit.record(
             "install_profile", profile.profile_id, callers.calling(), f"for {', '.join(engines)}"
         )
         return service_pb2.InstallProfileResponse(profile_id=profile.profile_id, engine_ids=engines)
@@ -116,31 +110,31 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         self, request: service_pb2.PushProfileRequest, context: Context
     ) -> service_pb2.PushProfileResponse:
         """Keeps a profile for pods that boot, and for engines here that have none."""
-        return await self._request_ids.once(request, lambda: self._push(request))
+        return await self.request_ids.once(request, lambda: self._push(request))
 
     async def _push(
         self, request: service_pb2.PushProfileRequest
     ) -> service_pb2.PushProfileResponse:
         profile = await self._profile_of(request.profile_json)
-        identity = await self._fleet.push(profile)
-        self._audit.record(
+        identity = await self.fleet.push(profile)
+        self.audit.record(
             "push_profile", profile.profile_id, callers.calling(), f"under identity {identity}"
         )
         return service_pb2.PushProfileResponse(profile_id=profile.profile_id, identity=identity)
 
     async def _profile_of(self, text: str) -> Profile:
         """Reads a profile in a thread, one at a time.  Raises InvalidProfileError."""
-        async with self._turns.turn():
+        async with self.turns.turn():
             return await tasks.finish(asyncio.to_thread(_profile_of, text))
 
     async def ListProfiles(
         self, request: service_pb2.ListProfilesRequest, context: Context
     ) -> service_pb2.ListProfilesResponse:
         """A page of the identities, the one whose measurements are the newest first."""
-        found = {_place(summary): summary for summary in await self._fleet.listed()}
-        engine_ids = await self._turns.take_pieces(self._engine_ids(found.values()))
+        found = {_place(summary): summary for summary in await self.fleet.listed()}
+        engine_ids = await self.turns.take_pieces(self._engine_ids(found.values()))
         rows, token = await page_of(
-            self._turns,
+            self.turns,
             found,
             lambda place: _row_of(found[place], engine_ids[found[place].identity]),
             None,
@@ -155,7 +149,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     ) -> Generator[None, None, dict[str, list[str]]]:
         """The engines here that profiles belong to, by the identity of the profiles."""
         of_target: dict[str, list[EngineSession]] = {}
-        for session in self._registry:
+        for session in self.registry:
             of_target.setdefault(session.spec.fingerprint.target_model, []).append(session)
             yield
         found = {}
@@ -172,14 +166,14 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     ) -> service_pb2.GetProfileResponse:
         """Returns a profile by its id, or the one that fits an engine of this sidecar."""
         if request.engine_id:
-            spec = self._registry.by_engine(request.engine_id).spec
-            text = await self._fleet.for_engine(spec)
+            spec = self.registry.by_engine(request.engine_id).spec
+            text = await self.fleet.for_engine(spec)
         else:
-            text = await self._fleet.by_id(request.profile_id)
+            text = await self.fleet.by_id(request.profile_id)
         return service_pb2.GetProfileResponse(profile_json=text)
 
     def _require_engine(self, profile: Profile) -> None:
-        found = [(session, mismatch(profile, session.spec)) for session in self._registry]
+        found = [(session, mismatch(profile, session.spec)) for session in self.registry]
         if not found:
             raise NoMatchingEngineError(
                 "no engine has introduced itself yet: the profile matches none",
@@ -198,15 +192,11 @@ def _place(summary: ProfileSummary) -> str:
 
 
 def _row_of(summary: ProfileSummary, engine_ids: Sequence[str]) -> service_pb2.ShelvedProfile:
-    return service_pb2.ShelvedProfile(
-        identity=summary.identity,
-        profile_id=summary.profile_id,
-        measurements=summary.measurements,
+    return message_of(
+        service_pb2.ShelvedProfile,
+        summary,
         fingerprint=fingerprint_to_proto(summary.fingerprint),
         drafters=[drafter.name for drafter in summary.drafters],
-        cells=summary.cells,
-        steps=summary.steps,
-        measured_at=summary.measured_at,
         engine_ids=engine_ids,
     )
 
@@ -223,19 +213,14 @@ def _profile_of(text: str) -> Profile:
     return profile
 
 
+@dataclass(eq=False)
 class _MeasureStream:
     """One open Measure stream."""
 
-    def __init__(
-        self,
-        session: EngineSession,
-        measurement: ForcedMeasurement,
-        context: grpc.aio.ServicerContext[service_pb2.MeasureRequest, service_pb2.MeasureResponse],
-    ) -> None:
-        self._session = session
-        self._measurement = measurement
-        self._context = context
-        self._bell = asyncio.Event()
+    session: EngineSession
+    measurement: ForcedMeasurement
+    context: grpc.aio.ServicerContext[service_pb2.MeasureRequest, service_pb2.MeasureResponse]
+    _bell: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def run(self, first: service_pb2.MeasureRequest) -> None:
         """Serves the stream until the client has sent its last message.
@@ -244,16 +229,16 @@ class _MeasureStream:
         """
         told_epoch = 0
         self._force(first)
-        with self._session.listening(self._bell):
+        with self.session.listening(self._bell):
             async with beside(self._read(), self._bell) as reader:
                 while True:
                     done = reader.done()
-                    if self._session.ended is not None:
-                        raise self._session.ended
-                    reports = self._measurement.take()
-                    if reports or self._measurement.forced_epoch != told_epoch:
-                        told_epoch = self._measurement.forced_epoch
-                        await self._context.write(
+                    if self.session.ended is not None:
+                        raise self.session.ended
+                    reports = self.measurement.take()
+                    if reports or self.measurement.forced_epoch != told_epoch:
+                        told_epoch = self.measurement.forced_epoch
+                        await self.context.write(
                             service_pb2.MeasureResponse(
                                 forced_epoch=told_epoch,
                                 reports=map(report_to_proto, reports),
@@ -266,10 +251,10 @@ class _MeasureStream:
                     self._bell.clear()
 
     async def _read(self) -> None:
-        while (request := await read(self._context)) is not None:
-            if request.engine_id not in {"", self._session.engine_id}:
+        while (request := await read(self.context)) is not None:
+            if request.engine_id not in {"", self.session.engine_id}:
                 raise InvalidMeasurementError(
-                    f"this stream measures engine {self._session.engine_id!r}; "
+                    f"this stream measures engine {self.session.engine_id!r}; "
                     "open another one for another engine",
                     field_path="engine_id",
                 )
@@ -277,4 +262,4 @@ class _MeasureStream:
             self._bell.set()
 
     def _force(self, request: service_pb2.MeasureRequest) -> None:
-        self._session.force(self._measurement, arm_from_proto(request))
+        self.session.force(self.measurement, arm_from_proto(request))

@@ -31,6 +31,7 @@ from controller.core.plan import Plan
 from controller.core.step_report import StepReport
 from controller.service.net import callers
 from controller.service.net.errors import (
+    Context,
     NoSessionError,
     TooManyReportsError,
     kind_of,
@@ -83,11 +84,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
         self._refusals = SharedAllowance(REFUSALS_A_SECOND, REFUSALS_AT_ONCE)
 
     async def Introduce(
-        self,
-        request: service_pb2.IntroduceRequest,
-        context: grpc.aio.ServicerContext[
-            service_pb2.IntroduceRequest, service_pb2.IntroduceResponse
-        ],
+        self, request: service_pb2.IntroduceRequest, context: Context
     ) -> service_pb2.IntroduceResponse:
         """Opens a session."""
         session = await self._introductions.take(lambda: self._introduced(request))
@@ -130,9 +127,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
         await _SteerStream(session, context, self._decisions, self._refusals).run(first)
 
     async def Decide(
-        self,
-        request: service_pb2.DecideRequest,
-        context: grpc.aio.ServicerContext[service_pb2.DecideRequest, service_pb2.DecideResponse],
+        self, request: service_pb2.DecideRequest, context: Context
     ) -> service_pb2.DecideResponse:
         """One report in, the choice for its batch size out."""
         session = self._registry.by_token(request.session_id)

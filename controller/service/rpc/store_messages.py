@@ -9,6 +9,7 @@ from google.protobuf import json_format
 
 from controller.service.net.errors import InvalidQuestionError
 from controller.store.interface import AuditRecord, Health
+from controller.wire.field_mapping import message_of
 from speculation.v1 import policy_pb2
 
 _DEFAULT, _MAX = 100, 1000
@@ -22,25 +23,14 @@ _SEQUENCE = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 
 def health_to_proto(health: Health) -> policy_pb2.StoreStatus:
     """Converts the state of the store."""
-    return policy_pb2.StoreStatus(
-        ok=health.ok,
-        detail=health.detail,
-        since_seconds=health.since_seconds,
-        unusable=[f"{name}: {reason}" for name, reason in sorted(health.unusable.items())],
-        unusable_count=health.unusable_count,
-    )
+    unusable = [f"{name}: {reason}" for name, reason in sorted(health.unusable.items())]
+    return message_of(policy_pb2.StoreStatus, health, unusable=unusable)
 
 
 def audit_to_proto(record: AuditRecord) -> policy_pb2.AuditRecord:
     """Converts one record; a body that can no longer be read is left out."""
-    message = policy_pb2.AuditRecord(
-        sequence=record.sequence,
-        at=record.at,
-        action=record.action,
-        override_id=record.subject,
-        author=record.author,
-        reason=record.reason,
-        origin=record.origin,
+    message = message_of(
+        policy_pb2.AuditRecord, record, override_id=record.subject, before=None, after=None
     )
     for body, part in ((record.before, message.before), (record.after, message.after)):
         if body and (data := _override_bytes(body)):

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import structlog
@@ -54,33 +55,27 @@ class ProfileSource(Protocol):
         """Explains to people why no profile matches this engine."""
 
 
+@dataclass(eq=False)
 class SessionRegistry:
     """All sessions, by token and by engine.
 
     At most `max_engines`; one that nothing is heard of ends after `idle_seconds`.
     """
 
-    def __init__(
-        self,
-        core_factory: CoreFactory,
-        profiles: ProfileSource,
-        clock: Clock,
-        max_engines: int = 1024,
-        idle_seconds: float = 600.0,
-        observer: SessionObserver | None = None,
-    ) -> None:
-        self._core_factory = core_factory
-        self._profiles = profiles
-        self._clock = clock
-        self.max_engines = max_engines
-        self.idle_seconds = idle_seconds
+    core_factory: CoreFactory
+    profiles: ProfileSource
+    clock: Clock
+    max_engines: int = 1024
+    idle_seconds: float = 600.0
+    observer: SessionObserver = field(default_factory=SessionObserver)
+
+    def __post_init__(self) -> None:
         self.load = Load()
         self._by_token: dict[str, EngineSession] = {}
         self._by_engine: dict[str, EngineSession] = {}
         # By token, of sessions that are over; the newest last.
         self._received: dict[str, Received] = {}
         self._closed: SpeculationError | None = None
-        self._observer = observer or SessionObserver()
 
     def __len__(self) -> int:
         return len(self._by_engine)
@@ -112,8 +107,8 @@ class SessionRegistry:
                 f"the sidecar cannot take the reports of its {len(self)} engines fast enough: give "
                 "it a faster core or one of its own, or run another sidecar for some of them"
             )
-        profile = self._profiles.find(spec)
-        core = self._core_factory(spec, profile)
+        profile = self.profiles.find(spec)
+        core = self.core_factory(spec, profile)
         if known is not None:
             self._remove(
                 known,
@@ -121,7 +116,7 @@ class SessionRegistry:
                     f"engine {spec.engine_id!r} introduced itself again: this session is over"
                 ),
             )
-        session = EngineSession(secrets.token_hex(16), core, self._clock, identity, self._observer)
+        session = EngineSession(secrets.token_hex(16), core, self.clock, identity, self.observer)
         self._by_token[session.session_id] = session
         self._by_engine[spec.engine_id] = session
         _log.info(
@@ -132,9 +127,9 @@ class SessionRegistry:
             again=known is not None,
             profile=core.profile_id or None,
             costs="measured" if core.profile_id else "prior",
-            **({} if profile else {"no_profile": self._profiles.why_none(spec)}),
+            **({} if profile else {"no_profile": self.profiles.why_none(spec)}),
         )
-        self._observer.opened(session, known)
+        self.observer.opened(session, known)
         return session
 
     def by_token(self, session_id: str) -> EngineSession:
@@ -197,7 +192,7 @@ class SessionRegistry:
         self._received[session.session_id] = session.received
         if len(self._received) > _REMEMBERED:
             del self._received[next(iter(self._received))]
-        self._observer.ended(session)
+        self.observer.ended(session)
 
 
 def _require_free(session: EngineSession, identity: EngineIdentity) -> None:

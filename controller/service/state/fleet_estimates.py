@@ -46,15 +46,15 @@ _LAST_WORDS_SECONDS = 1.0
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class FleetEstimates:
     """Never in the way of an engine.  tell_seconds: between two tellings, about."""
 
-    def __init__(
-        self, blobs: BlobStore, registry: SessionRegistry, tell_seconds: float = _TELL_SECONDS
-    ) -> None:
-        self._blobs = blobs
-        self._registry = registry
-        self._tell_seconds = tell_seconds
+    blobs: BlobStore
+    registry: SessionRegistry
+    tell_seconds: float = _TELL_SECONDS
+
+    def __post_init__(self) -> None:
         self._told: WeakKeyDictionary[EngineSession, int] = WeakKeyDictionary()
         # Publications under way; they are awaited before a search, because an engine that returns
         # starts from its last estimates.
@@ -82,8 +82,8 @@ class FleetEstimates:
     async def tell_all(self) -> None:
         """Tells about every engine from time to time, until cancelled."""
         while True:
-            await asyncio.sleep(self._tell_seconds * random.uniform(0.8, 1.2))
-            for session in self._registry:
+            await asyncio.sleep(self.tell_seconds * random.uniform(0.8, 1.2))
+            for session in self.registry:
                 self.tell(session)
 
     async def _put(self, spec: EngineSpec, group: str, beliefs: list[Belief]) -> None:
@@ -94,7 +94,7 @@ class FleetEstimates:
                 mine = [b for b in beliefs if b.drafter == drafter.name]
                 if mine:
                     text = warm_start.to_json(mine)
-                    await self._blobs.put(ACCEPTANCE, _name(spec, drafter), source, text)
+                    await self.blobs.put(ACCEPTANCE, _name(spec, drafter), source, text)
         except StoreUnavailableError as error:
             _log.debug("estimates_not_told", engine=spec.engine_id, error=str(error))
 
@@ -102,7 +102,7 @@ class FleetEstimates:
         began = time.monotonic()
         await self._publishing.join()
         stored = {
-            drafter.name: await self._blobs.items(ACCEPTANCE, _name(session.spec, drafter))
+            drafter.name: await self.blobs.items(ACCEPTANCE, _name(session.spec, drafter))
             for drafter in session.spec.drafters
         }
         found = await tasks.finish(asyncio.to_thread(_pooled, stored))

@@ -69,15 +69,15 @@ class ProfileSummary(MeasuredEngine):
 _Known = tuple[bytes, ProfileSummary | None]
 
 
+@dataclass(eq=False)
 class FleetProfiles:
     """Shares profiles through the blob store, without delaying an engine's introduction."""
 
-    def __init__(
-        self, blobs: BlobStore, profile_registry: ProfileRegistry, registry: SessionRegistry
-    ) -> None:
-        self._blobs = blobs
-        self._profile_registry = profile_registry
-        self._registry = registry
+    blobs: BlobStore
+    profile_registry: ProfileRegistry
+    registry: SessionRegistry
+
+    def __post_init__(self) -> None:
         self.searches = SessionSearches("profile", self._search)
         # Of people who ask: one of them at a time reads profiles.
         self._turns = Turns(READS_WAITING)
@@ -90,11 +90,11 @@ class FleetProfiles:
         """Gives a profile to the fleet; its identity.  Raises StoreUnavailableError."""
         identity = identity_of(profile)
         text = await asyncio.to_thread(profile.to_json)
-        await self._blobs.put(PROFILES, identity, profile.profile_id, text)
+        await self.blobs.put(PROFILES, identity, profile.profile_id, text)
         self._pushes += 1
         self._fresh_until = -math.inf
         _log.info("profile_shared", profile=profile.profile_id, identity=identity)
-        for session in self._registry:
+        for session in self.registry:
             if not session.core.profile_id and mismatch(profile, session.spec) is None:
                 self.look_for(session)
         return identity
@@ -120,7 +120,7 @@ class FleetProfiles:
         if time.monotonic() < self._fresh_until:
             return
         began, pushes = time.monotonic(), self._pushes
-        names = (await self._blobs.names(PROFILES))[:_LISTED]
+        names = (await self.blobs.names(PROFILES))[:_LISTED]
         known = self._summaries
         self._summaries = {name: known[name] for name in names if name in known}
         for name in names:
@@ -182,8 +182,8 @@ class FleetProfiles:
         self, profile: Profile, sessions: Sequence[EngineSession]
     ) -> Generator[None, None, None]:
         """Puts a profile into use for all engines that have none; those that waited are some."""
-        self._profile_registry.add(profile)
-        for session in self._registry:
+        self.profile_registry.add(profile)
+        for session in self.registry:
             if (
                 not session.is_over
                 and not session.core.profile_id
@@ -200,7 +200,7 @@ class FleetProfiles:
 
     async def _read(self, identity: str, make: Callable[[str, Sequence[str]], T]) -> T:
         """Makes something of the stored texts of an identity, in a thread."""
-        texts = [item.text for item in await self._blobs.items(PROFILES, identity)]
+        texts = [item.text for item in await self.blobs.items(PROFILES, identity)]
         return await tasks.finish(asyncio.to_thread(make, identity, texts))
 
 

@@ -44,6 +44,7 @@ from controller.store.interface import (
     StoreFullError,
     StoreUnavailableError,
 )
+from controller.util.text import printable
 from controller.wire.overrides import from_body, to_body
 
 # After trouble the store is asked again after this time at the latest.
@@ -394,8 +395,7 @@ class OverrideRegistry:
 
 
 def _printable(text: str) -> str:
-    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return shown[:_SHOWN_CHARACTERS]
+    return printable(text)[:_SHOWN_CHARACTERS]
 
 
 def revision_of(etag: str) -> int:

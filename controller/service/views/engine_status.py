@@ -19,6 +19,12 @@ from controller.wire.overrides import override_to_proto
 
 # Half the width of a 95 % interval, in standard deviations.
 _Z = 1.96
+# What the page shows of an explanation as it is.
+_EVIDENCE = (
+    "switches", "shifts", "probes", "probe_steps", "switch_seconds", "traffic_states",
+    "probe_share", "margin", "policy", "profile_id", "cost_outliers", "kv_tokens_per_sequence",
+    "warm_start",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,22 +165,8 @@ def engine_detail(view: EngineSnapshot) -> dict[str, Any]:
         "costs": _costs(explanation),
         "survival": survival_curves(explanation.positions),
         "trail": [change.plain() for change in reversed(view.session.plan_log)],
-        "evidence": {
-            "switches": explanation.switches,
-            "shifts": explanation.shifts,
-            "probes": explanation.probes,
-            "probe_steps": explanation.probe_steps,
-            "switch_seconds": explanation.switch_seconds,
-            "traffic_states": explanation.traffic_states,
-            "probe_share": explanation.probe_share,
-            "margin": explanation.margin,
-            "policy": explanation.policy,
-            "profile_id": explanation.profile_id,
-            "cost_outliers": explanation.cost_outliers,
-            "kv_tokens_per_sequence": explanation.kv_tokens_per_sequence,
-            "warm_start": explanation.warm_start,
-            "bound": _bound(explanation),
-        },
+        "evidence": {name: getattr(explanation, name) for name in _EVIDENCE}
+        | {"bound": _bound(explanation)},
     }
 
 

@@ -14,7 +14,7 @@ import random
 import secrets
 import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, Final, Literal, Self
 
 import structlog
@@ -32,6 +32,7 @@ from controller.core.engine_spec import MAX_BATCH_SIZE, MAX_GAMMA
 from controller.service.views.engine_status import EngineLine
 from controller.service.views.status_cache import StatusCache
 from controller.store.interface import StoreUnavailableError, SummaryBoard
+from controller.util.text import printable
 
 # Engines of one text, and its bytes.
 ENGINES_MAX: Final = 1024
@@ -202,7 +203,7 @@ def _amount(value: float | None) -> float | None:
 
 def _short(words: str) -> str:
     """Cuts words, and replaces what cannot be printed: others refuse it."""
-    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
+    shown = printable(words)
     return shown if len(shown) <= _WORDS_MAX else shown[: _WORDS_MAX - 1] + "…"
 
 
@@ -214,41 +215,36 @@ class Published:
     failed: int = 0
 
 
+@dataclass(eq=False)
 class FleetPublisher:
     """One per sidecar.  board: None if no other sidecar would read it."""
 
-    def __init__(
-        self,
-        board: SummaryBoard | None,
-        status_cache: StatusCache,
-        me: FleetMember,
-    ) -> None:
-        self._board = board
-        self._status_cache = status_cache
-        self._me = me
-        self._began = False
-        self.published = Published()
+    board: SummaryBoard | None
+    status_cache: StatusCache
+    me: FleetMember
+    published: Published = field(default_factory=Published, init=False)
+    _began: bool = field(default=False, init=False)
 
     async def close(self) -> None:
         """Takes the text away: a sidecar that was stopped is not silent, but gone."""
-        if self._board is None or not self._began:
+        if self.board is None or not self._began:
             return
         with contextlib.suppress(StoreUnavailableError, TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                await self._board.remove(self._me.source)
+                await self.board.remove(self.me.source)
 
     async def publish(self) -> None:
         """Publishes from time to time, until cancelled."""
-        assert self._board is not None
-        board, trouble = self._board, ""
+        assert self.board is not None
+        board, trouble = self.board, ""
         self._began = True
         while True:
-            lines = await self._status_cache.lines()
+            lines = await self.status_cache.lines()
             every = self._seconds()
             # A thread's work: a thousand engines take some tens of milliseconds.
             body = await asyncio.to_thread(self._encoded, lines, every)
             try:
-                await board.put(self._me.source, body)
+                await board.put(self.me.source, body)
             except StoreUnavailableError as error:
                 self.published.failed += 1
                 if not trouble:
@@ -263,9 +259,9 @@ class FleetPublisher:
 
     def _encoded(self, lines: Sequence[EngineLine], every_seconds: float) -> bytes:
         engines = map(summary_of, lines)
-        return encode_summary(self._me.name, controller.__version__, every_seconds, engines)
+        return encode_summary(self.me.name, controller.__version__, every_seconds, engines)
 
     def _seconds(self) -> float:
         """Seconds until the next text."""
-        busy = self._status_cache.lines_seconds
+        busy = self.status_cache.lines_seconds
         return min(max(PUBLISH_SECONDS, busy / _SHARE_MAX), EVERY_SECONDS[1])

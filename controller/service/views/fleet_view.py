@@ -53,6 +53,10 @@ _LINKS: Final = {
     "waiting": "waiting",
     "": "unlinked",
 }
+# The sums that are counts of engines.
+_COUNTED: Final = (
+    "engines", "steered", "unsteered", "waiting", "silent", "unavailable", "off", "overridden",
+)  # fmt: skip
 _NOT_READ = "the store has not answered yet"
 
 _log = structlog.get_logger(__name__)
@@ -171,19 +175,11 @@ class FleetTally:
 
     def totals(self) -> FleetTotals:
         """Returns the sums so far."""
-        counts = self._counts
         return FleetTotals(
-            engines=counts["engines"],
             sidecars=len(self._sources),
-            steered=counts["steered"],
-            unsteered=counts["unsteered"],
-            waiting=counts["waiting"],
-            silent=counts["silent"],
-            unavailable=counts["unavailable"],
-            off=counts["off"],
-            overridden=counts["overridden"],
             generated_per_second=self._generated,
             tokens_gained_per_second=self._gained,
+            **{name: self._counts[name] for name in _COUNTED},
         )
 
 
@@ -195,21 +191,18 @@ def totals_of(engines: Iterable[FleetEngine]) -> FleetTotals:
     return tally.totals()
 
 
+@dataclass(eq=False)
 class FleetView:
     """One per sidecar."""
 
-    def __init__(
-        self,
-        board: SummaryBoard | None,
-        status_cache: StatusCache,
-        clock: Clock,
-    ) -> None:
-        self._board = board
-        self._status_cache = status_cache
-        self._clock = clock
+    board: SummaryBoard | None
+    status_cache: StatusCache
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._me = FleetMember.of_this_process()
-        self.publisher = FleetPublisher(board, status_cache, self._me)
-        self._others = Fleet((), board is not None, _NOT_READ if board else _ALONE)
+        self.publisher = FleetPublisher(self.board, self.status_cache, self._me)
+        self._others = Fleet((), self.board is not None, _NOT_READ if self.board else _ALONE)
         self._fresh_until = -math.inf
         self._reading: asyncio.Task[None] | None = None
         self._under_way = BackgroundTasks()
@@ -224,7 +217,7 @@ class FleetView:
     @property
     def counts(self) -> FleetCounts | None:
         """Returns what has happened so far; None without a store that others use."""
-        if self._board is None:
+        if self.board is None:
             return None
         published = self.publisher.published
         return FleetCounts(published.written, published.failed, self._refused)
@@ -239,15 +232,15 @@ class FleetView:
 
         It is the same object for everybody until the engines have been read again.
         """
-        lines = await self._status_cache.lines()
-        if self._board is not None and self._clock.now() >= self._fresh_until:
+        lines = await self.status_cache.lines()
+        if self.board is not None and self.clock.now() >= self._fresh_until:
             if self._reading is None or self._reading.done():
-                self._reading = self._under_way.start("read the fleet", self._read(self._board))
+                self._reading = self._under_way.start("read the fleet", self._read(self.board))
             await asyncio.wait([self._reading], timeout=_PATIENCE_SECONDS)
         async with self._making:
             if self._made_of is None or (
                 (self._made_of[0] is not lines or self._made_of[1] is not self._others)
-                and self._clock.now() >= self._good_until
+                and self.clock.now() >= self._good_until
             ):
                 await self._make(lines)
         return self._fleet
@@ -258,7 +251,7 @@ class FleetView:
         made = asyncio.to_thread(_merged, self._me, lines, others)
         self._fleet = await tasks.finish(made)
         self._made_of = lines, others
-        self._good_until = self._clock.now() + (time.monotonic() - began) / _SHARE_MAX
+        self._good_until = self.clock.now() + (time.monotonic() - began) / _SHARE_MAX
 
     async def _read(self, board: SummaryBoard) -> None:
         busy = 0.0
@@ -277,7 +270,7 @@ class FleetView:
             _log.warning("fleet_entries_refused", entries=found.refused)
         self._refused += found.refused
         self._others = found
-        self._fresh_until = self._clock.now() + max(_SECONDS, busy / _SHARE_MAX)
+        self._fresh_until = self.clock.now() + max(_SECONDS, busy / _SHARE_MAX)
 
 
 class _Parsing:

@@ -75,28 +75,22 @@ class ServiceHealth:
     detail: str
 
 
+@dataclass(eq=False)
 class Readiness:
     """Decides on readiness.
 
     ready_with: the least that costs may come from.  servicer: what answers health checks.
     """
 
-    def __init__(
-        self,
-        registry: SessionRegistry,
-        profiles: ProfileRegistry,
-        override_registry: OverrideRegistry,
-        operator_socket: OperatorSocket,
-        ready_with: Least,
-        supervisor: Supervisor,
-    ) -> None:
-        self.ready_with = ready_with
+    registry: SessionRegistry
+    profiles: ProfileRegistry
+    override_registry: OverrideRegistry
+    operator_socket: OperatorSocket
+    ready_with: Least
+    supervisor: Supervisor
+
+    def __post_init__(self) -> None:
         self.servicer = health.aio.HealthServicer()
-        self._registry = registry
-        self._profiles = profiles
-        self._override_registry = override_registry
-        self._operator_socket = operator_socket
-        self._supervisor = supervisor
         self._started = False
 
     def services(self) -> tuple[ServiceHealth, ...]:
@@ -105,7 +99,7 @@ class Readiness:
 
     def why_no_profile(self, spec: EngineSpec) -> str:
         """Explains why no profile matches an engine."""
-        return self._profiles.why_none(spec)
+        return self.profiles.why_none(spec)
 
     async def started(self) -> None:
         """The start is over."""
@@ -126,7 +120,7 @@ class Readiness:
         try:
             while True:
                 await self.tell()
-                if (fault := self._operator_socket.lost) != known:
+                if (fault := self.operator_socket.lost) != known:
                     known = fault
                     _log.error("sockets_lost", detail=fault)
                 await asyncio.sleep(_LOOK_SECONDS)
@@ -147,7 +141,7 @@ class Readiness:
             for name in (*SERVICES, STORE)
         }
         faults[STEERING] = faults[STEERING] or self._steering_fault()
-        store = self._override_registry.health
+        store = self.override_registry.health
         for name, fault in faults.items():
             if name == STORE and not fault:
                 yield ServiceHealth(name, store.ok, store.detail)
@@ -158,29 +152,29 @@ class Readiness:
         """Explains why no service is SERVING; "" if some may be."""
         if not self._started:
             return "the sidecar is starting or stopping"
-        return self._operator_socket.lost or self._task_fault("")
+        return self.operator_socket.lost or self._task_fault("")
 
     def _task_fault(self, service: str) -> str:
         """Explains which of a service's tasks are down; "" if all run."""
         return "; ".join(
             f"the task {name} has failed ({fault}) and is started again: see the log"
-            for name, fault in self._supervisor.faults().items()
+            for name, fault in self.supervisor.faults().items()
             if service in _SERVICES_OF.get(name, _SERVICES_OF_OTHERS)
         )
 
     def _steering_fault(self) -> str:
         """Explains why the required source of costs is missing; "" when it is there."""
         least = _LEAST[self.ready_with]
-        short = [session for session in self._registry if _rank(session) < least]
+        short = [session for session in self.registry if _rank(session) < least]
         if short:
             named = ", ".join(session.engine_id for session in short[:_NAMED])
             more = f" and {len(short) - _NAMED} more" if len(short) > _NAMED else ""
             first = short[0]
             return (
                 f"engine {named}{more}: costs are a {first.core.cost.prior} prior, and ready_with "
-                f"asks for a {self.ready_with}; {self._profiles.why_none(first.spec)}"
+                f"asks for a {self.ready_with}; {self.profiles.why_none(first.spec)}"
             )
-        if least and not len(self._registry) and not len(self._profiles):
+        if least and not len(self.registry) and not len(self.profiles):
             return "no engine has introduced itself, and no profile is loaded"
         return ""
 

@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
@@ -105,20 +106,16 @@ def _row(batch_sizes: Sequence[int], batch_size: float) -> int:
     return next(fitting, len(batch_sizes) - 1)
 
 
+@dataclass(eq=False)
 class StatusCache:
     """One per sidecar."""
 
-    def __init__(
-        self,
-        registry: SessionRegistry,
-        override_registry: OverrideRegistry,
-        readiness: Readiness,
-        clock: Clock,
-    ) -> None:
-        self._registry = registry
-        self._override_registry = override_registry
-        self._readiness = readiness
-        self._clock = clock
+    registry: SessionRegistry
+    override_registry: OverrideRegistry
+    readiness: Readiness
+    clock: Clock
+
+    def __post_init__(self) -> None:
         # Views that are still fresh, each with the time until which it is; `keep` drops the rest,
         # so that no session is kept in memory for having been looked at.
         self._views: dict[EngineSession, tuple[float, EngineSnapshot]] = {}
@@ -131,31 +128,31 @@ class StatusCache:
     async def lines(self) -> tuple[EngineLine, ...]:
         """Every engine, by its id."""
         async with self._looking:
-            if self._clock.now() < self._lines_until:
+            if self.clock.now() < self._lines_until:
                 return self._lines
             lines, busy = [], 0.0
-            for session in sorted(self._registry, key=lambda session: session.engine_id):
+            for session in sorted(self.registry, key=lambda session: session.engine_id):
                 began = time.monotonic()
                 lines.append(self._line(session))
                 busy += time.monotonic() - began
                 await asyncio.sleep(0)
             self._lines, self.lines_seconds = tuple(lines), busy
-            self._lines_until = self._clock.now() + max(_SECONDS, busy / _SHARE_MAX)
+            self._lines_until = self.clock.now() + max(_SECONDS, busy / _SHARE_MAX)
             return self._lines
 
     async def state(self) -> dict[str, Any]:
         """The sidecar, its overrides and every engine's line, for JSON."""
         lines = await self.lines()
-        store = self._override_registry.health
+        store = self.override_registry.health
         return {
             "version": controller.__version__,
             "engines": lines,
-            "overrides": list(map(override_line, self._override_registry.held())),
+            "overrides": list(map(override_line, self.override_registry.held())),
             "precedence": PRECEDENCE,
             "store": {"ok": store.ok, "detail": store.detail},
             "troubles": [
                 f"{it.service or 'the sidecar'} is NOT_SERVING: {it.detail}"
-                for it in self._readiness.services()
+                for it in self.readiness.services()
                 if not it.serving
             ],
         }
@@ -165,7 +162,7 @@ class StatusCache:
 
         Raises UnknownEngineError.
         """
-        session = self._registry.by_engine(engine_id)
+        session = self.registry.by_engine(engine_id)
         view, history = self._view(session), session.history
         return engine_detail(view) | {
             "fields": FIELDS,
@@ -186,7 +183,7 @@ class StatusCache:
             return no_line(session, why_not(error))
 
     def _view(self, session: EngineSession) -> EngineSnapshot:
-        now = self._clock.now()
+        now = self.clock.now()
         until, view = self._views.get(session, (-math.inf, None))
         if view is None or now >= until:
             view = EngineSnapshot.of(session)
@@ -197,7 +194,7 @@ class StatusCache:
         """Keeps the engines' histories, until cancelled."""
         while True:
             now = time.time()
-            for number, session in enumerate(self._registry, 1):
+            for number, session in enumerate(self.registry, 1):
                 try:
                     session.remember(now)
                 except Exception:  # noqa: BLE001  # as above
@@ -208,7 +205,7 @@ class StatusCache:
             await asyncio.sleep(_SECONDS)
 
     def _drop_views(self) -> None:
-        now = self._clock.now()
+        now = self.clock.now()
         self._views = {
             session: (until, view)
             for session, (until, view) in self._views.items()
