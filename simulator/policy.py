@@ -76,11 +76,11 @@ class StepRecord:
 class Policy(Protocol):
     """Chooses arms from what an engine can see, never from the truth (unless it is an oracle)."""
 
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
+    def choose(self, batch_size: int, now: float, /) -> ArmChoice:
         """Chooses before a step: the batch that will run, and the virtual time in seconds."""
         ...
 
-    def observe(self, record: StepRecord, now: float) -> None:
+    def observe(self, record: StepRecord, now: float, /) -> None:
         """After a step, as late as the engine's lag says."""
         ...
 

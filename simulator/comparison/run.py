@@ -6,8 +6,8 @@ The oracle is the best run of all that know the truth and of all static arms.
 import hashlib
 import os
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from simulator.engine import RunResult, Trace, simulate
 from simulator.errors import InvalidInputError
 from simulator.peers.sglang_adaptive import PeerUnavailableError
 from simulator.policy import Policy
-from simulator.process_pool import make_process_pool
+from simulator.process_pool import run_side_by_side
 from simulator.results import Latency, PolicyOrigin, Timeline, spread
 from simulator.scenarios.scenario_file import Scenario
 from simulator.surface import MINIMAL_SHARE, CostSurface
@@ -199,18 +199,10 @@ def run_all(
         for i, task_seed in tasks:
             keep(i, run_seed(scenarios[i], task_seed, wanted, settings))
         return found
-    with make_process_pool(workers) as pool:
-        waiting = {
-            pool.submit(run_seed, scenarios[i], task_seed, wanted, settings): i
-            for i, task_seed in tasks
-        }
-        try:
-            for future in as_completed(waiting):
-                keep(waiting[future], future.result())
-        except BaseException:
-            # Ctrl-C, or a seed that failed: what has not begun is not run any more.
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    work = partial(run_seed, wanted=wanted, settings=settings)
+    seeded = [(scenarios[i], task_seed) for i, task_seed in tasks]
+    for task, run in run_side_by_side(work, seeded, workers):
+        keep(tasks[task][0], run)
     for seeds in found:
         seeds.sort(key=lambda run: run.seed)
     return found
