@@ -32,11 +32,8 @@ from engine_shim.sglang.training.blocks import (
     initialise,
 )
 from engine_shim.sglang.training.students import UnsupportedDrafterError, decoder_shape
-from trainer.checkpoint import join
+from trainer.checkpoint import CONFIG, INDEX, WEIGHTS, join
 
-CONFIG: Final = "config.json"
-_WEIGHTS: Final = "model.safetensors"
-_INDEX: Final = "model.safetensors.index.json"
 _MOST_LAYERS: Final = 1000
 _SIZES: Final = (
     "hidden", "heads", "kv_heads", "head_dim", "mlp", "layers", "vocabulary", "max_positions",
@@ -218,9 +215,9 @@ def put_state(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> No
 
 def _files(folder: Path) -> list[str]:
     """Names the files with the weights."""
-    index = folder / _INDEX
+    index = folder / INDEX
     if not index.exists():
-        return [_WEIGHTS]
+        return [WEIGHTS]
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
