@@ -1,7 +1,7 @@
 """A report as one self-contained page, printable, with plots as inline SVG drawn by matplotlib."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 import numpy as np
@@ -73,8 +73,8 @@ def _scenario(scenario: ScenarioReport) -> str:
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    return table(head, rows, marked=[row[0] == OURS for row in rows])
+def _table(head: Iterable[str], rows: Sequence[Sequence[Cell]]) -> str:
+    return table(list(head), rows, marked=[row[0] == OURS for row in rows])
 
 
 _OURS_COLOUR, _ORACLE_COLOUR = "#0b6e4f", "#c8553d"
