@@ -20,12 +20,7 @@ import torch
 from torch import Tensor
 
 from engine_shim.sglang.training.blocks import STEERED
-from trainer.language_model import (
-    LanguageModel,
-    ModelFolderError,
-    load_language_model,
-    read_config,
-)
+from trainer.language_model import LanguageModel, ModelFolderError, load_language_model, read_config
 from trainer.sd2 import (
     Offsets,
     Sd2Draft,

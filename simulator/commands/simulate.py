@@ -304,12 +304,7 @@ def _show(
 def _cold_start(
     sizes: tuple[int, ...], seeds: range, processes: int | None, output: Output
 ) -> None:
-    from simulator.cold_start import (
-        cold_start_table,
-        cold_start_text,
-        cold_starts,
-        run_cold_starts,
-    )
+    from simulator.cold_start import cold_start_table, cold_start_text, cold_starts, run_cold_starts
 
     runs = run_cold_starts(cold_starts(sizes) if sizes else cold_starts(), seeds, processes)
 

@@ -34,13 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from controller.core.engine_spec import Arm
-from simulator.peers.common import (
-    accepted_tokens,
-    by_gamma,
-    first_drafter,
-    nearest,
-    octave,
-)
+from simulator.peers.common import accepted_tokens, by_gamma, first_drafter, nearest, octave
 from simulator.policy import ArmChoice, StepRecord
 from simulator.results import PolicyOrigin
 

@@ -30,12 +30,7 @@ from simulator.reading import shown
 from simulator.scenarios import fields
 from simulator.scenarios.cost import CostSection, ProfileSection
 from simulator.scenarios.traffic import KindSection, sources
-from simulator.scenarios.work import (
-    ArrivalsSection,
-    PhaseSection,
-    closed_loop,
-    open_loop,
-)
+from simulator.scenarios.work import ArrivalsSection, PhaseSection, closed_loop, open_loop
 from simulator.sources import ClosedSource, OpenSource
 from simulator.surface import CostSurface
 from simulator.workload import AcceptanceSource, Workload

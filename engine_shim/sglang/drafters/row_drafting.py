@@ -18,11 +18,7 @@ from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.drafters.drafting import Attempts, fits, verification_of
 from engine_shim.sglang.drafters.lookup import Proposal, TokenHistory, device_bytes
 from engine_shim.sglang.drafters.row_choice import Drafted, RowChoice
-from engine_shim.sglang.drafters.row_counts import (
-    Role,
-    count_rows,
-    count_watched,
-)
+from engine_shim.sglang.drafters.row_counts import Role, count_rows, count_watched
 from engine_shim.sglang.memory import MIB
 
 if TYPE_CHECKING:
