@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine_shim.common.errors import PluginError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from sglang.srt.server_args import ServerArgs
 
     from engine_shim.sglang.memory import Prediction, Reserve

@@ -24,12 +24,12 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from engine_shim.common.status import link_status
+from engine_shim.common.status import Losses, link_status
 from engine_shim.link.losses import reason_of
-from engine_shim.link.orders import Orders
+from engine_shim.link.orders import Order, Orders
 from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
 from engine_shim.sglang.drafters.row_counts import Role
-from engine_shim.sglang.eager_passes import NO_PASSES
+from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses
 from engine_shim.sglang.engine_description import DFLASH_NAME
 from engine_shim.sglang.step_reports import (
     Launch,
@@ -42,9 +42,7 @@ from engine_shim.sglang.step_reports import (
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
-    from engine_shim.common.status import Losses
     from engine_shim.link.engine_link import EngineLink
-    from engine_shim.link.orders import Order
     from engine_shim.link.plan_follower import StepChoice
     from engine_shim.link.ranks import Ranks, RankUpdate
     from engine_shim.sglang.adaptive_policy import SteeredPolicy
@@ -52,7 +50,6 @@ if TYPE_CHECKING:
     from engine_shim.sglang.drafters.dual import DualDrafter
     from engine_shim.sglang.drafters.idle_kv import IdleDrafter
     from engine_shim.sglang.drafters.row_drafting import RowDrafting
-    from engine_shim.sglang.eager_passes import EagerPasses
     from engine_shim.sglang.graph_states import GraphStates
     from engine_shim.sglang.learning.learning_steps import LearningSteps
     from engine_shim.sglang.request_wishes import RequestWishes

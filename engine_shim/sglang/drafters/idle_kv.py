@@ -23,6 +23,7 @@ acceptance, never a wrong token, and is counted as unread.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,6 @@ from engine_shim.sglang.api.transfer import to_device
 from engine_shim.sglang.drafters.idle_kv_buffer import BacklogRows, BacklogStep, BacklogSteps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from engine_shim.sglang.drafters.dual import DualDrafter
 
 

@@ -34,13 +34,12 @@ import torch
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import OrderKind, Orders
 from engine_shim.sglang.api.transfer import launched
-from engine_shim.sglang.learning.student import DrafterWeights
+from engine_shim.sglang.learning.student import DrafterWeights, LiveDrafter
 from engine_shim.sglang.training.versions import FOLDER as VERSIONS_FOLDER
 from engine_shim.sglang.training.versions import Made, VersionError, Versions
 
 if TYPE_CHECKING:
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
-    from engine_shim.sglang.learning.student import LiveDrafter
 
 Whole = dict[str, torch.Tensor]
 _Found = TypeVar("_Found")

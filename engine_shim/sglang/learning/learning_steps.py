@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.link.losses import reason_of
 from engine_shim.sglang.learning.verified_step import (
@@ -27,8 +29,6 @@ from engine_shim.sglang.learning.verified_step import (
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
-    import torch
-
     from engine_shim.common.status import Losses
     from engine_shim.link.orders import Orders
     from engine_shim.link.ranks import Ranks

@@ -14,23 +14,18 @@ out at once on a CPU.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import OrderKind, Orders
 from engine_shim.sglang.api.transfer import SideStream, host_buffer
-from engine_shim.sglang.learning.student import DrafterWeights, sample_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from engine_shim.sglang.learning.student import LiveDrafter
+from engine_shim.sglang.learning.student import DrafterWeights, LiveDrafter, sample_of
 
 # Steps between two looks at whether somebody else has written weights, on a GPU.
 _LOOK_STEPS: Final = 64

@@ -5,9 +5,9 @@ Its parameters are written in place between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
@@ -17,6 +17,7 @@ from engine_shim.sglang.learning.rank_shares import Gathering, RankShares
 from engine_shim.sglang.training.blocks import Borrowed
 from engine_shim.sglang.training.drafter_config import DFLASH, EAGLE3, read_eagle3
 from engine_shim.sglang.training.students import (
+    DraftShape,
     UnsupportedDrafterError,
     dflash_shape,
     draft_tokens,
@@ -24,12 +25,6 @@ from engine_shim.sglang.training.students import (
     mtp_shape,
     student_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from engine_shim.sglang.training.students import DraftShape
-
 
 MTP: Final = "MiMoMTP"
 LEARN: Final = (EAGLE3, DFLASH, MTP)
