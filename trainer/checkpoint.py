@@ -15,16 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine_shim.sglang.training import students
 from engine_shim.sglang.training.blocks import DecoderShape
 from engine_shim.sglang.training.chain import Eagle3Student
 from engine_shim.sglang.training.dflash import DFlashStudent
 from engine_shim.sglang.training.drafter_config import DFLASH, EAGLE3, EAGLE_LAYERS
-from engine_shim.sglang.training.students import (
-    DECODER_KEYS,
-    dflash_shape,
-    draft_tokens,
-    eagle3_shape,
-)
 
 CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
@@ -73,11 +68,11 @@ def load_draft(folder: Path, embedding: Tensor, head: Tensor | None = None) -> E
     for one that has no student.
     """
     config, parts = read_model(folder)
-    shape = eagle3_shape(config)
+    shape = students.eagle3_shape(config)
     offsets = parts.get("d2t")
     # SGLang's hot_token_id.
     hot = None if offsets is None else offsets + torch.arange(len(offsets))
-    student = Eagle3Student(shape, embedding.float(), head, draft_tokens(hot, shape))
+    student = Eagle3Student(shape, embedding.float(), head, students.draft_tokens(hot, shape))
     student.load_state_dict(
         {_live_name(name): part for name, part in parts.items() if name not in _NOT_LEARNT}
     )
@@ -116,7 +111,7 @@ def load_dflash(
     student.
     """
     config, parts = read_model(folder)
-    shape = dflash_shape(config, unnamed_layers=unnamed_layers)
+    shape = students.dflash_shape(config, unnamed_layers=unnamed_layers)
     student = DFlashStudent(shape, embedding.float(), head)
     student.load_state_dict(parts)
     return student.eval()
@@ -143,7 +138,7 @@ def save_model(
 ) -> None:
     """Writes a checkpoint; more: what its config has beside the sizes of the decoder."""
     config = {
-        **{key: getattr(shape, field) for field, key in DECODER_KEYS.items()},
+        **{key: getattr(shape, field) for field, key in students.DECODER_KEYS.items()},
         "hidden_act": "silu",
         "attention_bias": False,
         "torch_dtype": "bfloat16",
