@@ -115,12 +115,10 @@ class AcceptanceSource(Protocol):
     @property
     def name(self) -> str:
         """Short name for tables."""
-        ...
 
     @property
     def drafters(self) -> tuple[str, ...]:
         """Drafters that the source knows."""
-        ...
 
     def pool(
         self,
@@ -134,7 +132,6 @@ class AcceptanceSource(Protocol):
         Lengths ([requests] of int64) are the source's own if not given.  A recorded sequence
         shorter than the asked output starts again from its beginning.
         """
-        ...
 
 
 class PhaseStart(Enum):

@@ -294,11 +294,8 @@ def _require_alike(draft: Eagle3Shape | DFlashShape, like: Eagle3Shape | DFlashS
 
 def _require_tokens(draft: Eagle3Student, like: Eagle3Student) -> None:
     """Raises ValueError where the draft drafts other tokens."""
-    if (draft.tokens is None) != (like.tokens is None) or (
-        draft.tokens is not None
-        and like.tokens is not None
-        and not torch.equal(draft.tokens, like.tokens)
-    ):
+    theirs, ours = (None if own is None else own.tolist() for own in (draft.tokens, like.tokens))
+    if theirs != ours:
         raise ValueError("its d2t is not that of the engine's drafter")
 
 

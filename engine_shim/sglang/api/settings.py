@@ -126,7 +126,7 @@ class PluginSettings(ShimSettings):
         return {gamma: size.strip() for gamma, (_, _, size) in zip(gammas, pairs, strict=True)}
 
     @model_validator(mode="after")
-    def _check_limits(self) -> Self:
+    def _check_what_goes_together(self) -> Self:
         for gamma, size in self.graph_limits.items():
             if gamma not in self.gammas or size < 0:
                 raise ValueError(
@@ -138,19 +138,11 @@ class PluginSettings(ShimSettings):
                 f"SPECULATION_GRAPH_LIMITS limits {self.safe_gamma}, which SPECULATION_SAFE_GAMMA "
                 "needs at every batch size"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_classes(self) -> Self:
         if ("prompt" in self.classes) != bool(self.class_key_file):
             raise ValueError(
                 "SPECULATION_CLASSES=prompt and SPECULATION_CLASS_KEY_FILE go together: one of "
                 "them is not set"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_online(self) -> Self:
         if self.online_updates:
             _ = self.online
         return self
