@@ -238,7 +238,7 @@ class Deployment:
 
 
 class _Work(Generic[_Found]):
-    """What a thread of its own does with a version.
+    """Does something with a version on a thread of its own.
 
     found: what `work` returned, None for why.  expected: errors whose message says enough.
     """
