@@ -151,8 +151,13 @@ def save_model(
         **more,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / CONFIG, config)
     save_weights(folder / WEIGHTS, parts)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes an object as people read it."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def save_weights(file: Path, parts: Mapping[str, Tensor]) -> None:

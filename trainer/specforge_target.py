@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.checkpoint import CONFIG, INDEX, WEIGHTS
+from trainer.checkpoint import CONFIG, INDEX, WEIGHTS, write_json
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
@@ -86,14 +86,14 @@ def write_target(parts: TargetParts, folder: Path, source: Path) -> None:
     """
     folder.mkdir(parents=True)
     tied = parts.head is None
-    _write_json(folder / CONFIG, {**parts.config, "tie_word_embeddings": tied})
+    write_json(folder / CONFIG, {**parts.config, "tie_word_embeddings": tied})
     stored = {EMBEDDING: parts.embedding} | ({} if parts.head is None else {HEAD: parts.head})
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
     # safetensors writes for the owner only; a trainer often runs as another user.
     (folder / WEIGHTS).chmod(0o644)
     size = sum(part.nbytes for part in stored.values())
     places = dict.fromkeys(stored, WEIGHTS)
-    _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
     for file in source.glob("*.py"):
         shutil.copy(file, folder)
 
@@ -146,7 +146,3 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the part that reads text; a model for images and text has one in its own."""
     found = config.get("text_config")
     return found if isinstance(found, dict) else config
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
