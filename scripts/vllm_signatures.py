@@ -16,6 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "proto")]
 from engine_shim.vllm import vllm_api  # noqa: E402
 from engine_shim.vllm.draft_lengths import MTP_MODULES  # noqa: E402
 from tests.support.installed_wheel import Wheel, fetched  # noqa: E402
+from tests.unit.engine_shim.vllm import contracts  # noqa: E402
 
 TABLE = ROOT / "tests" / "unit" / "engine_shim" / "vllm" / "signatures.json"
 # What decides when the choice is made: a change of it is to be read.
@@ -63,7 +64,7 @@ def surface(wheel: Wheel) -> dict[str, Any]:
         "parameters": {name: _try(wheel.parameters, name) for name in vllm_api.SIGNATURES},
         "fields": {
             name: sorted(fields & (_try(wheel.fields, name) or set()))
-            for name, fields in vllm_api.FIELDS.items()
+            for name, fields in contracts.FIELDS.items()
         },
         "code": {name: _try(wheel.digest, name) for name in CODE},
         "server_parser": [

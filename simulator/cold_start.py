@@ -18,7 +18,7 @@ from simulator import published
 from simulator.controller_policy import ControllerPolicy
 from simulator.curves import Curves
 from simulator.policy import StepRecord
-from simulator.process_pool import make_process_pool
+from simulator.process_pool import run_side_by_side
 from simulator.surface import CostSurface
 
 # Conditional acceptance of four kinds of traffic, position by position; the last value goes on.
@@ -155,14 +155,8 @@ def run_cold_starts(
 ) -> list[ColdRun]:
     """Runs every cell on every seed, in this order, side by side on all processors."""
     tasks = [(cell, seed) for cell in cells for seed in seeds]
-    with make_process_pool(processes) as pool:
-        waiting = [pool.submit(run_cold, cell, seed) for cell, seed in tasks]
-        try:
-            return [future.result() for future in waiting]
-        except BaseException:
-            # Ctrl-C, or a cell that failed: what has not begun is not run any more.
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    runs = dict(run_side_by_side(run_cold, tasks, processes))
+    return [runs[i] for i in range(len(tasks))]
 
 
 def cold_start_table(runs: Sequence[ColdRun]) -> TextTable:

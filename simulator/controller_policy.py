@@ -66,9 +66,8 @@ class ControllerPolicy:
         self._rules = plan.rules
         self._limits = [row.max_batch_size for row in plan.rows]
 
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
+    def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Looks the arm up in the current plan; a probe runs once, for its number of steps."""
-        del now
         row = self._rows[min(bisect_left(self._limits, batch_size), len(self._rows) - 1)]
         arm, probe_id = row.arm, 0
         probe = row.probe

@@ -19,14 +19,7 @@ from controller.core.engine_spec import kept_together
 from controller.core.step_report import StepFlags
 from simulator.batch import Batch
 from simulator.errors import InvalidInputError
-from simulator.policy import (
-    ArmChoice,
-    Clairvoyant,
-    FullInformation,
-    Policy,
-    Situation,
-    StepRecord,
-)
+from simulator.policy import ArmChoice, Clairvoyant, FullInformation, Policy, Situation, StepRecord
 from simulator.results import Latencies
 from simulator.surface import MINIMAL_SHARE, CostSurface
 from simulator.workload import OpenLoop, Workload

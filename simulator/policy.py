@@ -76,13 +76,11 @@ class StepRecord:
 class Policy(Protocol):
     """Chooses arms from what an engine can see, never from the truth (unless it is an oracle)."""
 
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
+    def choose(self, batch_size: int, now: float, /) -> ArmChoice:
         """Chooses before a step: the batch that will run, and the virtual time in seconds."""
-        ...
 
-    def observe(self, record: StepRecord, now: float) -> None:
+    def observe(self, record: StepRecord, now: float, /) -> None:
         """After a step, as late as the engine's lag says."""
-        ...
 
 
 @dataclass(slots=True)
@@ -109,7 +107,6 @@ class Clairvoyant(Protocol):
 
     def enter(self, situation: Situation) -> None:
         """The next step runs in this situation."""
-        ...
 
 
 @runtime_checkable
@@ -123,4 +120,3 @@ class FullInformation(Protocol):
     @property
     def idle_positions(self) -> int:
         """Draft positions to evaluate, at least 1."""
-        ...

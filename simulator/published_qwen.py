@@ -6,14 +6,7 @@ configuration.
 
 from collections.abc import Mapping
 
-from controller.core.model_shapes import (
-    DrafterKind,
-    DrafterShape,
-    Experts,
-    GroupedQueryAttention,
-    LinearAttention,
-    ModelShape,
-)
+from controller.core import model_shapes
 
 _HIDDEN, _VOCABULARY = 2048, 248_320
 _HEAD_PARAMS = _HIDDEN * _VOCABULARY
@@ -25,31 +18,31 @@ _GDN_PARAMS = _HIDDEN * (2 * 16 * 128 + 2 * 32 * 128 + 2 * 32) + 32 * 128 * _HID
 # In bf16: a matrix a value head, and a convolution over 4 positions of all channels going in.
 _GDN_STATE_BYTES = 2 * (32 * 128 * 128 + 4 * (2 * 16 * 128 + 32 * 128))
 
-TARGET = ModelShape(
+TARGET = model_shapes.ModelShape(
     hidden_size=_HIDDEN,
     vocabulary_size=_VOCABULARY,
     attention=(
-        (GroupedQueryAttention(query_heads=16, kv_heads=2, head_dim=256), 10),
+        (model_shapes.GroupedQueryAttention(query_heads=16, kv_heads=2, head_dim=256), 10),
         # About 8 FLOPs a token on every element of the state.
-        (LinearAttention(_GDN_STATE_BYTES, token_flops=8.0 * 32 * 128 * 128), 30),
+        (model_shapes.LinearAttention(_GDN_STATE_BYTES, token_flops=8.0 * 32 * 128 * 128), 30),
     ),
     dense_params=10 * _GQA_PARAMS + 30 * _GDN_PARAMS + 40 * _HIDDEN * 256,
-    experts=Experts(
+    experts=model_shapes.Experts(
         layers=40, experts=256, experts_per_token=8, shared=1, params_per_expert=_EXPERT_PARAMS
     ),
 )
-DRAFTERS: Mapping[str, DrafterShape] = {
+DRAFTERS: Mapping[str, model_shapes.DrafterShape] = {
     # One MoE layer behind a fusion 2 d -> d; the target's head is read in every pass.
-    "mtp": DrafterShape(
-        DrafterKind.MTP,
+    "mtp": model_shapes.DrafterShape(
+        model_shapes.DrafterKind.MTP,
         dense_params=_HEAD_PARAMS + _GQA_PARAMS + 2 * _HIDDEN * _HIDDEN,
-        experts=Experts(
+        experts=model_shapes.Experts(
             layers=1, experts=256, experts_per_token=8, shared=1, params_per_expert=_EXPERT_PARAMS
         ),
     ),
     # Eight dense layers and a fusion of five hidden states, about 474 M; the target's head.
-    "dflash": DrafterShape(
-        DrafterKind.DFLASH, dense_params=_HEAD_PARAMS + 474_000_000, block_size=16
+    "dflash": model_shapes.DrafterShape(
+        model_shapes.DrafterKind.DFLASH, dense_params=_HEAD_PARAMS + 474_000_000, block_size=16
     ),
 }
 # P(the first k drafts are all accepted), k = 1, 2, ...: SPEED-Bench (qualitative), temperature 0.6.

@@ -129,9 +129,8 @@ class KindByRequest(_OfKinds):
     sources: tuple[AcceptanceSource, ...]
     kinds: NDArray[np.int64]
 
-    def kinds_of(self, rng: np.random.Generator, requests: int) -> NDArray[np.int64]:
+    def kinds_of(self, _: np.random.Generator, requests: int) -> NDArray[np.int64]:
         """Returns the given kinds; requests past the last one begin again."""
-        del rng
         return np.resize(self.kinds, requests)
 
 

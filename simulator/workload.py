@@ -6,7 +6,7 @@ accepts min(accepted[p], gamma) and moves p on by that + 1.  So every policy mee
 luck (paired comparison), and a recorded bank is replayed rather than averaged.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -70,21 +70,33 @@ class RequestPool:
         A step starts where the last one ended, so positions within an accepted draft are passed
         over.  Raises KeyError for an unknown drafter.
         """
-        found = np.zeros((len(gammas), self.requests), dtype=np.int64)
-        for steps, gamma in zip(found, gammas, strict=True):
+
+        def at(gamma: int) -> NDArray[np.int64]:
             gained = np.minimum(self.accepted[drafter], gamma).astype(np.int64) + 1
-            request = np.flatnonzero(self.output_tokens > 0)
-            cursor = self.offsets[request]
-            end = cursor + self.output_tokens[request]
-            step = 0
-            while len(request):
-                step += 1
-                cursor = cursor + gained[cursor]
-                running = cursor < end
-                if not running.all():
-                    steps[request[~running]] = step
-                    request, cursor, end = request[running], cursor[running], end[running]
-        return found
+            return self.replayed(lambda cursor, _: gained[cursor])
+
+        return np.array([at(gamma) for gamma in gammas])
+
+    def replayed(
+        self, gained: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
+    ) -> NDArray[np.int64]:
+        """[requests] steps in which each request is done, if all begin together.
+
+        gained: the tokens of a step at these positions of the pool, and of these requests.
+        """
+        steps = np.zeros(self.requests, dtype=np.int64)
+        request = np.flatnonzero(self.output_tokens > 0)
+        cursor = self.offsets[request]
+        end = cursor + self.output_tokens[request]
+        step = 0
+        while len(request):
+            step += 1
+            cursor = cursor + gained(cursor, request)
+            running = cursor < end
+            if not running.all():
+                steps[request[~running]] = step
+                request, cursor, end = request[running], cursor[running], end[running]
+        return steps
 
     def tokens_per_step(self, drafter: str, gammas: Sequence[int]) -> NDArray[np.float64]:
         """[gammas] mean tokens that a sequence gains in a step; see `steps`.
@@ -103,12 +115,10 @@ class AcceptanceSource(Protocol):
     @property
     def name(self) -> str:
         """Short name for tables."""
-        ...
 
     @property
     def drafters(self) -> tuple[str, ...]:
         """Drafters that the source knows."""
-        ...
 
     def pool(
         self,
@@ -122,7 +132,6 @@ class AcceptanceSource(Protocol):
         Lengths ([requests] of int64) are the source's own if not given.  A recorded sequence
         shorter than the asked output starts again from its beginning.
         """
-        ...
 
 
 class PhaseStart(Enum):

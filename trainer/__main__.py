@@ -19,7 +19,7 @@ from engine_shim.link.credentials import EngineCredentials
 from engine_shim.link.errors import LinkSettingsError
 from engine_shim.sglang.training.versions import FOLDER, FolderTakenError, VersionError, Versions
 from trainer.adapt import AdaptSettings
-from trainer.sd2_command import add_sd2_command, run_sd2_command
+from trainer.sd2_command import add_sd2_command, add_settings, run_sd2_command
 from trainer.specforge import ExportError, export_signals, import_draft
 from trainer.worker import NoEngineError, TrainingWorker, WorkerTarget
 
@@ -50,18 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("ca", "token-file", "client-certificate", "client-key"):
         variable = f"SPECULATION_{name.replace('-', '_').upper()}"
         attend.add_argument(f"--{name}", default=environment(variable, ""))
-    for field in fields(AdaptSettings):
-        default = getattr(_DEFAULTS, field.name)
-        option = f"--{field.name.replace('_', '-')}"
-        if isinstance(default, bool):
-            attend.add_argument(option, action="store_true", help=_HELP[field.name])
-            continue
-        attend.add_argument(
-            option,
-            type=type(default),
-            default=default,
-            help=f"{_HELP[field.name]} (default {default})",
-        )
+    add_settings(attend, _DEFAULTS, _HELP)
     export = commands.add_parser("export", help="signals and drafter for `specforge train`")
     export.add_argument("out", type=Path, help="folder to write, new or empty")
     export.add_argument("--target", type=Path, required=True, help="folder of the target model")

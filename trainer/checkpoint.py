@@ -15,22 +15,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine_shim.sglang.training import students
 from engine_shim.sglang.training.blocks import DecoderShape
 from engine_shim.sglang.training.chain import Eagle3Student
 from engine_shim.sglang.training.dflash import DFlashStudent
 from engine_shim.sglang.training.drafter_config import DFLASH, EAGLE3, EAGLE_LAYERS
-from engine_shim.sglang.training.students import (
-    DECODER_KEYS,
-    dflash_shape,
-    draft_tokens,
-    eagle3_shape,
-)
 
 CONFIG: Final = "config.json"
-_WEIGHTS: Final = "model.safetensors"
+WEIGHTS: Final = "model.safetensors"
+INDEX: Final = f"{WEIGHTS}.index.json"
 _LIVE_LAYER: Final = "model.layers.0."
 _DRAFT_LAYER: Final = "midlayer."
 # What an EAGLE3 checkpoint holds beside the parameters of its student.
+# What a live model keeps in one matrix, and the parts that a checkpoint stores of it.
+_FUSED: Final = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 _NOT_LEARNT: Final = ("d2t", "t2d", "embed_tokens.weight")
 
 
@@ -67,11 +68,11 @@ def load_draft(folder: Path, embedding: Tensor, head: Tensor | None = None) -> E
     for one that has no student.
     """
     config, parts = read_model(folder)
-    shape = eagle3_shape(config)
+    shape = students.eagle3_shape(config)
     offsets = parts.get("d2t")
     # SGLang's hot_token_id.
     hot = None if offsets is None else offsets + torch.arange(len(offsets))
-    student = Eagle3Student(shape, embedding.float(), head, draft_tokens(hot, shape))
+    student = Eagle3Student(shape, embedding.float(), head, students.draft_tokens(hot, shape))
     student.load_state_dict(
         {_live_name(name): part for name, part in parts.items() if name not in _NOT_LEARNT}
     )
@@ -110,7 +111,7 @@ def load_dflash(
     student.
     """
     config, parts = read_model(folder)
-    shape = dflash_shape(config, unnamed_layers=unnamed_layers)
+    shape = students.dflash_shape(config, unnamed_layers=unnamed_layers)
     student = DFlashStudent(shape, embedding.float(), head)
     student.load_state_dict(parts)
     return student.eval()
@@ -129,7 +130,7 @@ def _live_name(stored: str) -> str:
 def read_model(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Reads a checkpoint's config, and its weights with fused matrices in float32."""
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    return config, join(load_file(folder / _WEIGHTS))
+    return config, join(load_file(folder / WEIGHTS))
 
 
 def save_model(
@@ -137,7 +138,7 @@ def save_model(
 ) -> None:
     """Writes a checkpoint; more: what its config has beside the sizes of the decoder."""
     config = {
-        **{key: getattr(shape, field) for field, key in DECODER_KEYS.items()},
+        **{key: getattr(shape, field) for field, key in students.DECODER_KEYS.items()},
         "hidden_act": "silu",
         "attention_bias": False,
         "torch_dtype": "bfloat16",
@@ -150,8 +151,13 @@ def save_model(
         **more,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_weights(folder / _WEIGHTS, parts)
+    write_json(folder / CONFIG, config)
+    save_weights(folder / WEIGHTS, parts)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes an object as people read it."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def save_weights(file: Path, parts: Mapping[str, Tensor]) -> None:
@@ -167,18 +173,15 @@ def save_weights(file: Path, parts: Mapping[str, Tensor]) -> None:
 
 def split(state: Mapping[str, Tensor], shape: DecoderShape) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) as a checkpoint stores a live model's state."""
+    heads = [shape.query_width, shape.kv_width, shape.kv_width]
+    sizes = {"qkv_proj": heads, "gate_up_proj": [shape.mlp, shape.mlp]}
     for name, tensor in state.items():
-        if "qkv_proj" in name:
-            sizes = [shape.query_width, shape.kv_width, shape.kv_width]
-            for part, rows in zip(
-                ("q_proj", "k_proj", "v_proj"), torch.split(tensor, sizes), strict=True
-            ):
-                yield name.replace("qkv_proj", part), rows
-        elif "gate_up_proj" in name:
-            for part, rows in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
-                yield name.replace("gate_up_proj", part), rows
-        else:
+        fused = next((part for part in _FUSED if part in name), None)
+        if fused is None:
             yield name, tensor
+            continue
+        for part, rows in zip(_FUSED[fused], tensor.split(sizes[fused]), strict=True):
+            yield name.replace(fused, part), rows
 
 
 def join(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -186,19 +189,11 @@ def join(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Raises KeyError where a part of a fused matrix is missing.
     """
-    state = {}
-    for name, part in parts.items():
-        if "q_proj" in name:
-            group = [
-                parts[name.replace("q_proj", piece)] for piece in ("q_proj", "k_proj", "v_proj")
-            ]
-            state[name.replace("q_proj", "qkv_proj")] = torch.cat(group)
-        elif "gate_proj" in name:
-            state[name.replace("gate_proj", "gate_up_proj")] = torch.cat(
-                [part, parts[name.replace("gate_proj", "up_proj")]]
-            )
-        elif not any(piece in name for piece in ("k_proj", "v_proj", "up_proj")):
-            state[name] = part
+    state = dict(parts)
+    for fused, pieces in _FUSED.items():
+        for name in (name for name in parts if pieces[0] in name):
+            together = [state.pop(name.replace(pieces[0], piece)) for piece in pieces]
+            state[name.replace(pieces[0], fused)] = torch.cat(together)
     return {
         name: part.float() if part.is_floating_point() else part for name, part in state.items()
     }

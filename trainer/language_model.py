@@ -20,23 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine_shim.sglang.training.blocks import (
-    FAMILIES,
-    QWEN2,
-    QWEN3,
-    DecoderLayer,
-    DecoderShape,
-    Family,
-    RmsNorm,
-    Rotary,
-    initialise,
-)
+from engine_shim.sglang.training import blocks
 from engine_shim.sglang.training.students import UnsupportedDrafterError, decoder_shape
-from trainer.checkpoint import join
+from trainer.checkpoint import CONFIG, INDEX, WEIGHTS, join
 
-CONFIG: Final = "config.json"
-_WEIGHTS: Final = "model.safetensors"
-_INDEX: Final = "model.safetensors.index.json"
 _MOST_LAYERS: Final = 1000
 _SIZES: Final = (
     "hidden", "heads", "kv_heads", "head_dim", "mlp", "layers", "vocabulary", "max_positions",
@@ -46,11 +33,11 @@ _SIZES: Final = (
 class Decoder(nn.Module):
     """Embedding, layers and final norm, which a checkpoint calls ``model``."""
 
-    def __init__(self, shape: DecoderShape, family: Family) -> None:
+    def __init__(self, shape: blocks.DecoderShape, family: blocks.Family) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(DecoderLayer(shape, family) for _ in range(shape.layers))
-        self.norm = RmsNorm(shape.hidden, shape.norm_epsilon)
+        self.layers = nn.ModuleList(blocks.DecoderLayer(shape, family) for _ in range(shape.layers))
+        self.norm = blocks.RmsNorm(shape.hidden, shape.norm_epsilon)
 
 
 class LanguageModel(nn.Module):
@@ -59,18 +46,20 @@ class LanguageModel(nn.Module):
     tied: whether the embedding is the head.
     """
 
-    def __init__(self, shape: DecoderShape, family: Family, *, tied: bool = True) -> None:
+    def __init__(
+        self, shape: blocks.DecoderShape, family: blocks.Family, *, tied: bool = True
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.family = family
         self.model = Decoder(shape, family)
         self.lm_head = None if tied else nn.Linear(shape.hidden, shape.vocabulary, bias=False)
-        self.rotary = Rotary(shape)
-        initialise(self)
+        self.rotary = blocks.Rotary(shape)
+        blocks.initialise(self)
         # The residual stream sums 2 * layers branches: scaled so that its variance does not grow
         # with depth.
         for layer in self.model.layers:
-            assert isinstance(layer, DecoderLayer)
+            assert isinstance(layer, blocks.DecoderLayer)
             for branch in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 nn.init.normal_(branch.weight, std=0.02 / math.sqrt(2 * shape.layers))
 
@@ -116,8 +105,8 @@ class ModelFolderError(ValueError):
 class LanguageShape(NamedTuple):
     """Holds what a config says.  tied: whether the embedding is the head."""
 
-    decoder: DecoderShape
-    family: Family
+    decoder: blocks.DecoderShape
+    family: blocks.Family
     tied: bool
 
 
@@ -132,7 +121,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def language_shape(config: Mapping[str, Any], families: Mapping[str, Family]) -> LanguageShape:
+def language_shape(
+    config: Mapping[str, Any], families: Mapping[str, blocks.Family]
+) -> LanguageShape:
     """Takes the sizes of a model.  Raises UnsupportedDrafterError.
 
     families: by the architecture that is named in the config.
@@ -146,7 +137,7 @@ def language_shape(config: Mapping[str, Any], families: Mapping[str, Family]) ->
     obstacles = {
         "its weights are quantised": config.get("quantization_config"),
         "its MLPs have biases": config.get("mlp_bias"),
-        "its projections have biases": family is not QWEN2 and config.get("attention_bias"),
+        "its projections have biases": family is not blocks.QWEN2 and config.get("attention_bias"),
         "its layers do not see the whole context": config.get("use_sliding_window")
         or kinds - {"full_attention"},
     }
@@ -154,13 +145,13 @@ def language_shape(config: Mapping[str, Any], families: Mapping[str, Family]) ->
         if is_so:
             raise UnsupportedDrafterError(reason)
     # What transformers takes where a Qwen3 does not say.
-    default = {"head_dim": 128} if family is QWEN3 else {}
+    default = {"head_dim": 128} if family is blocks.QWEN3 else {}
     decoder = decoder_shape({**default, **config}, may_stretch=True)
     _require_sizes(decoder)
     return LanguageShape(decoder, family, bool(config.get("tie_word_embeddings", False)))
 
 
-def _require_sizes(shape: DecoderShape) -> None:
+def _require_sizes(shape: blocks.DecoderShape) -> None:
     for name in _SIZES:
         value = getattr(shape, name)
         if not isinstance(value, int) or value < 1:
@@ -179,7 +170,7 @@ def load_language_model(folder: Path) -> LanguageModel:
     """
     config = read_config(folder)
     try:
-        shape = language_shape(config, {family.architecture: family for family in FAMILIES})
+        shape = language_shape(config, {family.architecture: family for family in blocks.FAMILIES})
     except UnsupportedDrafterError as error:
         raise ModelFolderError(f"{folder}: {error}") from error
     with torch.device("meta"):
@@ -188,7 +179,7 @@ def load_language_model(folder: Path) -> LanguageModel:
     if shape.tied:
         state.pop("lm_head.weight", None)
     put_state(model, state, folder)
-    model.rotary = Rotary(shape.decoder)
+    model.rotary = blocks.Rotary(shape.decoder)
     return model.eval()
 
 
@@ -218,9 +209,9 @@ def put_state(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> No
 
 def _files(folder: Path) -> list[str]:
     """Names the files with the weights."""
-    index = folder / _INDEX
+    index = folder / INDEX
     if not index.exists():
-        return [_WEIGHTS]
+        return [WEIGHTS]
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -10,7 +10,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -20,12 +20,7 @@ import torch
 from torch import Tensor
 
 from engine_shim.sglang.training.blocks import STEERED
-from trainer.language_model import (
-    LanguageModel,
-    ModelFolderError,
-    load_language_model,
-    read_config,
-)
+from trainer.language_model import LanguageModel, ModelFolderError, load_language_model, read_config
 from trainer.sd2 import (
     Offsets,
     Sd2Draft,
@@ -94,14 +89,20 @@ def add_sd2_command(commands: Any) -> None:
     parser.add_argument("--frozen", action="store_true", help="train the steering alone")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
-    for name, what in _HELP.items():
-        default = getattr(_DEFAULTS, name)
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=type(default),
-            default=default,
-            help=f"{what} (default {default})",
-        )
+    add_settings(parser, _DEFAULTS, _HELP)
+
+
+def add_settings(
+    parser: argparse.ArgumentParser, defaults: object, helps: Mapping[str, str]
+) -> None:
+    """Adds an option for each setting of `defaults` that `helps` names; a bool is a switch."""
+    for name, what in helps.items():
+        default, option = getattr(defaults, name), f"--{name.replace('_', '-')}"
+        if isinstance(default, bool):
+            parser.add_argument(option, action="store_true", help=what)
+        else:
+            about = f"{what} (default {default})"
+            parser.add_argument(option, type=type(default), default=default, help=about)
 
 
 def run_sd2_command(asked: argparse.Namespace) -> None:

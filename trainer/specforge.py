@@ -28,7 +28,7 @@ from engine_shim.sglang.training.dflash import DFlashShape, DFlashStudent, loss_
 from engine_shim.sglang.training.signals import Signal, readable, signal_paths
 from engine_shim.sglang.training.students import DraftStudent, dflash_shape, eagle3_shape
 from engine_shim.sglang.training.versions import Made, VersionError, Versions, check_parameters
-from trainer.checkpoint import load_dflash, load_draft, save_dflash, save_draft
+from trainer.checkpoint import load_dflash, load_draft, save_dflash, save_draft, write_json
 from trainer.specforge_target import (
     EMBEDDING,
     MALFORMED,
@@ -115,8 +115,7 @@ def export_signals(
         count, longest = _write_samples(signals_folder, student, aside / "features")
         _save(student, parts, aside / "draft")
         write_target(parts, aside / "target", target)
-        text = json.dumps(configuration(student, parts, count, longest), indent=2)
-        (aside / "specforge.json").write_text(text + "\n", encoding="utf-8")
+        write_json(aside / "specforge.json", configuration(student, parts, count, longest))
         # A trainer often runs as another user.
         aside.chmod(0o755)
         aside.rename(out)
@@ -294,11 +293,8 @@ def _require_alike(draft: Eagle3Shape | DFlashShape, like: Eagle3Shape | DFlashS
 
 def _require_tokens(draft: Eagle3Student, like: Eagle3Student) -> None:
     """Raises ValueError where the draft drafts other tokens."""
-    if (draft.tokens is None) != (like.tokens is None) or (
-        draft.tokens is not None
-        and like.tokens is not None
-        and not torch.equal(draft.tokens, like.tokens)
-    ):
+    theirs, ours = (None if own is None else own.tolist() for own in (draft.tokens, like.tokens))
+    if theirs != ours:
         raise ValueError("its d2t is not that of the engine's drafter")
 
 

@@ -18,11 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trainer.checkpoint import CONFIG, INDEX, WEIGHTS, write_json
+
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
-_CONFIG: Final = "config.json"
-_WEIGHTS: Final = "model.safetensors"
-_INDEX: Final = _WEIGHTS + ".index.json"
 # What reading a foreign config or foreign weights raises where they are malformed.
 MALFORMED: Final = (
     ArithmeticError,
@@ -87,20 +86,20 @@ def write_target(parts: TargetParts, folder: Path, source: Path) -> None:
     """
     folder.mkdir(parents=True)
     tied = parts.head is None
-    _write_json(folder / _CONFIG, {**parts.config, "tie_word_embeddings": tied})
+    write_json(folder / CONFIG, {**parts.config, "tie_word_embeddings": tied})
     stored = {EMBEDDING: parts.embedding} | ({} if parts.head is None else {HEAD: parts.head})
-    save_file(stored, folder / _WEIGHTS, metadata={"format": "pt"})
+    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
     # safetensors writes for the owner only; a trainer often runs as another user.
-    (folder / _WEIGHTS).chmod(0o644)
+    (folder / WEIGHTS).chmod(0o644)
     size = sum(part.nbytes for part in stored.values())
-    places = dict.fromkeys(stored, _WEIGHTS)
-    _write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+    places = dict.fromkeys(stored, WEIGHTS)
+    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
     for file in source.glob("*.py"):
         shutil.copy(file, folder)
 
 
 def _read(folder: Path) -> TargetParts:
-    config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     places = _places(folder)
     embedding = _named(places, EMBEDDING)
     if embedding is None:
@@ -118,7 +117,7 @@ def _read(folder: Path) -> TargetParts:
 
 def _places(folder: Path) -> dict[str, Path]:
     """Finds the file of every tensor."""
-    index = folder / _INDEX
+    index = folder / INDEX
     if index.exists():
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {name: folder / Path(file).name for name, file in found.items()}
@@ -147,7 +146,3 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the part that reads text; a model for images and text has one in its own."""
     found = config.get("text_config")
     return found if isinstance(found, dict) else config
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -34,13 +34,7 @@ from speculation.v1.service_pb2 import ListEnginesRequest
 from speculation.v1.service_pb2_grpc import InspectionServiceStub
 from speculation.v1.training_pb2 import AttendRequest, AttendResponse, TrainingRound
 from speculation.v1.training_pb2_grpc import TrainingServiceStub
-from trainer.adapt import (
-    AdaptSettings,
-    acceptance,
-    fine_tuned,
-    served_acceptance,
-    split,
-)
+from trainer.adapt import AdaptSettings, acceptance, fine_tuned, served_acceptance, split
 
 _EVERY_SECONDS: Final = 1.0
 _RETRY_SECONDS: Final = 2.0

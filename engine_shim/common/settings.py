@@ -6,8 +6,6 @@ import logging
 from collections.abc import Sequence
 from typing import Self
 
-from pydantic import Field
-
 from engine_shim.common.checks import Check, require
 from engine_shim.common.errors import PluginError
 from engine_shim.link.errors import LinkSettingsError
@@ -19,11 +17,9 @@ _log = logging.getLogger(__name__)
 class ShimSettings(LinkSettings):
     """One field for each SPECULATION_* variable; a shim adds its own."""
 
-    allow_unknown_version: bool = Field(
-        default=False,
-        description="Start on a version of the engine that this plugin was not tested with. Its "
-        "self-check still runs.",
-    )
+    allow_unknown_version: bool = False
+    """Start on a version of the engine that this plugin was not tested with. Its self-check still
+    runs."""
 
     @classmethod
     def load_or_refuse(cls) -> Self:

@@ -12,16 +12,12 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from enum import Enum
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.losses import lost
 from engine_shim.link.plan_follower import Source
-from speculation.v1.engine_pb2 import Capability
-
-if TYPE_CHECKING:
-    from engine_shim.link.engine_link import EngineLink
-    from speculation.v1.engine_pb2 import LostCapability
-
+from speculation.v1.engine_pb2 import Capability, LostCapability
 
 _log = logging.getLogger(__name__)
 

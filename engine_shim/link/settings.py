@@ -19,84 +19,48 @@ PREFIX: Final = "SPECULATION_"
 class LinkSettings(BaseSettings):
     """One field for each variable; SPECULATION_GRACE_SECONDS sets `grace_seconds`, and so on."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True
+    )
 
-    sidecar: str = Field(
-        default="",
-        description="gRPC address of the sidecar: unix:/run/speculation/controller.sock, or "
-        "host:port. Empty: the plugin is off and the engine runs as if it were not installed.",
-    )
-    ca: str = Field(
-        default="",
-        description="PEM file of the authority that signed the sidecar's certificate: it is then "
-        "called with TLS. For a sidecar on TCP.",
-    )
-    client_certificate: str = Field(
-        default="", description="PEM file: the engine's own certificate for the sidecar."
-    )
-    client_key: str = Field(
-        default="", description="PEM file with the private key of that certificate."
-    )
-    token_file: str = Field(
-        default="",
-        description="File with the token that the sidecar's access list knows the engine by.",
-    )
-    engine_id: str = Field(
-        default="",
-        pattern=r"^[A-Za-z0-9._:-]{0,128}$",
-        description="Name of this engine, stable across its restarts (the pod's name, say). "
-        "Empty: the plugin makes one from the host's name and the engine's port.",
-    )
-    gammas: Annotated[tuple[int, ...], NoDecode] = Field(
-        default=(0, 1, 2, 3, 5, 7),
-        description="Draft lengths that the engine prepares and the sidecar may choose from, "
-        "ascending, separated by commas. 0 is plain decoding.",
-    )
-    grace_seconds: float = Field(
-        default=10.0,
-        ge=0,
-        le=3600,
-        description="How long the last plan goes on after its lease ran out, before the safe "
-        "default takes over.",
-    )
-    lease_max_seconds: float = Field(
-        default=600.0,
-        ge=1,
-        le=600,
-        description="Longest lease that the engine accepts: a plan with a longer one is used for "
-        "this time, and the agent logs it. It has to be at least the sidecar's "
-        "last_lease_seconds, which is 600 at most.",
-    )
-    safe_gamma: int | None = Field(
-        default=None,
-        ge=0,
-        le=MAX_GAMMA,
-        description="Draft length of an engine without a plan. Unset: the one it started with.",
-    )
-    report_buffer: int = Field(
-        default=256,
-        ge=1,
-        le=65_536,
-        description="Step reports that the agent keeps while the sidecar is away; the newest "
-        "stay, the rest are counted.",
-    )
-    report_interval_ms: float = Field(
-        default=1.0,
-        ge=0,
-        le=250,
-        description="How often the agent looks for reports while steps follow each other. 0: "
-        "every report wakes it at once, which the engine's thread pays for at each step; 20 or so "
-        "saves a machine with few free cores some work, and delays what the sidecar learns by as "
-        "much.",
-    )
-    agent_nice: int = Field(
-        default=19,
-        ge=0,
-        le=19,
-        description="Added to the engine's niceness for the agent process. At 19 the engine's "
-        "threads are not put aside when a report wakes it, even where no core is free; lower it if "
-        "reports are dropped because more threads than cores are always busy.",
-    )
+    sidecar: str = ""
+    """gRPC address of the sidecar: unix:/run/speculation/controller.sock, or host:port. Empty: the
+    plugin is off and the engine runs as if it were not installed."""
+    ca: str = ""
+    """PEM file of the authority that signed the sidecar's certificate: it is then called with TLS.
+    For a sidecar on TCP."""
+    client_certificate: str = ""
+    """PEM file: the engine's own certificate for the sidecar."""
+    client_key: str = ""
+    """PEM file with the private key of that certificate."""
+    token_file: str = ""
+    """File with the token that the sidecar's access list knows the engine by."""
+    engine_id: str = Field(default="", pattern=r"^[A-Za-z0-9._:-]{0,128}$")
+    """Name of this engine, stable across its restarts (the pod's name, say). Empty: the plugin
+    makes one from the host's name and the engine's port."""
+    gammas: Annotated[tuple[int, ...], NoDecode] = (0, 1, 2, 3, 5, 7)
+    """Draft lengths that the engine prepares and the sidecar may choose from, ascending, separated
+    by commas. 0 is plain decoding."""
+    grace_seconds: float = Field(default=10.0, ge=0, le=3600)
+    """How long the last plan goes on after its lease ran out, before the safe default takes
+    over."""
+    lease_max_seconds: float = Field(default=600.0, ge=1, le=600)
+    """Longest lease that the engine accepts: a plan with a longer one is used for this time, and
+    the agent logs it. It has to be at least the sidecar's last_lease_seconds, which is 600 at
+    most."""
+    safe_gamma: int | None = Field(default=None, ge=0, le=MAX_GAMMA)
+    """Draft length of an engine without a plan. Unset: the one it started with."""
+    report_buffer: int = Field(default=256, ge=1, le=65_536)
+    """Step reports that the agent keeps while the sidecar is away; the newest stay, the rest are
+    counted."""
+    report_interval_ms: float = Field(default=1.0, ge=0, le=250)
+    """How often the agent looks for reports while steps follow each other. 0: every report wakes it
+    at once, which the engine's thread pays for at each step; 20 or so saves a machine with few free
+    cores some work, and delays what the sidecar learns by as much."""
+    agent_nice: int = Field(default=19, ge=0, le=19)
+    """Added to the engine's niceness for the agent process. At 19 the engine's threads are not put
+    aside when a report wakes it, even where no core is free; lower it if reports are dropped
+    because more threads than cores are always busy."""
 
     @field_validator("gammas", mode="before")
     @classmethod

@@ -22,11 +22,7 @@ from engine_shim.link.rate_limited_log import RateLimitedLog
 from engine_shim.link.report_buffer import InFlightReports, ReportBuffer
 from speculation.v1.engine_pb2 import EngineSpec
 from speculation.v1.plan_pb2 import Plan
-from speculation.v1.service_pb2 import (
-    IntroduceRequest,
-    SteerRequest,
-    SteerResponse,
-)
+from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest, SteerResponse
 from speculation.v1.service_pb2_grpc import SpeculationServiceStub
 
 # Its requests are serialized already.

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from engine_shim.common.errors import PluginError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from sglang.srt.server_args import ServerArgs
 
     from engine_shim.sglang.memory import Prediction, Reserve
@@ -80,10 +79,11 @@ def predict(options: list[str]) -> str:
 
 def share_of(args: ServerArgs) -> str:
     """Says of resolved arguments what share of the device SGLang takes, and who chose it."""
-    from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.utils.common import get_device_memory_capacity
 
-    view: Any = resolving_view(args)
+    from engine_shim.sglang.api import sglang_api
+
+    view = sglang_api.resolving(args)
     share = f"--mem-fraction-static {view.mem_fraction_static}: "
     # The record's fields stay as the user wrote them.
     if args.mem_fraction_static is not None:

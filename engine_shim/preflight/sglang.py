@@ -6,8 +6,6 @@ is refused here is what a start refuses.  Only configurations are read, no weigh
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -23,9 +21,10 @@ from engine_shim.preflight.verdict import (
     Memory,
     Verdict,
     flags_behind,
+    parsing,
     variables_of,
 )
-from engine_shim.sglang.api import versions
+from engine_shim.sglang.api import sglang_api, versions
 from engine_shim.sglang.plugin import SIDECAR_VARIABLE
 
 if TYPE_CHECKING:
@@ -55,6 +54,19 @@ class _Engine(NamedTuple):
     alone: bool
     algorithm: str
     asked_tokens: int | None
+
+    @property
+    def view(self) -> Any:
+        """Returns SGLang's view of the arguments."""
+        return sglang_api.resolving(self.args)
+
+    @property
+    def block(self) -> tuple[str, str | None]:
+        """Returns the path and the revision of the DFlash drafter."""
+        if self.alone:
+            view = self.view
+            return view.speculative_draft_model_path, view.speculative_draft_model_revision
+        return self.settings.dflash_model_path, self.settings.dflash_revision or None
 
 
 def verdict(flags: Sequence[str]) -> Verdict:
@@ -88,21 +100,22 @@ def verdict(flags: Sequence[str]) -> Verdict:
 def _of_known_version(
     version: str, settings: PluginSettings, begun: Sequence[Check], flags: Sequence[str]
 ) -> Verdict:
-    from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.plugins import load_plugins
 
-    from engine_shim.sglang.api import sglang_api
     from engine_shim.sglang.server_args import kind_checks, wish_checks
 
     load_plugins()
     args, assumed = _parsed(flags)
-    view: Any = resolving_view(args)
+    view = sglang_api.resolving(args)
     alone = sglang_api.is_dflash_only(view)
     engine = _Engine(
         args, settings, alone or settings.dflash_model_path != "", alone,
         (view.speculative_algorithm or "").lower(), view.speculative_num_draft_tokens,
     )  # fmt: skip
-    kinds = _readable(lambda: kind_checks(view, settings))
+    try:
+        kinds = kind_checks(view, settings)
+    except PluginError as error:
+        raise InputError(str(error)) from error
     checks = [*begun, _plugin_check(), *wish_checks(view, settings), *kinds]
     if any(check.obstacle for check in kinds):
         # SGLang itself may read no further.
@@ -135,14 +148,11 @@ def _parsed(flags: Sequence[str]) -> tuple[ServerArgs, bool]:
         except RuntimeError:
             assumed = True
             options += ["--device", "cuda"]
-    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with parsing("SGLang"):
             return prepare_server_args(options), assumed
-    except SystemExit as error:
-        # argparse prints all options before its reason.
-        last = said.getvalue().strip().splitlines()[-1:]
-        raise InputError(f"SGLang: {last[0] if last else 'no flags'}") from error
+    except InputError:
+        raise
     except Exception as error:
         # SGLang reads files of the user's here, and raises what it comes upon.
         raise InputError(f"SGLang: {_reason(error)}") from error
@@ -153,13 +163,6 @@ def _reason(error: Exception) -> str:
     words = " ".join(str(error).split())
     own = isinstance(error, ValueError | OSError) and words
     return words if own else f"{type(error).__name__}: {words}"
-
-
-def _readable(make: Callable[[], tuple[Check, ...]]) -> tuple[Check, ...]:
-    try:
-        return make()
-    except PluginError as error:
-        raise InputError(str(error)) from error
 
 
 def _plugin_check() -> Check:
@@ -206,24 +209,19 @@ def _resolution(engine: _Engine, *, is_resolved: bool) -> list[Check]:
 
 def _checkpoint_checks(engine: _Engine) -> list[Check]:
     """Checks the drafters' configurations, the key of request classes, and online updates."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
     from engine_shim.sglang.drafters.drafter_fit import drafter_checks
 
-    view: Any = resolving_view(engine.args)
     found = list(drafter_checks(engine.args, engine.settings))
     if engine.has_block and not any(check.obstacle for check in found):
-        path = view.speculative_draft_model_path
-        path = path if engine.alone else engine.settings.dflash_model_path
+        path, _ = engine.block
         found.append(_checked_by("block of DFlash", path, lambda: _block_obstacle(engine, path)))
     if engine.settings.class_key_file:
         found.append(_key_check(engine.settings.class_key_file))
     if engine.settings.online_updates:
         from engine_shim.sglang.learning.learning_steps import refused_device
 
-        found.append(
-            Check("online updates", "on", refused_device(view.device, several=view.tp_size > 1))
-        )
+        refused = refused_device(engine.view.device, several=engine.view.tp_size > 1)
+        found.append(Check("online updates", "on", refused))
     return found
 
 
@@ -247,16 +245,10 @@ def _checked_by(topic: str, found: str, obstacle: Callable[[], str]) -> Check:
 
 
 def _block_config(engine: _Engine) -> Any:
-    from sglang.srt.arg_groups.overrides import resolving_view
 
     from engine_shim.sglang.drafters.dflash_checkpoint import draft_config
 
-    view: Any = resolving_view(engine.args)
-    if engine.alone:
-        path, revision = view.speculative_draft_model_path, view.speculative_draft_model_revision
-    else:
-        path, revision = engine.settings.dflash_model_path, engine.settings.dflash_revision or None
-    return draft_config(engine.args, path, revision)
+    return draft_config(engine.args, *engine.block)
 
 
 def _block_obstacle(engine: _Engine, path: str) -> str:
@@ -283,19 +275,16 @@ def _facts(view: Any, assumed: bool) -> dict[str, str]:
 
 def _drafters(engine: _Engine) -> tuple[Drafter, ...]:
     """The drafters as the engine would introduce them."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
     from engine_shim.sglang.drafters.dflash_checkpoint import block_size, lengths_of_block
     from engine_shim.sglang.engine_description import DFLASH_NAME, add_lookup
     from speculation.v1 import engine_pb2
 
-    view: Any = resolving_view(engine.args)
     gammas = engine.settings.gammas
     blocks = lengths_of_block(gammas, block_size(_block_config(engine))) if engine.has_block else ()
     own = blocks if engine.alone else gammas
     spec = engine_pb2.EngineSpec()
     spec.drafters.add(
-        name=engine.algorithm, gammas=own, model=view.speculative_draft_model_path or ""
+        name=engine.algorithm, gammas=own, model=engine.view.speculative_draft_model_path or ""
     )
     if engine.has_block and not engine.alone:
         lengths = [gamma for gamma in blocks if gamma]
@@ -331,14 +320,12 @@ def _memory(engine: _Engine) -> Memory:
 def _second_drafter(engine: _Engine) -> dict[str, Any]:
     """Calculates what a DFlash drafter beside the engine's own takes of each rank."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.arg_groups.overrides import resolving_view
 
-    view: Any = resolving_view(engine.args)
     config, target = _block_config(engine), model_config_of(engine.args)
     files = sorted(Path(engine.settings.dflash_model_path).glob("*.safetensors"))
     layers = int(config.num_hidden_layers)
-    heads, size = int(config.get_num_kv_heads(view.tp_size)), int(config.head_dim)
-    width = 1 if view.kv_cache_dtype.startswith("fp8") else target.dtype.itemsize
+    heads, size = int(config.get_num_kv_heads(engine.view.tp_size)), int(config.head_dim)
+    width = 1 if engine.view.kv_cache_dtype.startswith("fp8") else target.dtype.itemsize
     return {
         "weights_mib": sum(file.stat().st_size for file in files) / _MIB if files else None,
         "layers": layers,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -85,13 +87,7 @@ class Verdict:
             "engine": self.engine,
             "engine_version": self.version,
             "checks": [
-                {
-                    "topic": one.topic,
-                    "found": one.found,
-                    "obstacle": one.obstacle,
-                    "starts": one.starts,
-                    "advice": one.advice,
-                }
+                {name: value for name, value in asdict(one).items() if name != "lead"}
                 for one in self.checks
             ],
             "facts": dict(self.facts),
@@ -100,6 +96,19 @@ class Verdict:
             "variables": dict(self.variables),
             "left_out": list(self.left_out),
         }
+
+
+@contextlib.contextmanager
+def parsing(engine: str) -> Iterator[None]:
+    """Has the parser of an engine read its flags, inside the block.  Raises InputError."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as error:
+        # argparse prints all options before its reason.
+        last = said.getvalue().strip().splitlines()[-1:]
+        raise InputError(f"{engine}: {last[0] if last else 'no flags'}") from error
 
 
 def flags_behind(launchers: Iterable[Sequence[str]], words: Sequence[str]) -> list[str]:

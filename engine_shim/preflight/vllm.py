@@ -6,8 +6,6 @@ what is refused here is what a start refuses.  Only configurations are read, no 
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -21,6 +19,7 @@ from engine_shim.preflight.verdict import (
     Memory,
     Verdict,
     flags_behind,
+    parsing,
     variables_of,
 )
 from engine_shim.vllm import vllm_api
@@ -133,13 +132,8 @@ def _make(flags: Sequence[str]) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = vllm_api.server_parser()(FlexibleArgumentParser(prog="vllm serve"))
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            asked = parser.parse_args(flags_behind(_LAUNCHERS, flags))
-    except SystemExit as error:
-        last = said.getvalue().strip().splitlines()[-1:]
-        raise InputError(f"vLLM: {last[0] if last else 'no flags'}") from error
+    with parsing("vLLM"):
+        asked = parser.parse_args(flags_behind(_LAUNCHERS, flags))
     if getattr(asked, "model_tag", None):
         asked.model = asked.model_tag
     AsyncEngineArgs.from_cli_args(asked).create_engine_config()

@@ -11,6 +11,7 @@ from starting.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import engine_shim
@@ -23,8 +24,6 @@ from engine_shim.sglang.training.blocks import STEERED
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from engine_shim.sglang.api.settings import PluginSettings
     from engine_shim.sglang.drafters.dual import DualDrafter
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from time import perf_counter
@@ -181,9 +181,7 @@ def _parts_in_scope(draft: Any) -> Iterator[None]:
     """Has the drafter's parts enter its scope, inside the block."""
 
     def run(part: str) -> None:
-        with ExitStack() as stack:
-            for scope in (sglang_api.draft_scope(draft), *sglang_api.draft_moe_scopes()):
-                stack.enter_context(scope)
+        with sglang_api.draft_pass(draft):
             getattr(type(draft), part)(draft)
 
     for part in DRAFT_PARTS:

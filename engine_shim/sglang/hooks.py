@@ -24,14 +24,12 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.plugins.hook_registry import HookType
-
-from engine_shim.common.status import link_status
+from engine_shim.common.status import Losses, link_status
 from engine_shim.link.losses import reason_of
-from engine_shim.link.orders import Orders
+from engine_shim.link.orders import Order, Orders
 from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
 from engine_shim.sglang.drafters.row_counts import Role
-from engine_shim.sglang.eager_passes import NO_PASSES
+from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses
 from engine_shim.sglang.engine_description import DFLASH_NAME
 from engine_shim.sglang.step_reports import (
     Launch,
@@ -44,9 +42,7 @@ from engine_shim.sglang.step_reports import (
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
-    from engine_shim.common.status import Losses
     from engine_shim.link.engine_link import EngineLink
-    from engine_shim.link.orders import Order
     from engine_shim.link.plan_follower import StepChoice
     from engine_shim.link.ranks import Ranks, RankUpdate
     from engine_shim.sglang.adaptive_policy import SteeredPolicy
@@ -54,7 +50,6 @@ if TYPE_CHECKING:
     from engine_shim.sglang.drafters.dual import DualDrafter
     from engine_shim.sglang.drafters.idle_kv import IdleDrafter
     from engine_shim.sglang.drafters.row_drafting import RowDrafting
-    from engine_shim.sglang.eager_passes import EagerPasses
     from engine_shim.sglang.graph_states import GraphStates
     from engine_shim.sglang.learning.learning_steps import LearningSteps
     from engine_shim.sglang.request_wishes import RequestWishes
@@ -105,21 +100,20 @@ class EngineHooks:
 
     def register(self) -> None:
         """Registers all hooks with SGLang."""
-        around, after = HookType.AROUND, HookType.AFTER
-        hook_check.register(sglang_api.FORWARD, self.around_forward, around)
-        hook_check.register(sglang_api.DRAFT_EXTEND, self.around_draft_extend, around)
-        hook_check.register(sglang_api.RESOLVE_TOKENS, self.around_resolve, around)
-        hook_check.register(sglang_api.WORK_IN, self.after_working_in, after)
-        hook_check.register(sglang_api.INTERNAL_STATE, self.after_internal_state, after)
+        hook_check.around(sglang_api.FORWARD, self.around_forward)
+        hook_check.around(sglang_api.DRAFT_EXTEND, self.around_draft_extend)
+        hook_check.around(sglang_api.RESOLVE_TOKENS, self.around_resolve)
+        hook_check.after(sglang_api.WORK_IN, self.after_working_in)
+        hook_check.after(sglang_api.INTERNAL_STATE, self.after_internal_state)
         if self.several:
-            hook_check.register(sglang_api.OWN_REQUESTS, self.own_requests, after)
-            hook_check.register(sglang_api.REQUEST_KINDS, self.after_request_kinds, after)
-        hook_check.register(sglang_api.DRAFT, self.around_draft, around)
+            hook_check.after(sglang_api.OWN_REQUESTS, self.own_requests)
+            hook_check.after(sglang_api.REQUEST_KINDS, self.after_request_kinds)
+        hook_check.around(sglang_api.DRAFT, self.around_draft)
         if self.rows is not None:
-            hook_check.register(sglang_api.COPY_RESULT, self.rows.around_copy, around)
+            hook_check.around(sglang_api.COPY_RESULT, self.rows.around_copy)
         if self.attention_dp:
-            hook_check.register(attention_dp.GATHERED, attention_dp.keep_sizes, after)
-            hook_check.register(attention_dp.RECEIVED, self.after_received, after)
+            hook_check.after(attention_dp.GATHERED, attention_dp.keep_sizes)
+            hook_check.after(attention_dp.RECEIVED, self.after_received)
 
     def own_requests(self, aborts: list[Any], _: Any) -> list[Any]:
         """After `Scheduler._poll_timeout_aborts`, on rank 0: the sidecar's part of a broadcast."""

@@ -24,7 +24,6 @@ def register() -> None:
 
 def _register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-    from sglang.srt.plugins.hook_registry import HookType
 
     from engine_shim.common.checks import protobuf_check, require
     from engine_shim.sglang.adaptive_policy import SteeredPolicy
@@ -38,17 +37,11 @@ def _register() -> None:
     settings.require_version("SGLang", versions.sglang_version(), versions.TESTED)
     configuration = SteeredConfiguration(settings)
     register_resolution_hook(sglang_api.RESOLUTION_STEP)(configuration.resolve)
-    hook_check.register(sglang_api.CANDIDATE_STEPS, configuration.candidate_steps, HookType.REPLACE)
-    hook_check.register(
-        sglang_api.RESERVE_FOR_GRAPHS, configuration.reserve_for_graphs, HookType.AROUND
-    )
-    hook_check.register(
-        attention_dp.ADAPTIVE_REASON, attention_dp.around_adaptive_reason, HookType.AROUND
-    )
-    hook_check.register(sglang_api.POLICY_CLASS, SteeredPolicy, HookType.REPLACE)
+    hook_check.replace(sglang_api.CANDIDATE_STEPS, configuration.candidate_steps)
+    hook_check.around(sglang_api.RESERVE_FOR_GRAPHS, configuration.reserve_for_graphs)
+    hook_check.around(attention_dp.ADAPTIVE_REASON, attention_dp.around_adaptive_reason)
+    hook_check.replace(sglang_api.POLICY_CLASS, SteeredPolicy)
     # A process that has not loaded the scheduler's module (the detokenizer) never runs one.
     if sglang_api.SCHEDULER_MODULE in sys.modules:
         startup = EngineStartup(settings)
-        hook_check.register(
-            sglang_api.INIT_MODEL_WORKER, startup.around_init_model_worker, HookType.AROUND
-        )
+        hook_check.around(sglang_api.INIT_MODEL_WORKER, startup.around_init_model_worker)

@@ -43,10 +43,10 @@ class SteeredConfiguration:
 
         Raises UnsupportedEngineError or HookError; the server then does not start.
         """
-        from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+        from sglang.srt.arg_groups.overrides import declare_resolution
 
         hook_check.require_hooks(*hook_check.registered_targets())
-        config: Any = resolving_view(args)
+        config = sglang_api.resolving(args)
         require(wish_checks(config, self._settings))
         require(kind_checks(config, self._settings))
         has_block = self._settings.dflash_model_path != "" or sglang_api.is_dflash_only(config)
@@ -79,9 +79,7 @@ class SteeredConfiguration:
 
         Within the limits of SPECULATION_GRAPH_LIMITS.
         """
-        from sglang.srt.arg_groups.overrides import resolving_view
-
-        view: Any = resolving_view(args)
+        view = sglang_api.resolving(args)
         batches, limits = sglang_api.captured_batches(args), self._settings.graph_limits
         # SGLang sizes its memory before it settles the speculation that nobody set.
         start = view.speculative_num_steps or sglang_api.DEFAULT_STEPS
@@ -212,9 +210,7 @@ def flag_checks(
 
 def resolution_checks(args: ServerArgs, settings: PluginSettings) -> tuple[Check, ...]:
     """Checks what SGLang has made of the flags; meant for after its speculation step."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    config: Any = resolving_view(args)
+    config = sglang_api.resolving(args)
     start = config.speculative_num_steps
     limited = {
         f"SPECULATION_GRAPH_LIMITS limits {start}, the draft length that the engine starts "

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 import engine_shim
 from engine_shim.common.checks import require
@@ -92,27 +92,17 @@ class EngineStartup:
         from engine_shim.sglang.drafters import sd2_model
 
         require(drafter_checks(scheduler.server_args, self._settings))
-        hook_check.register(
-            sglang_api.RESOLVE_CAPTURE, foreign_checkpoints.around_resolve, HookType.AROUND
-        )
+        hook_check.around(sglang_api.RESOLVE_CAPTURE, foreign_checkpoints.around_resolve)
         if sglang_api.is_dflash_only(scheduler.server_args):
             from engine_shim.sglang.drafters import dflash_only
 
             dflash_only.register()
         sd2_model.register()
-        hook_check.register(
-            sglang_api.CARRIED_WIDTH, sd2_model.around_carried_width, HookType.AROUND
-        )
-        hook_check.register(
-            sglang_api.APPLY_RUNTIME_STATE, self._switch.apply_runtime_state, HookType.REPLACE
-        )
-        hook_check.register(
-            sglang_api.BUILD_STATE, self._graph_states.around_build, HookType.AROUND
-        )
+        hook_check.around(sglang_api.CARRIED_WIDTH, sd2_model.around_carried_width)
+        hook_check.replace(sglang_api.APPLY_RUNTIME_STATE, self._switch.apply_runtime_state)
+        hook_check.around(sglang_api.BUILD_STATE, self._graph_states.around_build)
         if attention_dp.is_on():
-            hook_check.register(
-                sglang_api.INIT_GRAPHS, graph_states.around_init_cuda_graphs, HookType.AROUND
-            )
+            hook_check.around(sglang_api.INIT_GRAPHS, graph_states.around_init_cuda_graphs)
         dual = None
         if self._settings.dflash_model_path:
             from engine_shim.sglang.drafters.dual import DualDrafter

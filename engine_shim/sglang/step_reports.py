@@ -24,15 +24,14 @@ from engine_shim.common.row_groups import Evidence, add_classes, add_left
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.sglang.drafters.row_counts import NOT_CUT
 from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses, Passes
-from engine_shim.sglang.learning.verified_step import NO_UPDATE
+from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus
+from speculation.v1.engine_pb2 import StepReport
 
 if TYPE_CHECKING:
     from engine_shim.common.waiting_prompts import WaitingPrompts
     from engine_shim.link.engine_link import EngineLink
     from engine_shim.sglang.drafters.idle_kv_buffer import BacklogStep
     from engine_shim.sglang.drafters.row_drafting import RowDrafting
-    from engine_shim.sglang.learning.verified_step import UpdateStatus
-    from speculation.v1.engine_pb2 import StepReport
 
 
 class Launch:

@@ -67,32 +67,21 @@ _BLOCK: Final = DraftLength(Drafting.BLOCK, AtZero.WHOLE)
 # `gpu_model_runner.py`: every method is given the length; the plugin has DFlash draft a whole block
 # and the lookup search nothing at 0 (`hook_drafting`).
 _FIRST: Final[Mapping[str, DraftLength]] = {
-    "eagle": _SHORTER,
-    "eagle3": _SHORTER,
-    "mtp": _SHORTER,
-    MTP_MODULES: _SHORTER,
-    "draft_model": _SHORTER,
+    **dict.fromkeys(("eagle", "eagle3", "mtp", MTP_MODULES, "draft_model"), _SHORTER),
     "dflash": DraftLength(Drafting.BLOCK, AtZero.FIRST_FORWARD),
     "ngram": DraftLength(Drafting.SHORTER, AtZero.NOTHING),
 }
 # `gpu/model_runner.py`: it gives no length to any method.
 _SECOND_UNTOLD: Final[Mapping[str, DraftLength]] = {
-    "eagle": _WHOLE,
-    "eagle3": _WHOLE,
-    "mtp": _WHOLE,
-    MTP_MODULES: _WHOLE,
+    **dict.fromkeys(("eagle", "eagle3", "mtp", MTP_MODULES), _WHOLE),
     "dflash": _BLOCK,
 }
 _SECOND_31: Final = {**_SECOND_UNTOLD, "draft_model": _WHOLE}
 # It gives the length to all, and these use it: EAGLE, EAGLE3, a predictor of one module.
 _SECOND_32: Final[Mapping[str, DraftLength]] = {
-    "eagle": _SHORTER,
-    "eagle3": _SHORTER,
-    "mtp": _SHORTER,
-    MTP_MODULES: _WHOLE,
-    "draft_model": _WHOLE,
+    **dict.fromkeys(("eagle", "eagle3", "mtp"), _SHORTER),
+    **dict.fromkeys((MTP_MODULES, "draft_model", "ngram"), _WHOLE),
     "dflash": _BLOCK,
-    "ngram": _WHOLE,
 }
 _SECOND_33: Final = {**_SECOND_32, "dflash": DraftLength(Drafting.BLOCK, AtZero.CONTEXT)}
 
@@ -101,11 +90,7 @@ _SECOND_33: Final = {**_SECOND_32, "dflash": DraftLength(Drafting.BLOCK, AtZero.
 DRAFT_LENGTHS: Final[Mapping[str, Mapping[int, Mapping[str, DraftLength]]]] = {
     version: {FIRST_RUNNER: _FIRST, SECOND_RUNNER: second}
     for version, second in (
-        ("0.26.0", _SECOND_UNTOLD),
-        ("0.27.0", _SECOND_UNTOLD),
-        ("0.28.0", _SECOND_UNTOLD),
-        ("0.29.0", _SECOND_UNTOLD),
-        ("0.30.0", _SECOND_UNTOLD),
+        *((f"0.{minor}.0", _SECOND_UNTOLD) for minor in range(26, 31)),
         ("0.31.0", _SECOND_31),
         ("0.32.0", _SECOND_32),
         ("0.33.0", _SECOND_33),

@@ -7,16 +7,14 @@ import sys
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import engine_shim
 from engine_shim.common.process import default_engine_id, revision_of
 from engine_shim.vllm import vllm_api
 from engine_shim.vllm.draft_lengths import FIRST_RUNNER, runner_of
+from engine_shim.vllm.settings import VllmSettings
 from speculation.v1 import engine_pb2
-
-if TYPE_CHECKING:
-    from engine_shim.vllm.settings import VllmSettings
 
 # By vLLM's name of the method.
 KINDS: Final = {

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine_shim.common.errors import HookError, UnsupportedEngineError
 from engine_shim.common.process import at_exit
@@ -31,11 +31,9 @@ from engine_shim.vllm import vllm_api
 from engine_shim.vllm.draft_lengths import disregarded, unread_layers
 from engine_shim.vllm.engine_description import introduce
 from engine_shim.vllm.recurrent_targets import require_kept_state
+from engine_shim.vllm.settings import VllmSettings
 from engine_shim.vllm.step_reports import Launch, Rows, StepTap, prompt_tokens
 from speculation.v1 import engine_pb2
-
-if TYPE_CHECKING:
-    from engine_shim.vllm.settings import VllmSettings
 
 _log = logging.getLogger(__name__)
 

@@ -21,16 +21,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from engine_shim.common.arms_run import ArmsRun
 from engine_shim.common.row_groups import Evidence, add_group
+from engine_shim.common.waiting_prompts import WaitingPrompts
+from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.plan_follower import Source, StepChoice
-
-if TYPE_CHECKING:
-    from engine_shim.common.waiting_prompts import WaitingPrompts
-    from engine_shim.link.engine_link import EngineLink
-    from speculation.v1.engine_pb2 import StepReport
+from speculation.v1.engine_pb2 import StepReport
 
 # The contract's limit; a step of more different rows is not reported.
 MOST_GROUPS: Final = 16

@@ -1,11 +1,10 @@
 """Implements `controller advise`: which GPUs of a mixed pool should train the drafter."""
 
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from controller.cli.output import Output, OutputOption, print_error, print_line, show_one
-from controller.util.exit_codes import Exit
+from controller.cli.output import Output, OutputOption, print_line, refuse, show_one
 from simulator.gpu_allocation import Demand, InvalidPoolError, Pool, allocate
 
 
@@ -40,7 +39,7 @@ def advise(
         demand = Demand(speedup, untrained, training, share)
         found = allocate(pools, demand)
     except InvalidPoolError as error:
-        _refuse(str(error))
+        refuse("advise", " ".join(str(error).splitlines()))
     rows = [
         {"name": one.name, "train": count, "serve": one.gpus - count}
         for one, count in zip(pools, found.trains, strict=True)
@@ -74,8 +73,3 @@ def _pool(text: str) -> Pool:
         raise InvalidPoolError(
             f"--pool {text!r}: NAME:CARDS:INFERENCE:TRAINING is needed"
         ) from error
-
-
-def _refuse(fault: str) -> NoReturn:
-    print_error(f"controller advise: {' '.join(fault.splitlines())}")
-    raise typer.Exit(Exit.USAGE)

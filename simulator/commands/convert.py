@@ -1,13 +1,12 @@
 """Implements `controller convert`: profiles as step-cost tables that other tools read, and back."""
 
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from controller.cli.output import Output, OutputOption, print_error, print_line, show_one
+from controller.cli.output import Output, OutputOption, print_line, refuse, show_one
 from controller.core.errors import InvalidProfileError, SpeculationError
-from controller.util.exit_codes import Exit
 from simulator.errors import InvalidInputError
 
 
@@ -40,18 +39,13 @@ def convert(
         content, cells = _converted(source, target, like, drafter)
         write_whole(target, content.encode())
     except OSError as error:
-        _refuse(f"{target}: cannot be written: {error.strerror}", error)
+        refuse("convert", " ".join(f"{target}: cannot be written: {error.strerror}".splitlines()))
     except SpeculationError as error:
-        _refuse(str(error), error)
+        refuse("convert", " ".join(str(error).splitlines()))
     show_one(
         "ConvertedFile", {"path": target, "cells": cells}, output, [str(target)],
         lambda: print_line(f"{target}: {cells} cells"),
     )  # fmt: skip
-
-
-def _refuse(fault: str, error: Exception) -> NoReturn:
-    print_error(f"controller convert: {' '.join(fault.splitlines())}")
-    raise typer.Exit(Exit.USAGE) from error
 
 
 def _require_free(target: Path, *, force: bool) -> None:

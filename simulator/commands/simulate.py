@@ -8,14 +8,13 @@ import typer
 from controller.cli.output import (
     Output,
     OutputOption,
-    print_error,
     print_lines,
     print_table,
     print_words,
+    refuse,
     show_one,
 )
 from controller.core.errors import SpeculationError
-from controller.util.exit_codes import Exit
 from simulator.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -152,8 +151,7 @@ def simulate(
         report = _run(scenarios, seed, wanted, processes, sustained=sustained)
         _show(report, json_file, html, output)
     except SpeculationError as error:
-        print_error(f"controller simulate: {' '.join(str(error).splitlines())}")
-        raise typer.Exit(Exit.USAGE) from error
+        refuse("simulate", " ".join(str(error).splitlines()))
 
 
 def _wanted(policy: list[str] | None, more: list[str] | None) -> list[str] | None:
@@ -306,12 +304,7 @@ def _show(
 def _cold_start(
     sizes: tuple[int, ...], seeds: range, processes: int | None, output: Output
 ) -> None:
-    from simulator.cold_start import (
-        cold_start_table,
-        cold_start_text,
-        cold_starts,
-        run_cold_starts,
-    )
+    from simulator.cold_start import cold_start_table, cold_start_text, cold_starts, run_cold_starts
 
     runs = run_cold_starts(cold_starts(sizes) if sizes else cold_starts(), seeds, processes)
 

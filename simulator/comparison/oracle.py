@@ -37,9 +37,8 @@ class SegmentSchedule:
         """Takes the segment's arm; the last arm serves beyond the known segments."""
         self._current = self._arms[min(situation.segment, len(self._arms) - 1)]
 
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
+    def choose(self, _: int, __: float) -> ArmChoice:
         """The segment's arm."""
-        del batch_size, now
         return self._current
 
     def observe(self, record: StepRecord, now: float) -> None:
@@ -98,9 +97,8 @@ class BestArm:
         """Knows what the next step runs on."""
         self._situation = situation
 
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
+    def choose(self, batch_size: int, _: float) -> ArmChoice:
         """The best arm, or the one that runs if changing over does not pay yet."""
-        del now
         there = self._situation
         assert there is not None, "the engine shows a clairvoyant policy the situation first"
         seconds = self._surface.step_seconds(batch_size, there.kv_tokens) * self._warm

@@ -6,22 +6,14 @@ The oracle is the best run of all that know the truth and of all static arms.
 import hashlib
 import os
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.settings import PlannerSettings
-from simulator.comparison.contestants import (
-    BY_REQUEST,
-    ORACLE,
-    OURS,
-    controller,
-    peers,
-    policy_names,
-    statics,
-)
+from simulator.comparison import contestants
 from simulator.comparison.oracle import by_request_candidates, oracle_candidates
 from simulator.comparison.truth import Truth
 from simulator.controller_policy import ControllerPolicy
@@ -29,7 +21,7 @@ from simulator.engine import RunResult, Trace, simulate
 from simulator.errors import InvalidInputError
 from simulator.peers.sglang_adaptive import PeerUnavailableError
 from simulator.policy import Policy
-from simulator.process_pool import make_process_pool
+from simulator.process_pool import run_side_by_side
 from simulator.results import Latency, PolicyOrigin, Timeline, spread
 from simulator.scenarios.scenario_file import Scenario
 from simulator.surface import MINIMAL_SHARE, CostSurface
@@ -108,7 +100,10 @@ def run_seed(
         )
         return _summary(name, policy, result, recovery), result
 
-    fixed = {name: play(name, factory()) for name, factory in statics(surface, truth.rules).items()}
+    fixed = {
+        name: play(name, factory())
+        for name, factory in contestants.statics(surface, truth.rules).items()
+    }
     static_runs = {name: result for name, (_, result) in fixed.items()}
     best = max(static_runs, key=lambda name: static_runs[name].score)
     runs = [run for run, _ in fixed.values()]
@@ -117,21 +112,21 @@ def run_seed(
         (fixed[best], *(play(name, factory()) for name, factory in knowing.items())),
         key=lambda pair: pair[0].score,
     )
-    runs.append(replace(oracle, name=ORACLE, origin=PolicyOrigin.HINDSIGHT))
+    runs.append(replace(oracle, name=contestants.ORACLE, origin=PolicyOrigin.HINDSIGHT))
     if following := by_request_candidates(scenario, truth):
         found = [play(name, factory())[0] for name, factory in following.items()]
         best_one = max((oracle, *found), key=lambda run: run.score)
-        runs.append(replace(best_one, name=BY_REQUEST, origin=PolicyOrigin.HINDSIGHT))
+        runs.append(replace(best_one, name=contestants.BY_REQUEST, origin=PolicyOrigin.HINDSIGHT))
     missing: dict[str, str] = {}
-    for name, factory in peers(scenario, static_runs).items():
+    for name, factory in contestants.peers(scenario, static_runs).items():
         if wanted is None or name in wanted:
             try:
                 runs.append(play(name, factory())[0])
             except PeerUnavailableError as error:
                 missing[name] = str(error)
     picture = None
-    if wanted is None or OURS in wanted:
-        run, result = play(OURS, controller(scenario, settings))
+    if wanted is None or contestants.OURS in wanted:
+        run, result = play(contestants.OURS, contestants.controller(scenario, settings))
         runs.append(run)
         if scenario.shifting:
             picture = _timeline(surface, result, oracle_result)
@@ -180,7 +175,7 @@ def run_all(
     Raises InvalidInputError if a wanted policy exists in no scenario.
     """
     if wanted is not None:
-        known = {name for scenario in scenarios for name in policy_names(scenario)}
+        known = {name for scenario in scenarios for name in contestants.policy_names(scenario)}
         for name in wanted:
             if name not in known:
                 raise InvalidInputError(
@@ -199,18 +194,10 @@ def run_all(
         for i, task_seed in tasks:
             keep(i, run_seed(scenarios[i], task_seed, wanted, settings))
         return found
-    with make_process_pool(workers) as pool:
-        waiting = {
-            pool.submit(run_seed, scenarios[i], task_seed, wanted, settings): i
-            for i, task_seed in tasks
-        }
-        try:
-            for future in as_completed(waiting):
-                keep(waiting[future], future.result())
-        except BaseException:
-            # Ctrl-C, or a seed that failed: what has not begun is not run any more.
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    work = partial(run_seed, wanted=wanted, settings=settings)
+    seeded = [(scenarios[i], task_seed) for i, task_seed in tasks]
+    for task, run in run_side_by_side(work, seeded, workers):
+        keep(tasks[task][0], run)
     for seeds in found:
         seeds.sort(key=lambda run: run.seed)
     return found

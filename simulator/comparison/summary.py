@@ -3,17 +3,11 @@
 import math
 import statistics
 from collections.abc import Collection, Sequence
+from dataclasses import astuple
 
+from simulator import results
 from simulator.comparison.contestants import OFF, ORACLE, OURS
 from simulator.comparison.run import SeedRun
-from simulator.results import (
-    Latency,
-    PolicyOrigin,
-    PolicyReport,
-    ScenarioReport,
-    Spread,
-    SustainedLoad,
-)
 from simulator.scenarios.scenario_file import Scenario
 
 # Student's t, 97.5 %, by degrees of freedom (1, 2, ...); beyond, the normal value is close.
@@ -27,25 +21,25 @@ def summarise(
     scenario: Scenario,
     seeds: Sequence[SeedRun],
     wanted: Collection[str] | None = None,
-    sustained: Sequence[SustainedLoad] = (),
-) -> ScenarioReport:
+    sustained: Sequence[results.SustainedLoad] = (),
+) -> results.ScenarioReport:
     """Makes the report over all seeds, of the wanted policies only if any are named."""
     names = [run.name for run in seeds[0].runs if wanted is None or run.name in wanted]
     # The single arm that was best over all seeds together.
     best_static = max(
-        (run.name for run in seeds[0].runs if run.origin is PolicyOrigin.STATIC),
+        (run.name for run in seeds[0].runs if run.origin is results.PolicyOrigin.STATIC),
         key=lambda name: sum(math.log(seed.run(name).score) for seed in seeds),
     )
     peers = [
         run.name
         for run in seeds[0].runs
-        if run.origin in {PolicyOrigin.IMPORTED, PolicyOrigin.RESTATED}
+        if run.origin in {results.PolicyOrigin.IMPORTED, results.PolicyOrigin.RESTATED}
     ]
     policies = [_policy(name, seeds, best_static, peers) for name in names]
     policies.sort(key=lambda report: -report.score)
     missing = "".join(f" Left out: {name} ({why})." for name, why in seeds[0].missing.items())
     ours = next((run for run in seeds[0].runs if run.name == OURS), seeds[0].runs[0])
-    return ScenarioReport(
+    return results.ScenarioReport(
         name=scenario.name,
         group=scenario.group,
         description=scenario.description + missing,
@@ -62,7 +56,7 @@ def summarise(
 
 def _policy(
     name: str, seeds: Sequence[SeedRun], best_static: str, peers: Sequence[str]
-) -> PolicyReport:
+) -> results.PolicyReport:
     runs = [seed.run(name) for seed in seeds]
     oracle, oracle_ci = _ratio(name, ORACLE, seeds)
     static, static_ci = _ratio(name, best_static, seeds)
@@ -71,7 +65,7 @@ def _policy(
     steps, tokens = sum(run.steps for run in runs), sum(run.tokens for run in runs)
     seconds = sum(run.seconds for run in runs)
     recovery = [value for run in runs for value in run.recovery]
-    return PolicyReport(
+    return results.PolicyReport(
         name=name,
         origin=runs[0].origin,
         score=math.exp(statistics.fmean(math.log(run.score) for run in runs)),
@@ -93,19 +87,15 @@ def _policy(
     )
 
 
-def _latency(seeds: Sequence[Latency]) -> Latency | None:
+def _latency(seeds: Sequence[results.Latency]) -> results.Latency | None:
     """Averages every value over the seeds."""
     if not seeds:
         return None
 
-    def mean(spreads: Sequence[Spread]) -> Spread:
-        return Spread(
-            statistics.fmean(one.mean for one in spreads),
-            statistics.fmean(one.p50 for one in spreads),
-            statistics.fmean(one.p99 for one in spreads),
-        )
+    def mean(spreads: Sequence[results.Spread]) -> results.Spread:
+        return results.Spread(*map(statistics.fmean, zip(*map(astuple, spreads), strict=True)))
 
-    return Latency(
+    return results.Latency(
         mean([seed.per_token for seed in seeds]),
         mean([seed.tpot for seed in seeds]),
         mean([seed.end_to_end for seed in seeds]),

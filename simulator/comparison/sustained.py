@@ -12,16 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from simulator.comparison.contestants import (
-    BY_REQUEST,
-    ORACLE,
-    OURS,
-    Factory,
-    controller,
-    peers,
-    policy_names,
-    statics,
-)
+from simulator.comparison import contestants
 from simulator.comparison.oracle import by_request_candidates, clairvoyants
 from simulator.comparison.truth import Truth
 from simulator.engine import RunResult, simulate
@@ -62,26 +53,28 @@ def sustained(
     def run(policy: Policy, speed: float) -> RunResult:
         return simulate(_faster(workload, speed), scenario.surface, policy, scenario.options, seed)
 
-    def keeps(factories: Sequence[Factory], speed: float) -> bool:
+    def keeps(factories: Sequence[contestants.Factory], speed: float) -> bool:
         return any(_p99(run(factory(), speed)) <= bound for factory in factories)
 
     truth = Truth(workload, scenario.surface)
-    fixed = statics(scenario.surface, truth.rules)
-    entrants: dict[str, Sequence[Factory]] = {name: [fixed[name]] for name in fixed}
+    fixed = contestants.statics(scenario.surface, truth.rules)
+    entrants: dict[str, Sequence[contestants.Factory]] = {name: [fixed[name]] for name in fixed}
     knowing = clairvoyants(
         scenario.surface, scenario.options, truth.expected_by_pool(), truth.rules
     )
-    entrants[ORACLE] = [*knowing.values(), *fixed.values()]
+    entrants[contestants.ORACLE] = [*knowing.values(), *fixed.values()]
     following = by_request_candidates(scenario, truth)
-    entrants[BY_REQUEST] = [*following.values(), *entrants[ORACLE]]
-    entrants[OURS] = [lambda: controller(scenario)]
-    wanted = set(policy_names(scenario) if policies is None else policies)
+    entrants[contestants.BY_REQUEST] = [*following.values(), *entrants[contestants.ORACLE]]
+    entrants[contestants.OURS] = [lambda: contestants.controller(scenario)]
+    wanted = set(contestants.policy_names(scenario) if policies is None else policies)
     if wanted - entrants.keys():
         static_runs = {name: run(factory(), 1.0) for name, factory in fixed.items()}
-        entrants |= {name: [peer] for name, peer in peers(scenario, static_runs).items()}
+        entrants |= {
+            name: [peer] for name, peer in contestants.peers(scenario, static_runs).items()
+        }
     requests, tokens = workload.pool.requests, int(workload.pool.output_tokens.sum())
     found = {}
-    for name in [name for name in policy_names(scenario) if name in wanted]:
+    for name in [name for name in contestants.policy_names(scenario) if name in wanted]:
         try:
             speed = _highest(partial(keeps, entrants[name]))
         except PeerUnavailableError:

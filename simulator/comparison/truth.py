@@ -149,18 +149,11 @@ def mixture_steps(
     mixture: its index in `drafters`.
     """
     accepted = [pool.accepted[d.name] for d in drafters if d.mixture is None]
-    found = np.zeros((len(drafters[mixture].gammas), pool.requests), dtype=np.int64)
-    for steps, gamma in zip(found, drafters[mixture].gammas, strict=True):
+
+    def at(gamma: int) -> NDArray[np.int64]:
         choice = RowChoice(drafters, accepted, pool.known_matches)
-        request = np.flatnonzero(pool.output_tokens > 0)
-        cursor = pool.offsets[request]
-        end = cursor + pool.output_tokens[request]
-        step = 0
-        while len(request):
-            step += 1
-            cursor = cursor + choice.step(mixture, gamma, cursor, request, rules)[0] + 1
-            running = cursor < end
-            if not running.all():
-                steps[request[~running]] = step
-                request, cursor, end = request[running], cursor[running], end[running]
-    return found
+        return pool.replayed(
+            lambda cursor, request: choice.step(mixture, gamma, cursor, request, rules)[0] + 1
+        )
+
+    return np.array([at(gamma) for gamma in drafters[mixture].gammas])

@@ -71,9 +71,8 @@ class UcbBandit:
         self._growth = 1.0 / discount
         self._by_octave = defaultdict[int, _Bandit](lambda: _Bandit([0.0] * number, [0.0] * number))
 
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
+    def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Returns the arm with the highest bound, once each has been tried."""
-        del now
         bandit = self._by_octave[octave(batch_size)]
         arms = len(self._choices)
         if bandit.asked < ROUNDS * arms:
@@ -89,9 +88,8 @@ class UcbBandit:
         scores = [m + bonus / math.sqrt(w) for m, w in zip(means, bandit.weights, strict=True)]
         return self._choices[scores.index(max(scores))]
 
-    def observe(self, record: StepRecord, now: float) -> None:
+    def observe(self, record: StepRecord, _: float) -> None:
         """Rewards the arm that ran."""
-        del now
         bandit = self._by_octave[octave(record.batch_size)]
         tokens = record.batch_size + accepted_tokens(record.counts)
         divisor = record.step_seconds if self._per_second else record.batch_size

@@ -83,16 +83,14 @@ class FullInformationChoice:
         """Every position that a drafter can have, and at least one."""
         return max(1, *self._depths.values())
 
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
+    def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Returns the arm that is worth most at this batch."""
-        del now
         costs = self._costs.at(batch_size)
         values = [(1 + e) / cost for e, cost in zip(self.expected, costs, strict=True)]
         return self._choices[values.index(max(values))]
 
-    def observe(self, record: StepRecord, now: float) -> None:
+    def observe(self, record: StepRecord, _: float) -> None:
         """Learns from the drafter that ran, and from those that were evaluated beside it."""
-        del now
         forgotten = record.batch_size / self._memory_sequences
         keep = math.exp(-min(forgotten, 1 / self._memory_steps))
         for sums in (*self._reached.values(), *self._accepted.values()):

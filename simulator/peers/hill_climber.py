@@ -34,13 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from controller.core.engine_spec import Arm
-from simulator.peers.common import (
-    accepted_tokens,
-    by_gamma,
-    first_drafter,
-    nearest,
-    octave,
-)
+from simulator.peers.common import accepted_tokens, by_gamma, first_drafter, nearest, octave
 from simulator.policy import ArmChoice, StepRecord
 from simulator.results import PolicyOrigin
 
@@ -93,17 +87,15 @@ class HillClimber:
         self._hold_windows = hold_windows
         self._buckets: dict[int, _Bucket] = {}
 
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
+    def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Returns the base of this octave, or the neighbour that is on trial."""
-        del now
         start = _Bucket(self._start, self._start)
         bucket = self._buckets.setdefault(octave(batch_size), start)
         self._start = bucket.base
         return self._choices[bucket.running]
 
-    def observe(self, record: StepRecord, now: float) -> None:
+    def observe(self, record: StepRecord, _: float) -> None:
         """Adds a step of the arm that is being measured; a full window decides."""
-        del now
         bucket = self._buckets.get(octave(record.batch_size))
         # Steps that were under way when the arm changed belong to no window.
         if bucket is None or record.arm != self._arms[bucket.running]:
@@ -174,14 +166,12 @@ class GoodputProbe:
             lambda: _Bin(index[first], [index[gamma] for gamma in others])
         )
 
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
+    def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Returns what the bin runs."""
-        del now
         return self._choices[self._bins[bisect_left(_BIN_ENDS, batch_size)].running]
 
-    def observe(self, record: StepRecord, now: float) -> None:
+    def observe(self, record: StepRecord, _: float) -> None:
         """Averages the step's tokens/second; every window ends in a decision."""
-        del now
         found = self._bins[bisect_left(_BIN_ENDS, record.batch_size)]
         rate = (record.batch_size + accepted_tokens(record.counts)) / record.step_seconds
         before = found.rates.get(record.arm)

@@ -76,14 +76,12 @@ class SGLangAdaptive:
         self.params.set_cuda_graph_bs(list(graph_sizes))
         self._steps_for_batch = self.params.get_steps_for_batch
 
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
+    def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Returns the arm of the steps that the slot of this batch, padded, stands at."""
-        del now
         return self._choices[self._steps_for_batch(batch_size)]
 
-    def observe(self, record: StepRecord, now: float) -> None:
+    def observe(self, record: StepRecord, _: float) -> None:
         """Passes on one verify result, as the worker hands it over."""
-        del now
         accepted: list[int] = []
         for length, sequences in enumerate(record.counts):
             if sequences:

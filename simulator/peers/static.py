@@ -33,9 +33,8 @@ class Static:
             arm_index, rules=rules if self.arm in {r.arm for r in rules} else ()
         )
 
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
+    def choose(self, _: int, __: float) -> ArmChoice:
         """Returns the arm."""
-        del batch_size, now
         return self._choice
 
     def observe(self, record: StepRecord, now: float) -> None:

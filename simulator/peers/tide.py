@@ -69,9 +69,8 @@ class TideThreshold:
         """c(b) gamma + beta(b): the acceptance length at which speculation breaks even."""
         return self._costs.at(batch_size)[0]
 
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
+    def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Drafts while the practical speedup at this batch is above 1."""
-        del now
         starting = self._fixed or self._seen < self._memory
         if starting or self.acceptance_length > self.relative_cost(batch_size):
             self._off_steps = 0
@@ -82,9 +81,8 @@ class TideThreshold:
             return self._on
         return self._off
 
-    def observe(self, record: StepRecord, now: float) -> None:
+    def observe(self, record: StepRecord, _: float) -> None:
         """Folds a drafted step into the average."""
-        del now
         if len(record.counts) < 2:
             return
         length = 1.0 + accepted_tokens(record.counts) / record.batch_size

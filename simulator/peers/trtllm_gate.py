@@ -77,14 +77,12 @@ class SpeculationGate:
         self._sum = 0.0
         self.closed = False
 
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
+    def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Drafts what the schedule says, unless the gate is closed."""
-        del now
         return self._choices[-1 if self.closed else bisect_left(self._ends, batch_size)]
 
-    def observe(self, record: StepRecord, now: float) -> None:
+    def observe(self, record: StepRecord, _: float) -> None:
         """Moves the window by a step that drafted, and closes the gate if its mean is too low."""
-        del now
         gamma = len(record.counts) - 1
         if self.closed or gamma == 0:
             return

@@ -62,9 +62,8 @@ class BatchSchedule:
         self._ends = [first - 1 for first, _, _ in self.table[1:]]
         self._choices = [ArmChoice(arm) for _, _, arm in self.table]
 
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
+    def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Looks the arm up."""
-        del now
         return self._choices[bisect_left(self._ends, batch_size)]
 
     def observe(self, record: StepRecord, now: float) -> None:
@@ -158,9 +157,8 @@ class AdaptiveK:
         self._cooldown = 0
         self._asked = 0
 
-    def choose(self, batch_size: int, now: float) -> ArmChoice:
+    def choose(self, batch_size: int, _: float) -> ArmChoice:
         """Returns the best K for this batch, or the present one shortly after a change."""
-        del now
         self._asked += 1
         if self._cooldown > 0:
             self._cooldown -= 1
@@ -191,9 +189,8 @@ class AdaptiveK:
         penalty = BATCH_PENALTY * batch_size
         return [1 + gamma * DRAFT_COST + penalty if gamma else 1.0 for gamma in self._gammas]
 
-    def observe(self, record: StepRecord, now: float) -> None:
+    def observe(self, record: StepRecord, _: float) -> None:
         """Counts a step that drafted; a full window moves the averages."""
-        del now
         if len(record.counts) < 2:
             return
         reached = record.batch_size

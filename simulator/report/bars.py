@@ -4,12 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulator.results import (
-    PolicyOrigin,
-    PolicyReport,
-    ScenarioReport,
-    SimulationReport,
-)
+from simulator.results import PolicyOrigin, PolicyReport, ScenarioReport, SimulationReport
 
 OURS = "controller"
 _PEERS = {PolicyOrigin.IMPORTED, PolicyOrigin.RESTATED}

@@ -1,23 +1,14 @@
 """A report as one self-contained page, printable, with plots as inline SVG drawn by matplotlib."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 import numpy as np
 
 from controller.recording.html_page import Cell, Marked, new_figure, page, svg, table
+from simulator.report import text
 from simulator.report.bars import OURS, bars, is_peer, ours
-from simulator.report.text import (
-    LATENCY_COLUMNS,
-    OVERVIEW_COLUMNS,
-    SCENARIO_COLUMNS,
-    SUSTAINED_COLUMNS,
-    latency_rows,
-    overview_rows,
-    scenario_row,
-    sustained_rows,
-)
 from simulator.results import ScenarioReport, SimulationReport, Timeline
 
 
@@ -50,31 +41,33 @@ def _body(report: SimulationReport) -> Iterator[str]:
         yield "<h2>Overview</h2>"
         yield overview_plot(report)
         yield stationary_plot(report)
-        yield _table(OVERVIEW_COLUMNS, [row for _, row in overview_rows(report.scenarios)])
+        yield _table(
+            text.OVERVIEW_COLUMNS, [row for _, row in text.overview_rows(report.scenarios)]
+        )
     yield "<h2>Scenarios</h2>"
     yield from map(_scenario, report.scenarios)
 
 
 def _scenario(scenario: ScenarioReport) -> str:
-    rows = [scenario_row(p, intervals=True) for p in scenario.policies]
+    rows = [text.scenario_row(p, intervals=True) for p in scenario.policies]
     more = ""
-    if latencies := latency_rows(scenario):
+    if latencies := text.latency_rows(scenario):
         more += "<p class=small>Latency: mean / median / 99th percentile.</p>"
-        more += _table(LATENCY_COLUMNS, latencies)
-    if loads := sustained_rows(scenario.sustained):
+        more += _table(text.LATENCY_COLUMNS, latencies)
+    if loads := text.sustained_rows(scenario.sustained):
         more += "<p class=small>Highest load within the latency bound.</p>"
-        more += _table(SUSTAINED_COLUMNS, loads)
+        more += _table(text.SUSTAINED_COLUMNS, loads)
     plot = timeline_plot(scenario.timeline) if scenario.timeline is not None else ""
     return (
         f"<details><summary>{escape(scenario.name)}</summary>"
         f"<p class=small>{escape(scenario.description)}; {scenario.steps} steps, "
         f"{scenario.seeds} seeds, best static arm {escape(scenario.best_static)}</p>"
-        f"{_table(SCENARIO_COLUMNS, rows)}{more}{plot}</details>"
+        f"{_table(text.SCENARIO_COLUMNS, rows)}{more}{plot}</details>"
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    return table(head, rows, marked=[row[0] == OURS for row in rows])
+def _table(head: Iterable[str], rows: Sequence[Sequence[Cell]]) -> str:
+    return table(list(head), rows, marked=[row[0] == OURS for row in rows])
 
 
 _OURS_COLOUR, _ORACLE_COLOUR = "#0b6e4f", "#c8553d"

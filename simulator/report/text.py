@@ -1,37 +1,27 @@
 """A report as tables and text; the rows of its tables serve the page, too."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from controller.util.text import TextColumn, TextTable
 from simulator.report.bars import OURS, bars, best_peer, ours
 from simulator.results import PolicyReport, ScenarioReport, SimulationReport, Spread, SustainedLoad
 
-SCENARIO_COLUMNS = (
-    "policy", "origin", "tokens/s", "of oracle", "of best static", "of off", "switches/1000",
-    "recovery", "probing", "probe steps", "TPOT ms", "decision us",
-)  # fmt: skip
-OVERVIEW_COLUMNS = (
-    "scenario", "of oracle", "of best static", "of off", "closest peer", "of it", "switches/1000",
-    "recovery", "probing", "probe steps",
-)  # fmt: skip
+# Each title, and when its column is left out where there is no room; with 0 it stays.
+SCENARIO_COLUMNS = {
+    "policy": 0, "origin": 7, "tokens/s": 2, "of oracle": 0, "of best static": 1, "of off": 1,
+    "switches/1000": 4, "recovery": 5, "probing": 6, "probe steps": 8, "TPOT ms": 3,
+    "decision us": 9,
+}  # fmt: skip
+OVERVIEW_COLUMNS = {
+    "scenario": 0, "of oracle": 0, "of best static": 1, "of off": 2, "closest peer": 3, "of it": 3,
+    "switches/1000": 5, "recovery": 6, "probing": 4, "probe steps": 7,
+}  # fmt: skip
 # Mean, median and 99th percentile each.
-LATENCY_COLUMNS = ("policy", "ms a token from arrival", "TPOT ms", "end to end s")
-SUSTAINED_COLUMNS = ("policy", "requests/s sustained", "tokens/s sustained")
-
+LATENCY_COLUMNS = {"policy": 0, "ms a token from arrival": 1, "TPOT ms": 2, "end to end s": 3}
+SUSTAINED_COLUMNS = {"policy": 0, "requests/s sustained": 0, "tokens/s sustained": 1}
 
 # So many scenarios are shown policy by policy; more are shown in the overview alone.
 _DETAILED = 6
-# When a column is left out where there is no room; a column that is not named stays.
-_SCENARIO = {
-    "origin": 7, "tokens/s": 2, "of best static": 1, "of off": 1, "switches/1000": 4,
-    "recovery": 5, "probing": 6, "probe steps": 8, "TPOT ms": 3, "decision us": 9,
-}  # fmt: skip
-_OVERVIEW = {
-    "of best static": 1, "of off": 2, "closest peer": 3, "of it": 3, "switches/1000": 5,
-    "recovery": 6, "probing": 4, "probe steps": 7, "us": 8,
-}  # fmt: skip
-_LATENCY = {"ms a token from arrival": 1, "TPOT ms": 2, "end to end s": 3}
-_SUSTAINED = {"tokens/s sustained": 1}
 
 
 def render_text(report: SimulationReport) -> Iterator[TextTable | str]:
@@ -44,11 +34,11 @@ def render_text(report: SimulationReport) -> Iterator[TextTable | str]:
             yield scenario_table(scenario)
             if rows := latency_rows(scenario):
                 title = f"{scenario.name}: latency, mean / median / 99th percentile"
-                yield TextTable(title, _columns(LATENCY_COLUMNS, _LATENCY), rows)
+                yield TextTable(title, _columns(LATENCY_COLUMNS), rows)
     for scenario in report.scenarios:
         if rows := sustained_rows(scenario.sustained):
             title = f"{scenario.name}: highest load within the latency bound"
-            yield TextTable(title, _columns(SUSTAINED_COLUMNS, _SUSTAINED), rows)
+            yield TextTable(title, _columns(SUSTAINED_COLUMNS), rows)
     if any(map(ours, report.scenarios)):
         yield overview_table(report)
         yield bars_table(report)
@@ -64,7 +54,7 @@ def scenario_table(scenario: ScenarioReport) -> TextTable:
     """Makes one row for each policy, the best first."""
     return TextTable(
         f"{scenario.name}: {scenario.description}",
-        _columns(SCENARIO_COLUMNS, _SCENARIO),
+        _columns(SCENARIO_COLUMNS),
         [scenario_row(policy, intervals=False) for policy in scenario.policies],
     )
 
@@ -73,7 +63,7 @@ def overview_table(report: SimulationReport) -> TextTable:
     """Makes one row for each scenario: the controller against everything."""
     return TextTable(
         "controller",
-        _columns((*OVERVIEW_COLUMNS, "us"), _OVERVIEW),
+        _columns({**OVERVIEW_COLUMNS, "us": 8}),
         [
             (*row, f"{policy.decision_microseconds:.0f}")
             for policy, row in overview_rows(report.scenarios)
@@ -106,10 +96,10 @@ def bars_table(report: SimulationReport) -> TextTable:
 _WORDS = {"policy", "origin", "scenario", "closest peer"}
 
 
-def _columns(titles: Sequence[str], priorities: Mapping[str, int]) -> list[TextColumn]:
+def _columns(priorities: Mapping[str, int]) -> list[TextColumn]:
     return [
-        TextColumn(title, title not in _WORDS, priorities.get(title, 0), {OURS: "bold"})
-        for title in titles
+        TextColumn(title, title not in _WORDS, priority, {OURS: "bold"})
+        for title, priority in priorities.items()
     ]
 
 

@@ -20,21 +20,7 @@ from controller.core.step_report import MAX_STEP_SECONDS
 from simulator import published
 from simulator.controller_policy import FINGERPRINT
 from simulator.errors import InvalidInputError
-from simulator.scenarios.fields import (
-    BatchSizeKey,
-    DrafterName,
-    Factor,
-    FileName,
-    Gamma,
-    GammaKey,
-    LogSpread,
-    MeanLength,
-    Place,
-    Seconds,
-    Section,
-    SeedNumber,
-    Share,
-)
+from simulator.scenarios import fields
 from simulator.step_costs import read_profile
 from simulator.surface import (
     KINDS,
@@ -52,20 +38,20 @@ _FORMULA_BATCH = 64
 SWITCH_SECONDS = 2e-4
 
 
-class StepFormula(Section):
+class StepFormula(fields.Section):
     """Seconds of the target's pass and of everything else that happens once in a step.
 
     base_seconds + seconds_per_sequence B + seconds_per_token B (gamma + 1)
     + seconds_per_kv_token kv
     """
 
-    base_seconds: Annotated[Seconds, Field(gt=0)]
-    seconds_per_sequence: Seconds = 0.0
-    seconds_per_token: Seconds = 0.0
-    seconds_per_kv_token: Seconds = 0.0
+    base_seconds: Annotated[fields.Seconds, Field(gt=0)]
+    seconds_per_sequence: fields.Seconds = 0.0
+    seconds_per_token: fields.Seconds = 0.0
+    seconds_per_kv_token: fields.Seconds = 0.0
 
 
-class DraftFormula(Section):
+class DraftFormula(fields.Section):
     """Seconds that drafting adds to a step at gamma > 0.
 
         once_seconds + seconds_per_pass gamma + seconds_per_token B gamma
@@ -75,38 +61,38 @@ class DraftFormula(Section):
     """
 
     kind: DrafterKind = DrafterKind.MTP
-    gammas: Annotated[tuple[Gamma, ...], Field(min_length=1)]
-    once_seconds: Seconds = 0.0
-    seconds_per_pass: Seconds = 0.0
-    seconds_per_token: Seconds = 0.0
-    seconds_per_kv_token: Seconds = 0.0
-    share_of_step: Share = 0.0
+    gammas: Annotated[tuple[fields.Gamma, ...], Field(min_length=1)]
+    once_seconds: fields.Seconds = 0.0
+    seconds_per_pass: fields.Seconds = 0.0
+    seconds_per_token: fields.Seconds = 0.0
+    seconds_per_kv_token: fields.Seconds = 0.0
+    share_of_step: fields.Share = 0.0
 
 
-class CostFormula(Section):
+class CostFormula(fields.Section):
     """A step of the target, and what each drafter adds to it."""
 
     step: StepFormula
-    drafters: Annotated[dict[DrafterName, DraftFormula], Field(min_length=1)]
+    drafters: Annotated[dict[fields.DrafterName, DraftFormula], Field(min_length=1)]
 
 
-class MixtureSection(Section):
+class MixtureSection(fields.Section):
     """Describes a mixture: in each row of its steps one of two drafters, main and free, is used.
 
     free: a lookup.  once_seconds, share_of_step: what looking up adds to a step of the main one.
     """
 
-    main: DrafterName
-    free: DrafterName
-    once_seconds: Seconds = 0.0
-    share_of_step: Share = 0.0
+    main: fields.DrafterName
+    free: fields.DrafterName
+    once_seconds: fields.Seconds = 0.0
+    share_of_step: fields.Share = 0.0
 
     def cost(self) -> MixtureCost:
         """Returns what the surface is given."""
         return MixtureCost(self.main, self.free, self.once_seconds, self.share_of_step)
 
 
-class CostSection(Section):
+class CostSection(fields.Section):
     """Costs of a step: exactly one of `published`, `table`, `profile` and `formula`.
 
     published: name of a published table; drafters: those of it that the engine has (all);
@@ -123,20 +109,20 @@ class CostSection(Section):
     """
 
     published: str | None = None
-    table: Annotated[dict[DrafterName, FileName], Field(min_length=1)] | None = None
-    profile: FileName | None = None
+    table: Annotated[dict[fields.DrafterName, fields.FileName], Field(min_length=1)] | None = None
+    profile: fields.FileName | None = None
     formula: CostFormula | None = None
-    drafters: Annotated[tuple[DrafterName, ...], Field(min_length=1)] | None = None
-    gammas: Annotated[tuple[Gamma, ...], Field(min_length=1)] | None = None
+    drafters: Annotated[tuple[fields.DrafterName, ...], Field(min_length=1)] | None = None
+    gammas: Annotated[tuple[fields.Gamma, ...], Field(min_length=1)] | None = None
     extrapolate: bool = False
-    kinds: dict[DrafterName, DrafterKind] = Field(default_factory=dict)
-    mixtures: dict[DrafterName, MixtureSection] = Field(default_factory=dict)
-    seconds_per_kv_token: Seconds | None = None
-    kv_reference: MeanLength | None = None
-    catch_up_seconds_per_token: Seconds | None = None
-    catch_up_pass_seconds: Seconds | None = None
-    switch_seconds: Seconds = SWITCH_SECONDS
-    scale: Factor = 1.0
+    kinds: dict[fields.DrafterName, DrafterKind] = Field(default_factory=dict)
+    mixtures: dict[fields.DrafterName, MixtureSection] = Field(default_factory=dict)
+    seconds_per_kv_token: fields.Seconds | None = None
+    kv_reference: fields.MeanLength | None = None
+    catch_up_seconds_per_token: fields.Seconds | None = None
+    catch_up_pass_seconds: fields.Seconds | None = None
+    switch_seconds: fields.Seconds = SWITCH_SECONDS
+    scale: fields.Factor = 1.0
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -153,7 +139,7 @@ class CostSection(Section):
         self.refuse_beside(source, *misplaced)
         return self
 
-    def surface(self, max_batch_size: int | None, folder: Path, place: Place) -> CostSurface:
+    def surface(self, max_batch_size: int | None, folder: Path, place: fields.Place) -> CostSurface:
         """Makes the true costs.  max_batch_size: the engine's limit; None: what is known.
 
         folder: where relative files are.  Raises InvalidInputError, which names the field.
@@ -172,7 +158,7 @@ class CostSection(Section):
                 surface = with_mixtures(surface, mixtures)
         return self._priced(surface)
 
-    def _source(self, max_batch_size: int | None, folder: Path, place: Place) -> CostSurface:
+    def _source(self, max_batch_size: int | None, folder: Path, place: fields.Place) -> CostSurface:
         if self.published is not None:
             with place.at("cost", "published"):
                 return _published(self.published, self.gammas, max_batch_size, self.extrapolate)
@@ -278,7 +264,7 @@ class NoiseShape(Enum):
     UNIFORM = "uniform"
 
 
-class ProfileSection(Section):
+class ProfileSection(fields.Section):
     """Describes how the profile differs from the truth; by default as a careful measurement does.
 
     factor: on all costs.  drafting: on all cells at gamma > 0.  by_arm: drafter -> gamma -> factor.
@@ -291,15 +277,17 @@ class ProfileSection(Section):
     Cells are measured at batch sizes 1, 2, 4, ... and the engine's limit, gamma = 0 included.
     """
 
-    factor: Factor = 1.0
-    drafting: Factor = 1.0
-    by_arm: dict[DrafterName, dict[GammaKey, Factor]] = Field(default_factory=dict)
-    by_batch_size: dict[BatchSizeKey, Factor] = Field(default_factory=dict)
-    noise: LogSpread = 0.01
+    factor: fields.Factor = 1.0
+    drafting: fields.Factor = 1.0
+    by_arm: dict[fields.DrafterName, dict[fields.GammaKey, fields.Factor]] = Field(
+        default_factory=dict
+    )
+    by_batch_size: dict[fields.BatchSizeKey, fields.Factor] = Field(default_factory=dict)
+    noise: fields.LogSpread = 0.01
     noise_shape: NoiseShape = NoiseShape.LOGNORMAL
-    noise_seed: SeedNumber = 0
+    noise_seed: fields.SeedNumber = 0
     context_term: bool = True
-    kv_tokens_per_sequence: MeanLength | None = None
+    kv_tokens_per_sequence: fields.MeanLength | None = None
 
     @model_validator(mode="after")
     def _costs_stay_above_zero(self) -> Self:
@@ -307,7 +295,7 @@ class ProfileSection(Section):
             raise ValueError(f"a uniform noise of {self.noise:g} would make costs negative")
         return self
 
-    def measured(self, surface: CostSurface, place: Place) -> Profile:
+    def measured(self, surface: CostSurface, place: fields.Place) -> Profile:
         """Makes what `controller profile` would have written.  Raises InvalidInputError."""
         for drafter, factors in self.by_arm.items():
             known = {arm.gamma for arm in surface.arms if arm.drafter == drafter}

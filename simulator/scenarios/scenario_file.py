@@ -27,26 +27,10 @@ from controller.util.strict_yaml import (
 from simulator.engine import EngineOptions, Prefill
 from simulator.errors import InvalidInputError
 from simulator.reading import shown
+from simulator.scenarios import fields
 from simulator.scenarios.cost import CostSection, ProfileSection
-from simulator.scenarios.fields import (
-    BatchSize,
-    FieldPath,
-    KindName,
-    LogSpread,
-    Number,
-    Place,
-    Seconds,
-    Section,
-    Share,
-    Whole,
-)
 from simulator.scenarios.traffic import KindSection, sources
-from simulator.scenarios.work import (
-    ArrivalsSection,
-    PhaseSection,
-    closed_loop,
-    open_loop,
-)
+from simulator.scenarios.work import ArrivalsSection, PhaseSection, closed_loop, open_loop
 from simulator.sources import ClosedSource, OpenSource
 from simulator.surface import CostSurface
 from simulator.workload import AcceptanceSource, Workload
@@ -84,10 +68,10 @@ class Scenario:
 
 
 _DEFAULT = EngineOptions()
-_ABOVE_ONE = Annotated[Number, Field(ge=1, le=10_000)]
+_ABOVE_ONE = Annotated[fields.Number, Field(ge=1, le=10_000)]
 
 
-class EngineSection(Section):
+class EngineSection(fields.Section):
     """Describes how the simulated engine behaves.
 
     max_batch_size: sequences at a time; by default the largest batch whose costs are known.
@@ -101,20 +85,20 @@ class EngineSection(Section):
     with stale_acceptance of their usual probability.
     """
 
-    max_batch_size: BatchSize | None = None
-    lag_steps: Annotated[Whole, Field(ge=0, le=64)] = _DEFAULT.lag
-    step_noise: LogSpread = _DEFAULT.noise
-    outlier_share: Annotated[Share, Field(lt=1)] = _DEFAULT.outlier_share
+    max_batch_size: fields.BatchSize | None = None
+    lag_steps: Annotated[fields.Whole, Field(ge=0, le=64)] = _DEFAULT.lag
+    step_noise: fields.LogSpread = _DEFAULT.noise
+    outlier_share: Annotated[fields.Share, Field(lt=1)] = _DEFAULT.outlier_share
     outlier_factor: _ABOVE_ONE = _DEFAULT.outlier_factor
-    pace: LogSpread = _DEFAULT.pace
+    pace: fields.LogSpread = _DEFAULT.pace
     prefill: Prefill = _DEFAULT.prefill
-    prefill_chunk_tokens: Annotated[Whole, Field(ge=1, le=10_000_000)] = (
+    prefill_chunk_tokens: Annotated[fields.Whole, Field(ge=1, le=10_000_000)] = (
         _DEFAULT.prefill_chunk_tokens
     )
     warm_factor: _ABOVE_ONE = _DEFAULT.warm_factor
-    stale_after: Annotated[Whole, Field(ge=0, le=1_000_000)] = _DEFAULT.stale_after
-    stale_steps: Annotated[Whole, Field(ge=0, le=1_000_000)] = _DEFAULT.stale_steps
-    stale_acceptance: Share = _DEFAULT.stale_acceptance
+    stale_after: Annotated[fields.Whole, Field(ge=0, le=1_000_000)] = _DEFAULT.stale_after
+    stale_steps: Annotated[fields.Whole, Field(ge=0, le=1_000_000)] = _DEFAULT.stale_steps
+    stale_acceptance: fields.Share = _DEFAULT.stale_acceptance
 
     def options(self, switch_seconds: float) -> EngineOptions:
         """Returns what the engine is given."""
@@ -124,7 +108,7 @@ class EngineSection(Section):
         )
 
 
-class ScenarioFile(Section):
+class ScenarioFile(fields.Section):
     """Describes a scenario: exactly one of `phases` (a closed loop) and `arrivals` (an open one).
 
     name, group, description: for the report.  seeds: runs with different luck; all policies meet
@@ -139,17 +123,17 @@ class ScenarioFile(Section):
     name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^\S(.*\S)?$")]
     group: Annotated[str, Field(min_length=1, max_length=64)] = "given"
     description: Annotated[str, Field(max_length=1000)] = ""
-    seeds: Annotated[Whole, Field(ge=1, le=1000)] = 2
+    seeds: Annotated[fields.Whole, Field(ge=1, le=1000)] = 2
     moving: bool = False
     engine: EngineSection = EngineSection()
     cost: CostSection
     profile: ProfileSection | None = ProfileSection()
-    traffic: Annotated[dict[KindName, KindSection], Field(min_length=1, max_length=64)]
+    traffic: Annotated[dict[fields.KindName, KindSection], Field(min_length=1, max_length=64)]
     phases: Annotated[tuple[PhaseSection, ...], Field(min_length=1)] | None = None
-    repeat: Annotated[Whole, Field(ge=1, le=20_000)] = 1
-    requests: Annotated[Whole, Field(ge=1, le=1_000_000)] = 256
+    repeat: Annotated[fields.Whole, Field(ge=1, le=20_000)] = 1
+    requests: Annotated[fields.Whole, Field(ge=1, le=1_000_000)] = 256
     arrivals: ArrivalsSection | None = None
-    sustained_tpot_p99_seconds: Annotated[Seconds, Field(gt=0)] | None = None
+    sustained_tpot_p99_seconds: Annotated[fields.Seconds, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _one_workload(self) -> Self:
@@ -157,13 +141,13 @@ class ScenarioFile(Section):
             self.refuse_beside("arrivals; they have their own", "repeat")
         return self
 
-    def scenario(self, folder: Path | None = None, place: Place | None = None) -> Scenario:
+    def scenario(self, folder: Path | None = None, place: fields.Place | None = None) -> Scenario:
         """Makes the scenario.
 
         folder: where relative files are, by default the current one.  place: where the fields come
         from, for errors.  Raises InvalidInputError, which names the field.
         """
-        place = place or Place(self.name)
+        place = place or fields.Place(self.name)
         folder = folder or Path()
         surface = self.cost.surface(self.engine.max_batch_size, folder, place)
         known = sources(self.traffic, folder, place)
@@ -194,7 +178,7 @@ class ScenarioFile(Section):
 
 
 def _require_drafters(
-    surface: CostSurface, source: AcceptanceSource, place: Place, *path: str
+    surface: CostSurface, source: AcceptanceSource, place: fields.Place, *path: str
 ) -> None:
     missing = [d.name for d in surface.plain.drafters if d.name not in source.drafters]
     if missing:
@@ -215,7 +199,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_scenario_file(path: Path) -> tuple[ScenarioFile, Place]:
+def read_scenario_file(path: Path) -> tuple[ScenarioFile, fields.Place]:
     """Reads and checks a file.
 
     Raises InvalidInputError, which names the file, the line and the field.
@@ -226,7 +210,7 @@ def read_scenario_file(path: Path) -> tuple[ScenarioFile, Place]:
     except StrictYamlError as error:
         raise InvalidInputError(path, error.line, str(error)) from error
     values, lines = found or ({}, {})
-    place = Place(path, lines)
+    place = fields.Place(path, lines)
     return parse_scenario(values, place), place
 
 
@@ -236,7 +220,7 @@ def load_scenario(path: Path) -> Scenario:
     return file.scenario(path.parent, place)
 
 
-def parse_scenario(values: Mapping[str, Any], place: Place) -> ScenarioFile:
+def parse_scenario(values: Mapping[str, Any], place: fields.Place) -> ScenarioFile:
     """Checks values as they are in a file.  Raises InvalidInputError about the first bad field."""
     try:
         return ScenarioFile.model_validate(values)
@@ -244,7 +228,7 @@ def parse_scenario(values: Mapping[str, Any], place: Place) -> ScenarioFile:
         raise _first_fault(error.errors(include_url=False), place) from error
 
 
-def _first_fault(errors: list[ErrorDetails], place: Place) -> InvalidInputError:
+def _first_fault(errors: list[ErrorDetails], place: fields.Place) -> InvalidInputError:
     # An unknown field is likely the cause of the one that is missing.
     first = min(errors, key=lambda item: item["type"] != "extra_forbidden")
     path = tuple(part for part in first["loc"] if part != "[key]")
@@ -258,11 +242,11 @@ def _first_fault(errors: list[ErrorDetails], place: Place) -> InvalidInputError:
     return place.fault(path, f"{text}{quoted}")
 
 
-def _lines(root: yaml.MappingNode) -> dict[FieldPath, int]:
+def _lines(root: yaml.MappingNode) -> dict[fields.FieldPath, int]:
     """Returns the line of every key and list item.  Raises MarkedYAMLError for a repeated key."""
-    lines: dict[FieldPath, int] = {}
+    lines: dict[fields.FieldPath, int] = {}
 
-    def walk(node: yaml.Node, path: FieldPath) -> None:
+    def walk(node: yaml.Node, path: fields.FieldPath) -> None:
         if isinstance(node, yaml.SequenceNode):
             for i, item in enumerate(node.value):
                 lines[*path, i] = item.start_mark.line + 1

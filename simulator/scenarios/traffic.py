@@ -1,7 +1,6 @@
 """Defines the section `traffic`: named kinds of requests, and which drafts they accept."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -12,37 +11,28 @@ from simulator.acceptance_trace import AcceptanceTrace
 from simulator.chain import Chain, Memory
 from simulator.copying import Copying
 from simulator.curves import Curves, conditional, geometric
-from simulator.scenarios.fields import (
-    DrafterName,
-    FileName,
-    KindName,
-    MeanLength,
-    Number,
-    Place,
-    Section,
-    Share,
-)
+from simulator.scenarios import fields
 from simulator.sources import MeanTokens, Mixture
 from simulator.workload import AcceptanceSource
 
-_Curve = Annotated[tuple[Share, ...], Field(min_length=1, max_length=MAX_GAMMA)]
-_Weight = Annotated[Number, Field(gt=0, le=1e6)]
+_Curve = Annotated[tuple[fields.Share, ...], Field(min_length=1, max_length=MAX_GAMMA)]
+_Weight = Annotated[fields.Number, Field(gt=0, le=1e6)]
 # Of curves; traces have their own lengths.
 _OUTPUT_MEAN, _CONTEXT_MEAN = 256.0, 384.0
 
 
-class DrafterMemorySection(Section):
+class DrafterMemorySection(fields.Section):
     """Describes what neighbouring tokens and requests have in common; see `chain.Memory`."""
 
-    level_spread: Number = Memory().level_spread
-    drift_spread: Number = Memory().drift_spread
-    drift_requests: Number = Memory().drift_requests
-    passage_spread: Number = Memory().passage_spread
-    passage_tokens: Number = Memory().passage_tokens
+    level_spread: fields.Number = Memory().level_spread
+    drift_spread: fields.Number = Memory().drift_spread
+    drift_requests: fields.Number = Memory().drift_requests
+    passage_spread: fields.Number = Memory().passage_spread
+    passage_tokens: fields.Number = Memory().passage_tokens
 
     def memory(self) -> Memory:
         """Returns the memory.  Raises InvalidInputError for values out of range."""
-        return Memory(**{field.name: getattr(self, field.name) for field in fields(Memory)})
+        return Memory(**self.model_dump(include=set(DrafterMemorySection.model_fields)))
 
 
 class MemorySection(DrafterMemorySection):
@@ -52,8 +42,8 @@ class MemorySection(DrafterMemorySection):
     drawn for a token and a request.
     """
 
-    by_drafter: dict[DrafterName, DrafterMemorySection] = Field(default_factory=dict)
-    correlation: Number = 0.25
+    by_drafter: dict[fields.DrafterName, DrafterMemorySection] = Field(default_factory=dict)
+    correlation: fields.Number = 0.25
 
     def of(self, drafter: str) -> Memory:
         """Returns the memory of a drafter.  Raises InvalidInputError for values out of range."""
@@ -62,7 +52,7 @@ class MemorySection(DrafterMemorySection):
         return self.model_copy(update=changes).memory()
 
 
-class TraceSection(Section):
+class TraceSection(fields.Section):
     """Names files of recorded acceptance: exactly one of `requests` and `rounds`.
 
     requests: SpecDecode-Bench files.  rounds: drafter -> CSV of rounds.  Both are relative to the
@@ -70,8 +60,8 @@ class TraceSection(Section):
     rounds, as class label.
     """
 
-    requests: Annotated[tuple[FileName, ...], Field(min_length=1)] | None = None
-    rounds: Annotated[dict[DrafterName, FileName], Field(min_length=1)] | None = None
+    requests: Annotated[tuple[fields.FileName, ...], Field(min_length=1)] | None = None
+    rounds: Annotated[dict[fields.DrafterName, fields.FileName], Field(min_length=1)] | None = None
     labelled: bool = False
 
     @model_validator(mode="after")
@@ -88,23 +78,23 @@ class TraceSection(Section):
         return AcceptanceTrace.load_rounds(rounds, labelled=self.labelled)
 
 
-class CopyingSection(Section):
+class CopyingSection(fields.Section):
     """Describes requests that copy from their prompt; see `copying.Copying`."""
 
-    model: DrafterName = Copying("").model
-    lookup: DrafterName = Copying("").lookup
-    copied: Number = Copying("").copied
-    copied_spread: Number = Copying("").copied_spread
-    copied_tokens: Number = Copying("").copied_tokens
-    faithful: Number = Copying("").faithful
-    easy: Number = Copying("").easy
-    easy_copied: Number = Copying("").easy_copied
-    easy_spread: Number = Copying("").easy_spread
-    chance: Number = Copying("").chance
-    chance_accepted: Number = Copying("").chance_accepted
+    model: fields.DrafterName = Copying("").model
+    lookup: fields.DrafterName = Copying("").lookup
+    copied: fields.Number = Copying("").copied
+    copied_spread: fields.Number = Copying("").copied_spread
+    copied_tokens: fields.Number = Copying("").copied_tokens
+    faithful: fields.Number = Copying("").faithful
+    easy: fields.Number = Copying("").easy
+    easy_copied: fields.Number = Copying("").easy_copied
+    easy_spread: fields.Number = Copying("").easy_spread
+    chance: fields.Number = Copying("").chance
+    chance_accepted: fields.Number = Copying("").chance_accepted
 
 
-class KindSection(Section):
+class KindSection(fields.Section):
     """A kind of requests: exactly one of a curve (in three notations), copying, a trace and a mix.
 
     geometric: drafter -> acceptance at every position.  positions: drafter -> conditional
@@ -119,16 +109,16 @@ class KindSection(Section):
     kind for a mix.
     """
 
-    geometric: Annotated[dict[DrafterName, Share], Field(min_length=1)] | None = None
-    positions: Annotated[dict[DrafterName, _Curve], Field(min_length=1)] | None = None
-    survival: Annotated[dict[DrafterName, _Curve], Field(min_length=1)] | None = None
+    geometric: Annotated[dict[fields.DrafterName, fields.Share], Field(min_length=1)] | None = None
+    positions: Annotated[dict[fields.DrafterName, _Curve], Field(min_length=1)] | None = None
+    survival: Annotated[dict[fields.DrafterName, _Curve], Field(min_length=1)] | None = None
     memory: MemorySection | None = None
     copying: CopyingSection | None = None
     trace: TraceSection | None = None
-    mix: Annotated[dict[KindName, _Weight], Field(min_length=1)] | None = None
+    mix: Annotated[dict[fields.KindName, _Weight], Field(min_length=1)] | None = None
     labelled: bool = False
-    output_tokens_mean: MeanLength | None = None
-    context_tokens_mean: MeanLength | None = None
+    output_tokens_mean: fields.MeanLength | None = None
+    context_tokens_mean: fields.MeanLength | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -148,7 +138,7 @@ class KindSection(Section):
             context = _CONTEXT_MEAN if context is None else context
         return MeanTokens(output, context)
 
-    def curves(self, place: Place, name: str) -> dict[str, list[float]]:
+    def curves(self, place: fields.Place, name: str) -> dict[str, list[float]]:
         """Drafter -> conditional acceptance, as deep as a draft can be."""
         if self.geometric is not None:
             return {drafter: geometric(a) for drafter, a in self.geometric.items()}
@@ -163,7 +153,7 @@ class KindSection(Section):
                 found[drafter] = conditional(curve)
         return found
 
-    def source(self, name: str, folder: Path, place: Place) -> AcceptanceSource:
+    def source(self, name: str, folder: Path, place: fields.Place) -> AcceptanceSource:
         """Makes the source of a kind that is not a mix.  Raises InvalidInputError."""
         if self.trace is not None:
             with place.at("traffic", name, "trace"):
@@ -187,7 +177,7 @@ class KindSection(Section):
 
 
 def sources(
-    kinds: Mapping[str, KindSection], folder: Path, place: Place
+    kinds: Mapping[str, KindSection], folder: Path, place: fields.Place
 ) -> dict[str, AcceptanceSource]:
     """Kind -> its source; mixes are made of the others.  Raises InvalidInputError."""
     found = {

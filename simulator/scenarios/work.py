@@ -9,18 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from simulator.scenarios.fields import (
-    BatchSize,
-    Factor,
-    FileName,
-    KindName,
-    MeanLength,
-    Number,
-    Place,
-    Section,
-    SeedNumber,
-    Whole,
-)
+from simulator.scenarios import fields
 from simulator.scenarios.traffic import KindSection
 from simulator.sources import (
     ClosedSource,
@@ -43,11 +32,11 @@ _POSITIONS_MAX = 200_000_000
 # The sample from which the worth of a step is worked out: requests, and their mean length at most.
 _SAMPLE, _SAMPLE_TOKENS = 64, 1000.0
 
-_Steps = Annotated[Whole, Field(ge=1, le=100_000_000)]
-_Duration = Annotated[Whole, Field(ge=1, le=10_000_000)]
+_Steps = Annotated[fields.Whole, Field(ge=1, le=100_000_000)]
+_Duration = Annotated[fields.Whole, Field(ge=1, le=10_000_000)]
 
 
-class PhaseSection(Section):
+class PhaseSection(fields.Section):
     """A stretch of a closed loop: `batch` sequences of one kind run at a time.
 
     Its length is one of tokens, which a sequence gains in it on average, and steps, of the arm that
@@ -58,12 +47,12 @@ class PhaseSection(Section):
     context_tokens_mean: replaces that of the kind, tokens.
     """
 
-    kind: KindName
-    batch: BatchSize
+    kind: fields.KindName
+    batch: fields.BatchSize
     tokens: _Steps | None = None
     steps: _Steps | None = None
     begins: PhaseStart = PhaseStart.DRAINED
-    context_tokens_mean: MeanLength | None = None
+    context_tokens_mean: fields.MeanLength | None = None
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -71,15 +60,15 @@ class PhaseSection(Section):
         return self
 
 
-class RateSection(Section):
+class RateSection(fields.Section):
     """A stretch of Poisson arrivals.  kind: of its requests; by default that of `arrivals`."""
 
     seconds: _Duration
-    requests_per_second: Annotated[Number, Field(ge=0, le=100_000)]
-    kind: KindName | None = None
+    requests_per_second: Annotated[fields.Number, Field(ge=0, le=100_000)]
+    kind: fields.KindName | None = None
 
 
-class ArrivalsSection(Section):
+class ArrivalsSection(fields.Section):
     """Requests that come at their own times: exactly one of `file` and `rates`.
 
     file: CSV of arrivals, relative to the scenario file; limit: only the first so many requests;
@@ -90,16 +79,16 @@ class ArrivalsSection(Section):
     default those of the kind.  window_seconds: length of the oracle's segments.
     """
 
-    file: FileName | None = None
-    limit: Annotated[Whole, Field(ge=1)] | None = None
-    speed: Factor = 1.0
+    file: fields.FileName | None = None
+    limit: Annotated[fields.Whole, Field(ge=1)] | None = None
+    speed: fields.Factor = 1.0
     rates: Annotated[tuple[RateSection, ...], Field(min_length=1)] | None = None
-    repeat: Annotated[Whole, Field(ge=1, le=100_000)] = 1
-    seed: SeedNumber = 0
-    kind: KindName
-    context_tokens_mean: MeanLength | None = None
-    output_tokens_mean: MeanLength | None = None
-    window_seconds: Annotated[Number, Field(gt=0, le=1e6)] = 10.0
+    repeat: Annotated[fields.Whole, Field(ge=1, le=100_000)] = 1
+    seed: fields.SeedNumber = 0
+    kind: fields.KindName
+    context_tokens_mean: fields.MeanLength | None = None
+    output_tokens_mean: fields.MeanLength | None = None
+    window_seconds: Annotated[fields.Number, Field(gt=0, le=1e6)] = 10.0
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -121,7 +110,7 @@ def closed_loop(
     kinds: Kinds,
     sources: Sources,
     surface: CostSurface,
-    place: Place,
+    place: fields.Place,
 ) -> ClosedSource:
     """Makes the closed loop of a list of phases that is run `repeat` times.
 
@@ -190,14 +179,14 @@ class _StepWorth:
         return self._samples[key]
 
 
-def _require_small(requests: int, mean: MeanTokens, place: Place, *path: str | int) -> None:
+def _require_small(requests: int, mean: MeanTokens, place: fields.Place, *path: str | int) -> None:
     if mean.output is not None and requests * mean.output > _POSITIONS_MAX:
         fault = f"{requests} requests of {mean.output:g} tokens are more than can be held in memory"
         raise place.fault(path, fault)
 
 
 def _require_equal_lengths(
-    before: MeanTokens, now: MeanTokens, place: Place, *path: str | int
+    before: MeanTokens, now: MeanTokens, place: fields.Place, *path: str | int
 ) -> None:
     if now.output is None or now.output != before.output:
         raise place.fault(
@@ -213,7 +202,7 @@ def open_loop(
     sources: Sources,
     max_batch_size: int,
     folder: Path,
-    place: Place,
+    place: fields.Place,
 ) -> OpenSource:
     """Makes the open loop of recorded or drawn arrivals."""
     require_kind(section.kind, kinds, place, "arrivals", "kind")
@@ -263,7 +252,7 @@ def open_loop(
     )
 
 
-def require_kind(kind: str, kinds: Kinds, place: Place, *path: str | int) -> None:
+def require_kind(kind: str, kinds: Kinds, place: fields.Place, *path: str | int) -> None:
     """Raises InvalidInputError about this field for a kind that `traffic` does not have."""
     if kind not in kinds:
         raise place.fault(path, f"traffic has no kind {kind!r}; there are {', '.join(kinds)}")

@@ -53,9 +53,8 @@ def attention_shape(args: ServerArgs, *, has_drafter_backends: bool) -> Attentio
     not chosen a backend yet, it is asked for its default.
     """
     from sglang.srt.arg_groups import model_override_base as base
-    from sglang.srt.arg_groups.overrides import resolving_view
 
-    view: Any = resolving_view(args)
+    view = sglang_api.resolving(args)
     model: Any = base.model_config_of(args)
     pair = base.attention_backends_of(view)
     if None in pair:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from engine_shim.common.checks import Check, checked
-from engine_shim.sglang.api import versions
+from engine_shim.sglang.api import sglang_api, versions
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -51,10 +51,9 @@ def check(args: ServerArgs, settings: PluginSettings, *, has_block: bool) -> Che
 
     has_block: the engine has a DFlash drafter.
     """
-    from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.environ import envs
 
-    view: Any = resolved_view(args)
+    view = sglang_api.resolved(args)
     topic, lead = "data-parallel attention", "data-parallel attention is to be steered, but "
     if not _differs.has_attention_dp(view):
         return Check(topic, "off")

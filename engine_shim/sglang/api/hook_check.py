@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -22,6 +23,11 @@ def register(target: str, hook: Callable[..., Any], kind: HookType) -> None:
     """Registers a hook with SGLang, for `require_hooks` to look for."""
     HookRegistry.register(target, hook, kind)
     _registered[target] = (kind, hook)
+
+
+around: Final = partial(register, kind=HookType.AROUND)
+after: Final = partial(register, kind=HookType.AFTER)
+replace: Final = partial(register, kind=HookType.REPLACE)
 
 
 def registered_targets() -> tuple[str, ...]:

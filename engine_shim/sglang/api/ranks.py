@@ -6,8 +6,9 @@ What they adopt and how they choose: engine_shim/link/ranks.py.  SGLang may leav
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -17,9 +18,6 @@ from sglang.utils import TypeBasedDispatcher
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.link.orders import Order
 from engine_shim.link.ranks import RankUpdate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _Told = TypeVar("_Told")
 

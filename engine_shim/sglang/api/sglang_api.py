@@ -7,8 +7,8 @@ SGLang version means: run those tests on it, and write what differs into a modul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from engine_shim.common.checks import Check, checked
@@ -106,6 +106,20 @@ with_draft_config: Final[Callable[[Any, Any], AbstractContextManager[None]]] = (
 lie_like: Final[Callable[[Any, Any], None]] = _differs.lie_like
 
 
+def resolving(args: ServerArgs) -> Any:
+    """Returns SGLang's view of its arguments while it settles them."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(args)
+
+
+def resolved(args: ServerArgs) -> Any:
+    """Returns SGLang's view of arguments that it has settled."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    return resolved_view(args)
+
+
 def draft_moe_scopes() -> tuple[AbstractContextManager[Any], ...]:
     """Returns the scopes in which SGLang runs a drafter's experts."""
     from sglang.srt.layers.moe import utils
@@ -113,15 +127,23 @@ def draft_moe_scopes() -> tuple[AbstractContextManager[Any], ...]:
     return utils.speculative_moe_backend_context(), utils.speculative_moe_a2a_backend_context()
 
 
+@contextmanager
+def draft_pass(draft: Any) -> Iterator[None]:
+    """Sets up what SGLang does around a pass of an `EagleDraftWorker`'s model."""
+    with ExitStack() as stack:
+        for scope in (draft_scope(draft), *draft_moe_scopes()):
+            stack.enter_context(scope)
+        yield
+
+
 def flag_checks(args: ServerArgs) -> tuple[Check, ...]:
     """Checks what the flags of an engine say about how it runs.
 
     Reads what resolution has decided so far; meant for after the speculation step.
     """
-    from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
-    view: Any = resolved_view(args)
+    view = resolved(args)
     graphs = view.cuda_graph_config
     prefill_graphs = None if graphs is None else graphs.prefill.backend
     has_lora = bool(view.enable_lora or (view.enable_lora is None and view.lora_paths))
@@ -195,9 +217,7 @@ def block_check(args: ServerArgs) -> Check:
 
     For after the speculation step; the other checks were made before.
     """
-    from sglang.srt.arg_groups.overrides import resolved_view
-
-    view: Any = resolved_view(args)
+    view = resolved(args)
     obstacles = {
         "--enable-hierarchical-cache does not back up its cache; leave it out": (
             view.enable_hierarchical_cache
@@ -291,10 +311,9 @@ def captured_batches(args: ServerArgs) -> tuple[int, ...]:
 
     As SGLang's `get_batch_sizes_to_capture` has it, for an engine without data parallelism.
     """
-    from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
-    view: Any = resolving_view(args)
+    view = resolving(args)
     decode = view.cuda_graph_config.decode
     if decode.backend == Backend.DISABLED:
         return ()

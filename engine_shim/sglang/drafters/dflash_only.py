@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_device, get_spec
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
@@ -130,10 +129,9 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
 
 def register() -> None:
     """Hooks it in, before the engine's workers are built."""
-    hook_check.register(sglang_api.RESOLVE_CAPTURE, around_resolve, HookType.AROUND)
-    configure = target_capture.around_configure
-    hook_check.register(sglang_api.CONFIGURE_CAPTURE, configure, HookType.AROUND)
-    hook_check.register(sglang_api.DRAFT_WORKER, DFlashOnlyWorker, HookType.REPLACE)
+    hook_check.around(sglang_api.RESOLVE_CAPTURE, around_resolve)
+    hook_check.around(sglang_api.CONFIGURE_CAPTURE, target_capture.around_configure)
+    hook_check.replace(sglang_api.DRAFT_WORKER, DFlashOnlyWorker)
     # The last to read what the scheduler shares is the verification, as in a DFLASH engine.
     eagle_worker_v2.EAGLEWorkerV2.last_shared_read_runner = property(
         lambda worker: worker.target_worker.model_runner

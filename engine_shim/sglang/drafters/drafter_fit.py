@@ -332,9 +332,8 @@ def drafter_checks(args: ServerArgs, settings: PluginSettings) -> tuple[Check, .
     be compared ends no start.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.arg_groups.overrides import resolving_view
 
-    view: Any = resolving_view(args)
+    view = sglang_api.resolving(args)
     target = model_config_of(args)
     path, revision = view.speculative_draft_model_path, view.speculative_draft_model_revision
     if sglang_api.is_dflash_only(args):

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.speculative import eagle_worker_v2
 
 from engine_shim.sglang.api import hook_check, sglang_api
@@ -40,16 +39,16 @@ class DualDrafter:
 
     def register(self) -> None:
         """Registers everything with SGLang, before the engine's workers are built."""
-        around, capture = HookType.AROUND, self._capture
-        hook_check.register(sglang_api.RESOLVE_CAPTURE, capture.around_resolve, around)
-        hook_check.register(sglang_api.CONFIGURE_CAPTURE, capture.around_configure, around)
-        hook_check.register(sglang_api.STORE_HIDDEN, capture.around_store, around)
-        hook_check.register(sglang_api.DRAFT_CONSTRUCT, self.around_construct, around)
+        capture = self._capture
+        hook_check.around(sglang_api.RESOLVE_CAPTURE, capture.around_resolve)
+        hook_check.around(sglang_api.CONFIGURE_CAPTURE, capture.around_configure)
+        hook_check.around(sglang_api.STORE_HIDDEN, capture.around_store)
+        hook_check.around(sglang_api.DRAFT_CONSTRUCT, self.around_construct)
         for target in (sglang_api.DRAFT_MEMORY, sglang_api.DRAFT_BACKENDS):
             part = target.rpartition(".")[2]
-            hook_check.register(target, partial(self.around_build, part), around)
-        hook_check.register(sglang_api.DRAFT_GRAPHS, self.around_capture, around)
-        hook_check.register(sglang_api.DRAFT_PREFILL, self.around_prefill, around)
+            hook_check.around(target, partial(self.around_build, part))
+        hook_check.around(sglang_api.DRAFT_GRAPHS, self.around_capture)
+        hook_check.around(sglang_api.DRAFT_PREFILL, self.around_prefill)
         self._extend_properties()
 
     @property

@@ -23,7 +23,7 @@ acceptance, never a wrong token, and is counted as unread.
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +34,6 @@ from engine_shim.sglang.api.transfer import to_device
 from engine_shim.sglang.drafters.idle_kv_buffer import BacklogRows, BacklogStep, BacklogSteps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from engine_shim.sglang.drafters.dual import DualDrafter
 
 
@@ -265,10 +263,6 @@ def _read(draft: Any, extend: Any, tokens: torch.Tensor, hidden: torch.Tensor) -
     `draft`: the `EagleDraftWorker`.  Returns its logits output: one row for each request, at its
     last missed position.
     """
-    from sglang.srt.layers.moe.utils import (
-        speculative_moe_a2a_backend_context,
-        speculative_moe_backend_context,
-    )
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
     from sglang.srt.speculative.eagle_info import EagleDraftExtendInput
 
@@ -276,10 +270,7 @@ def _read(draft: Any, extend: Any, tokens: torch.Tensor, hidden: torch.Tensor) -
     extend.spec_info = EagleDraftExtendInput(
         hidden_states=hidden, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1
     )
-    with ExitStack() as stack:
-        stack.enter_context(sglang_api.draft_scope(draft))
-        stack.enter_context(speculative_moe_backend_context())
-        stack.enter_context(speculative_moe_a2a_backend_context())
+    with sglang_api.draft_pass(draft):
         forward_batch = ForwardBatch.init_new(
             extend,
             draft.draft_runner,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 # Catching up has a prefill's shape, and SGLang's default for those is a chunk of 8192 tokens.
 MAX_POSITIONS: Final = 8192

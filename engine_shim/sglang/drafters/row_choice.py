@@ -12,15 +12,13 @@ Any choice is exact: the target verifies all tokens, whoever proposed them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from engine_shim.sglang.api.transfer import to_device
 from engine_shim.sglang.drafters.lookup import LEAST_MATCH, LONGEST_MATCH, Proposal
-
-if TYPE_CHECKING:
-    from speculation.v1.plan_pb2 import MixtureRule
+from speculation.v1.plan_pb2 import MixtureRule
 
 # Columns of the ratios.
 _MAIN, _FREE = 0, 1

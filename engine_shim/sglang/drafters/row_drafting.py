@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
@@ -18,16 +18,10 @@ from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.drafters.drafting import Attempts, fits, verification_of
 from engine_shim.sglang.drafters.lookup import Proposal, TokenHistory, device_bytes
 from engine_shim.sglang.drafters.row_choice import Drafted, RowChoice
-from engine_shim.sglang.drafters.row_counts import (
-    Role,
-    count_rows,
-    count_watched,
-)
+from engine_shim.sglang.drafters.row_counts import Role, count_rows, count_watched
 from engine_shim.sglang.memory import MIB
-
-if TYPE_CHECKING:
-    from speculation.v1.engine_pb2 import StepReport
-    from speculation.v1.plan_pb2 import MixtureRule
+from speculation.v1.engine_pb2 import StepReport
+from speculation.v1.plan_pb2 import MixtureRule
 
 # Where a step's counts are on its result.
 _OUTCOME: Final = "speculation_rows"

@@ -22,12 +22,8 @@ from torch import nn
 from torch.nn import functional
 
 from engine_shim.common.errors import UnsupportedEngineError
+from engine_shim.sglang.training import drafter_config
 from engine_shim.sglang.training.blocks import STEERED
-from engine_shim.sglang.training.drafter_config import (
-    NO_EAGLE_LAYERS,
-    DrafterConfigError,
-    read_eagle3,
-)
 
 
 class Sd2Mlp(nn.Module):
@@ -122,11 +118,11 @@ def register() -> None:
 def feature_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Returns the verifier's layers that a drafter reads.  Raises UnsupportedEngineError."""
     try:
-        layers = read_eagle3(config).captured_layers
-    except DrafterConfigError as error:
+        layers = drafter_config.read_eagle3(config).captured_layers
+    except drafter_config.DrafterConfigError as error:
         raise UnsupportedEngineError(f"an SD2 drafter: {error}") from error
     if not layers:
-        raise UnsupportedEngineError(f"an SD2 drafter's {NO_EAGLE_LAYERS}")
+        raise UnsupportedEngineError(f"an SD2 drafter's {drafter_config.NO_EAGLE_LAYERS}")
     return layers
 
 

@@ -22,27 +22,27 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import torch
 
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import OrderKind, Orders
 from engine_shim.sglang.api.transfer import launched
-from engine_shim.sglang.learning.student import DrafterWeights
+from engine_shim.sglang.learning.student import DrafterWeights, LiveDrafter
 from engine_shim.sglang.training.versions import FOLDER as VERSIONS_FOLDER
 from engine_shim.sglang.training.versions import Made, VersionError, Versions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
-    from engine_shim.sglang.learning.rank_shares import RankShares
-    from engine_shim.sglang.learning.student import LiveDrafter
 
+Whole = dict[str, torch.Tensor]
+_Found = TypeVar("_Found")
 
 _RETRY_SECONDS: Final = 10.0
 # Between two questions whether the other ranks have read a version, too.
@@ -88,7 +88,7 @@ class Deployment:
         self._replaced: int | None = None
         # The version that served before the last deployment, to which a plan may go back.
         self._before = 0
-        self._reading: _Reading | None = None
+        self._reading: _Work[Whole] | None = None
         self._retry_at = self._ask_at = 0.0
         self._stopped = self._has_changed = False
         self._error: Exception | None = None
@@ -161,7 +161,13 @@ class Deployment:
 
     def _read(self, version: int) -> None:
         """Begins to read a version, on every rank."""
-        self._reading = _Reading(self._versions, version, self._like, self._shares)
+        work = partial(self._loaded, version)
+        self._reading = _Work("speculation-draft", version, work, (VersionError, OSError))
+
+    def _loaded(self, version: int) -> Whole:
+        """Returns this rank's share of a version, on the drafter's device."""
+        own = self._shares.of(self._versions.load(version, self._like))
+        return {name: part.to(self._shares.live[name].device) for name, part in own.items()}
 
     def _serve(self, version: int) -> None:
         """Serves a version if all ranks have read it; every rank calls this in the same step."""
@@ -185,7 +191,7 @@ class Deployment:
             return
         self._changed(version)
 
-    def _answer(self, reading: _Reading | None, version: int) -> str | None:
+    def _answer(self, reading: _Work[Whole] | None, version: int) -> str | None:
         """Returns "" if this rank can serve the version, None if it reads yet, or else why not."""
         if self._stopped:
             return self.counters.state
@@ -207,7 +213,7 @@ class Deployment:
             _log.error("%s", state)
         self.counters.state = state
 
-    def _written(self, weights: dict[str, torch.Tensor] | None) -> Exception | None:
+    def _written(self, weights: Whole | None) -> Exception | None:
         """Writes this rank's weights, None for the first ones; returns what went wrong."""
         try:
             if weights is None:
@@ -231,23 +237,24 @@ class Deployment:
         self._has_changed = True
 
 
-class _Reading:
-    """A version on its way from the disk.  found: this rank's share, None for why."""
+class _Work(Generic[_Found]):
+    """Does something with a version on a thread of its own.
+
+    found: what `work` returned, None for why.  expected: errors whose message says enough.
+    """
 
     def __init__(
         self,
-        versions: Versions,
+        name: str,
         version: int,
-        like: dict[str, torch.Tensor],
-        shares: RankShares,
+        work: Callable[[], _Found],
+        expected: tuple[type[Exception], ...] = (),
     ) -> None:
         self.version = version
-        self.found: dict[str, torch.Tensor] | None = None
+        self.found: _Found | None = None
         self.why = ""
-        self._versions = versions
-        self._like = like
-        self._shares = shares
-        self._thread = threading.Thread(target=self._read, name="speculation-draft", daemon=True)
+        self._work, self._expected = work, expected
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -255,19 +262,16 @@ class _Reading:
 
     @property
     def is_done(self) -> bool:
-        """It has been read, or cannot be."""
+        """It is done, or cannot be."""
         return not self._thread.is_alive()
 
-    def _read(self) -> None:
+    def _run(self) -> None:
         try:
-            own = self._shares.of(self._versions.load(self.version, self._like))
-            found = {name: part.to(self._shares.live[name].device) for name, part in own.items()}
-        except (VersionError, OSError) as error:
+            self.found = self._work()
+        except self._expected as error:
             self.why = str(error)
-        except Exception as error:  # noqa: BLE001 - no memory for it, say
-            self.why = f"{type(error).__name__}: {error}"
-        else:
-            self.found = found
+        except Exception as error:  # noqa: BLE001 - no memory for it, a full disk, say
+            self.why = reason_of(error)
 
 
 class LearntVersions:
@@ -279,7 +283,7 @@ class LearntVersions:
     def __init__(self, versions: Versions) -> None:
         self.failing = ""
         self._versions = versions
-        self._storing: _Storing | None = None
+        self._storing: _Work[int] | None = None
         self._retry_at = 0.0
 
     def before_step(self, online: OnlineUpdates, serving: int, needed: set[int]) -> int | None:
@@ -293,12 +297,14 @@ class LearntVersions:
         if storing is None:
             if online.may_be_stored and monotonic() >= self._retry_at:
                 weights = online.learnt_weights()
-                self._storing = _Storing(self._versions, weights, serving, {serving, *needed})
+                copied = launched(next(iter(weights.values())).device)
+                work = partial(self._store, weights, copied, {serving, *needed}, serving)
+                self._storing = _Work("speculation-learnt", serving, work)
             return None
         if not storing.is_done:
             return None
         self._storing = None
-        if storing.version is None:
+        if storing.found is None:
             self._retry_at = monotonic() + _RETRY_SECONDS
             if storing.why != self.failing:
                 _log.error("what online updates have made cannot be stored: %s", storing.why)
@@ -306,50 +312,17 @@ class LearntVersions:
             return None
         self.failing = ""
         # Otherwise they have changed meanwhile, and are stored again.
-        return storing.version if online.were_stored() else None
+        return storing.found if online.were_stored() else None
 
+    def _store(self, weights: Whole, copied: torch.Event | None, kept: set[int], base: int) -> int:
+        """Writes weights that were learnt from version `base`, and returns their version's number.
 
-class _Storing:
-    """Weights on their way to the disk.
-
-    version: their number, None for why.  needed: versions that must not be deleted.
-    """
-
-    def __init__(
-        self,
-        versions: Versions,
-        weights: Mapping[str, torch.Tensor],
-        parent: int,
-        needed: set[int],
-    ) -> None:
-        self.version: int | None = None
-        self.why = ""
-        self.weights = weights
-        self._versions = versions
-        self._needed = needed
-        # A GPU has yet to make the copy.
-        self._copied = launched(next(iter(weights.values())).device)
-        self._made = Made(parent, 0.0, 0.0, 0.0, 0, 0.0)
-        self._thread = threading.Thread(target=self._store, name="speculation-learnt", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """They have been stored, or cannot be."""
-        return not self._thread.is_alive()
-
-    def _store(self) -> None:
-        try:
-            # First, as the disk may be full.
-            self._forget()
-            if self._copied is not None:
-                self._copied.synchronize()
-            self.version = self._versions.publish(self.weights, self._made)
-        except Exception as error:  # noqa: BLE001 - a full disk, say: the weights serve on
-            self.why = f"{type(error).__name__}: {error}"
-
-    def _forget(self) -> None:
-        try:
-            self._versions.forget(self._needed)
+        copied: when a GPU has made this copy.  kept: versions that must not be deleted.
+        """
+        try:  # First, as the disk may be full.
+            self._versions.forget(kept)
         except OSError as error:  # they are another user's, say
             _log.warning("old versions of the drafter cannot be deleted: %s", error)
+        if copied is not None:
+            copied.synchronize()
+        return self._versions.publish(weights, Made(base, 0.0, 0.0, 0.0, 0, 0.0))

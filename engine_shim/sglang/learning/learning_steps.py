@@ -16,19 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.link.losses import reason_of
-from engine_shim.sglang.learning.verified_step import (
-    NO_UPDATE,
-    UpdateStatus,
-    Verification,
-    prompt_pass,
-)
+from engine_shim.sglang.learning import verified_step
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
-    import torch
-
     from engine_shim.common.status import Losses
     from engine_shim.link.orders import Orders
     from engine_shim.link.ranks import Ranks
@@ -63,10 +58,10 @@ class LearningSteps:
     deployment: Deployment | None = None
     split: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
-    def before_step(self) -> UpdateStatus:
+    def before_step(self) -> verified_step.UpdateStatus:
         """Returns the update status of the decode step that begins."""
         self._update(lambda online: online.before_step())
-        status = NO_UPDATE if self.online is None else self.online.update_status()
+        status = verified_step.NO_UPDATE if self.online is None else self.online.update_status()
         deployment = self.deployment
         if deployment is None:
             return status
@@ -102,7 +97,7 @@ class LearningSteps:
     def after_prefill(self, batch: Any, tokens: torch.Tensor | None, result: Any) -> None:
         """Keeps the ends of the prompts while signals are collected."""
         if tokens is not None and self.ranks.collects():
-            found = prompt_pass(batch, tokens, self._features(result))
+            found = verified_step.prompt_pass(batch, tokens, self._features(result))
             self._collect(lambda collector: collector.after_prefill(found))
 
     def after_verify(
@@ -117,7 +112,7 @@ class LearningSteps:
             return
         features = self._features(result)
         assert features is not None
-        found = Verification(batch, result, features, by_learner, undrafted)
+        found = verified_step.Verification(batch, result, features, by_learner, undrafted)
         self._update(lambda online: online.after_verify(found, self.ranks.stride()))
         self._collect(
             lambda collector: collector.after_verify(found, collecting=self.ranks.collects())

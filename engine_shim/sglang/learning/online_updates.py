@@ -22,24 +22,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import OrderKind, Orders
 from engine_shim.sglang.api.transfer import side_stream
 from engine_shim.sglang.learning.online_weights import OnlineWeights, Outcome
 from engine_shim.sglang.learning.rollback_guard import GuardVerdict, RollbackGuard
 from engine_shim.sglang.learning.trainer_process import TrainerProcess, rings_for
-from engine_shim.sglang.learning.verified_step import UpdateStatus
-from engine_shim.sglang.learning.windows import JUDGED, Readback, WeightChanges, Windows
+from engine_shim.sglang.learning.verified_step import UpdateStatus, Verification
+from engine_shim.sglang.learning.windows import JUDGED, HostRound, Readback, WeightChanges, Windows
 from engine_shim.sglang.training.dflash import DFlashShape
 from engine_shim.sglang.training.exchange import Message, MessageKind
 
 if TYPE_CHECKING:
-    import torch
-
     from engine_shim.sglang.api.settings import PluginSettings
     from engine_shim.sglang.learning.student import LiveDrafter
-    from engine_shim.sglang.learning.verified_step import Verification
-    from engine_shim.sglang.learning.windows import HostRound
 
 # Steps without drafts after which a drafter counts as unused.
 _UNUSED_STEPS: Final = 64

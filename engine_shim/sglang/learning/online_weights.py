@@ -14,23 +14,18 @@ out at once on a CPU.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from engine_shim.link.losses import reason_of
 from engine_shim.link.orders import OrderKind, Orders
 from engine_shim.sglang.api.transfer import SideStream, host_buffer
-from engine_shim.sglang.learning.student import DrafterWeights, sample_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from engine_shim.sglang.learning.student import LiveDrafter
+from engine_shim.sglang.learning.student import DrafterWeights, LiveDrafter, sample_of
 
 # Steps between two looks at whether somebody else has written weights, on a GPU.
 _LOOK_STEPS: Final = 64
@@ -128,14 +123,14 @@ class OnlineWeights:
 
     def land(self, whole: Mapping[str, torch.Tensor], generation: int) -> Outcome:
         """Serves what the trainer has made; whole: on rank 0 alone."""
-        if self._ended or generation != self.generation:
+        if generation != self.generation:
             return Outcome.NOTHING
-        if not self._are_ours():
-            return Outcome.REPLACED
+        return self._changed(partial(self._land, whole))
+
+    def _land(self, whole: Mapping[str, torch.Tensor]) -> None:
         self._has_changed = True
         weights = self._spread(whole)
         self._write(lambda: self._weights.serve(weights))
-        return Outcome.DONE
 
     def fetch(self, whole: Mapping[str, torch.Tensor]) -> torch.Event | None:
         """Brings what the trainer has made to the device, where `land` finds it.
@@ -170,13 +165,11 @@ class OnlineWeights:
 
     def keep(self) -> Outcome:
         """Marks what is served as good."""
-        if self._ended:
-            return Outcome.NOTHING
-        if not self._are_ours():
-            return Outcome.REPLACED
+        return self._changed(self._keep)
+
+    def _keep(self) -> None:
         self._has_kept = self._has_changed
         self._write(self._weights.keep)
-        return Outcome.DONE
 
     def adopt(self, *, others: bool = False) -> Outcome:
         """Takes what serves for the weights that updates begin from.
@@ -191,20 +184,11 @@ class OnlineWeights:
             self._looked = None
             self._continue_from(replaced=True, other_target=False)
             return Outcome.REPLACED
-        if not self._are_ours():
-            return Outcome.REPLACED
-        self._has_changed = self._has_kept = False
-        self._write(self._weights.begin_here)
-        return Outcome.DONE
+        return self._changed(partial(self._begin_with, self._weights.begin_here))
 
     def restore(self) -> Outcome:
         """Serves the last good weights."""
-        if self._ended:
-            return Outcome.NOTHING
-        if not self._are_ours():
-            return Outcome.REPLACED
-        self._serve_good()
-        return Outcome.DONE
+        return self._changed(self._serve_good)
 
     def begin(self, request_ids: list[str]) -> Outcome | None:
         """Serves the first weights, if each request begins with them and these are other requests.
@@ -218,11 +202,7 @@ class OnlineWeights:
         self.generation += 1
         if not self._has_changed:
             return Outcome.NOTHING
-        if not self._are_ours():
-            return Outcome.REPLACED
-        self._has_changed = self._has_kept = False
-        self._write(self._weights.serve_first)
-        return Outcome.DONE
+        return self._changed(partial(self._begin_with, self._weights.serve_first))
 
     def share(self, memory: Mapping[str, torch.Tensor]) -> torch.Event | None:
         """Copies the served weights into the trainer's memory, which rank 0 has.
@@ -250,6 +230,20 @@ class OnlineWeights:
         if restores and self._are_ours():
             self._serve_good()
 
+    def _changed(self, change: Callable[[], None]) -> Outcome:
+        """Makes a change, unless it is over or somebody else has given the drafter weights."""
+        if self._ended:
+            return Outcome.NOTHING
+        if not self._are_ours():
+            return Outcome.REPLACED
+        change()
+        return Outcome.DONE
+
+    def _begin_with(self, write: Callable[[], None]) -> None:
+        """Writes weights that no update has changed."""
+        self._has_changed = self._has_kept = False
+        self._write(write)
+
     def _are_ours(self) -> bool:
         """Whether all ranks still serve what was written here.  Raises RankFailedError."""
         if self._side is not None:
@@ -273,8 +267,7 @@ class OnlineWeights:
         self.targets += other_target
         self.generation += 1
         if replaced:
-            self._has_changed = self._has_kept = False
-            self._write(self._weights.adopt)
+            self._begin_with(self._weights.adopt)
         else:
             # Nothing was judged beside this target, so there is nothing better to return to.
             self._has_kept = self._has_changed = self._has_changed and not self._per_request

@@ -17,12 +17,13 @@ import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.api import sglang_api
+from engine_shim.sglang.api.settings import PluginSettings
 from engine_shim.sglang.api.transfer import launched
 from engine_shim.sglang.learning.signal_runs import (
     Canvas,
@@ -34,11 +35,8 @@ from engine_shim.sglang.learning.signal_runs import (
     prompt_bytes,
     prompt_canvas_of,
 )
+from engine_shim.sglang.learning.verified_step import PromptPass, Verification
 from engine_shim.sglang.training.signals import SignalStore, SignalWriter
-
-if TYPE_CHECKING:
-    from engine_shim.sglang.api.settings import PluginSettings
-    from engine_shim.sglang.learning.verified_step import PromptPass, Verification
 
 # Canvases that are read together, what they may hold of the device's memory, and how many such
 # batches may wait.

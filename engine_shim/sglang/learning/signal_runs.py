@@ -16,21 +16,16 @@ until a thread has read them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from engine_shim.sglang.learning.verified_step import likeliest
+from engine_shim.sglang.learning.verified_step import PromptPass, Verification, likeliest
 from engine_shim.sglang.training.signals import Signal
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engine_shim.sglang.learning.verified_step import PromptPass, Verification
-
 
 # Verified positions of one signal, and the fewest that are worth a file.
 SEGMENT: Final = 256

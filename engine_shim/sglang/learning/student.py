@@ -5,31 +5,18 @@ Its parameters are written in place between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from engine_shim.sglang.api.ranks import ALONE, Peers
 from engine_shim.sglang.api.transfer import keep_for_this_stream
 from engine_shim.sglang.learning.rank_shares import Gathering, RankShares
+from engine_shim.sglang.training import students
 from engine_shim.sglang.training.blocks import Borrowed
 from engine_shim.sglang.training.drafter_config import DFLASH, EAGLE3, read_eagle3
-from engine_shim.sglang.training.students import (
-    UnsupportedDrafterError,
-    dflash_shape,
-    draft_tokens,
-    eagle3_shape,
-    mtp_shape,
-    student_of,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from engine_shim.sglang.training.students import DraftShape
-
 
 MTP: Final = "MiMoMTP"
 LEARN: Final = (EAGLE3, DFLASH, MTP)
@@ -53,7 +40,7 @@ class LiveDrafter:
     what the engine has made of them.  ranked: what this rank holds, where ranks share them.
     """
 
-    shape: DraftShape
+    shape: students.DraftShape
     parameters: dict[str, torch.Tensor]
     borrowed: Borrowed
     feature_width: int
@@ -83,9 +70,9 @@ def live_drafter(worker: Any, ranks: Peers = ALONE, second: Any = None) -> LiveD
     model = (draft.draft_runner if second is None else second.runner).model
     kind = type(model).__name__
     if second is not None and (over := next(filter(None, ranks.told(second.over)), "")):
-        raise UnsupportedDrafterError(f"it no longer drafts: {over}")
+        raise students.UnsupportedDrafterError(f"it no longer drafts: {over}")
     if kind not in LEARN:
-        raise UnsupportedDrafterError(f"it is a {kind}, not one of {', '.join(LEARN)}")
+        raise students.UnsupportedDrafterError(f"it is a {kind}, not one of {', '.join(LEARN)}")
     whole = Gathering(ranks)
     if kind == DFLASH:
         block = draft.block if second is None else second
@@ -104,10 +91,10 @@ def _eagle3(model: Any, whole: Gathering) -> LiveDrafter:
     # A model without a window need not have the method.
     window = getattr(model, "get_attention_sliding_window_size", lambda: None)()
     if window is not None:
-        raise UnsupportedDrafterError(
+        raise students.UnsupportedDrafterError(
             f"it sees the last {window} positions only (--speculative-draft-window-size)"
         )
-    shape = eagle3_shape(config)
+    shape = students.eagle3_shape(config)
     # A list of layers beside eagle_config is not what SGLang has the target emit.
     shape = replace(shape, feature_layers=read_eagle3(config).captured_layers or ())
     parameters = whole.parameters(model)
@@ -117,7 +104,7 @@ def _eagle3(model: Any, whole: Gathering) -> LiveDrafter:
     elif len(parameters[_HEAD]) > shape.drafts:
         # SGLang pads it to a round number of rows.
         parameters[_HEAD] = parameters[_HEAD].detach()[: shape.drafts]
-    tokens = draft_tokens(model.hot_token_id, shape)
+    tokens = students.draft_tokens(model.hot_token_id, shape)
     if tokens is not None:
         # SGLang leaves the list where its loader has made it, on the host.
         tokens = tokens.to(embedding.device)
@@ -126,7 +113,7 @@ def _eagle3(model: Any, whole: Gathering) -> LiveDrafter:
 
 
 def _mtp(model: Any, whole: Gathering) -> LiveDrafter:
-    shape = mtp_shape(model.config.to_dict())
+    shape = students.mtp_shape(model.config.to_dict())
     parameters = whole.parameters(model)
     embedding = parameters.pop(_EMBEDDING).detach()
     head = _unless_same(parameters.pop(_HEAD, None), embedding)
@@ -137,7 +124,7 @@ def _dflash(model: Any, target_worker: Any, block: Any, whole: Gathering) -> Liv
     """Describes a DFlash drafter.  block: its `DFlashDrafter`."""
     target = target_worker.model_runner.model
     layers: int = target_worker.model_runner.model_config.hf_text_config.num_hidden_layers
-    shape = dflash_shape(
+    shape = students.dflash_shape(
         model.config.to_dict(), target_layers=layers, unnamed_mask=block.mask_token
     )
     embedding = whole.weight(target.get_input_embeddings()).detach()
@@ -154,7 +141,7 @@ def _unless_same(head: torch.Tensor | None, embedding: torch.Tensor) -> torch.Te
 
 
 def _cut(
-    shape: DraftShape,
+    shape: students.DraftShape,
     embedding: torch.Tensor,
     head: torch.Tensor | None,
     tokens: torch.Tensor | None = None,
@@ -174,17 +161,19 @@ def _require_same(found: LiveDrafter) -> None:
             None if head is None else head.to("meta"),
             None if tokens is None else tokens.to("meta"),
         )
-        student = student_of(found.shape, empty)
+        student = students.student_of(found.shape, empty)
     ours = {name: tuple(part.shape) for name, part in student.named_parameters()}
     for name in sorted(ours.keys() | live.keys()):
         if ours.get(name) != live.get(name):
-            raise UnsupportedDrafterError(
+            raise students.UnsupportedDrafterError(
                 f"its {name} is {live.get(name, 'missing')}, a student's "
                 f"{ours.get(name, 'missing')}"
             )
     for name, part in found.parameters.items():
         if part.dtype not in _PLAIN:
-            raise UnsupportedDrafterError(f"its {name} is stored as {part.dtype}, which is packed")
+            raise students.UnsupportedDrafterError(
+                f"its {name} is stored as {part.dtype}, which is packed"
+            )
 
 
 class WeightsDifferError(RuntimeError):

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from threading import Thread
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from torch import Tensor
 
 from engine_shim.common.errors import UnsupportedEngineError
+from engine_shim.sglang.api.settings import PluginSettings
 from engine_shim.sglang.api.transfer import lock_pages
+from engine_shim.sglang.learning.student import LiveDrafter
 from engine_shim.sglang.training import trainer
 from engine_shim.sglang.training.exchange import Channel, Layout, Message, RingShape, SharedTensors
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from engine_shim.sglang.api.settings import PluginSettings
-    from engine_shim.sglang.learning.student import LiveDrafter
-    from engine_shim.sglang.training.online import OnlineSettings
+from engine_shim.sglang.training.online import OnlineSettings
 
 # Requests of a batch that a round is learnt from, at most.
 MOST_REQUESTS: Final = 16

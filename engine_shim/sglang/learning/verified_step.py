@@ -5,15 +5,12 @@ The target's likeliest tokens of a row are taken of its logits in a bounded amou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 # What intermediate results may take of the device's memory, at least one row of the vocabulary.
 WORKING_BYTES: Final = 64 << 20

@@ -9,21 +9,16 @@ taken    hands out what has arrived: on a CPU the step itself, on a GPU one or t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine_shim.sglang.api import transfer
-from engine_shim.sglang.learning.verified_step import likeliest
+from engine_shim.sglang.learning.verified_step import Verification, likeliest
 from engine_shim.sglang.training.exchange import SPANS, RingRows, RingShape
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from engine_shim.sglang.learning.verified_step import Verification
-
 
 # A shorter one teaches little, and drafting from it is nothing like drafting in the engine.
 LEAST: Final = 8

@@ -9,6 +9,7 @@ from engine_shim.sglang.api.versions import TESTED, sglang_version
 from engine_shim.vllm import vllm_api
 from scripts.upstream import moved_in_sglang, moved_in_vllm
 from tests.support.installed_wheel import Wheel
+from tests.unit.engine_shim.vllm import contracts
 
 
 @pytest.mark.skipif(sglang_version() != TESTED[-1], reason="another SGLang is installed")
@@ -19,7 +20,7 @@ def test_nothing_has_moved_in_the_newest_version_that_is_tested():
 def test_everything_has_moved_in_a_version_that_has_nothing(tmp_path: Path):
     (tmp_path / "vllm" / "v1").mkdir(parents=True)
     found = list(moved_in_vllm(Wheel("another", tmp_path)))
-    for target in (*vllm_api.SIGNATURES, *vllm_api.FIELDS):
+    for target in (*vllm_api.SIGNATURES, *contracts.FIELDS):
         assert any(target in line for line in found), target
     assert any("has no" in line for line in moved_in_sglang(Wheel("another", tmp_path)))
 

@@ -2,7 +2,7 @@
 
 `signatures.json` was read from the wheels of these versions by `scripts/vllm_signatures.py`.  A
 failure means that vLLM changed under the plugin: read the change, adapt what uses it, then the
-tables of `vllm_api`.
+tables of `vllm_api` and of `contracts`.
 """
 
 import json
@@ -17,6 +17,7 @@ from engine_shim.vllm.draft_lengths import DRAFT_LENGTHS, MTP_MODULES, AtZero, D
 from lab.vllm_engine.environment import VENV, is_made
 from scripts.vllm_signatures import CODE, surface
 from tests.support.installed_wheel import Wheel
+from tests.unit.engine_shim.vllm import contracts
 
 TABLE: list[dict[str, Any]] = json.loads(
     Path(__file__).with_name("signatures.json").read_text(encoding="utf-8")
@@ -59,7 +60,7 @@ def test_a_function_takes_what_the_plugin_gives_it(row):
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["versions"][0])
 def test_an_object_has_what_the_plugin_reads_or_writes(row):
-    for target, fields in vllm_api.FIELDS.items():
+    for target, fields in contracts.FIELDS.items():
         assert set(row["fields"][target]) == fields, target
 
 
