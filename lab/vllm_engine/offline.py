@@ -2,10 +2,12 @@
 
 JOB is a JSON file: `{"engines": [{"name": ..., "arguments": {...}, "overlap": false}],
 "phases": [[{"prompt": [ids], "new_tokens": n, "extra": {...}, "regex": ..., "stops": [ids]}]],
-"output": path}`. The requests of a phase are answered at once. The output has for each engine the
-tokens of every request, the seconds of every phase, and vLLM's own counters of speculation and of
-tokens. Greedy decoding in float32; regex: a grammar, under which an answer may end. overlap: with
-async scheduling, which vLLM by itself never uses on a processor.
+"output": path, "answered": path}`. The requests of a phase are answered at once. The output has for
+each engine the tokens of every request, the seconds of every phase, and vLLM's own counters of
+speculation and of tokens. Greedy decoding in float32; regex: a grammar, under which an answer may
+end. overlap: with async scheduling, which vLLM by itself never uses on a processor. answered: if it
+is named, each engine writes there what the output will have of it, and ends once somebody has
+removed the file: the agent of an engine that ends sends no more reports.
 """
 
 import gc
@@ -57,8 +59,19 @@ def wait_for_plan(steering: Any) -> None:
         time.sleep(0.02)
 
 
-def run(engine: dict[str, Any], phases: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Returns the answers of one engine, and what it counted."""
+def wait_for_reader(answered: Path, found: dict[str, Any]) -> None:
+    """Writes a file, and waits until it is gone."""
+    part = answered.with_suffix(".part")
+    part.write_text(json.dumps(found))
+    part.rename(answered)
+    while answered.exists():
+        time.sleep(0.02)
+
+
+def run(
+    engine: dict[str, Any], phases: list[list[dict[str, Any]]], answered: str
+) -> dict[str, Any]:
+    """Returns the answers of one engine, and what it counted.  answered: a path, or "" for none."""
     from vllm import LLM
 
     set_overlap(engine.get("overlap", False))
@@ -74,7 +87,7 @@ def run(engine: dict[str, Any], phases: list[list[dict[str, Any]]]) -> dict[str,
             began = time.monotonic()
             tokens += answer(llm, requests)
             seconds.append(time.monotonic() - began)
-        return {
+        found = {
             "tokens": tokens,
             "seconds": seconds,
             "metrics": {
@@ -85,6 +98,9 @@ def run(engine: dict[str, Any], phases: list[list[dict[str, Any]]]) -> dict[str,
             "scheduler": type(scheduler).__name__,
             "status": None if steering is None else steering.status(),
         }
+        if answered:
+            wait_for_reader(Path(answered), found)
+        return found
     finally:
         # Ends the scheduler, and with it the plugin's agent.
         llm.llm_engine.engine_core.shutdown()
@@ -125,7 +141,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for engine in job["engines"]:
         try:
-            found[engine["name"]] = run(engine, job["phases"])
+            found[engine["name"]] = run(engine, job["phases"], job.get("answered", ""))
         except Exception as error:  # noqa: BLE001  # for the caller to judge
             traceback.print_exc()
             found[engine["name"]] = {"error": f"{type(error).__name__}: {error}"}

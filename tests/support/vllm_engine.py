@@ -8,7 +8,7 @@ import signal
 import subprocess
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +69,7 @@ def job(
     requests: Sequence[Mapping[str, Any]],
     variables: Mapping[str, str] | None = None,
     then: Sequence[Mapping[str, Any]] = (),
+    answered: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`lab.vllm_engine.offline` with these engines; killed at the end of the block."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,6 +79,7 @@ def job(
             "engines": engines,
             "phases": [requests, then] if then else [requests],
             "output": str(folder / "out.json"),
+            "answered": "" if answered is None else str(answered),
         })
     )  # fmt: skip
     with (folder / "engine.log").open("wb") as output:
@@ -101,15 +103,39 @@ def run_job(
     requests: Sequence[Mapping[str, Any]],
     variables: Mapping[str, str] | None = None,
     then: Sequence[Mapping[str, Any]] = (),
+    before_end: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> dict[str, Any]:
-    """What the engines have answered, by name; then: requests for when the first are answered."""
-    with job(folder, engines, requests, variables, then) as process:
+    """What the engines have answered, by name; then: requests for when the first are answered.
+
+    before_end: an engine that has answered, which it is given, ends once this is true.
+    """
+    answered = None if before_end is None else folder / "answered.json"
+    with job(folder, engines, requests, variables, then, answered) as process:
+        if before_end is not None and answered is not None:
+            _let_end(process, answered, before_end)
         code = process.wait(JOB_SECONDS)
     tail = (folder / "engine.log").read_text(errors="replace")[-3000:]
     assert code == 0, tail
     found: dict[str, Any] = json.loads((folder / "out.json").read_text())
     assert not [e for e in found.values() if "error" in e], (found, tail)
     return found
+
+
+def _let_end(
+    process: subprocess.Popen[bytes],
+    answered: Path,
+    before_end: Callable[[Mapping[str, Any]], bool],
+) -> None:
+    """Until the job is over; it may take `JOB_SECONDS`."""
+
+    def is_over() -> bool:
+        if answered.exists():
+            found = json.loads(answered.read_text())
+            eventually(lambda: before_end(found), what="what an engine reported is read")
+            answered.unlink()
+        return process.poll() is not None
+
+    eventually(is_over, within=JOB_SECONDS, what="the job is over")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ at by each test.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,12 +100,19 @@ def all_played(
     lengths = random_lengths()
     with scripted_sidecar(folder) as sidecar:
         sidecar.script = lambda _: (next(lengths), False)
+
+        def all_came(answer: Mapping[str, Any]) -> bool:
+            session = f"session-{len(sidecar.introductions)}"
+            came = sum(len(r.reports) for r in list(sidecar.requests) if r.session_id == session)
+            return bool(came == answer["status"]["reports_sent"])
+
         found = run_job(
             folder,
             engines,
             requests,
             sidecar.variables | {"SPECULATION_GAMMAS": ",".join(map(str, GAMMAS))},
             [{"prompt": prompts[0]} | end for end in ENDS],
+            all_came,
         )
         by_session: dict[str, list[StepReport]] = {}
         for request in sidecar.requests:
