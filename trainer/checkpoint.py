@@ -26,12 +26,12 @@ WEIGHTS: Final = "model.safetensors"
 INDEX: Final = f"{WEIGHTS}.index.json"
 _LIVE_LAYER: Final = "model.layers.0."
 _DRAFT_LAYER: Final = "midlayer."
-# What an EAGLE3 checkpoint holds beside the parameters of its student.
 # What a live model keeps in one matrix, and the parts that a checkpoint stores of it.
 _FUSED: Final = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+# What an EAGLE3 checkpoint holds beside the parameters of its student.
 _NOT_LEARNT: Final = ("d2t", "t2d", "embed_tokens.weight")
 
 

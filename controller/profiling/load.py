@@ -61,7 +61,7 @@ def random_text(seed: int = 0) -> str:
     return " ".join("".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(_WORDS))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LoadSource:
     """Starts loads on one engine.  `replicas`: data-parallel ranks that share a request's prompts.
 

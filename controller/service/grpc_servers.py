@@ -40,7 +40,7 @@ _HEALTH_CALLS = 256
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GrpcServers:
     """Binds, starts and stops the servers.  add_services: adds all servicers to a server."""
 

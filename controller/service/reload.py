@@ -40,7 +40,7 @@ def difference(now: Settings, new: Settings) -> SettingsChange:
     return SettingsChange(new.model_copy(update=kept), changed, waiting)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Reloader:
     """Hands new settings to the parts of a sidecar that can take them."""
 

@@ -132,7 +132,6 @@ class Settings(BaseSettings):
         env_nested_delimiter="__",
         extra="forbid",
         frozen=True,
-        use_attribute_docstrings=True,
     )
 
     address: Annotated[str, AfterValidator(_is_unix)] = DEFAULT_ADDRESS
@@ -316,10 +315,6 @@ class Settings(BaseSettings):
         _refuse_what_clashes(settings, sources)
         return settings, sources
 
-
-for _field in Settings.model_fields.values():
-    # A description of two lines here is one line for whoever reads it.
-    _field.description = " ".join((_field.description or "").split())
 
 GROUPS: Mapping[str, type[PlannerSettings | TrainingSettings]] = {
     "planner": PlannerSettings,

@@ -19,9 +19,7 @@ PREFIX: Final = "SPECULATION_"
 class LinkSettings(BaseSettings):
     """One field for each variable; SPECULATION_GRACE_SECONDS sets `grace_seconds`, and so on."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True
-    )
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
     sidecar: str = ""
     """gRPC address of the sidecar: unix:/run/speculation/controller.sock, or host:port. Empty: the

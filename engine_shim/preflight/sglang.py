@@ -245,7 +245,6 @@ def _checked_by(topic: str, found: str, obstacle: Callable[[], str]) -> Check:
 
 
 def _block_config(engine: _Engine) -> Any:
-
     from engine_shim.sglang.drafters.dflash_checkpoint import draft_config
 
     return draft_config(engine.args, *engine.block)

@@ -87,7 +87,13 @@ class Verdict:
             "engine": self.engine,
             "engine_version": self.version,
             "checks": [
-                {name: value for name, value in asdict(one).items() if name != "lead"}
+                {
+                    "topic": one.topic,
+                    "found": one.found,
+                    "obstacle": one.obstacle,
+                    "starts": one.starts,
+                    "advice": one.advice,
+                }
                 for one in self.checks
             ],
             "facts": dict(self.facts),

@@ -90,7 +90,11 @@ _SECOND_33: Final = {**_SECOND_32, "dflash": DraftLength(Drafting.BLOCK, AtZero.
 DRAFT_LENGTHS: Final[Mapping[str, Mapping[int, Mapping[str, DraftLength]]]] = {
     version: {FIRST_RUNNER: _FIRST, SECOND_RUNNER: second}
     for version, second in (
-        *((f"0.{minor}.0", _SECOND_UNTOLD) for minor in range(26, 31)),
+        ("0.26.0", _SECOND_UNTOLD),
+        ("0.27.0", _SECOND_UNTOLD),
+        ("0.28.0", _SECOND_UNTOLD),
+        ("0.29.0", _SECOND_UNTOLD),
+        ("0.30.0", _SECOND_UNTOLD),
         ("0.31.0", _SECOND_31),
         ("0.32.0", _SECOND_32),
         ("0.33.0", _SECOND_33),

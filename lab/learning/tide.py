@@ -220,8 +220,8 @@ def judged_time(offline: Spread, kept: Spread, computed: Spread) -> tuple[Verdic
         "parameters, this one a few layers. The drafters become "
         f"{'equally good' if alike else 'unequally good'}."
     )
-    clearly, at_all = (offline.low >= least and alike for least in (_SAVES_CLEARLY, _SAVES))
-    return Verdict.of(whole=clearly, part=at_all), said
+    whole, part = offline.low >= _SAVES_CLEARLY and alike, offline.low >= _SAVES and alike
+    return Verdict.of(whole=whole, part=part), said
 
 
 def _trained(

@@ -37,7 +37,7 @@ class SegmentSchedule:
         """Takes the segment's arm; the last arm serves beyond the known segments."""
         self._current = self._arms[min(situation.segment, len(self._arms) - 1)]
 
-    def choose(self, _: int, __: float) -> ArmChoice:
+    def choose(self, _batch_size: int, _now: float) -> ArmChoice:
         """The segment's arm."""
         return self._current
 

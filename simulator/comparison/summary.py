@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Collection, Sequence
-from dataclasses import astuple
 
 from simulator import results
 from simulator.comparison.contestants import OFF, ORACLE, OURS
@@ -93,7 +92,11 @@ def _latency(seeds: Sequence[results.Latency]) -> results.Latency | None:
         return None
 
     def mean(spreads: Sequence[results.Spread]) -> results.Spread:
-        return results.Spread(*map(statistics.fmean, zip(*map(astuple, spreads), strict=True)))
+        return results.Spread(
+            statistics.fmean(one.mean for one in spreads),
+            statistics.fmean(one.p50 for one in spreads),
+            statistics.fmean(one.p99 for one in spreads),
+        )
 
     return results.Latency(
         mean([seed.per_token for seed in seeds]),

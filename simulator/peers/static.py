@@ -33,7 +33,7 @@ class Static:
             arm_index, rules=rules if self.arm in {r.arm for r in rules} else ()
         )
 
-    def choose(self, _: int, __: float) -> ArmChoice:
+    def choose(self, _batch_size: int, _now: float) -> ArmChoice:
         """Returns the arm."""
         return self._choice
 

@@ -81,8 +81,10 @@ def steered_again(
 def stopped_and_continued(here: Scene, seen: Seen, pid: int) -> None:
     """A process of the two stands still for as long as lease and grace, and is then continued."""
 
+    # These two to the end: another agent in its place would have an id of its own.
+    processes = [psutil.Process(pid) for pid in (agent_of(here), here.sidecars.pid)]
+
     def megabytes() -> float:
-        processes = map(psutil.Process, (agent_of(here), here.sidecars.pid))
         return sum(process.memory_info().rss for process in processes) / 1e6
 
     moment, before = time.monotonic(), megabytes()

@@ -38,7 +38,7 @@ OF_AN_ENGINE: Final[tuple[Family[EngineSnapshot], ...]] = (
 )  # fmt: skip
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SidecarCollector(Collector):
     """Everything, as metric families."""
 

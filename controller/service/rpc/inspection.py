@@ -30,7 +30,7 @@ from controller.wire.reports import report_to_proto
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
     """ListEngines, Explain, Overview, ListFleet.
 

@@ -45,7 +45,7 @@ _KINDS = {
 }
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     """SetOverride, ClearOverride, GetOverride, ListOverrides, WatchOverrides, QueryAudit.
 

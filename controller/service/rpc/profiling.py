@@ -39,7 +39,7 @@ _MOMENT_CHARACTERS = 40
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     """Serves measurements, and installs and shares profiles.
 
@@ -213,7 +213,7 @@ def _profile_of(text: str) -> Profile:
     return profile
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _MeasureStream:
     """One open Measure stream."""
 

@@ -55,7 +55,7 @@ class ProfileSource(Protocol):
         """Explains to people why no profile matches this engine."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SessionRegistry:
     """All sessions, by token and by engine.
 

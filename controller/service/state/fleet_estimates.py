@@ -46,7 +46,7 @@ _LAST_WORDS_SECONDS = 1.0
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FleetEstimates:
     """Never in the way of an engine.  tell_seconds: between two tellings, about."""
 

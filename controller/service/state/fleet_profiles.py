@@ -69,7 +69,7 @@ class ProfileSummary(MeasuredEngine):
 _Known = tuple[bytes, ProfileSummary | None]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FleetProfiles:
     """Shares profiles through the blob store, without delaying an engine's introduction."""
 

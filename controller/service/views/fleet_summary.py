@@ -215,7 +215,7 @@ class Published:
     failed: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FleetPublisher:
     """One per sidecar.  board: None if no other sidecar would read it."""
 

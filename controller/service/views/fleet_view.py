@@ -191,7 +191,7 @@ def totals_of(engines: Iterable[FleetEngine]) -> FleetTotals:
     return tally.totals()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FleetView:
     """One per sidecar."""
 

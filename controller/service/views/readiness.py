@@ -75,7 +75,7 @@ class ServiceHealth:
     detail: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Readiness:
     """Decides on readiness.
 

@@ -106,7 +106,7 @@ def _row(batch_sizes: Sequence[int], batch_size: float) -> int:
     return next(fitting, len(batch_sizes) - 1)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StatusCache:
     """One per sidecar."""
 

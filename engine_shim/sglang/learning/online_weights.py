@@ -125,7 +125,7 @@ class OnlineWeights:
         """Serves what the trainer has made; whole: on rank 0 alone."""
         if generation != self.generation:
             return Outcome.NOTHING
-        return self._changed(partial(self._land, whole))
+        return self._apply(partial(self._land, whole))
 
     def _land(self, whole: Mapping[str, torch.Tensor]) -> None:
         self._has_changed = True
@@ -165,7 +165,7 @@ class OnlineWeights:
 
     def keep(self) -> Outcome:
         """Marks what is served as good."""
-        return self._changed(self._keep)
+        return self._apply(self._keep)
 
     def _keep(self) -> None:
         self._has_kept = self._has_changed
@@ -184,11 +184,11 @@ class OnlineWeights:
             self._looked = None
             self._continue_from(replaced=True, other_target=False)
             return Outcome.REPLACED
-        return self._changed(partial(self._begin_with, self._weights.begin_here))
+        return self._apply(partial(self._begin_with, self._weights.begin_here))
 
     def restore(self) -> Outcome:
         """Serves the last good weights."""
-        return self._changed(self._serve_good)
+        return self._apply(self._serve_good)
 
     def begin(self, request_ids: list[str]) -> Outcome | None:
         """Serves the first weights, if each request begins with them and these are other requests.
@@ -202,7 +202,7 @@ class OnlineWeights:
         self.generation += 1
         if not self._has_changed:
             return Outcome.NOTHING
-        return self._changed(partial(self._begin_with, self._weights.serve_first))
+        return self._apply(partial(self._begin_with, self._weights.serve_first))
 
     def share(self, memory: Mapping[str, torch.Tensor]) -> torch.Event | None:
         """Copies the served weights into the trainer's memory, which rank 0 has.
@@ -230,7 +230,7 @@ class OnlineWeights:
         if restores and self._are_ours():
             self._serve_good()
 
-    def _changed(self, change: Callable[[], None]) -> Outcome:
+    def _apply(self, change: Callable[[], None]) -> Outcome:
         """Makes a change, unless it is over or somebody else has given the drafter weights."""
         if self._ended:
             return Outcome.NOTHING

@@ -138,9 +138,9 @@ class ChainStudent(BorrowingStudent):
             tokens = torch.cat([tokens, self.drafted(logits)], dim=1)
         return tokens[:, -steps:]
 
+    @abstractmethod
     def _enter(self, features: Tensor) -> Tensor:
         """Maps features [batch, L, width] to hidden states [batch, L, hidden]."""
-        return features
 
     @abstractmethod
     def _project(
@@ -213,6 +213,9 @@ class MtpStudent(ChainStudent):
         self.model = Predictor(shape.decoder)
         self.rotary = Rotary(shape.decoder)
         initialise(self)
+
+    def _enter(self, features: Tensor) -> Tensor:
+        return features
 
     def _project(
         self, hidden: Tensor, consumed: Tensor, positions: Tensor

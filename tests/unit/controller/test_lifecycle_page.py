@@ -7,6 +7,7 @@ from pathlib import Path
 from controller.service.views.readiness import SERVICES, STORE
 from controller.settings.settings import GROUPS, RELOADED, Settings
 from controller.settings.sources import variable
+from tests.support.setting_texts import setting_texts
 
 PAGE = (Path(__file__).parents[3] / "docs" / "lifecycle.md").read_text(encoding="utf-8")
 
@@ -20,12 +21,13 @@ def shown(value: object) -> str:
 
 
 def rows() -> Iterator[str]:
+    texts = setting_texts(Settings)
     for name, field in Settings.model_fields.items():
         if name not in GROUPS:
             when = "SIGHUP" if name in RELOADED else "restart"
             yield (
                 f"| `{name}` | `{variable(name)}` | {shown(field.default)} | {when} | "
-                f"{field.description} |"
+                f"{texts[name]} |"
             )
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from controller.core.settings import PlannerSettings
 from controller.settings.settings import RELOADED, Settings, SettingsError, keys, variables
+from tests.support.setting_texts import setting_texts
 
 
 @pytest.fixture(autouse=True)
@@ -217,7 +218,9 @@ def test_a_bare_path_is_a_unix_socket():
 
 
 def test_every_setting_is_described():
-    assert all(field.description for field in Settings.model_fields.values())
+    texts = setting_texts(Settings)
+    assert texts.keys() == Settings.model_fields.keys()
+    assert all(texts.values()), texts
 
 
 @pytest.fixture

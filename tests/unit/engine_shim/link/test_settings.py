@@ -1,9 +1,12 @@
 import pytest
 
+from engine_shim.common.settings import ShimSettings
 from engine_shim.link.credentials import EngineCredentials
 from engine_shim.link.errors import LinkSettingsError
 from engine_shim.link.settings import LinkSettings
+from engine_shim.sglang.api.settings import PluginSettings
 from tests.support.addresses import ELSEWHERE, LOOPBACK
+from tests.support.setting_texts import setting_texts
 
 
 def test_without_variables_the_plugin_is_off(monkeypatch):
@@ -106,6 +109,6 @@ def test_an_unknown_variable_like_no_other_gets_the_list(monkeypatch):
 
 
 def test_every_setting_is_documented():
-    for name, field in LinkSettings.model_fields.items():
-        assert field.description, name
-        assert len(field.description) > 30, name
+    for settings in (LinkSettings, ShimSettings, PluginSettings):
+        for name, text in setting_texts(settings).items():
+            assert len(text) > 20, name

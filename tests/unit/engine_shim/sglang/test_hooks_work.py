@@ -114,7 +114,8 @@ def test_only_an_engine_of_several_ranks_adds_to_its_broadcasts(
     engine: HookedSteps, several: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hooked: list[str] = []
-    monkeypatch.setattr(hook_check, "register", lambda target, *_: hooked.append(target))
+    for kind in ("around", "after"):
+        monkeypatch.setattr(hook_check, kind, lambda target, _: hooked.append(target))
     engine.hooks.several = several
     engine.hooks.register()
     broadcasting = {sglang_api.OWN_REQUESTS, sglang_api.REQUEST_KINDS}
