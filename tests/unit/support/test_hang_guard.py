@@ -68,15 +68,19 @@ def test_is_long():
 """
 # Of the process that gives tests to workers: it has heard which one runs.
 HEARD = """
-import os
 from pathlib import Path
 import pytest
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_logstart():
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+class Heard:
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logstart(self):
         Path("heard").touch()
+
+
+def pytest_sessionstart(session):
+    if not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(Heard())
 """
 
 
