@@ -1,5 +1,6 @@
 """A version of the drafter goes into service between two steps, or does not, and says why."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,23 @@ def test_what_cannot_be_stored_is_said_and_serves_on(engine: Serving, monkeypatc
     assert (counters.version, counters.learnt_from) == (0, 0)
     assert engine.serves(1)
     aside.rename(base)
+    learner.steps(engine, 0, collecting=True)
+    assert counters.version == 1
+
+
+def test_without_a_thread_nothing_is_stored_and_all_serves_on(engine: Serving, monkeypatch):
+    monkeypatch.setattr(deployment, "_RETRY_SECONDS", 0.0)
+    learner, counters = Learner(engine, 1), engine.deployment.counters
+
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", no_thread)
+        for _ in range(4):
+            learner.step(engine, 0, collecting=True)
+    assert counters.state.startswith("what was learnt cannot be stored: RuntimeError")
+    assert engine.serves(1)
     learner.steps(engine, 0, collecting=True)
     assert counters.version == 1
 
