@@ -38,6 +38,7 @@ class _Rule:
 
     @classmethod
     def of(cls, rule: MixtureRule) -> "_Rule":
+        """Takes a plan's rule; the lookup promises nothing below its least match."""
         free = np.array([0.0] * rule.least_match + list(rule.free_expected))
         return cls(rule.main_expected, free, rule.ratio_weight)
 
@@ -105,9 +106,11 @@ class _Seen:
 
     @classmethod
     def in_step(cls, would: Whole, accepted: Whole, gamma: int) -> "_Seen":
+        """Takes the rows of a step whose draft length is `gamma`."""
         return cls(would, accepted, (would <= accepted) | (accepted + 1 >= gamma))
 
     def of(self, rows: NDArray[np.bool_]) -> "_Seen":
+        """Takes some of the rows."""
         return _Seen(self.would[rows], self.accepted[rows], self.known[rows])
 
     def counts(self, name: str, gamma: int, match: Whole) -> Iterator[ProposalCounts]:
