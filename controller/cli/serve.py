@@ -34,7 +34,8 @@ def _option(name: str, kind: Any, text: str, shown: str = "", *, flags: str = ""
     """Describes an option that sets something.
 
     name: of the setting, or of `flags_of`.  text: its help.  shown: what the help calls its
-    default; it is None, so that other sources of settings count.  flags: where they are not --NAME.
+    default; the option's own is None, so that other sources of settings count.  flags: its names on
+    the command line where they are not --NAME.
     """
     names = (flags,) if flags else ()
     option = typer.Option(*names, help=text, show_default=shown or True)

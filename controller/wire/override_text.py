@@ -50,8 +50,8 @@ def scope_text(override: "policy_pb2.Override") -> str:
 def held_text(held: "policy_pb2.HeldOverride") -> str:
     """Describes an override in force: whom it is for, what it demands, who set it, and why."""
     override = held.override
-    told = f"{scope_text(override)}: {rule_text(override)}"
-    return f"{told}; {author_text(held)}: {override.reason}"
+    demand = f"{scope_text(override)}: {rule_text(override)}"
+    return f"{demand}; {author_text(held)}: {override.reason}"
 
 
 def author_text(held: "policy_pb2.HeldOverride") -> str:

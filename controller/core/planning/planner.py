@@ -88,7 +88,7 @@ def evaluate(
 
 
 def _only(may: NDArray[np.bool_] | None, value: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns [arms, rows], values that are almost 0 where an arm may not run.  may: None: all."""
+    """Returns [arms, rows]: the values, almost 0 where an arm may not run.  may: None for all."""
     return value if may is None else np.where(may, value, value * _UNTHINKABLE)
 
 

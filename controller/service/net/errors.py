@@ -56,8 +56,30 @@ class ErrorKind:
     resource_type: str = ""
 
 
+# Errors that are raised where nothing is known of gRPC: class, status, reason.
+_OF_OTHERS: Final = (
+    (UnknownArmError, StatusCode.OUT_OF_RANGE, errors_pb2.ERROR_REASON_UNKNOWN_DRAFT_LENGTH),
+    (StaleReportError, StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_STALE_REPORT),
+    (InvalidReportError, StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_REPORT),
+    (InvalidEngineError, StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_ENGINE),
+    (InvalidLossError, StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_LOSS),
+    (InvalidProfileError, StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_PROFILE),
+    (ProfileMergeError, StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_PROFILE),
+    (
+        ProfileMismatchError,
+        StatusCode.FAILED_PRECONDITION,
+        errors_pb2.ERROR_REASON_PROFILE_MISMATCH,
+    ),
+    (InvalidOverrideError, StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_OVERRIDE),
+    (InvalidTrainingError, StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_TRAINING),
+    (UnknownSequenceError, StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_REQUEST),
+    (StoreUnavailableError, StatusCode.UNAVAILABLE, errors_pb2.ERROR_REASON_STORE_UNAVAILABLE),
+    (StoreError, StatusCode.INTERNAL, errors_pb2.ERROR_REASON_STORE_FAILED),
+)
 # How clients hear of each class of errors, and of its subclasses that are not listed.
-KINDS: Final[dict[type[SpeculationError], ErrorKind]] = {}
+KINDS: Final[dict[type[SpeculationError], ErrorKind]] = {
+    error: ErrorKind(status, reason) for error, status, reason in _OF_OTHERS
+}
 FAILED: Final = ErrorKind(StatusCode.INTERNAL, errors_pb2.ERROR_REASON_INTERNAL)
 
 
@@ -66,26 +88,11 @@ def told(
 ) -> Callable[[_Error], _Error]:
     """Declares how clients hear of a class of errors; see `ErrorKind`."""
 
-    def enter(of: _Error) -> _Error:
+    def declare(of: _Error) -> _Error:
         KINDS[of] = ErrorKind(status, reason, resource_type)
         return of
 
-    return enter
-
-
-told(StatusCode.OUT_OF_RANGE, errors_pb2.ERROR_REASON_UNKNOWN_DRAFT_LENGTH)(UnknownArmError)
-told(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_STALE_REPORT)(StaleReportError)
-told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_REPORT)(InvalidReportError)
-told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_ENGINE)(InvalidEngineError)
-told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_LOSS)(InvalidLossError)
-told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_PROFILE)(InvalidProfileError)
-told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_PROFILE)(ProfileMergeError)
-told(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_PROFILE_MISMATCH)(ProfileMismatchError)
-told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_OVERRIDE)(InvalidOverrideError)
-told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_TRAINING)(InvalidTrainingError)
-told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_REQUEST)(UnknownSequenceError)
-told(StatusCode.UNAVAILABLE, errors_pb2.ERROR_REASON_STORE_UNAVAILABLE)(StoreUnavailableError)
-told(StatusCode.INTERNAL, errors_pb2.ERROR_REASON_STORE_FAILED)(StoreError)
+    return declare
 
 
 @told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_UNKNOWN_DRAFTER)

@@ -54,7 +54,7 @@ class PluginSettings(ShimSettings):
     """`request`: the drafter is as it was loaded when a request begins, and learns only while one
     request runs alone."""
     online_learning_rate: float = 1e-3
-    """Of AdamW, for online updates."""
+    """Learning rate of AdamW in online updates."""
     online_proximal: float = 0.0
     """Weight of staying near the drafter as it was when the round began; counts from the second
     optimiser step of a round on."""
@@ -62,15 +62,15 @@ class PluginSettings(ShimSettings):
     """Weight of a draft position, relative to the one before it. Unset: as the drafter was trained,
     0.8 for EAGLE3 and MTP, exp(-2 / block) for DFlash."""
     online_steps: int = 1
-    """Optimiser steps a round."""
+    """Optimiser steps of a round of online updates."""
     online_anchors: int = 16
     """Positions of each request that a round drafts from, the newest."""
     online_window: int = 256
     """Positions of each request, the newest, that a round's drafts attend to; those of at most 16
     requests are kept."""
     online_megabytes: int = Field(default=1024, ge=1)
-    """What these positions may take of the host's memory; a window that needs more is refused at
-    the start."""
+    """Most megabytes of the host's memory that these positions may take. A window that needs more
+    is refused at the start."""
 
     online_device: str = Field(default="", pattern=r"^(|cpu|cuda(:\d+)?)$")
     """Where the trainer of online updates computes, as torch names it. Empty: where the engine
@@ -83,12 +83,12 @@ class PluginSettings(ShimSettings):
     """Where training signals are written when the plan asks for it (`controller override set
     --regime collect`). Empty: nowhere."""
     signals_megabytes: int = Field(default=1024, ge=1)
-    """What the folder may hold; then the oldest go."""
+    """Most megabytes that the folder may hold. Beyond them the oldest signals are deleted."""
     signals_device_megabytes: int = Field(default=256, ge=1)
-    """What rounds may take of the device's memory until they have been read; those that find no
-    room are dropped and counted."""
+    """Most megabytes of the device's memory that rounds may take until they have been read. Rounds
+    that find no room are dropped and counted."""
     signals_top: int = Field(default=64, ge=1, le=1024)
-    """The target's likeliest tokens kept of a position."""
+    """Number of the target's likeliest tokens that are kept of a position."""
     signals_final_states: bool = False
     """Keep the target's last hidden states too, which SpecForge's offline trainer of EAGLE3
     drafters asks for."""

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
 
 Whole = dict[str, torch.Tensor]
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 _RETRY_SECONDS: Final = 10.0
 # Between two questions whether the other ranks have read a version, too.
@@ -180,7 +180,7 @@ class Deployment:
             if reading is None or None in answers:
                 self._reading, self._ask_at = reading, monotonic() + _ASK_SECONDS
                 return
-        error = self._written(None if reading is None else reading.found)
+        error = self._written(None if reading is None else reading.result)
         failures = self._ranks.told("" if error is None else reason_of(error))
         if why := self._of_ranks(failures):
             self._error = error or RuntimeError(why)
@@ -237,21 +237,22 @@ class Deployment:
         self._has_changed = True
 
 
-class _Work(Generic[_Found]):
+class _Work(Generic[_Result]):
     """Does something with a version on a thread of its own.
 
-    found: what `work` returned, None for why.  expected: errors whose message says enough.
+    result: what `work` returned, None until then and where it failed.  why: the reason, in words.
+    expected: errors whose message says enough.
     """
 
     def __init__(
         self,
         name: str,
         version: int,
-        work: Callable[[], _Found],
+        work: Callable[[], _Result],
         expected: tuple[type[Exception], ...] = (),
     ) -> None:
         self.version = version
-        self.found: _Found | None = None
+        self.result: _Result | None = None
         self.why = ""
         self._work, self._expected = work, expected
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -267,7 +268,7 @@ class _Work(Generic[_Found]):
 
     def _run(self) -> None:
         try:
-            self.found = self._work()
+            self.result = self._work()
         except self._expected as error:
             self.why = str(error)
         except Exception as error:  # noqa: BLE001 - no memory for it, a full disk, say
@@ -304,7 +305,7 @@ class LearntVersions:
         if not storing.is_done:
             return None
         self._storing = None
-        if storing.found is None:
+        if storing.result is None:
             self._retry_at = monotonic() + _RETRY_SECONDS
             if storing.why != self.failing:
                 _log.error("what online updates have made cannot be stored: %s", storing.why)
@@ -312,7 +313,7 @@ class LearntVersions:
             return None
         self.failing = ""
         # Otherwise they have changed meanwhile, and are stored again.
-        return storing.found if online.were_stored() else None
+        return storing.result if online.were_stored() else None
 
     def _store(self, weights: Whole, copied: torch.Event | None, kept: set[int], base: int) -> int:
         """Writes weights that were learnt from version `base`, and returns their version's number.
