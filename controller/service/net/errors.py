@@ -56,7 +56,7 @@ class ErrorKind:
     resource_type: str = ""
 
 
-# Errors that are raised where nothing is known of gRPC: class, status, reason.
+# Errors that are raised where nothing is known about gRPC: class, status, reason.
 _OF_OTHERS: Final = (
     (UnknownArmError, StatusCode.OUT_OF_RANGE, errors_pb2.ERROR_REASON_UNKNOWN_DRAFT_LENGTH),
     (StaleReportError, StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_STALE_REPORT),
