@@ -31,6 +31,9 @@ _REASONS_TOLD = 3
 # asked for, after which the engine does not follow: a switch takes a few.
 _OTHER_WIDTH_STEPS = 40
 _OTHER_WIDTH_SECONDS = 2.0
+# Loads that may end before a step of the wanted batch is reported: where a busy machine keeps an
+# agent or the sidecar waiting, all reports of a load can be lost.
+_LOADS_MOST = 5
 # Tells the steps of one load from late ones of the load before it.
 _CONTEXT_SLACK = 1.1
 
@@ -94,12 +97,7 @@ class Bench:
         self._context = context
         await self._want(first)
         try:
-            await self._begin()
-            while not self._full:
-                over = self._load is not None and self._load.ended
-                await self._listen()
-                if over and not self._full:
-                    raise MeasurementStalledError(self._why_stalled("while its load ran"))
+            await self._fill_batch()
             yield
         finally:
             await self._end()
@@ -133,6 +131,18 @@ class Bench:
         self._wanted_at = self._clock.now()
         self._epoch_before = self._stream.forced_epoch
         self._counted_at = self._clock.now()
+
+    async def _fill_batch(self) -> None:
+        for _ in range(_LOADS_MOST):
+            await self._begin()
+            has_ended = False
+            while not (self._full or has_ended):
+                has_ended = self._load is not None and self._load.ended
+                await self._listen()
+            if self._full:
+                return
+            await self._end()
+        raise MeasurementStalledError(self._why_stalled(f"while {_LOADS_MOST} loads ran"))
 
     async def _begin(self) -> None:
         await self._fall_quiet()

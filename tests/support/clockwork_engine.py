@@ -11,6 +11,7 @@ import queue
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
@@ -69,7 +70,8 @@ class ClockworkEngine:
     names_plans: False for one whose steps name no plan.  late_plan: number of the plan that it
     takes `late_seconds` late, from 0 and without the first one; None for none.  row_width: what its
     rows verify at most, whatever the step's draft length.  table: seconds by gamma and batch size.
-    wake_seconds: what each token takes that its drafter missed at gamma = 0.
+    wake_seconds: what each token takes that its drafter missed at gamma = 0.  lost_loads: number of
+    requests whose steps are not reported, by their number of prompts.
     """
 
     def __init__(self, address: str, spec: engine_pb2.EngineSpec | None = None) -> None:
@@ -87,6 +89,8 @@ class ClockworkEngine:
         self.late_plan: int | None = None
         self.late_seconds = 3.0
         self.row_width = GAMMAS[-1]
+        self.lost_loads: Counter[int] = Counter()
+        self._is_lost = False
         self.table: Callable[[int, int], float] = step_seconds
         self.healthy = True
         self.has_tokenizer = True
@@ -154,6 +158,8 @@ class ClockworkEngine:
         sequences = [Sequence(rid, prompt, new_tokens) for rid, prompt in pairs]
         self.prompts += body["input_ids"]
         with self._lock:
+            self._is_lost = self.lost_loads[len(sequences)] > 0
+            self.lost_loads[len(sequences)] -= self._is_lost
             self._waiting += sequences
             self._lock.notify_all()
         for sequence in sequences:
@@ -265,7 +271,7 @@ class ClockworkEngine:
         if gamma > self.row_width:
             counts = report.accepted_counts[: self.row_width + 1]
             report.groups.add(drafter=report.drafter, gamma=self.row_width, accepted_counts=counts)
-        if self._address:
+        if self._address and not self._is_lost:
             self._out.put(service_pb2.SteerRequest(session_id=self._session, reports=[report]))
 
 

@@ -339,6 +339,16 @@ async def test_a_batch_that_never_comes_up_is_left_out_with_what_came_instead(tm
     assert "batch of 3" in notes.text
 
 
+async def test_a_batch_is_measured_though_the_reports_of_its_first_loads_are_lost(tmp_path):
+    engine, notes = ClockworkEngine(socket_address(tmp_path)), Notes()
+    engine.lost_loads[4] = 2
+    async with beside(tmp_path, engine):
+        outcome = await profile(tmp_path, engine, notes)
+    assert {c.batch_size for c in outcome.profile.cells} == {1, 4}
+    assert engine.lost_loads[4] == 0
+    assert "left out" not in notes.text
+
+
 async def test_a_batch_that_the_kv_pool_cannot_hold_is_not_tried(tmp_path):
     engine, notes = ClockworkEngine(socket_address(tmp_path)), Notes()
     engine.pool_tokens = 400
