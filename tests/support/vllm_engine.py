@@ -55,11 +55,14 @@ def ngram() -> dict[str, Any]:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """This process's, without SPECULATION_* but for `variables`."""
+    """This process's, without SPECULATION_* but for `variables`.
+
+    Two engines fill the cores of a small machine: a nice agent would lose reports there.
+    """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("SPECULATION_")}
     # What is importable here is not importable there.
     inherited.pop("PYTHONPATH", None)
-    return vllm_env(inherited) | dict(variables)
+    return vllm_env(inherited) | {"SPECULATION_AGENT_NICE": "0"} | dict(variables)
 
 
 @contextmanager
