@@ -187,13 +187,13 @@ def _fill(path: Path) -> None:
 @fault("clock-set", f"{ON}; overrides end in their time")
 def clock_set(place: Path, seen: Seen) -> None:
     """CLOCK_REALTIME of sidecar and agent a day ahead, two days back (libfaketime)."""
-    profile_registry = next(Path("/").glob(_FAKETIME[1:]), None)
-    if profile_registry is None:
+    faketime_library = next(Path("/").glob(_FAKETIME[1:]), None)
+    if faketime_library is None:
         raise CannotInjectError("there is no libfaketime (Debian: apt-get install faketime)")
     clock = place / "clock"
     clock.write_text("+0")
     environment = {
-        "LD_PRELOAD": str(profile_registry),
+        "LD_PRELOAD": str(faketime_library),
         "FAKETIME_TIMESTAMP_FILE": str(clock),
         "FAKETIME_NO_CACHE": "1",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",

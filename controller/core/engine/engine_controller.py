@@ -403,7 +403,7 @@ class EngineController:
     def take_estimates(self) -> None:
         """Takes the estimates as they stand for those that the last decision was made from.
 
-        For a controller whose variables were put in from elsewhere: see `state.restore`.
+        For a controller whose variables were put in from elsewhere: see `checkpoint.restore`.
         """
         self.decision = self._assessed(self.traffic.curves())
 

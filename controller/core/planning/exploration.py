@@ -19,7 +19,7 @@ slow, and then every price of looking at it is wrong, too.  If by the table's ra
 would be chosen, its learnt cost is at least twice as high, and it was not measured for
 `STALE_STEPS`, it runs whatever that is believed to cost.
 
-*Time.*  At gamma = 0 nothing at all is seen, so a better day would go unnoticed: see `watch`.
+*Time.*  At gamma = 0 nothing at all is seen, so a better day would go unnoticed: see `_look`.
 """
 
 import math
@@ -86,9 +86,9 @@ class _Running:
 class Situation:
     """Describes the active bucket, its batch, and the arm (by index) that is chosen there.
 
-    bucket: of the plan's row, by which `values` and `watch` go; cost_bucket: of the cost table.
-    horizon_steps: steps for which what a probe finds is expected to hold.  feasible: [arms] that
-    may be probed, or None: all.
+    bucket: of the plan's row, by which `values` and `observation` go; cost_bucket: of the cost
+    table.  horizon_steps: steps for which what a probe finds is expected to hold.  feasible: [arms]
+    that may be probed, or None: all.
     """
 
     values: Values

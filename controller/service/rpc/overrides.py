@@ -1,4 +1,4 @@
-"""Operators in command: PolicyService over the override book."""
+"""Operators in command: PolicyService over the override registry."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence

@@ -1,6 +1,6 @@
 """The overrides in force here: taken from the store, handed to the engines, ended on time.
 
-    store --entries--> book --set_overrides--> every session's core --> plans
+    store --entries--> registry --set_overrides--> every session's core --> plans
                        ^  ^ set, clear: through the store first, then here at once
                        policy file (`policy_watch`)
 

@@ -61,7 +61,7 @@ class EngineSnapshot:
 
     @property
     def gains(self) -> dict[str, float]:
-        """Estimated tokens per second over other choices, see `account`."""
+        """Estimated tokens per second over other choices, see `prediction_audit`."""
         values = {value.arm: value.tokens_per_second for value in self.explanation.arms}
         return gains(values, self.session.spec, self.chosen.arm)
 

@@ -6,8 +6,8 @@
     GET /api/v1/fleet?filter=WORDS&limit=N&after=NEXT   a page of the fleet's engines, and totals
 
 Nothing can be changed here.  Requests have threads of their own (`http_server`); only what they ask
-the viewer runs on the event loop.  On the loopback address a request must name it as
-its host: a page of somebody else, whose name has been made to point here, does not.
+the `StatusCache` and the `FleetView` runs on the event loop.  On the loopback address a request
+must name it as its host: a page of somebody else, whose name has been made to point here, does not.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class PageServer(HttpServer):
             )
 
     def ask(self, question: Coroutine[Any, Any, Answer]) -> Answer:
-        """The viewer's answer, for a request's thread.  Raises TimeoutError."""
+        """Answers on the event loop, for a request's thread.  Raises TimeoutError."""
         asked = asyncio.run_coroutine_threadsafe(question, self._loop)
         try:
             return asked.result(_ANSWER_SECONDS)

@@ -6,7 +6,7 @@
     speculation.store         while the store behind the overrides can be used
     all others                as ""
 
-A service whose task has failed is NOT_SERVING until the task runs again (`_TASKS`).
+A service whose task has failed is NOT_SERVING until the task runs again (`_SERVICES_OF`).
 
 A service that is NOT_SERVING answers all the same: an engine is steered (by the prior), and
 `controller profile` has something to measure.

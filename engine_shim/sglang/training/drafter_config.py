@@ -266,7 +266,7 @@ INERT: Final = _names(
     torchscript typical_p use_bfloat16
     """
 )
-# Read by `configs.decoder_shape`.
+# Read by `students.decoder_shape`.
 _DECODER: Final = _names(
     """
     head_dim hidden_act hidden_size intermediate_size max_position_embeddings num_attention_heads
