@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -32,6 +33,10 @@ Popen = Callable[..., Any]
 # Below what Linux gives away by itself (32768 and up), and below what SGLang takes (22000 to
 # 29999): a port from there can be in use by the time the server wants it.
 _PORTS = range(10_000, 20_000)
+# The last ones that this process has drawn: some are not listened on yet.
+_DRAWN_PORTS: deque[int] = deque(maxlen=1000)
+# Two test processes with the same seed would draw the same ports.
+_RANDOM = random.SystemRandom()
 
 
 class Child:
@@ -245,12 +250,18 @@ def answers_http(url: str) -> bool:
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on now, and that is unlikely to be taken soon."""
-    for port in random.sample(_PORTS, k=len(_PORTS)):
+    """A port of this host that nobody listens on now, and that is unlikely to be taken soon.
+
+    A process draws none of its last 1,000 ones again.
+    """
+    for port in _RANDOM.sample(_PORTS, k=len(_PORTS)):
+        if port in _DRAWN_PORTS:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-            return port
+        _DRAWN_PORTS.append(port)
+        return port
     raise OSError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free")

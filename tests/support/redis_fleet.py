@@ -36,7 +36,7 @@ class Ports:
 
     @classmethod
     def free(cls) -> Self:
-        return cls(_free_port(), _free_port())
+        return cls(free_port(), free_port())
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,6 @@ class Fleet:
     strict: Ports
     cluster: Ports
     sentinels: dict[str, Ports]
-
-
-def _free_port() -> int:
-    """One below those whose bus of a cluster, 10,000 above, has no port."""
-    while (port := free_port()) > 55_000:
-        pass
-    return port
 
 
 def tls_options(folder: Path, port: int, clients: str = "optional") -> tuple[str, ...]:
@@ -108,7 +101,8 @@ def fleet(folder: Path) -> Iterator[Fleet]:
         return RedisServer(folder / name, *options, port=ports.plain, kind=kind)
 
     with contextlib.ExitStack() as stack:
-        options = ("--cluster-enabled", "yes", "--tls-cluster", "yes")
+        bus = ("--cluster-port", str(free_port()))
+        options = ("--cluster-enabled", "yes", "--tls-cluster", "yes", *bus)
         cluster = stack.enter_context(server("cluster", here.cluster, "yes", *options))
         with cluster.client() as client:
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)

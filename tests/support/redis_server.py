@@ -14,6 +14,8 @@ import redis
 from lab.harness.processes import free_port
 
 PATIENCE_SECONDS = 60.0
+# Of the log of a server that did not come up, in the error.
+_NOTED_CHARACTERS = 1000
 
 
 class RedisServer:
@@ -76,6 +78,7 @@ class RedisServer:
                 late = time.monotonic() > end or self._process.poll() is not None
                 if late or not connecting:
                     self.kill()
+                    error.add_note((self._folder / "redis.log").read_text()[-_NOTED_CHARACTERS:])
                     raise
                 time.sleep(0.02)
 

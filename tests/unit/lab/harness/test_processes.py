@@ -1,4 +1,5 @@
 import os
+import random
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lab.harness.errors import EngineFailedError
-from lab.harness.processes import Child
+from lab.harness.processes import Child, free_port
 from tests.support.eventually import eventually
 
 ROOT = Path(__file__).parents[4]
@@ -113,7 +114,7 @@ import sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from lab.harness.fork_server import ForkServer
-from lab.harness.processes import Child
+from lab.harness.processes import Child, free_port
 
 def popen(command, *, env, stdout, **options):
     return server.start(command[2], command[3:], env, Path.cwd(), stdout.fileno())
@@ -169,3 +170,15 @@ def test_nothing_outlives_a_parent_that_leaves_it_behind(tmp_path):
     (tmp_path / "go").touch()
     assert parent.wait(PATIENCE_SECONDS) == 0
     eventually(lambda: not any(map(is_alive, pids)), within=PATIENCE_SECONDS, what="both end")
+
+
+def test_no_port_is_drawn_twice_before_it_is_listened_on():
+    state = random.getstate()
+    try:
+        ports = []
+        for _ in range(300):
+            random.seed(7)
+            ports.append(free_port())
+    finally:
+        random.setstate(state)
+    assert len(set(ports)) == len(ports)
