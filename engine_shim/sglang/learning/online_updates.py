@@ -20,6 +20,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -44,6 +45,9 @@ _UNUSED_STEPS: Final = 64
 # Draft positions that a round without drafts (gamma = 0) is learnt for.
 _UNDRAFTED: Final = 3
 
+# The trainer's end of the socket closes a moment before its exit status can be read: the status is
+# waited for at most so long, step by step.
+_EXIT_SECONDS: Final = 10.0
 # Of an order to adopt weights that somebody else has written.
 _OTHERS: Final = 1
 
@@ -106,6 +110,8 @@ class OnlineUpdates:
             self._depth = min(self._depth, drafter.shape.block - 1)
         # What the trainer has answered, until it has landed.
         self._answer = Message(MessageKind.READY)
+        # Until when the exit status of a trainer that is not heard any more is waited for, and why.
+        self._gone: tuple[float, str] | None = None
         # A copy on the side stream, and what follows it; the trainer has nothing to do meanwhile.
         self._copying: tuple[torch.Event, Callable[[], None]] | None = None
         # Of the last judgement.
@@ -201,13 +207,24 @@ class OnlineUpdates:
         if self._copying is not None and self._copying[0].query():
             (_, follow), self._copying = self._copying, None
             follow()
-        try:
-            message = self._trainer.receive()
-        except EOFError:
-            self.close(f"the trainer has ended with status {self._trainer.status}")
-            return
+        message = self._receive()
         if message is not None:
             self._take(message)
+
+    def _receive(self) -> Message | None:
+        """Returns what the trainer has answered, if anything; closes once it has gone."""
+        if self._gone is None:
+            try:
+                return self._trainer.receive()
+            except EOFError as error:
+                self._gone = monotonic() + _EXIT_SECONDS, str(error)
+        until, reason = self._gone
+        status = self._trainer.status
+        if status is not None:
+            self.close(f"the trainer has ended with status {status}")
+        elif monotonic() >= until:
+            self.close(f"the trainer runs, and is not heard any more: {reason}")
+        return None
 
     def update_status(self) -> UpdateStatus:
         """Returns the status of the step that begins, after `before_step`."""

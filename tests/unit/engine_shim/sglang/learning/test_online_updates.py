@@ -1,6 +1,7 @@
 """A drafter that learns, with a real trainer and no engine around it."""
 
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -14,10 +15,11 @@ from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.link.orders import Orders
 from engine_shim.sglang.api.ranks import ALONE
 from engine_shim.sglang.api.settings import load_settings
+from engine_shim.sglang.learning import online_updates
 from engine_shim.sglang.learning.learning_steps import refused_device, updates_for
 from engine_shim.sglang.learning.online_updates import OnlineCounters, OnlineUpdates
 from engine_shim.sglang.learning.student import LiveDrafter, live_drafter
-from engine_shim.sglang.learning.trainer_process import rings_for
+from engine_shim.sglang.learning.trainer_process import TrainerProcess, rings_for
 from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
 from engine_shim.sglang.training.blocks import Borrowed
 from engine_shim.sglang.training.students import UnsupportedDrafterError
@@ -258,6 +260,36 @@ def test_what_nobody_has_judged_goes_with_the_trainer(driver: Driver) -> None:
     driver.until(lambda: "has ended" in driver.counters.state, stride=0)
     assert torch.equal(driver.weights(), before)
     driver.step(accepted=2)  # and steps go on
+
+
+def test_the_exit_status_of_a_trainer_is_waited_for_though_its_socket_ends_first(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.until(lambda: driver.counters.updates > 0)
+    with monkeypatch.context() as late:
+        late.setattr(TrainerProcess, "status", None)
+        driver.online._trainer.process.kill()
+        driver.online._trainer.process.wait()
+        for _ in range(20):
+            driver.step(2)
+        assert "has ended" not in driver.counters.state
+    driver.step(2)
+    assert driver.counters.state == "the trainer has ended with status -9"
+
+
+def test_a_trainer_that_runs_and_is_not_heard_is_ended(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(online_updates, "_EXIT_SECONDS", 0.0)
+    driver.until(lambda: driver.counters.updates > 0)
+    process, channel = driver.online._trainer.process, driver.online._trainer._channel
+    assert channel is not None
+    # It would end by itself where it cannot answer.
+    process.send_signal(signal.SIGSTOP)
+    channel._socket.shutdown(socket.SHUT_RD)
+    driver.until(lambda: "is not heard any more" in driver.counters.state)
+    assert process.wait() == -signal.SIGKILL
+    driver.step(2)  # and steps go on
 
 
 @pytest.fixture
