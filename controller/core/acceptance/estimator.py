@@ -43,7 +43,7 @@ from controller.core.settings import PlannerSettings
 _SHIFT_MIN_EXPOSURES = 8.0
 # Share of the fast window that is kept after a shift.
 _SHIFT_KEEP = 0.1
-# Exposures that an idle drafter keeps after a shift of traffic: hardly any.  Drafters differ most
+# Exposures that an idle drafter keeps after a shift of traffic: almost none.  Drafters differ most
 # in the traffic that they are good at; with more exposures an idle one would not be tried again.
 _DOUBTED_EXPOSURES = 0.1
 # Exposures that an exactly known position is worth as evidence about the next one: W above.  The

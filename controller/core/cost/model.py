@@ -73,7 +73,8 @@ _SCATTER_RATE = 0.02
 _OUTLIER_SCALES = 6.0
 _OUTLIER_FLOOR = 0.4
 _OUTLIERS_THAT_ARE_NEWS = 6
-# A step more than six times as fast as predicted (log seconds) is an outlier.
+# A step more than six times as fast as predicted (log seconds) is an outlier.  A smaller speedup
+# counts at once, so that a better arm is used soon.
 _FASTER_MAX = 1.8
 _SURPRISE_RATE = 0.2
 _SURPRISE_MAX = 100.0

@@ -144,7 +144,7 @@ def _shortest(arms: Sequence[Arm], possible: NDArray[np.bool_] | None) -> NDArra
 
 
 def _possible(regime: Regime | None, spec: EngineSpec) -> Regime:
-    """Returns the pinned regime if the engine can run it, else OFF."""
+    """Returns the pinned regime if the engine can run it, otherwise OFF."""
     able = {
         RegimeMode.OFF: True,
         RegimeMode.ONLINE: spec.able.can_update_online,

@@ -44,7 +44,7 @@ from controller.core.step_report import StepReport
 _PROBE_PATIENCE_SECONDS = 2.0
 _PROBE_PATIENCE_STEPS = 48
 _ELSEWHERE_PATIENCE_STEPS = 3
-# Probes for doubt are considered after every so many reports.
+# Probes for doubt are considered every this many reports.
 _CONSIDER_EVERY = 12
 # Steps of gamma = 0 that settle a disagreement: the first one may include the cost of the switch.
 _CHECK_STEPS = 3

@@ -232,7 +232,7 @@ class SelectiveTraining:
         )
 
     def observe(self, report: StepReport) -> None:
-        """Takes a step."""
+        """Adds a step."""
         if report.draft_version != self.served:
             self.served = report.draft_version
             self._unit, self._skip = _Unit(), _PASSED_OVER

@@ -49,7 +49,7 @@ _DEVIATION_OF_MISSING = 0.25
 _PROCESS_NOISE = (3e-4, 2e-4)
 # Rounds that form one observation.
 _BLOCK_ROUNDS = 16
-# After so many rounds the evidence for an eta and a delta has faded to a third.
+# Rounds after which the evidence for an eta and a delta has faded to a third.
 _GRID_MEMORY_ROUNDS = 50_000.0
 # Standard deviation of the base between requests.
 _REQUEST_DEVIATION = 0.03
