@@ -207,7 +207,7 @@ class LostCapability:
 
     @property
     def what(self) -> str:
-        """Names the lost capability in a few words."""
+        """Short description of the lost capability."""
         if not self.drafter:
             return self.capability.value
         lengths = f" at gamma {', '.join(map(str, self.gammas))}" if self.gammas else ""

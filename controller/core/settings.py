@@ -1,4 +1,4 @@
-"""Defines the settings of the decision core, each with its unit and what it trades."""
+"""Defines the settings of the decision core, each with its unit and its effect."""
 
 import math
 from dataclasses import dataclass, fields
