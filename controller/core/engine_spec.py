@@ -1,7 +1,7 @@
-"""Describes an engine as it introduces itself, and what it has lost since.
+"""Describes an engine as it introduces itself, and the capabilities that it has lost since.
 
 A drafter that ran out of memory, for example, cannot draft until the engine restarts.  The engine
-reports each loss with its reason; the planner then neither chooses nor probes what was lost.
+reports each lost capability with its reason; the planner then neither chooses nor probes it.
 """
 
 import math
@@ -16,14 +16,14 @@ from controller.core.recorded_state import recorded
 MAX_GAMMA = 64
 MAX_BATCH_SIZE = 65_536
 MAX_DRAFTERS = 8
-MAX_ARMS = 130  # drafters times draft lengths: two with every one of 0..64
+MAX_ARMS = 130  # drafters times draft lengths: two drafters, each with 0..64
 MAX_REASON_CHARACTERS = 512
 
 
 @recorded("arm")
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Is one possible choice: a drafter and a draft length.  gamma = 0 is plain decoding."""
+    """One possible choice: a drafter and a draft length.  gamma = 0 is plain decoding."""
 
     drafter: str
     gamma: int
@@ -49,7 +49,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Names the two drafters of which a mixture uses one in each row of a step.
+    """Names the two drafters of a mixture, which uses one of them in each row of a step.
 
     free: a prompt lookup, whose proposals cost next to nothing.
     """
@@ -62,8 +62,8 @@ class Mixture:
 class DrafterSpec:
     """Describes a drafter and the draft lengths, ascending, that the engine has prepared for it.
 
-    shape: its sizes, when known.  batch_limits: (gamma, largest batch) of draft lengths that are
-    prepared for small batches only.  mixture: of what it is one; None for other kinds.
+    shape: its sizes, if known.  batch_limits: (gamma, largest batch) of draft lengths that are
+    prepared for small batches only.  mixture: the two drafters of a mixture; None for other kinds.
     """
 
     name: str
@@ -78,7 +78,8 @@ class DrafterSpec:
     def __post_init__(self) -> None:
         if (self.kind is DrafterKind.MIXTURE) != (self.mixture is not None):
             raise InvalidEngineError(
-                f"drafter {self.name[:64]!r}: a mixture, and nothing else, names its two drafters",
+                f"drafter {self.name[:64]!r}: only a mixture, and every mixture, must name its two "
+                "drafters",
                 field_path="mixture",
             )
         if not (1 <= len(self.name) <= 64 and self.name.isprintable()):
@@ -116,10 +117,10 @@ class DrafterSpec:
 
 
 def kept_together(drafters: Sequence[DrafterSpec]) -> dict[str, set[str]]:
-    """Returns for each drafter the names of those that miss nothing of a step that it drafts in.
+    """Returns for each drafter the drafters that need no catch-up after a step in which it drafts.
 
-    A mixture keeps both of its drafters in step.  So does its main one alone: a lookup reads the
-    tokens themselves, and a mixture has missed what its main drafter has.
+    A mixture keeps both of its drafters in step.  So does its main drafter alone: a lookup reads
+    the tokens themselves, and a mixture has missed only what its main drafter has missed.
     """
     found = {d.name: {d.name} for d in drafters}
     mixtures = [(d.name, d.mixture) for d in drafters if d.mixture is not None]
@@ -132,9 +133,9 @@ def kept_together(drafters: Sequence[DrafterSpec]) -> dict[str, set[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Lists what the engine side is able to do, as proto `Capabilities` does.
+    """Lists what the engine side can do, as proto `Capabilities` does.
 
-    learner: name of the drafter that learns, "" for the first one.
+    learner: name of the drafter that can be trained, "" for the first one.
     """
 
     can_sleep: bool = False
@@ -150,7 +151,7 @@ class Capabilities:
 
 
 class Capability(Enum):
-    """Names everything that can be lost, as people read it."""
+    """Names the capabilities that can be lost; the values appear in texts."""
 
     DRAFTER = "drafter"
     SLEEP = "sleep"
@@ -162,10 +163,10 @@ class Capability(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LostCapability:
-    """Describes one loss.  Raises InvalidLossError if it contradicts itself.
+    """Describes one lost capability.  Raises InvalidLossError if it contradicts itself.
 
-    drafter, gammas: for DRAFTER, which one and which of its draft lengths; () = all above 0, since
-    a step at gamma = 0 needs no drafter.  lost_at: Unix seconds by the engine's clock.
+    drafter, gammas: for DRAFTER, the lost drafter and draft lengths; () = all above 0, since a step
+    at gamma = 0 needs no drafter.  lost_at: Unix seconds by the engine's clock.
     """
 
     capability: Capability
@@ -199,14 +200,14 @@ class LostCapability:
             )
 
     def covers(self, arm: Arm) -> bool:
-        """Returns whether the loss takes this arm away."""
+        """Returns whether this arm can no longer run because of the loss."""
         if arm.drafter != self.drafter:
             return False
         return arm.gamma in self.gammas if self.gammas else arm.gamma > 0
 
     @property
     def what(self) -> str:
-        """Names the lost capability in a few words."""
+        """Short description of the lost capability."""
         if not self.drafter:
             return self.capability.value
         lengths = f" at gamma {', '.join(map(str, self.gammas))}" if self.gammas else ""
@@ -217,9 +218,9 @@ class LostCapability:
 class EngineSpec:
     """Describes an engine as it introduces itself.  Raises InvalidEngineError for contradictions.
 
-    shape: the target model's sizes, when known, for the prior.  safe_gamma: the draft length of its
-    first drafter that it runs without a plan, None if unknown.  lost: what it can no longer do;
-    `drafters` and `capabilities` stay as introduced.
+    shape: the target model's sizes, if known, for the prior.  safe_gamma: the draft length of the
+    first drafter that the engine runs without a plan, None if unknown.  lost: the lost
+    capabilities; `drafters` and `capabilities` stay as introduced.
     """
 
     engine_id: str
@@ -269,7 +270,7 @@ class EngineSpec:
         if not any(self.is_prepared(arm, self.max_batch_size) for arm in self.arms):
             raise InvalidEngineError(
                 f"every draft length is limited to batches below {self.max_batch_size}: "
-                "nothing could run in the largest one",
+                "none could run in the largest batch",
                 field_path="drafters",
             )
         if self.safe_gamma not in {None, *self.drafters[0].gammas}:
@@ -281,7 +282,7 @@ class EngineSpec:
 
     @property
     def learner(self) -> DrafterSpec:
-        """Returns the drafter that learns, where one does."""
+        """Returns the drafter that is trained, if the engine can train one."""
         name = self.capabilities.learner or self.drafters[0].name
         return next(drafter for drafter in self.drafters if drafter.name == name)
 
@@ -333,16 +334,16 @@ class EngineSpec:
         return tuple(Arm(d.name, gamma) for d in self.drafters for gamma in d.gammas)
 
     def can_run(self, arm: Arm, batch_size: int) -> bool:
-        """Returns whether the arm is prepared for a batch of this size, and not lost."""
+        """Returns whether the arm is prepared for a batch of this size and not lost."""
         return self.is_prepared(arm, batch_size) and self.loss_of(arm) is None
 
     def loss_of(self, arm: Arm) -> LostCapability | None:
-        """Returns the loss that takes this arm away; None while the engine has it."""
+        """Returns the lost capability that disables this arm; None if the arm can run."""
         return next((loss for loss in self.lost if loss.covers(arm)), None)
 
     @property
     def able(self) -> Capabilities:
-        """The capabilities that are left after all losses."""
+        """The capabilities that remain after all losses."""
         return able(self.capabilities, self.lost)
 
     def is_prepared(self, arm: Arm, batch_size: int) -> bool:
@@ -391,7 +392,7 @@ def require_known(losses: Iterable[LostCapability], spec: EngineSpec) -> None:
 
 
 def added(spec: EngineSpec, losses: Iterable[LostCapability]) -> tuple[LostCapability, ...]:
-    """Returns the losses that take away something more, in order; all must be known.
+    """Returns, in order, the losses that `spec.lost` does not cover yet; all must be known.
 
     An engine repeats its losses; the first report of each counts, with its reason and its time.
     """
@@ -409,7 +410,7 @@ def added(spec: EngineSpec, losses: Iterable[LostCapability]) -> tuple[LostCapab
 
 
 def _take(loss: LostCapability, left: dict[str, set[int]]) -> bool:
-    """Takes the draft lengths of a loss away; False when none of them was left."""
+    """Removes the draft lengths of a loss; returns False if all were removed before."""
     if not loss.drafter:
         return False
     gammas = left[loss.drafter]
@@ -419,7 +420,7 @@ def _take(loss: LostCapability, left: dict[str, set[int]]) -> bool:
 
 
 def loss_of_all(spec: EngineSpec, arms: Iterable[Arm]) -> LostCapability | None:
-    """Returns the first arm's loss if all of these arms are lost; None if one is left or given."""
+    """Returns the first arm's loss if all arms are lost; None if one can run or none is given."""
     losses = [spec.loss_of(arm) for arm in arms]
     return losses[0] if losses and all(losses) else None
 
@@ -430,7 +431,7 @@ def is_blind(spec: EngineSpec) -> bool:
 
 
 def able(capabilities: Capabilities, lost: Iterable[LostCapability]) -> Capabilities:
-    """Returns the capabilities that the losses leave."""
+    """Returns the capabilities that remain after the losses."""
     kinds = {loss.capability for loss in lost}
     return replace(
         capabilities,

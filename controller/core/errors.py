@@ -4,19 +4,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
-# What decoding stored JSON raises if it is not what it should be: no JSON, other kinds of values,
-# missing keys, too deep nesting, too large numbers.
+# Exceptions from decoding malformed JSON: invalid syntax, values of the wrong type, missing keys,
+# nesting that is too deep, numbers that are too large.
 MALFORMED: Final = (
     ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
 
 
 class SpeculationError(Exception):
-    """Is the base of every error that this project raises on purpose.
+    """Base class of every error that this project raises deliberately.
 
-    field_path: the field of the input that is wrong, as in `rule.gamma_min`; empty for none.
+    field_path: the invalid input field, for example `rule.gamma_min`; empty for none.
     resource: id of the engine, override or profile that the error is about; empty for none.
-    facts: what a program needs besides, by name.
+    facts: additional machine-readable details, by name.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class SpeculationError(Exception):
 
 @contextmanager
 def within(field: str) -> Iterator[None]:
-    """Puts a field before the path of an error that is raised in the block."""
+    """Prefixes the `field_path` of an error raised in the block with a field name."""
     try:
         yield
     except SpeculationError as error:
@@ -48,7 +48,7 @@ class InvalidEngineError(SpeculationError):
 
 
 class InvalidReportError(SpeculationError):
-    """A step report contains impossible values; it is refused and nothing of it is used."""
+    """A step report contains impossible values; the whole report is rejected."""
 
 
 class UnknownArmError(InvalidReportError):
@@ -60,11 +60,11 @@ class StaleReportError(InvalidReportError):
 
 
 class InvalidLossError(SpeculationError):
-    """A lost capability contradicts itself; it is refused, and everything else is used."""
+    """A lost capability contradicts itself; it is rejected, and the rest of the message is used."""
 
 
 class InvalidProfileError(SpeculationError):
-    """A file is not a profile, or it holds impossible numbers."""
+    """A file is not a profile, or it contains impossible numbers."""
 
 
 class InvalidBeliefError(SpeculationError):

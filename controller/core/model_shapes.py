@@ -25,8 +25,8 @@ class DrafterKind(Enum):
     MIXTURE = "mixture"  # of two other drafters, row by row
 
 
-# A lookup is right or wrong by the text alone, its rows may find nothing, and it costs nothing.  A
-# mixture is what its parts are.
+# Kinds without weights of their own: the acceptance of a lookup depends on the text alone, and a
+# mixture consists of two other drafters.
 WEIGHTLESS = frozenset({DrafterKind.NGRAM, DrafterKind.MIXTURE})
 
 
@@ -180,10 +180,10 @@ class ModelShape:
 class DrafterShape:
     """Describes a drafter.
 
-    dense_params: read in every pass, an LM head included (a shared one is still read).  experts: of
-    an MTP layer that is MoE.  block_size: positions that DFLASH's one pass computes, however few of
-    them are verified.  kv_bytes_per_token: bytes of the drafter's own cache that a pass reads per
-    context token (0: negligible).
+    dense_params: parameters read in every pass, including the LM head even if it is shared.
+    experts: of an MTP layer that is MoE.  block_size: positions that DFLASH's one pass computes,
+    however few of them are verified.  kv_bytes_per_token: bytes of the drafter's own cache that a
+    pass reads per context token (0: negligible).
     """
 
     kind: DrafterKind
@@ -199,7 +199,7 @@ class DrafterShape:
         name = self.kind.name
         if self.kind is DrafterKind.NGRAM:
             if self.dense_params or self.experts:
-                raise InvalidShapeError("DrafterShape: NGRAM looks tokens up, it has no parameters")
+                raise InvalidShapeError("DrafterShape: NGRAM is a lookup and has no parameters")
         elif self.dense_params < 1:
             raise InvalidShapeError(f"DrafterShape: {name} needs dense_params above 0")
         if (self.kind is DrafterKind.DFLASH) != (self.block_size > 0):

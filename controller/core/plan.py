@@ -6,12 +6,12 @@ from enum import Enum
 from controller.core.engine_spec import Arm
 from controller.core.recorded_state import recorded
 
-MAX_PLAN_ROWS = 512  # what an engine's link takes
+MAX_PLAN_ROWS = 512  # the most that an engine's link accepts
 
 
 @recorded("reason")
 class Reason(Enum):
-    """Names why a plan or a row is what it is; `explain` gives the numbers."""
+    """Reason for a plan or a row; `explain` gives the numbers."""
 
     EXPLOIT = "exploit"
     PROBE = "probe"
@@ -46,7 +46,7 @@ class Regime:
 @recorded("probe")
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Tries another arm for `steps` steps, in all rows that name it together.
+    """Tries another arm for `steps` steps, counted over all rows that name the probe.
 
     `probe_id` is never reused.
     """
@@ -61,7 +61,7 @@ class Probe:
 class PlanRow:
     """Holds the choice for batch sizes up to `max_batch_size` (and above the previous row's).
 
-    drafter_asleep: in its steps at gamma = 0 (its probe's included) the drafter does not run.
+    drafter_asleep: the drafter does not run in steps at gamma = 0, the probe's steps included.
     """
 
     max_batch_size: int
@@ -74,11 +74,12 @@ class PlanRow:
 @recorded("mixture_rule")
 @dataclass(frozen=True, slots=True)
 class MixtureRule:
-    """Says by what a mixture's step chooses each row's drafter; see proto `MixtureRule`.
+    """Rule by which a mixture chooses each row's drafter; see proto `MixtureRule`.
 
-    arm: the mixture and its draft length.  main_expected: accepted tokens of a proposal of the main
-    drafter.  free_expected: of the free one, by match length from `least_match` on; the last one is
-    of all longer matches.  ratio_weight: weight of a step in a request's running means.
+    arm: the mixture and its draft length.  main_expected: expected accepted tokens of a proposal of
+    the main drafter.  free_expected: the same for the free drafter, by match length from
+    `least_match`; the last entry covers all longer matches.  ratio_weight: weight of a step in a
+    request's running means.
     """
 
     arm: Arm
@@ -93,8 +94,8 @@ class MixtureRule:
 class Plan:
     """Maps batch sizes to choices.  `rows` ascend; the last one also serves every larger batch.
 
-    overrides: ids of those that count anywhere in it.  draft_version: of the drafter that is to
-    serve, 0 = as loaded.  rules: of all mixtures at all their draft lengths.
+    overrides: ids of the overrides that affect any row.  draft_version: version of the drafter that
+    must serve, 0 = as loaded.  rules: one for each mixture and draft length.
     """
 
     epoch: int

@@ -1,13 +1,13 @@
-"""Declares which variables of the core's classes a recording holds, and under which names.
+"""Declares which variables of the core's classes a recording contains, and under which names.
 
     @recorded("acceptance_estimator", "shifts _steps", cusum="_alarm")
 
-A recording knows a class and its variables by these names (without leading underscores), so classes
-and attributes may be renamed without a new format.  What a class does not declare is made by its
-constructor from the engine, the settings and the profile, or is never read by a decision.  What it
-declares as derived follows from the recorded variables: it is None until it is needed, and None
-again in a restored object.  What recordings of earlier versions lack is declared as added: from
-these, a restored object has it as its constructor makes it.
+A recording identifies a class and its variables by these names (without leading underscores), so
+classes and attributes can be renamed without changing the format.  A variable that a class does not
+declare is either made by the constructor from the engine, the settings and the profile, or never
+read by a decision.  A derived variable is computed from the recorded ones: it is None until it is
+needed, and None again in a restored object.  An added variable is missing in recordings of earlier
+versions; an object restored from one of these keeps the constructor's value.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ _Class = TypeVar("_Class", bound=type)
 class RecordedClass:
     """Describes a class in recordings.
 
-    fields: by recorded name, the attribute.  derived: attributes that follow from them.  added:
-    recorded names that earlier recordings lack.  is_whole: the fields are all that an object holds,
-    so that one can be built from a recording alone.
+    fields: attribute by recorded name.  derived: attributes computed from these.  added: recorded
+    names that earlier recordings lack.  is_whole: the fields are all the fields of a dataclass, so
+    an object can be built from a recording alone.
     """
 
     name: str
@@ -46,11 +46,11 @@ def recorded(
 ) -> Callable[[_Class], _Class]:
     """Declares a class under a recorded name.
 
-    same: attributes that a recording calls as the class does, separated by spaces.  derived:
-    attributes that follow from these, in the same way.  added: further ones like `same`, which
-    recordings of earlier versions lack.  renamed: by recorded name, attributes that the class calls
-    otherwise.  Without any, a dataclass is recorded with all its fields, and an
-    enumeration by its members' names.  A subclass adds to its parent's.
+    same: attributes with the same name in a recording, separated by spaces.  derived: attributes
+    computed from these, also separated by spaces.  added: further attributes like `same`, which
+    recordings of earlier versions lack.  renamed: attributes by a recorded name that differs from
+    theirs.  If no attribute is listed, a dataclass is recorded with all its fields, and an
+    enumeration by its members' names.  A subclass adds to its parent's attributes.
     """
 
     def declare(kind: _Class) -> _Class:

@@ -1,4 +1,4 @@
-"""Defines the settings of the decision core, each with its unit and what it trades."""
+"""Defines the settings of the decision core, each with its unit and its effect."""
 
 import math
 from dataclasses import dataclass, fields
@@ -22,46 +22,46 @@ class PlannerSettings:
 
     # Which rule decides: expected throughput ("goodput"), TIDE's threshold or SGLang's average.
     policy: str = "goodput"
-    # The draft length that TIDE's threshold turns on and off.
+    # The draft length that TIDE's threshold switches on and off.
     tide_gamma: int = 3
     # How long the shim may use a plan without fresh contact, seconds.
     lease_seconds: float = 5.0
-    # The plan is evaluated again after so many seconds, or after so many steps of a fast engine:
-    # this bounds the work per engine.
+    # The plan is evaluated again after this many seconds, or, on a fast engine, after this many
+    # steps.  This bounds the work per engine.
     replan_seconds: float = 0.07
     replan_steps: float = 16.0
-    # Relative gain that another arm must promise before the plan switches to it.
+    # Relative gain that another arm must have before the plan switches to it.
     switch_margin: float = 0.01
-    # Seconds within which a switch must have paid back its catch-up.
+    # Seconds within which a switch must pay back the drafter's catch-up.
     payback_seconds: float = 2.0
     # Longest mean time between a sequence's tokens, seconds; 0 = no ceiling.
     tpot_ceiling_seconds: float = 0.0
     # Share of step time that probing may cost.
     probe_share: float = 0.009
-    # Probing credit at the start, and the most that can be saved up, seconds of lost time.
+    # Initial probing credit and its maximum, in seconds of lost time.
     probe_credit_start_seconds: float = 0.05
     probe_credit_max_seconds: float = 0.5
-    # Sequences that a probe wants to see at its first position.
+    # Exposures that a probe should collect at its first position.
     probe_exposures: int = 16
-    # Most steps of one probe.
+    # Maximum steps of one probe.
     probe_steps_max: int = 8
     # Width of the confidence bounds, in standard errors (for `explain`).
     confidence_z: float = 1.28
-    # Conditional acceptance assumed before any evidence, and how many exposures it weighs.
+    # Conditional acceptance assumed before any evidence, and its weight in exposures.
     prior_acceptance: float = 0.7
     prior_exposures: float = 4.0
-    # How many exposures all traffic weighs in a request class's estimate.
+    # Weight of the all-traffic estimate in a request class's estimate, in exposures.
     class_exposures: float = 24.0
-    # Memory of the fast and the slow window: in exposures, but never less than so many steps.
+    # Memory of the fast and the slow window, in exposures, and its minimum in steps.
     fast_exposures: float = 20.0
     fast_steps: float = 2.5
     slow_exposures: float = 1500.0
     slow_steps: float = 150.0
-    # Steps after which what was not seen has lost two thirds of its confidence.
+    # Steps after which an unobserved position has lost two thirds of its evidence.
     idle_steps: float = 2000.0
     # Standard errors between the windows that count as a shift of traffic.
     shift_z: float = 3.2
-    # Log-likelihood ratio at which all positions together count as one.
+    # Log-likelihood ratio, over all positions together, that counts as a shift.
     shift_alarm: float = 6.0
     # Largest factor by which live steps may move a profiled cost, and a prior's.
     cost_drift_max_profiled: float = 2.0

@@ -11,11 +11,11 @@ from controller.core.engine_spec import MAX_BATCH_SIZE, MAX_GAMMA, Arm
 from controller.core.errors import InvalidReportError
 
 MAX_STEP_SECONDS = 3600.0
-MIN_STEP_SECONDS = 1e-6  # nothing decodes in less, and less would overflow what divides by it
+MIN_STEP_SECONDS = 1e-6  # no engine decodes faster, and divisions by less could overflow
 MAX_REPORT_CLASSES = 64
 MAX_LABEL_CHARACTERS = 64
 MAX_PREFILL_TOKENS = 1 << 24
-# Prompts that wait have no more tokens than that, however many there are.
+# Upper bound on the tokens of all waiting prompts together.
 MAX_WAITING_TOKENS = 1 << 40
 MAX_GROUPS = 16
 MAX_PROPOSALS = 64
@@ -36,12 +36,12 @@ class StepFlags:
 
     @property
     def distorts_shape(self) -> bool:
-        """Whether the step's seconds differ from those of any other step of its shape."""
+        """Whether the step took longer or shorter than other steps of its shape."""
         return self.after_gap or self.eager_fallback or self.first_use or self.mixed_choice
 
     @property
     def distorts_cost(self) -> bool:
-        """Whether the step's seconds differ from those of a plain step, run by itself."""
+        """Whether the duration differs from that of a plain step with nothing running beside it."""
         return self.distorts_shape or self.updating
 
 
@@ -50,10 +50,10 @@ NO_FLAGS = StepFlags()
 
 @dataclass(frozen=True, slots=True)
 class ClassCounts:
-    """Holds a request class's part of a step: gamma + 1 counts, as in `StepReport`.
+    """Holds one request class's share of a step: gamma + 1 counts, as in `StepReport`.
 
-    censored_counts: gamma counts, entry k = further sequences of which at least k drafts were
-    accepted and nothing more is known, because their answers ended there; or none.
+    censored_counts: empty, or gamma counts.  Entry k counts further sequences with at least k
+    accepted drafts whose later positions are unknown because the answer ended there.
     """
 
     label: str
@@ -63,10 +63,10 @@ class ClassCounts:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Holds the rows of a step in which the same was verified: gamma + 1 counts.
+    """Holds the rows of a step with the same drafter and draft length: gamma + 1 counts.
 
-    drafter: "" for rows that must not be drafted for.  ended: their requests had ended or left
-    before the result was read, and the engine threw their tokens away; gamma is 0 then.
+    drafter: "" for rows that opted out of drafting.  ended: the requests of these rows had ended
+    before the result was read, and the engine discarded their tokens; gamma is 0 then.
     """
 
     drafter: str
@@ -77,11 +77,11 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True)
 class ProposalCounts:
-    """Counts what a drafter's proposals would have given, as proto `ProposalCounts` does.
+    """Counts how many tokens of a drafter's proposals the target would have accepted.
 
-    match_length: of a lookup, 0 = without a match, or not a lookup.  accepted_counts: width + 1
-    counts of rows of which exactly k tokens would have been accepted.  censored_counts: width
-    counts of those of which at least k would have been, or none.
+    It mirrors proto `ProposalCounts`.  match_length: of a lookup; 0 = no match, or not a lookup.
+    accepted_counts: width + 1 counts, entry k = rows in which exactly k tokens would have been
+    accepted.  censored_counts: empty, or width counts, entry k = rows in which at least k would.
     """
 
     drafter: str
@@ -91,7 +91,7 @@ class ProposalCounts:
 
     @property
     def rows(self) -> int:
-        """Counts the rows."""
+        """Number of rows."""
         return sum(self.accepted_counts) + sum(self.censored_counts)
 
 
@@ -102,18 +102,19 @@ class StepReport:
     accepted_counts: gamma + 1 counts, entry k = sequences that accepted exactly k draft tokens;
     they sum to batch_size.  step_seconds: wall clock, end of previous step to end of this one.
     kv_tokens: sum of context lengths before the step.  classes: the same counts by request class,
-    for engines that know one.  confidences: the drafter's own mean probability of each of the gamma
-    drafted positions, or empty; they are checked and recorded, and no decision uses them yet.
-    update_seconds: duration of the drafter's update that landed before this step, 0 without one.
-    draft_version: of the drafter that served the step, 0 = as loaded.  groups: the rows by what was
-    verified in them, or none: all alike; accepted_counts is their sum, none is wider than gamma.
-    proposals: what drafters would have given, used or not; an entry of `drafter` itself is the
-    evidence about it, instead of accepted_counts and groups.  prefill_tokens: prompt tokens
-    that the step read beside its decoding.  learnt_from: the version from which online updates have
-    made the weights, None where none has changed them; equal to draft_version until the engine has
-    stored them as a version, which is draft_version then.  delivered_tokens: those that the step
-    added to answers, without first ones, or None where the engine does not say.
-    waiting_prompt_tokens: of requests that wait for their first pass, or None as before.
+    for engines that report classes.  confidences: empty, or the drafter's mean probability at each
+    of the gamma drafted positions; they are checked and recorded, but no decision uses them yet.
+    update_seconds: duration of the drafter update that landed before this step, 0 without one.
+    draft_version: version of the drafter that served the step, 0 = as loaded.  groups: rows with
+    the same drafter and draft length; empty if all rows are alike.  accepted_counts is the sum of
+    the groups, and no group is wider than gamma.  proposals: counts of all proposals, used or not;
+    an entry for `drafter` replaces accepted_counts and groups as evidence about it.
+    prefill_tokens: prompt tokens that the step processed beside its decoding.  learnt_from: the
+    version from which online updates made the present weights, None if no update has changed them.
+    It equals draft_version until the engine stores the weights as a version, which draft_version
+    then names.  delivered_tokens: tokens that the step added to answers, without first tokens, or
+    None if the engine does not report them.  waiting_prompt_tokens: prompt tokens of requests that
+    wait for their first pass, or None if not reported.
     """
 
     step: int
@@ -297,16 +298,16 @@ class StepReport:
 
     @property
     def undrafted_share(self) -> float:
-        """Returns the share of the rows that must not be drafted for."""
+        """Returns the share of the rows that opted out of drafting."""
         rows = sum([group.accepted_counts[0] for group in self.groups if not group.drafter])
         return rows / self.batch_size
 
     @property
     def drafted(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Returns accepted and censored counts of the rows that were drafted for.
+        """Returns accepted and censored counts of the rows that had drafts.
 
-        They are those of the running drafter's own proposals, if the report has any.  Else a group
-        that is narrower than `gamma` shows nothing behind its own width.
+        If the report has proposals of the running drafter, the counts are theirs.  Otherwise a
+        group narrower than `gamma` is censored beyond its own width.
         """
         if self.gamma and any(part.drafter == self.drafter for part in self.proposals):
             own, cut = self.shown[self.drafter]
@@ -324,17 +325,17 @@ class StepReport:
 
     @property
     def ended_rows(self) -> int:
-        """Counts the rows of requests that had ended or left before the result was read."""
+        """Number of rows whose requests had ended before the result was read."""
         return sum([group.accepted_counts[0] for group in self.groups if group.ended])
 
     @property
     def decoded_rows(self) -> int:
-        """Counts the rows that gained a token: those of requests that had not ended."""
+        """Number of rows that gained a token, i.e. whose requests had not ended."""
         return self.batch_size - self.ended_rows
 
     @property
     def generated_tokens(self) -> int:
-        """Counts accepted draft tokens, and one token of the target for each decoded row."""
+        """Accepted draft tokens, plus one target token for each decoded row."""
         return self.decoded_rows + sum([k * n for k, n in enumerate(self.accepted_counts)])
 
     @property
@@ -350,12 +351,12 @@ class StepReport:
 
     @property
     def arm(self) -> Arm:
-        """The drafter and the draft length that really ran."""
+        """The drafter and the draft length that ran in the step."""
         return Arm(self.drafter, self.gamma)
 
 
 def _add(total: list[int], counts: Sequence[int], length: int) -> None:
-    """Adds counts to a total, which is `length` long at least afterwards."""
+    """Adds counts to a total, after extending the total to at least `length` entries."""
     total.extend([0] * (length - len(total)))
     for k, count in enumerate(counts):
         total[k] += count

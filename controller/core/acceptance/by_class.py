@@ -1,9 +1,9 @@
 """Estimates acceptance by drafter, and by request class for engines that report classes.
 
-A batch is valued as a mix of its classes: E[accepted | gamma] is their mean, weighted by how many
-sequences of each class ran in the last step.  Without classes it is the drafter's estimate over all
-traffic, in the state that the traffic is in (`traffic_states`); for batches of another size, it is
-that of the states which such batches were seen in.
+A batch is valued as a mix of its classes: E[accepted | gamma] is their mean, weighted by the number
+of sequences of each class in the last step.  Without classes it is the drafter's estimate over all
+traffic, in the current traffic state (`traffic_states`).  For batches of another size, it is the
+estimate of the states in which such batches were observed.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 
-# Classes beyond these are estimated as part of all traffic, until one of them is unused.
+# Further classes are estimated as part of all traffic, until one of these is unused.
 MAX_CLASSES = 8
-# Steps without a class after which another one takes its place: at 20 ms a step, 20 s.
+# Steps after which an unused class can be replaced: at 20 ms a step, 20 s.
 UNUSED_STEPS = 1000
 
 
@@ -34,11 +34,11 @@ class TrafficCurves:
     """Holds the acceptance of an engine's traffic at one moment.
 
     drafters: of all traffic, by drafter.  classes: of each request class, by label and drafter.
-    batch: of the batch that ran last (its classes mixed), by drafter.  remembered: of the traffic
-    states beside the current one.  likely: [octaves, states], how likely the current one and each
-    of those is for a batch of that size; None: the current one is certain.  octave: of the last
-    batch.  resembles: when traffic like the present one was seen before.  batch_size: the last one.
-    undrafted: share of the rows that no arm drafts for, because their requests have opted out.
+    batch: of the last batch (its classes mixed), by drafter.  remembered: of the remembered traffic
+    states.  likely: [octaves, states], probability of the current and each remembered state for a
+    batch of that size; None: the current state is certain.  octave, batch_size: of the last batch.
+    resembles: the last visit of the current traffic state, None if it is new.  undrafted: share of
+    the rows that no arm drafts for, because their requests opted out.
     """
 
     drafters: Mapping[str, AcceptanceCurve]
@@ -52,7 +52,7 @@ class TrafficCurves:
     undrafted: float = 0.0
 
     def by_state(self, arms: Sequence[Arm]) -> NDArray[np.float64]:
-        """Returns [states, arms] draft tokens that are accepted of a sequence, as in `likely`."""
+        """Returns [states, arms], the expected accepted draft tokens; states as in `likely`."""
         own = np.array([[self.drafters[arm.drafter].expected[arm.gamma] for arm in arms]])
         if self.remembered is not None:
             own = np.concatenate([own, self.remembered.expected(arms)])
@@ -61,7 +61,7 @@ class TrafficCurves:
     def expected(
         self, arms: Sequence[Arm], batch_sizes: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Returns [arms, rows] draft tokens that are accepted of a sequence.
+        """Returns [arms, rows], the expected accepted draft tokens of a sequence.
 
         batch_sizes: [rows], ascending upper ends.
         """
@@ -97,7 +97,7 @@ class TrafficEstimator:
         # Warm-start estimates of classes that have not been reported yet: by label and drafter.
         self._awaited: dict[str, dict[str, Belief]] = {}
         self._mix: dict[str, float] = {}
-        # Of the last report.
+        # From the last report.
         self._batch_size = 0
         self._undrafted = 0.0
 
@@ -121,13 +121,13 @@ class TrafficEstimator:
 
     @property
     def shifts(self) -> int:
-        """Counts the shifts of traffic that were detected so far."""
+        """Number of traffic shifts detected so far."""
         return self.states.shifts
 
     def fold(self, report: StepReport, now: float = 0.0) -> bool:
-        """Takes a report's accepted counts and those of its classes; True on a shift of traffic.
+        """Adds a report's accepted counts and those of its classes; True on a shift of traffic.
 
-        now: seconds of the clock, by which traffic states are named.
+        now: clock seconds, recorded as the times of visits to traffic states.
         """
         self._batch_size = report.batch_size
         self._undrafted = report.undrafted_share if report.groups else 0.0
@@ -138,7 +138,7 @@ class TrafficEstimator:
 
     def _fold_classes(self, report: StepReport) -> None:
         self._mix = {}
-        # Classes are of rows that may be drafted for.
+        # Only rows that did not opt out of drafting belong to classes.
         drafted = report.batch_size * (1 - self._undrafted) - report.ended_rows
         drafted = max(1.0, drafted)
         for part in report.classes:
@@ -160,7 +160,7 @@ class TrafficEstimator:
             self._used_at[part.label] = report.step
 
     def _has_room(self, step: int) -> bool:
-        """Whether one more class can be estimated; the longest unused one makes room for it."""
+        """Returns whether one more class can be estimated; removes the longest unused one."""
         if len(self.classes) < MAX_CLASSES:
             return True
         unused = min(self.classes, key=lambda label: self._used_at.get(label, 0))
@@ -171,7 +171,7 @@ class TrafficEstimator:
         return True
 
     def admit(self, label: str) -> dict[str, AcceptanceEstimator]:
-        """Estimates a request class by itself from now on; returns its estimators by drafter."""
+        """Adds estimators for a request class; returns them by drafter."""
         self._used_at[label] = 0
         self.classes[label] = {
             name: AcceptanceEstimator(main.gamma_max, self._settings, main.changes)
@@ -180,7 +180,7 @@ class TrafficEstimator:
         return self.classes[label]
 
     def beliefs(self) -> list[Belief]:
-        """Returns the estimates from which another session can begin."""
+        """Returns the estimates for another session's warm start."""
         curves = self.curves()
         found = []
         for label, by_drafter in {"": curves.drafters, **curves.classes}.items():
@@ -192,7 +192,7 @@ class TrafficEstimator:
         return found
 
     def begin_from(self, beliefs: Iterable[Belief]) -> None:
-        """Adds estimates of other sessions; leaves out those of drafters that this engine lacks."""
+        """Adds estimates of other sessions, except for drafters that this engine lacks."""
         for belief in beliefs:
             if belief.drafter not in self.drafters:
                 continue
@@ -207,7 +207,7 @@ class TrafficEstimator:
         return self._curves(self.states.curves(), AcceptanceEstimator.curve)
 
     def believe(self) -> TrafficCurves:
-        """Returns the present estimates and tests later steps against them; for a decision."""
+        """Returns the present estimates, and makes them the reference of the tests for shifts."""
         return self._curves(self.states.believe(), AcceptanceEstimator.believe)
 
     def _curves(

@@ -1,27 +1,29 @@
 """Estimates acceptance position by position from censored observations.
 
 A step at draft length gamma shows, for every sequence that accepted j drafts, successes at
-positions 1..j and a failure at j + 1, but only if j < gamma: what lies beyond is censored, not
-rejected.  So each position k keeps its own exposures n_k (sequences that reached k while
-k <= gamma) and successes, and a_k = P(k accepted | k - 1 were) = successes / exposures; an average
-of accepted / gamma would move whenever gamma does.
+positions 1..j and, if j < gamma, a failure at j + 1.  Positions beyond that are censored, not
+rejected.  So each position k has its own exposures n_k (sequences that reached k while k <= gamma)
+and successes, and a_k = P(k accepted | k - 1 accepted) = successes / exposures.  An average of
+accepted / gamma would change whenever gamma does.
 
-Forgetting is by evidence: m new exposures fade the old ones by exp(-m / memory), so that B = 1
-and B = 256 track alike; a large batch never forgets more than a fixed share of it in one step.  A
-position that a step did not reach keeps its mean and loses confidence, step by step.  There is a
-fast and a slow window.  When the fast one leaves the slow one by `shift_z` standard errors, or all
-positions together indicate a large change (`shift_alarm`, see `Cusum`), the fast one replaces the
-slow one, and the memory starts short again.
+Old evidence fades with new evidence: m new exposures reduce the old ones by exp(-m / memory), so
+that B = 1 and B = 256 track at the same rate.  One step never removes more than a fixed share,
+however large its batch.  A position that a step did not reach keeps its mean and loses confidence.
+There is a fast and a slow window.  If they differ by `shift_z` standard errors at a position, or
+all positions together indicate a large change (`shift_alarm`, see `Cusum`), the fast window
+replaces the slow one, and the memory starts short again.
 
-A position with little evidence is drawn towards the one before it.  Acceptance by position is a
-random walk whose steps have the variance a (1 - a) / W, seen through n_k exposures each (the local
-level model of Durbin and Koopman 2012, ch. 2; W = `_WALK_EXPOSURES`).  Its filter is
+A position with little evidence is shrunk towards its predecessor.  Acceptance by position is
+modelled as a random walk whose steps have the variance a (1 - a) / W, observed through n_k
+exposures each (the local level model of Durbin and Koopman 2012, ch. 2; W = `_WALK_EXPOSURES`).
+Its filter is
 
     a_k = (successes_k + w_k a_{k-1}) / (n_k + w_k)
     1 / w_{k+1} = 1 / (n_k + w_k) + 1 / W
 
-so that a position that was hardly seen sets neither itself nor those behind it.  The first position
-is drawn towards a prior, and those of a request class towards all traffic.
+so that a sparsely observed position determines neither its own estimate nor those of later
+positions.  The first position is shrunk towards a prior, and the positions of a request class
+towards the estimates of all traffic.
 """
 
 import math
@@ -37,17 +39,17 @@ from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 
-# A window needs this many exposures before it can call a shift.
+# A window needs this many exposures before it can detect a shift.
 _SHIFT_MIN_EXPOSURES = 8.0
-# How much of the fast window is kept when it does.
+# Share of the fast window that is kept after a shift.
 _SHIFT_KEEP = 0.1
-# Exposures that an idle drafter keeps after the traffic has shifted: hardly any.  Drafters differ
-# most in the traffic that they are good at; with more the other one would never be tried again.
+# Exposures that an idle drafter keeps after a shift of traffic: almost none.  Drafters differ most
+# in the traffic that they are good at; with more exposures an idle one would not be tried again.
 _DOUBTED_EXPOSURES = 0.1
-# What a position tells about the next one if it is known exactly: in exposures, W above.  Two
-# neighbours differ by a tenth, as a standard deviation.
+# Exposures that an exactly known position is worth as evidence about the next one: W above.  The
+# standard deviation between two neighbours is then about 0.1.
 _WALK_EXPOSURES = 20.0
-# Exposures of a position that count on when its traffic returns.
+# Exposures of a position that are kept when its traffic returns.
 _RECALLED_EXPOSURES = 200.0
 
 
@@ -55,10 +57,10 @@ _RECALLED_EXPOSURES = 200.0
 class AcceptanceCurve:
     """Holds the estimates of one drafter at one moment.
 
-    conditional, exposures: a_k and the sequences behind it, for k = 1..gamma_max.
+    conditional, exposures: a_k and the number of sequences it is based on, for k = 1..gamma_max.
     expected: E[accepted | gamma] = s_1 + ... + s_gamma, s_k = a_1 ... a_k, gamma = 0..gamma_max.
-    prior_exposures: w_k, what the value that a_k is drawn to counts as.  is_walk: that value is
-    a_{k-1}, behind the first position; else it has nothing to do with the other positions.
+    prior_exposures: w_k, the weight of the value that a_k is shrunk towards.  is_walk: from the
+    second position, that value is a_{k-1}; otherwise it is independent of the other positions.
     """
 
     conditional: list[float]
@@ -75,11 +77,11 @@ class AcceptanceCurve:
         return variance
 
     def independent_parts(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Splits what is unknown about E[accepted | gamma] into parts that are independent.
+        """Splits the uncertainty of E[accepted | gamma] into independent parts.
 
-        Part k is what a_k does not share with a_{k-1}; it also moves a_{k+1}, a_{k+2} and so on, as
-        far as those are drawn to a_k.  Returns [gamma_max + 1, gamma_max], dE[accepted | gamma] /
-        d part_k, and [gamma_max], the variance of part k.
+        Part k is the part of a_k that is independent of a_{k-1}; it also affects a_{k+1}, a_{k+2}
+        and so on, as far as these are shrunk towards a_k.  Returns [gamma_max + 1, gamma_max],
+        dE[accepted | gamma] / d part_k, and [gamma_max], the variance of part k.
         """
         slopes, variance = self.sensitivity(), self.variance()
         if self.is_walk:
@@ -87,7 +89,7 @@ class AcceptanceCurve:
             drawn = weights / (seen + weights)
             for k in range(len(drawn) - 1, 0, -1):
                 slopes[:, k - 1] += drawn[k] * slopes[:, k]
-            # That of a step of the walk, and of what was seen.
+            # The variances of the random walk's step and of the observations.
             own = (weights**2 / _WALK_EXPOSURES + seen) / (seen + weights)
             variance[1:] *= own[1:]
         return slopes, variance
@@ -95,7 +97,7 @@ class AcceptanceCurve:
     def sensitivity(self) -> NDArray[np.float64]:
         """Returns [gamma_max + 1, gamma_max], dE[accepted | gamma] / da_k.
 
-        It is (s_k + ... + s_gamma) / a_k for k <= gamma, and 0 behind.
+        It is (s_k + ... + s_gamma) / a_k for k <= gamma, and 0 for later positions.
         """
         expected = np.array(self.expected)
         tail = np.maximum(expected[:, None] - expected[None, :-1], 0.0)
@@ -115,8 +117,8 @@ class AcceptanceCurve:
 class AcceptanceEstimator:
     """Estimates the conditional acceptance of one drafter, positions 1..gamma_max.
 
-    One object per engine, drafter and request class.  `curve` reads and changes nothing.  changes:
-    the kinds of change that are tested for.
+    One object per engine, drafter and request class.  `curve` does not change the state.  changes:
+    the kinds of shift to test for.
     """
 
     def __init__(
@@ -128,7 +130,8 @@ class AcceptanceEstimator:
         self._fast_s = [0.0] * gamma_max
         self._slow_n = [0.0] * gamma_max
         self._slow_s = [0.0] * gamma_max
-        # Steps seen, and the step of each position's last exposure: idle evidence fades on reading.
+        # Steps counted, and the step of each position's last exposure: idle evidence fades when it
+        # is read.
         self._steps = 0
         self._seen_at = [0] * gamma_max
         self._alarms = [Cusum(settings, change) for change in changes]
@@ -143,13 +146,13 @@ class AcceptanceEstimator:
             alarm.use_settings(settings)
 
     def fold(self, accepted_counts: Sequence[int], censored_counts: Sequence[int] = ()) -> int:
-        """Takes one step's histogram (gamma + 1 counts).
+        """Adds one step's histogram (gamma + 1 counts).
 
-        censored_counts: gamma counts, entry k = sequences of which k drafts were accepted and
-        nothing more is known, because no more were drafted or the answer ended; or none.
+        censored_counts: empty, or gamma counts, entry k = sequences in which k drafts were accepted
+        and later positions are unknown, because no more were drafted or the answer ended.
 
-        Returns 1 when the traffic has shifted to more accepted drafts, -1 to fewer, 0 else.  The
-        caller decides what that means: `forget`, or another estimator.
+        Returns 1 if the traffic has shifted to more accepted drafts, -1 to fewer, otherwise 0.  The
+        caller then calls `forget` or uses another estimator.
         """
         direction = 0
         if len(accepted_counts) > 1 and self.gamma_max > 0:
@@ -160,18 +163,18 @@ class AcceptanceEstimator:
     def fold_aside(
         self, accepted_counts: Sequence[int], censored_counts: Sequence[int] = ()
     ) -> None:
-        """Takes what the drafter would have given in a step in which others were used.
+        """Adds the counts of proposals in a step that used other drafts.
 
-        accepted_counts: width + 1 counts.  censored_counts: width counts, entry k = sequences of
-        which at least k tokens would have been accepted and nothing more is known; or none.  No
-        test for a shift sees it.
+        accepted_counts: width + 1 counts.  censored_counts: empty, or width counts, entry k =
+        sequences in which at least k tokens would have been accepted and later positions are
+        unknown.  The tests for shifts ignore these counts.
         """
         self._fold(accepted_counts, censored_counts, 1)
 
     def _fold(
         self, accepted_counts: Sequence[int], censored_counts: Sequence[int], direction: int
     ) -> int:
-        """Adds a step to both windows, and returns the direction of a shift (given one: that)."""
+        """Adds a step to both windows; returns `direction`, or if that is 0, a detected shift's."""
         self._steps += 1
         gamma = min(len(accepted_counts) - 1, self.gamma_max)
         steps, seen_at, settings = self._steps, self._seen_at, self._settings
@@ -208,9 +211,9 @@ class AcceptanceEstimator:
         return direction
 
     def begin_from(self, conditional: Sequence[float], exposures: Sequence[float]) -> None:
-        """Adds estimates of another session: a_k and exposures of positions 1.., as far as they go.
+        """Adds another session's estimates: a_k and exposures of positions 1 to at most gamma_max.
 
-        They enter the slow window only, so that the fast one shows if live traffic differs.
+        They are added to the slow window only, so that the fast one shows if live traffic differs.
         """
         for k, (a, n) in enumerate(zip(conditional, exposures, strict=True)):
             if k < self.gamma_max:
@@ -219,11 +222,11 @@ class AcceptanceEstimator:
                 self._seen_at[k] = self._steps
 
     def pass_by(self) -> None:
-        """Counts a step that ran without this drafter."""
+        """Counts a step in which this drafter did not run."""
         self._steps += 1
 
     def forget(self) -> None:
-        """Keeps a weak memory of the fast window only (part of it is from before the shift)."""
+        """Keeps a small share of the fast window only, as part of it predates the shift."""
         for k in range(self.gamma_max):
             idle = self._steps - self._seen_at[k]
             self._seen_at[k] = self._steps
@@ -234,9 +237,9 @@ class AcceptanceEstimator:
         self._slow_s = self._fast_s.copy()
 
     def successor(self, *, doubted: bool) -> "AcceptanceEstimator":
-        """Returns the estimator of the traffic after a shift; this one stays as it is.
+        """Returns an estimator for the traffic after a shift; this one does not change.
 
-        doubted: the drafter was idle, so that its evidence is of the traffic before.
+        doubted: the drafter was idle, so its evidence predates the shift.
         """
         new = AcceptanceEstimator(self.gamma_max, self._settings, self.changes)
         new._steps, new._seen_at = self._steps, self._seen_at.copy()
@@ -249,7 +252,7 @@ class AcceptanceEstimator:
         return new
 
     def recall(self) -> None:
-        """Continues with traffic that has returned after a while: what is new outweighs it soon."""
+        """Prepares for traffic that returns: new evidence soon outweighs the old."""
         for k in range(self.gamma_max):
             self._fast_n[k] = self._fast_s[k] = 0.0
         self._weaken(_RECALLED_EXPOSURES)
@@ -259,7 +262,7 @@ class AcceptanceEstimator:
         self._weaken(_DOUBTED_EXPOSURES)
 
     def _weaken(self, exposures: float) -> None:
-        """Leaves no position of the slow window more exposures than these."""
+        """Limits the exposures of each position of the slow window."""
         for k in range(self.gamma_max):
             keep = min(1.0, exposures / max(self._slow_n[k], 1e-9))
             self._slow_n[k] *= keep
@@ -268,12 +271,12 @@ class AcceptanceEstimator:
     def curve(self, parent: AcceptanceCurve | None = None) -> AcceptanceCurve:
         """Returns the present estimates.
 
-        parent: the curve of all traffic, towards which a request class's estimates are drawn.
+        parent: the curve of all traffic, towards which a request class's estimates are shrunk.
         """
         return self._estimates(parent)[0]
 
     def believe(self, parent: AcceptanceCurve | None = None) -> AcceptanceCurve:
-        """Returns the present estimates and tests later steps against them; for a decision."""
+        """Returns the present estimates, and makes them the reference of the tests for shifts."""
         curve, own = self._estimates(parent)
         # A class that differs from all traffic has not shifted: it is tested against itself.
         for alarm in self._alarms:
@@ -281,14 +284,14 @@ class AcceptanceEstimator:
         return curve
 
     def _estimates(self, parent: AcceptanceCurve | None) -> tuple[AcceptanceCurve, list[float]]:
-        """Returns the curve, and a_k drawn with the weight of the prior only, k = 1..gamma_max."""
+        """Returns the curve, and a_k shrunk with the prior's weight only, k = 1..gamma_max."""
         settings, steps = self._settings, self._steps
         mean, prior = settings.prior_acceptance, settings.prior_exposures
         above = None if parent is None else parent.conditional
         weight = prior if above is None else settings.class_exposures
         conditional: list[float] = []
         exposures, weights, expected = [], [], [0.0]
-        # Without a parent both are the same.
+        # Without a parent both lists are the same.
         own = conditional if above is None else []
         survival, total = 1.0, 0.0
         idle, keep = 0, 1.0
@@ -316,6 +319,6 @@ class AcceptanceEstimator:
 
 @lru_cache(maxsize=8)
 def _keeps(exposures: float, steps: float) -> tuple[float, ...]:
-    """Returns the share of a window that is kept, by new exposures; the last is for all beyond."""
+    """Returns the kept share of a window by new exposures; the last entry is for all more."""
     most = min(math.ceil(exposures / steps), MAX_BATCH_SIZE)
     return tuple(math.exp(-min(n / exposures, 1 / steps)) for n in range(most + 1))

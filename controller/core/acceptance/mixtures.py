@@ -1,15 +1,15 @@
-"""Estimates what mixtures choose by: a lookup's acceptance by the length of its match.
+"""Estimates a lookup's acceptance by match length, which is the basis of a mixture's rule.
 
-A mixture uses one of two drafters in each row: its main one, or a free one, which looks up the
-newest tokens in what the request already holds.  A longer match tells of a longer copy, so the
-lookup's acceptance is estimated for each match length apart, from all rows in which it found one,
-whether the step used its proposal or not.  The rule follows:
+A mixture uses one of two drafters in each row: its main drafter, or a free one, which looks up the
+newest tokens in the request's own text.  A longer match indicates a longer copy, so the lookup's
+acceptance is estimated separately for each match length, from all rows with a match, whether or not
+the step used the proposal.  The rule has two parts:
 
     free_expected[m] = E[accepted | gamma] of a lookup that matched m tokens
     main_expected    = E[accepted | gamma] of the main drafter
 
-What a request differs by from this average, the engine keeps in two running means (see proto
-`MixtureRule`): it sees each row, and the estimates here do not.
+The engine keeps a request's deviation from these averages in two running means (see proto
+`MixtureRule`), because it observes each row, and these estimates do not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,23 +22,23 @@ from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 
-# Match lengths that are kept apart; longer ones count as the last.
+# Match lengths that are estimated separately; longer ones count as the last.
 LEAST_MATCH, LONGEST_MATCH = 2, 5
-# Weight of a step in what an engine keeps of a request.
+# Weight of a step in the engine's running means of a request.
 _RATIO_WEIGHT = 0.1
-# Rules that differ by less than this share are the same: a plan need not say it again.
+# Rules that differ by less than this share count as equal and need no new plan.
 _SAME = 0.04
-# Weight of a step in the averages that explain how a mixture is used.
+# Weight of a step in the averages that explain a mixture's usage.
 _USE_WEIGHT = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureUse:
-    """Tells how a mixture was used lately.
+    """Describes the recent usage of a mixture.
 
-    free_share: rows that used its free drafter.  gained: tokens that each of those rows accepted
-    more than its main drafter's proposal would have given; at most, since a step does not always
-    show how far a proposal would have been accepted.
+    free_share: share of rows that used the free drafter.  gained: accepted tokens of such a row
+    beyond those of the main drafter's proposal.  It is an upper bound, since a step does not always
+    show how many tokens of a proposal would have been accepted.
     """
 
     free_share: float
@@ -49,7 +49,7 @@ class MixtureUse:
 class MixtureEstimator:
     """Owns the estimates of one mixture.  `fold` changes it; `rules` and `use` read it.
 
-    longest: the longest draft of its free drafter.
+    longest: the longest draft length of its free drafter.
     """
 
     def __init__(self, mixture: DrafterSpec, longest: int, settings: PlannerSettings) -> None:
@@ -59,8 +59,8 @@ class MixtureEstimator:
             AcceptanceEstimator(max(longest, 1), settings)
             for _ in range(LEAST_MATCH, LONGEST_MATCH + 1)
         ]
-        # Running means by step: rows of all groups, those that used the free drafter, and the
-        # tokens that they gained.
+        # Running means over steps: rows of all groups, rows that used the free drafter, and the
+        # tokens gained by these.
         self._used = self._free_rows = self._gained = 0.0
         self._seen = False
 
@@ -70,7 +70,7 @@ class MixtureEstimator:
             estimator.use_settings(settings)
 
     def fold(self, report: StepReport) -> None:
-        """Takes a step's proposals, and how it used them."""
+        """Adds a step's proposals and their usage."""
         seen: set[int] = set()
         for part in report.proposals:
             if part.drafter == self._of.free and part.match_length >= LEAST_MATCH:
@@ -80,7 +80,7 @@ class MixtureEstimator:
         for index, estimator in enumerate(self._by_length):
             if index not in seen:
                 estimator.pass_by()
-        # Without groups all rows were alike, and it is not said which drafter they used.
+        # Without groups all rows were alike, and the report does not name their drafter.
         if report.drafter == self._spec.name and report.groups:
             self._count(report)
 
@@ -107,7 +107,7 @@ class MixtureEstimator:
         self._gained += weight * (gained - self._gained)
 
     def use(self) -> MixtureUse | None:
-        """Returns how it was used lately; None if it has not run."""
+        """Returns the recent usage; None if the mixture has not run."""
         if not self._seen:
             return None
         rows = max(self._free_rows, 1e-9)
@@ -149,19 +149,19 @@ class Mixtures:
             mixture.use_settings(settings)
 
     def fold(self, report: StepReport) -> None:
-        """Takes a step's proposals, and how it used them."""
+        """Adds a step's proposals and their usage."""
         for mixture in self._each.values():
             mixture.fold(report)
 
     def uses(self) -> dict[str, MixtureUse]:
-        """Returns how those that have run were used lately."""
+        """Returns the recent usage of each mixture that has run."""
         uses = {name: mixture.use() for name, mixture in self._each.items()}
         return {name: use for name, use in uses.items() if use is not None}
 
     def rules(
         self, curves: Mapping[str, AcceptanceCurve], before: tuple[MixtureRule, ...]
     ) -> tuple[MixtureRule, ...]:
-        """Returns the rules of all mixtures; those of before as long as they hold.
+        """Returns the rules of all mixtures; returns `before` if the rules are nearly the same.
 
         curves: of all traffic, by drafter.
         """
@@ -170,7 +170,7 @@ class Mixtures:
 
 
 def _are_same(a: Sequence[MixtureRule], b: Sequence[MixtureRule]) -> bool:
-    """Returns whether a plan with rules `b` need not be replaced because of rules `a`."""
+    """Returns whether two sets of rules are so similar that no new plan is needed."""
     return len(a) == len(b) and all(
         one.arm == other.arm and abs(x - y) <= _SAME * max(x, y)
         for one, other in zip(a, b, strict=True)

@@ -1,4 +1,4 @@
-"""Finds shifts of the traffic by what is accepted, and estimates how often they come."""
+"""Detects shifts of the traffic from accepted counts, and estimates how often they occur."""
 
 import math
 from collections.abc import Sequence
@@ -8,31 +8,31 @@ from typing import NamedTuple
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 
-# Acceptance below and above counts as this much.
+# Acceptance is clipped to this range.
 _LEAST, _MOST = 0.02, 0.98
-# The exposures that a position counts as having before it was ever reached.
+# Exposures of a position that was never reached.
 _PRIOR_TRUST = 3.0
-# Shifts are expected once in so many steps before any was seen; how long their rate is remembered.
+# Steps between shifts that are assumed before the first one, and the memory of their rate.
 _PRIOR_STEPS = 2000.0
 _MEMORY_STEPS = 20_000.0
-# Shifts in one direction that follow one another sooner are one change that takes a while: a batch
-# that drains, say, whose last requests are those that accept least.
+# Shifts in the same direction within this many steps count as one gradual change, for example of a
+# batch that drains and whose last requests accept least.
 _ONE_CHANGE_STEPS = 100
-# A shift so many steps after a move of the batch size came with it; how often one did is remembered
-# for so many moves, and was this before the first one.
+# A shift within this many steps of a batch-size change is attributed to the change.  The share of
+# changes with a shift has this memory, in changes, and this value before the first one.
 _MOVED_STEPS = 12
 _MEMORY_MOVES = 100.0
 _PRIOR_MOVED = 0.02
-# A shift that is found so many steps after one at gamma = 0 came while that ran.
+# A shift detected within this many steps of one at gamma = 0 occurred while gamma = 0 ran.
 _FOUND_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Describes a kind of change.
+    """Describes a kind of shift.
 
     logits: how far acceptance moves on the logit scale.  limit: factor on `shift_alarm`.
-    half_trust: exposures with which an estimate counts by half.
+    half_trust: exposures at which an estimate has half its weight.
     """
 
     logits: float
@@ -46,28 +46,28 @@ MODERATE = Change(0.6, 1.7, 60.0)
 
 @recorded("cusum", "_conditional _exposures _better _worse", derived="_steps")
 class Cusum:
-    """Keeps both sums of one estimator, for one kind of change.
+    """Keeps the two sums of one estimator, for one kind of shift.
 
-    They are Page's cumulative sums (Biometrika 1954) over all positions together, one for better
-    and one for worse:
+    They are Page's cumulative sums (Biometrika 1954) over all positions together, one for higher
+    and one for lower acceptance:
 
         W <- max(0, W + sum over k of
                         successes_k log(b_k / a_k) + failures_k log((1 - b_k) / (1 - a_k)))
 
-    with a_k as believed and b_k the same moved on the logit scale; W above `shift_alarm` is a
-    shift.  A window of one position needs a handful of sequences; a test for large changes needs a
-    draft or two that go deep where one in ten was accepted.  Moderate changes matter where a
-    drafter is idle: what the running one hardly shows may have made the other one the best.  They
-    need more evidence.
+    where a_k is the estimate of the last decision and b_k is a_k moved on the logit scale.  W above
+    `shift_alarm` is a shift.  A window test of one position needs several sequences; this test
+    detects a large shift from one or two drafts that are accepted deep where one in ten was.
+    Moderate shifts matter if a drafter is idle: a shift that hardly affects the running drafter may
+    have made the idle one the best.  They need more evidence.
     """
 
     def __init__(self, settings: PlannerSettings, change: Change = LARGE) -> None:
         self._change = change
         self.use_settings(settings)
-        # What steps are tested against; nothing before the first decision.
+        # The reference that steps are tested against; empty before the first decision.
         self._conditional: Sequence[float] = []
         self._exposures: Sequence[float] = []
-        # By position, what a success and a failure add to each sum.
+        # By position, the increments of both sums for a success and for a failure.
         self._steps: list[tuple[float, float, float, float]] | None = None
         self._better = 0.0
         self._worse = 0.0
@@ -77,9 +77,9 @@ class Cusum:
         self._limit = self._change.limit * settings.shift_alarm
 
     def believe(self, conditional: Sequence[float], exposures: Sequence[float]) -> None:
-        """Takes the estimates that the next steps are tested against.
+        """Sets the estimates that the next steps are tested against.
 
-        What they have learnt since the last ones is no evidence against them any more.
+        Evidence already absorbed by the estimates is removed from the sums.
         """
         before = self._exposures[0] if self._exposures else 0.0
         behind = exposures[0] if exposures else 0.0
@@ -89,7 +89,7 @@ class Cusum:
         self._conditional, self._exposures, self._steps = conditional, exposures, None
 
     def _worked_out(self) -> list[tuple[float, float, float, float]]:
-        """Returns by position what a success and a failure add: to `better`, then to `worse`."""
+        """Returns increments by position, for success and failure: of `_better`, then `_worse`."""
         found = []
         logits, half_trust = self._change.logits, self._change.half_trust
         factor = math.exp(logits)
@@ -100,21 +100,21 @@ class Cusum:
             # With b = p e^L / (1 - p + p e^L): log((1 - b) / (1 - p)) = -log(1 - p + p e^L).
             better = -trust * math.log(1 + p * rise)
             worse = -trust * math.log(1 + p * fall)
-            # At either end nothing is left to change to: always 1 is no shift from 0.98.
+            # At either bound no shift is possible: acceptance 1 is no shift from 0.98.
             up = (better + trust * logits, better) if a < _MOST else (0.0, 0.0)
             down = (worse - trust * logits, worse) if a > _LEAST else (0.0, 0.0)
             found.append((*up, *down))
         return found
 
     def fold(self, accepted_counts: Sequence[int], censored_counts: Sequence[int] = ()) -> int:
-        """Takes a step's counts; returns the direction of a shift, 1 (better) or -1, else 0.
+        """Adds a step's counts; returns the direction of a shift, 1 (better) or -1, otherwise 0.
 
-        It is one when a sum has passed the limit; both restart then.  censored_counts: as
-        `AcceptanceEstimator.fold` takes them.
+        A shift is detected if a sum exceeds the limit; both sums then restart.  censored_counts: as
+        in `AcceptanceEstimator.fold`.
         """
         steps = self._steps
         if steps is None:
-            # Most drafters that are believed do not run before the next decision.
+            # Computed on demand: most drafters do not run before the next decision.
             steps = self._steps = self._worked_out()
         reached = sum(accepted_counts) + sum(censored_counts)
         up = down = 0.0
@@ -140,8 +140,8 @@ class Cusum:
 class Hazard(NamedTuple):
     """Holds the probability of a shift in one step.
 
-    expected: of any, with the prior.  better: of one to more accepted drafts, as observed.  unseen:
-    of one to more accepted drafts in a step at gamma = 0, as observed; found: how many there were.
+    expected: of any shift, with the prior.  better: of a shift to more accepted drafts, as
+    observed.  unseen: of such a shift in a step at gamma = 0, as observed; found: their number.
     """
 
     expected: float
@@ -156,12 +156,12 @@ class Hazard(NamedTuple):
     "_since_blind _direction",
 )
 class HazardEstimator:
-    """Counts steps, changes of traffic, and those to more accepted drafts; old ones fade."""
+    """Counts steps, shifts, and shifts to more accepted drafts; old counts fade."""
 
     def __init__(self) -> None:
         self._steps = _PRIOR_STEPS
         self._shifts = self._better = 0.0
-        # The same at gamma = 0, where shifts are only found by looking.
+        # The same at gamma = 0, where only probes can detect shifts.
         self._blind_steps = self._blind_better = 0.0
         # Moves of the batch size to another octave, and those with a shift.
         self._moves = self._moved = 0.0
@@ -219,7 +219,7 @@ class HazardEstimator:
 
     @property
     def hazard(self) -> Hazard:
-        """Returns the probabilities that a plan is made with."""
+        """Returns the shift probabilities for a plan."""
         return Hazard(
             self.expected,
             self._better / self._steps,

@@ -1,16 +1,16 @@
-"""Remembers kinds of traffic, so that one that returns is recognised and not learnt again.
+"""Remembers traffic states, so that traffic that returns is recognised and not learnt again.
 
 A state is one kind of traffic: the acceptance of every drafter under it, and the batch sizes at
-which it was seen.  They are the states of a hidden Markov model (Rabiner 1989, the forward
-recursion): in every step the traffic changes with probability h, to state k with a probability
-proportional to its visits, and a report multiplies the probability of k by its likelihood,
+which it was observed.  The states form a hidden Markov model (Rabiner 1989, the forward recursion):
+in every step the traffic changes with probability h, to state k with a probability proportional to
+its visits, and a report multiplies the probability of k by its likelihood,
 
     P_k <- (1 - h) P_k + h visits_k / visits
-    P_k <- P_k prod over positions i of p_ki^successes_i (1 - p_ki)^failures_i, then to the sum of 1
+    P_k <- P_k prod over positions i of p_ki^successes_i (1 - p_ki)^failures_i, then normalised
 
-The likelihood is taken relative to the current state's (`RememberedCurves`).  A position at which
-k has little evidence counts less.  When the batch size moves to another octave o, P_k is multiplied
-with P(o | k) too, because who runs in a small batch is often not who runs in a large one.
+The likelihood is computed relative to the current state's (`RememberedCurves`).  A position with
+little evidence in state k counts less.  When the batch size moves to another octave o, P_k is also
+multiplied by P(o | k), because small and large batches often serve different requests.
 """
 
 import math
@@ -25,35 +25,35 @@ from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEsti
 from controller.core.engine_spec import Arm
 from controller.core.recorded_state import recorded
 
-# States that are remembered beside the current one.
+# States that are remembered in addition to the current one.
 MAX_REMEMBERED = 5
-# Octaves of batch sizes; the last one holds all that are larger.
+# Octaves of batch sizes; the last one contains all larger sizes.
 OCTAVES = 16
-# A state that was not current for so many steps is forgotten.
+# A state that has not been current for this many steps is forgotten.
 FORGOTTEN_STEPS = 20_000
-# Exposures of a position at which it counts by half.
+# Exposures at which a position has half its weight.
 _HALF_TRUST = 8.0
 _CERTAIN = 0.03
-# The visits that all octaves together count as having had before the first one.
+# Prior visits of all octaves together.
 _PRIOR_VISITS = 1.0
-# Two states are alike if a sequence adds less than this to the odds of one against the other
-# (Kullback-Leibler divergence), or all sequences behind the weaker one less than that; for drafters
-# that both have seen so often.
+# Two states are alike if the Kullback-Leibler divergence between them is less than this for one
+# sequence, or less than that for all sequences of the state with less evidence.  Only drafters with
+# this many exposures in both states are compared.
 _ALIKE = 0.03
 _ALIKE_TOTAL = 3.0
 _COMPARED_EXPOSURES = 16.0
 _REPORT_WEIGHT = 16.0
-# A report changes the odds by no more than this.
+# A report changes the log odds by no more than this.
 _SURE = 12.0
-# By position: the acceptance, and the trust in it.
+# By position: the acceptance and the trust in it.
 Believed: TypeAlias = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Resemblance:
-    """Tells which earlier traffic the present one is taken for.
+    """Describes the earlier traffic that the present traffic is identified with.
 
-    began, ended: seconds of the clock, of its last visit.  visits: how often it was current before.
+    began, ended: clock seconds of its last visit.  visits: how often it was current before.
     """
 
     began: float
@@ -68,9 +68,9 @@ class Resemblance:
 class TrafficState:
     """Holds one kind of traffic.
 
-    began, ended: seconds of the clock, of the present or last visit; last_began, last_ended: of the
-    one before (0 and 0: it is the first).  steps: reports that it has taken.  last_step: of the
-    engine's reports, the number of the last one that it has taken.  probability: P_k above.
+    began, ended: clock seconds of the present or last visit; last_began, last_ended: of the visit
+    before (0 and 0: there was none).  steps: reports observed in this state.  last_step: number of
+    the last of these, counted over all of the engine's reports.  probability: P_k above.
     """
 
     def __init__(self, drafters: Mapping[str, AcceptanceEstimator], now: float = 0.0) -> None:
@@ -83,7 +83,7 @@ class TrafficState:
         self.probability = 1.0
 
     def enter(self, octave: int) -> None:
-        """Counts that the batch has come to this octave in this state."""
+        """Counts a visit of the batch size to this octave in this state."""
         self.octaves[octave] += 1
 
     def return_at(self, now: float) -> None:
@@ -96,13 +96,13 @@ class TrafficState:
 
     @property
     def resemblance(self) -> Resemblance | None:
-        """Returns when it was seen before; None if this is its first visit."""
+        """Returns the visit before the present one; None if this is the first."""
         if self.visits < 2:
             return None
         return Resemblance(self.last_began, self.last_ended, self.visits - 1)
 
     def absorb(self, other: "TrafficState") -> None:
-        """Takes over what is known about a state that turned out to be the same."""
+        """Adds the evidence of a state that turned out to be the same."""
         for name, estimator in self.drafters.items():
             curve = other.drafters[name].curve()
             estimator.begin_from(curve.conditional, curve.exposures)
@@ -121,13 +121,13 @@ def octave_of(batch_size: int) -> int:
 
 
 def octaves_of(batch_sizes: NDArray[np.float64]) -> NDArray[np.int32]:
-    """Returns the octaves of whole batch sizes, in their shape."""
-    # A whole number has as many bits as its binary exponent, counted from 1/2.
+    """Returns the octaves of integer batch sizes, in the same shape."""
+    # The bit length of an integer is its binary exponent with a mantissa in [1/2, 1).
     return np.minimum(np.frexp(batch_sizes - 1)[1], OCTAVES - 1)
 
 
 def are_alike(a: TrafficState, b: TrafficState) -> bool:
-    """Returns whether two states cannot be told apart by any drafter that both have seen."""
+    """Returns whether no drafter observed in both states distinguishes the two."""
     compared = False
     for name, estimator in a.drafters.items():
         one, other = estimator.curve(), b.drafters[name].curve()
@@ -149,33 +149,33 @@ def are_alike(a: TrafficState, b: TrafficState) -> bool:
 
 
 def bounded(p: float) -> float:
-    """Returns an acceptance that is never certain, as states are compared by it."""
+    """Clips an acceptance away from 0 and 1, for the comparison of states."""
     return min(max(p, _CERTAIN), 1 - _CERTAIN)
 
 
 def trust_in(exposures: float) -> float:
-    """Returns how much an estimate with so many exposures counts, below 1."""
+    """Returns the weight, below 1, of an estimate with this many exposures."""
     return exposures / (exposures + _HALF_TRUST)
 
 
 def believed(curve: AcceptanceCurve) -> Believed:
-    """Returns what reports weigh the remembered states against, while this is the current one."""
+    """Returns the current state's baseline of the likelihood ratios of remembered states."""
     known = zip(curve.conditional, curve.exposures, curve.prior_exposures, strict=True)
     return [(bounded(a), trust_in(n + prior)) for a, n, prior in known]
 
 
 class RememberedCurves:
-    """Holds what follows from the remembered states' curves, which stay as they are.
+    """Holds values derived from the remembered states' curves, which do not change.
 
     A report that drafted with s_i successes and f_i failures at position i multiplies the odds of
     state k against the current one by
 
         prod over positions i of (p_ki / q_i)^(t s_i) ((1 - p_ki) / (1 - q_i))^(t f_i)
 
-    with q_i the current state's acceptance as it was believed at the last decision.  The trust t is
-    the product of n / (n + 8), for n exposures of the position in state k, and the same of the
-    current state: one that has not seen the position predicts nothing that an outcome could refute.
-    A large batch counts as `_REPORT_WEIGHT` sequences at most, since its sequences are alike.
+    with q_i the current state's acceptance as estimated at the last decision.  The trust t is the
+    product of n / (n + 8), for n exposures of the position in state k, and the same factor of the
+    current state, since a state without exposures predicts nothing about the position.  A large
+    batch counts as at most `_REPORT_WEIGHT` sequences, since its sequences are alike.
 
     octaves: [octaves, states], P(octave | state).
     """
@@ -192,7 +192,7 @@ class RememberedCurves:
         self._expected = np.zeros((len(states), 0))
 
     def expected(self, arms: Sequence[Arm]) -> NDArray[np.float64]:
-        """Returns [states, arms] draft tokens that are accepted of a sequence."""
+        """Returns [states, arms], the expected accepted draft tokens of a sequence."""
         if arms is not self._arms:
             self._arms = arms
             self._expected = np.array(
@@ -207,13 +207,13 @@ class RememberedCurves:
         accepted_counts: Sequence[int],
         censored_counts: Sequence[int] = (),
     ) -> list[float]:
-        """Returns by state what a report of a drafter adds to the log of its odds.
+        """Returns by state the increment of its log odds from a report of a drafter.
 
         believed: of the current state.  accepted_counts: gamma + 1 counts of accepted drafts.
-        censored_counts: gamma counts, as `AcceptanceEstimator.fold` takes them, or none.
+        censored_counts: gamma counts as in `AcceptanceEstimator.fold`, or empty.
         """
         sequences = reached = sum(accepted_counts) + sum(censored_counts)
-        # What each of a state's logs is multiplied with.
+        # Multipliers of each state's log terms.
         factors: list[float] = []
         for k, (failures, (q, trust)) in enumerate(
             zip(accepted_counts[:-1], believed, strict=False)

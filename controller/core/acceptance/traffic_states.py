@@ -1,9 +1,9 @@
 """Keeps the current traffic state and the remembered ones, and decides which one is current.
 
-A report first moves the odds of the remembered states (`traffic_state`).  If one of them becomes
-more likely than the current state, it returns, with the curves of all drafters as they were.  If
-the current state's own tests call a shift and no remembered state explains it, a new state begins,
-or, where the current one is still young, it starts again.
+A report first updates the odds of the remembered states (`traffic_state`).  If one of them becomes
+more likely than the current state, it becomes current again, with its stored curves of all
+drafters.  If the current state's tests detect a shift that no remembered state explains, a new
+state begins; a current state with few steps is restarted instead.
 """
 
 import math
@@ -29,18 +29,17 @@ from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 
-# A state of fewer steps is not worth remembering: after a shift it starts again.
+# A state with fewer steps is not remembered: after a shift it is restarted.
 _YOUNG_STEPS = 15
-# Probability of a remembered state that makes it the explanation of a shift.
+# Probability above which a remembered state explains a shift.
 _EXPLAINS = 0.3
 # Probability of a new state when it begins.
 _NEW = 0.8
-# A state that is left within so many reports was taken for the traffic by mistake; after so many
-# mistakes in a row the traffic is a new one, which resembles one state by one drafter and another
-# state by another drafter.
+# A state that is left within this many reports was a mistake.  After this many mistakes in a row
+# the traffic counts as new: it resembles one state by one drafter and another by another drafter.
 _MISTAKEN_REPORTS = 8
 _MISTAKES = 2
-# Reports at one octave in one state that count as a visit, by when the state is sure.
+# Reports at one octave in one state after which the state is certain and a visit is counted.
 _VISIT_REPORTS = 12
 # A state is certain if all others together are less likely than this.
 _NEGLIGIBLE = 0.01
@@ -54,9 +53,9 @@ Curves = Mapping[str, AcceptanceCurve]
     derived="_curves",
 )
 class TrafficStates:
-    """Owns the estimators of all traffic.  `fold`, `believe` change it; `curves` reads it.
+    """Owns the estimators of all traffic.  `fold` and `believe` change it; `curves` reads it.
 
-    gammas: the longest draft of each drafter.
+    gammas: the longest draft length of each drafter.
     """
 
     def __init__(self, gammas: Mapping[str, int], settings: PlannerSettings) -> None:
@@ -67,18 +66,18 @@ class TrafficStates:
         self.remembered: list[TrafficState] = []
         self.shifts = 0
         self.hazards = HazardEstimator()
-        # By drafter, what reports weigh the remembered states against; as of the last decision.
+        # By drafter, the baseline of the likelihood ratios, as of the last decision.
         self._believed: dict[str, Believed] = {}
-        # What follows from the remembered states.
+        # Values derived from the remembered states.
         self._curves: RememberedCurves | None = None
-        # Of the last batch; -1 before the first one.
+        # Octave of the last batch; -1 before the first one.
         self.octave = -1
         # Reports since the octave or the state changed.
         self._stay = 0
         self._reports = self._mistakes = 0
 
     def make_room(self, remembered: int) -> None:
-        """Makes so many empty remembered states, into which recorded ones can be put."""
+        """Allocates this many remembered states, for a recorded state to be restored into."""
         drafters = self.current.drafters
         self._recall(
             [
@@ -100,7 +99,7 @@ class TrafficStates:
         self._curves = None
 
     def fold(self, report: StepReport, now: float) -> bool:
-        """Takes a report.  now: seconds.  Returns True if another state is current after it."""
+        """Adds a report.  now: clock seconds.  Returns True if another state becomes current."""
         self._reports += 1
         self._stay += 1
         self.hazards.step(report.gamma)
@@ -137,7 +136,7 @@ class TrafficStates:
         return True
 
     def _take(self, report: StepReport, now: float) -> int:
-        """Gives a report to the current state's estimators; returns the direction of a shift."""
+        """Adds a report to the current state's estimators; returns the direction of a shift."""
         state = self.current
         state.steps += 1
         state.last_step, state.ended = self._reports, now
@@ -153,7 +152,7 @@ class TrafficStates:
         return direction
 
     def _predicted(self, hazard: float) -> list[float]:
-        """Returns the probability of each state, as in `all`, after a change with this one."""
+        """Returns the probability of each state, as in `all`.  hazard: of a change of state."""
         states = self.all
         each = hazard / sum([state.visits for state in states])
         return [(1 - hazard) * state.probability + each * state.visits for state in states]
@@ -167,7 +166,7 @@ class TrafficStates:
         self.octave, self._stay = octave, 1
 
     def _weigh(self, report: StepReport) -> TrafficState:
-        """Moves the probabilities by a report, and returns the state that is the likeliest."""
+        """Updates the probabilities with a report, and returns the most likely state."""
         if not self.remembered:
             return self.current
         likely = self._predicted(self.hazards.expected)
@@ -181,7 +180,7 @@ class TrafficStates:
         return self.remembered[most - 1] if most else self.current
 
     def _set(self, likely: Sequence[float]) -> None:
-        """Takes the probabilities of the states, in the order of `all`, up to a factor."""
+        """Sets the states' probabilities, in the order of `all`; normalises them."""
         total = sum(likely)
         for state, value in zip(self.all, likely, strict=True):
             state.probability = value / total
@@ -201,7 +200,7 @@ class TrafficStates:
     def _begin(self, running: str, now: float) -> None:
         """Starts a new state after a shift.
 
-        running: the drafter whose latest reports are of the new traffic, or "".
+        running: the drafter whose latest reports are from the new traffic, or "".
         """
         old = self.current
         self.current = TrafficState(
@@ -220,11 +219,11 @@ class TrafficStates:
             if name == running:
                 estimator.forget()
             else:
-                # What was learnt of a drafter under other traffic is worth less under this one.
+                # Evidence about a drafter from other traffic has little value for this traffic.
                 estimator.doubt()
 
     def _remember(self, state: TrafficState) -> None:
-        """Keeps a state that is no longer current, in place of one that is like it."""
+        """Remembers a state that is no longer current, merged with remembered states like it."""
         kept = []
         for other in self.remembered:
             if self._reports - other.last_step > FORGOTTEN_STEPS:
@@ -237,11 +236,11 @@ class TrafficStates:
         self._recall([*kept[-(MAX_REMEMBERED - 1) :], state])
 
     def _recall(self, states: list[TrafficState]) -> None:
-        """Remembers these states from now on; reports weigh them after the next decision."""
+        """Replaces the remembered states; reports update their odds after the next decision."""
         self.remembered, self._curves, self._believed = states, None, {}
 
     def believe(self) -> Curves:
-        """Returns the current state's curves, and tests later reports against them."""
+        """Returns the current state's curves, and makes them the reference for later reports."""
         found = {name: e.believe() for name, e in self.current.drafters.items()}
         if self.remembered:
             self._believed = {name: believed(curve) for name, curve in found.items()}
@@ -252,15 +251,15 @@ class TrafficStates:
         return {name: e.curve() for name, e in self.current.drafters.items()}
 
     def remembered_curves(self) -> RememberedCurves:
-        """Returns what follows from the remembered states."""
+        """Returns the values derived from the remembered states."""
         if self._curves is None:
             self._curves = RememberedCurves(self.remembered)
         return self._curves
 
     def weights(self) -> NDArray[np.float64] | None:
-        """Returns [octaves, states], P(state) if the batch is next in an octave; rows sum to 1.
+        """Returns [octaves, states], P(state | octave of the next batch); rows sum to 1.
 
-        States are ordered as in `all`.  None if the current state is all but certain everywhere.
+        States are ordered as in `all`.  None if the current state is nearly certain in all octaves.
         """
         if not self.remembered:
             return None

@@ -1,9 +1,9 @@
 """Carries acceptance estimates from one session to the next, so that a new one starts warm.
 
-A belief is one engine's estimate for one drafter (and one request class).  Beliefs of several
-engines are pooled position by position, weighted by their exposures.  The weight of a belief halves
-every `HALF_LIFE_SECONDS`, and all together count at most `WARM_EXPOSURES`: enough to begin in the
-right place, little enough that live traffic soon outweighs them.
+A `Belief` is one engine's estimate for one drafter (and one request class).  Those of several
+engines are pooled position by position, weighted by their exposures.  The weight of each halves
+every `HALF_LIFE_SECONDS`, and all together count as at most `WARM_EXPOSURES`, so that live traffic
+soon outweighs them.
 """
 
 import json
@@ -25,10 +25,10 @@ _LEAST_EXPOSURES = 1.0
 @recorded("belief")
 @dataclass(frozen=True, slots=True)
 class Belief:
-    """The acceptance of one drafter is estimated by this curve.
+    """Holds the estimated acceptance of one drafter.
 
-    label: the request class, "" for all traffic.  conditional, exposures: a_k and the sequences
-    behind it, k = 1..gamma_max.  Raises InvalidBeliefError for values out of range.
+    label: the request class, "" for all traffic.  conditional, exposures: a_k and the number of
+    sequences it is based on, k = 1..gamma_max.  Raises InvalidBeliefError for values out of range.
     """
 
     drafter: str
@@ -39,8 +39,8 @@ class Belief:
     def __post_init__(self) -> None:
         if len(self.conditional) != len(self.exposures) or len(self.conditional) > MAX_GAMMA:
             raise InvalidBeliefError(
-                f"{len(self.conditional)} means and {len(self.exposures)} exposures: equally many, "
-                f"at most {MAX_GAMMA}, are needed"
+                f"{len(self.conditional)} means and {len(self.exposures)} exposures: the numbers "
+                f"must be equal and at most {MAX_GAMMA}"
             )
         if len(self.label) > MAX_LABEL_CHARACTERS:
             raise InvalidBeliefError(
@@ -53,7 +53,7 @@ class Belief:
 
 
 def to_json(beliefs: Sequence[Belief]) -> str:
-    """Returns the beliefs as text for a store."""
+    """Serialises the estimates for a store."""
     return json.dumps([asdict(belief) for belief in beliefs])
 
 
@@ -72,12 +72,12 @@ def from_json(text: str) -> list[Belief]:
         ]
     except MALFORMED as error:
         raise InvalidBeliefError(
-            f"the text does not hold acceptance estimates: {error!r}"
+            f"the text does not contain acceptance estimates: {error!r}"
         ) from error
 
 
 def pool_groups(groups: Iterable[Iterable[tuple[Belief, float]]]) -> list[Belief]:
-    """Pools groups of beliefs so that every group counts the same, however many it holds."""
+    """Pools groups of estimates so that every group has the same weight, whatever its size."""
     told = []
     for group in map(list, groups):
         youngest = min((age for _, age in group), default=0.0)
@@ -86,7 +86,7 @@ def pool_groups(groups: Iterable[Iterable[tuple[Belief, float]]]) -> list[Belief
 
 
 def pool(told: Iterable[tuple[Belief, float]]) -> list[Belief]:
-    """Makes one belief per drafter and label from beliefs and their ages in seconds."""
+    """Pools estimates, given with their ages in seconds, into one per drafter and label."""
     sums: dict[tuple[str, str], list[list[float]]] = {}
     for belief, age in told:
         weight = 0.5 ** (max(0.0, age) / HALF_LIFE_SECONDS)
@@ -99,7 +99,7 @@ def pool(told: Iterable[tuple[Belief, float]]) -> list[Belief]:
     for (drafter, label), positions in sorted(sums.items()):
         if not positions or positions[0][0] < _LEAST_EXPOSURES:
             continue
-        # The first position has the most behind it: later ones keep their share of it.
+        # The position with the most exposures is limited; the others keep their ratio to it.
         keep = min(1.0, WARM_EXPOSURES / max(n for n, _ in positions))
         found.append(
             Belief(

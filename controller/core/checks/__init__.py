@@ -1,1 +1,1 @@
-"""Finds out from an engine's reports what is wrong with it."""
+"""Diagnoses an engine from its reports."""

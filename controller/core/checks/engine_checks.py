@@ -1,6 +1,6 @@
-"""Checks one engine's reports, and puts what is wrong into words for people.
+"""Checks one engine's reports, and makes warnings for operators.
 
-No decision reads anything here.
+No decision uses them.
 """
 
 import math
@@ -15,34 +15,35 @@ from controller.core.model_shapes import WEIGHTLESS
 from controller.core.plan import Plan
 from controller.core.step_report import StepReport
 
-# A drafter is suspected while a sequence gains fewer tokens than this in a drafted step.  A wrong
-# checkpoint was seen at 1.02 to 1.07; text that is hard to predict leaves a right one above 1.3.
+# A drafter is suspect if a sequence gains fewer tokens than this per drafted step.  A wrong
+# checkpoint was observed at 1.02 to 1.07; a right one stays above 1.3 even on text that is hard to
+# predict.
 SUSPECT_TOKENS = 1.1
-# In a block of drafts of one mean, this many tokens show that the drafter works.  A block at 1.1
-# exceeds it by three standard deviations of its first position once in a thousand times.
+# A block of drafts with this many tokens on average shows that the drafter works.  A block with a
+# mean of 1.1 exceeds it (three standard deviations of its first position) once in a thousand times.
 WORKING_TOKENS = 1.2
-# Verified drafts before it is suspected, and the standard errors by which it must be below: a right
-# drafter of 1.15 tokens is verified rarely, so that luck would accuse it for long.
+# Verified drafts before a drafter is suspect, and the standard errors by which it must be below the
+# limit: a right drafter at 1.15 tokens is verified rarely, so bad luck would accuse it for long.
 _LEAST_DRAFTS = 50
 _STANDARD_ERRORS = 2.0
-# Verified drafts of a block, and the steps that they must come from: a batch of copies of one
-# prompt is no evidence of its size.
+# Verified drafts of a block, and the minimum number of steps that they come from: copies of one
+# prompt in a batch are not independent evidence.
 _BLOCK_DRAFTS = 100
 _BLOCK_STEPS = 10
-# Before it is suspected: steps of the engine since it drafted first.
+# Steps of the engine since its first draft before a drafter is suspect.
 _LEAST_STEPS = 200
-# Plans that a report on its way may belong to; an older one is not compared.
+# Plans that a delayed report may refer to; reports of older plans are not compared.
 _PLANS_KEPT = 64
-# Steps asked for one draft length over which the share of others is a mean, and that it takes.
+# Steps planned with one draft length: window of the mean share of other lengths, and its minimum.
 _WINDOW_STEPS = 50
-# Share of these steps above which the engine does not follow.
+# Share of these steps above which the engine does not follow the plan.
 _DISOBEYED_SHARE = 0.5
 _NO_ACCEPTANCE_ADVICE = (
-    "the drafter does not fit: see whether the method is its checkpoint's (EAGLE-3 under EAGLE, or "
-    "the reverse), it was trained for this target and revision, vocabulary or hot-token map are "
-    "the target's, it reads the layers that it was trained on (vLLM's second model runner ignores "
-    "eagle_config.eagle_aux_hidden_state_layer_ids), and quantization and rope settings match; "
-    "docs/failures.md, 'Engine warnings'"
+    "the drafter does not fit: check that the method matches its checkpoint (not EAGLE-3 under "
+    "EAGLE, or the reverse), it was trained for this target and revision, vocabulary or hot-token "
+    "map are the target's, it reads the layers that it was trained on (vLLM's second model runner "
+    "ignores eagle_config.eagle_aux_hidden_state_layer_ids), and quantization and rope settings "
+    "match; see docs/failures.md, 'Engine warnings'"
 )
 _OTHER_WIDTH_ADVICE = (
     "the engine does not follow the draft length of its plan: see docs/compatibility.md for its "
@@ -50,13 +51,13 @@ _OTHER_WIDTH_ADVICE = (
     "choice has no effect"
 )
 _FLAT_ADVICE = (
-    "the engine may draft its full length whatever it is asked for (see docs/compatibility.md for "
-    "its version, method and model runner), or its steps wait for something other than the GPU"
+    "the engine may draft its full length whatever the plan is (see docs/compatibility.md for its "
+    "version, method and model runner), or its steps wait for something other than the GPU"
 )
 
 
 class WarningKind(Enum):
-    """Names what a warning is about, in logs, metrics and the contract."""
+    """Names the kinds of warnings in logs, metrics and the contract."""
 
     NO_ACCEPTANCE = "no-acceptance"
     OTHER_WIDTH = "other-width"
@@ -65,10 +66,10 @@ class WarningKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineWarning:
-    """Tells that an engine works worse than it could; for people, and no decision reads it.
+    """Warns operators that an engine works worse than it could; no decision uses it.
 
-    drafter: the one that it is about.  found: what its reports show, in one line.  advice: likely
-    causes, and what to do about them, in one line.
+    drafter: the affected drafter.  found: evidence in the reports, in one line.  advice: likely
+    causes and remedies, in one line.
     """
 
     kind: WarningKind
@@ -78,16 +79,16 @@ class EngineWarning:
 
 
 class AcceptanceCheck:
-    """Counts one drafter of `gamma_max` positions until it has worked.
+    """Counts the acceptance of one drafter of `gamma_max` positions until it has worked.
 
-    Notices a drafter of which hardly a token was ever accepted: it does not fit its target.  A
-    wrong checkpoint costs no token and fails no request; all that it shows is an acceptance length
-    that stays close to 1.  So does good traffic that has turned hard, which is no fault: a drafter
-    that has worked once is never suspected again.
+    Detects a drafter with almost no accepted tokens, which does not fit its target.  A wrong
+    checkpoint changes no output and fails no request; its only symptom is an acceptance length that
+    stays close to 1.  Hard traffic has the same symptom but is no fault, so a drafter that has
+    worked once is never suspect again.
 
-    Acceptance is counted position by position, from the first step on.  What was cut by a
-    sequence's end or by a grammar, or lies behind the draft length, is censored and counts for
-    nothing, so that short answers do not look like rejections.
+    Acceptance is counted position by position, from the first step on.  Positions cut off by a
+    sequence's end, by a grammar or by the draft length are censored and not counted, so that short
+    answers do not look like rejections.
 
     drafts, steps: verified drafts, and the steps since the first of them.
     """
@@ -101,17 +102,17 @@ class AcceptanceCheck:
 
     @property
     def drafts(self) -> int:
-        """Returns how many drafts were verified."""
+        """Number of verified drafts."""
         return self._all.exposures[0]
 
     @property
     def tokens(self) -> float:
-        """Returns the tokens that a sequence gained in a drafted step so far, bonus included."""
+        """Mean tokens that a sequence gained per drafted step so far, bonus token included."""
         return self._all.tokens
 
     @property
     def is_suspect(self) -> bool:
-        """Returns whether it has drafted for long and was hardly ever right."""
+        """Whether it has drafted for long and almost no tokens were accepted."""
         return (
             not self.has_worked
             and self.steps >= _LEAST_STEPS
@@ -121,11 +122,11 @@ class AcceptanceCheck:
 
     @property
     def _error(self) -> float:
-        """Returns the standard error of `tokens`: as of rare events, of which one more may come."""
+        """Standard error of `tokens`, as for a count of rare events plus one."""
         return math.sqrt((self.tokens - 1 + 1 / self.drafts) / self.drafts)
 
     def fold(self, accepted_counts: Sequence[int], censored_counts: Sequence[int]) -> None:
-        """Takes a step in which it drafted; counts as in `AcceptanceEstimator.fold`."""
+        """Adds a step in which it drafted; counts as in `AcceptanceEstimator.fold`."""
         self._all.add(accepted_counts, censored_counts)
         block = self._block
         block.add(accepted_counts, censored_counts)
@@ -142,7 +143,7 @@ class AcceptanceCheck:
 
 
 class _Positions:
-    """Counts by position the sequences that reached it, and of how many it was accepted."""
+    """Counts by position the sequences that reached it, and those that accepted it."""
 
     def __init__(self, gamma_max: int) -> None:
         self.exposures = [0] * gamma_max
@@ -163,7 +164,7 @@ class _Positions:
 
     @property
     def tokens(self) -> float:
-        """Returns 1 + s_1 + s_2 + ..., as far as anything is known."""
+        """1 + s_1 + s_2 + ..., as far as there is evidence."""
         survival, total = 1.0, 1.0
         for reached, successes in zip(self.exposures, self._successes, strict=True):
             if not successes:
@@ -175,7 +176,7 @@ class _Positions:
 
 @dataclass(slots=True)
 class _Asked:
-    """Counts the steps that were asked for one arm.
+    """Counts the steps that were planned with one arm.
 
     share: of the last ones, those that ran another draft length; other: the last such length.
     """
@@ -187,9 +188,9 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class OtherWidth:
-    """Tells that steps which were asked for `arm` verified another draft length.
+    """Reports that steps planned with `arm` verified another draft length.
 
-    share: of the last `steps` ones.
+    share: of the last `steps` such steps.
     """
 
     arm: Arm
@@ -201,13 +202,13 @@ class OtherWidth:
 class WidthCheck:
     """Compares the reports of one engine with its plans.
 
-    A few steps differ in every engine: a drafter that wakes, a batch that has changed between
-    choice and step.  An engine that does not follow the draft length differs in nearly all of them.
-    Compared is the draft length that a step ran.  Rows that verified fewer drafts than that (a
-    grammar forbade them, a lookup found none) say nothing about the engine.
+    In every engine a few steps differ, because a drafter wakes up or the batch changes between
+    choice and step.  In an engine that does not follow the draft length, nearly all of them differ.
+    The check compares the draft length of the whole step.  Rows that verified fewer drafts (a
+    grammar forbade them, or a lookup found none) are no evidence.
 
     any_larger: the choice may have been made for a larger batch than the report's (data-parallel
-    attention, where all ranks run what the largest batch needs).
+    attention, where all ranks run the choice for the largest batch).
     """
 
     def __init__(self, *, any_larger: bool) -> None:
@@ -215,19 +216,19 @@ class WidthCheck:
         self._plans: OrderedDict[int, Plan] = OrderedDict()
         self._asked: dict[Arm, _Asked] = {}
         self._last_batch = 0
-        # The question that was answered last: most steps ask it again.
+        # The last query and its answer: most steps repeat it.
         self._key: tuple[int, ...] = ()
         self._arms: tuple[Arm, frozenset[Arm]] | None = None
 
     def expect(self, plan: Plan) -> None:
-        """Takes a plan, in whose epoch later steps run."""
+        """Records a plan, to which later steps refer by its epoch."""
         self._plans[plan.epoch] = plan
         if len(self._plans) > _PLANS_KEPT:
             self._plans.popitem(last=False)
 
     def observe(self, report: StepReport) -> None:
-        """Takes a step.  One without a plan, of two choices, or without drafts is not compared."""
-        # An engine may choose a step ahead, for the batch as it was then.
+        """Adds a step.  Steps without a plan, with mixed choices or without drafts are ignored."""
+        # An engine may choose one step ahead, for the previous batch size.
         sizes = sorted((report.batch_size, self._last_batch or report.batch_size))
         self._last_batch = report.batch_size
         flags = report.flags
@@ -251,7 +252,7 @@ class WidthCheck:
     def _ask(
         self, epoch: int, low: int, high: int, probe_id: int, size: int
     ) -> tuple[Arm, frozenset[Arm]] | None:
-        """Returns what a plan asks for in a batch, and what it does in those that it may be for."""
+        """Returns a plan's arm for a batch size, and its arms for all that may have been meant."""
         plan = self._plans.get(epoch)
         if plan is None:
             return None
@@ -281,14 +282,14 @@ class WidthCheck:
 
 
 def drafts_for_any(report: StepReport) -> bool:
-    """Returns whether a step had a row that may be drafted for and whose request went on."""
+    """Returns whether a step had a row that allows drafting and whose request had not ended."""
     return not report.groups or any(it.drafter and not it.ended for it in report.groups)
 
 
 class EngineChecks:
-    """Holds the checks of one engine.  `observe`, `time` and `expect` feed them.
+    """Holds the checks of one engine.  `observe`, `time` and `expect` update them.
 
-    acceptance: by drafter, those with weights.
+    acceptance: by drafter, for drafters with weights.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -302,11 +303,11 @@ class EngineChecks:
         self._times = StepTimeCheck(spec.drafters)
 
     def expect(self, plan: Plan) -> None:
-        """Takes a plan as it is issued."""
+        """Records an issued plan."""
         self._widths.expect(plan)
 
     def observe(self, report: StepReport, *, measured: bool) -> None:
-        """Takes a step.  measured: under a measurement's load, whose text is no traffic."""
+        """Adds a step.  measured: it ran under a measurement's load, whose text is not traffic."""
         self._widths.observe(report)
         if measured:
             return
@@ -323,27 +324,27 @@ class EngineChecks:
             check.pass_step()
 
     def _forget_learner(self) -> None:
-        """Starts again with a drafter that has other weights now, unless it has worked."""
+        """Restarts the check of the learner, whose weights were reset, unless it has worked."""
         learner = self.spec.learner
         check = self.acceptance.get(learner.name)
         if check is not None and not check.has_worked:
             self.acceptance[learner.name] = AcceptanceCheck(learner.gammas[-1])
 
     def time(self, report: StepReport, seconds: float) -> None:
-        """Takes the seconds of a plain step, without what a change of arm cost."""
+        """Adds the seconds of a plain step, without the cost of a change of arm."""
         self._times.observe(report, seconds)
 
     def continue_from(self, before: "EngineChecks") -> None:
-        """Goes on from the session before of the same engine, if it has not become another one.
+        """Adopts the acceptance checks of the engine's previous session if its spec is the same.
 
-        Where its version or a drafter differs, what has worked before may not fit any more.
+        If its fingerprint or a drafter differs, a drafter that worked before may no longer fit.
         """
         ours, theirs = self.spec, before.spec
         if (ours.fingerprint, ours.drafters) == (theirs.fingerprint, theirs.drafters):
             self.acceptance = before.acceptance
 
     def warnings(self) -> tuple[EngineWarning, ...]:
-        """Returns what is wrong at present, in a fixed order."""
+        """Returns the present warnings, in a fixed order."""
         return (*self._rejected(), *map(_other_width, self._widths.found()), *self._flat())
 
     def _rejected(self) -> Iterator[EngineWarning]:
@@ -352,9 +353,9 @@ class EngineChecks:
                 yield EngineWarning(
                     WarningKind.NO_ACCEPTANCE,
                     name,
-                    f"drafter {name} has never worked: {check.tokens:.2f} tokens a sequence and "
+                    f"drafter {name} has never worked: {check.tokens:.2f} tokens per sequence and "
                     f"step in {check.drafts} verified drafts since its first one, {check.steps} "
-                    f"steps ago; below {SUSPECT_TOKENS:g} hardly a draft is accepted",
+                    f"steps ago; below {SUSPECT_TOKENS:g} almost no draft is accepted",
                     _NO_ACCEPTANCE_ADVICE,
                 )
 

@@ -1,13 +1,13 @@
-"""Tests whether the draft length makes a difference to an engine's step time.
+"""Tests whether the draft length affects an engine's step time.
 
-Drafting with a model costs time in every engine, even where verification is free.  Where a step at
-gamma = 0 takes no less than a long draft, or a short draft as long as a long one, the engine drafts
-all the same and throws the tokens away.
+Drafting with a model costs time in every engine, even where verification is free.  If a step at
+gamma = 0 takes as long as one with a long draft, or a short draft as long as a long one, the engine
+always drafts its full length and discards tokens.
 
-Times of different draft lengths are compared at the same batch size and at nearly the same context,
-and close to each other in time: the steps after a change with the mean of the other length's last
-ones.  So neither a machine that slows down nor a growing context is taken for the draft length.
-Batch sizes are summed up by octave, because a large batch pays for each verified token.
+Times of different draft lengths are compared at the same batch size, at nearly the same context and
+close in time: the steps after a change with the mean of the other length's last steps.  So neither
+a machine that slows down nor a growing context is mistaken for the effect of the draft length.
+Batch sizes are aggregated by octave, because a large batch makes each verified token more costly.
 """
 
 import math
@@ -20,51 +20,51 @@ from controller.core.engine_spec import Arm, DrafterSpec
 from controller.core.model_shapes import DrafterKind
 from controller.core.step_report import StepReport
 
-# Plain steps between two that are compared, at most.
+# Maximum plain steps between two compared steps.
 _APART_STEPS = 500
-# Relative difference of context that two compared steps may have.
+# Maximum relative difference of context between two compared steps.
 _CONTEXT_APART = 0.1
-# Steps over which the mean of a length is taken, those that it takes at the least, and those after
-# a change that are compared with it.
+# Steps over which a length's mean is taken, the minimum number for a comparison, and the steps
+# after a change that are compared with it.
 _MEAN_STEPS = 64
 _MEAN_LEAST = 4
 _COMPARED_STEPS = 64
-# Batch sizes whose means are kept, the latest ones, and the arms of each: a step is compared with
-# all of them.
+# The number of latest batch sizes whose means are kept, and of arms for each: a step is compared
+# with all of them.
 _SIZES_KEPT = 64
 _ARMS_KEPT = 16
-# Differences that are kept, the latest ones: of 17 octaves, all pairs of 16 draft lengths.
+# The number of latest differences that are kept: of 17 octaves, all pairs of 16 draft lengths.
 _DIFFERENCES_KEPT = 2048
-# What one comparison may count, in log seconds: an outlier is no difference of draft lengths.
+# Bound on one comparison in log seconds: an outlier is not caused by the draft length.
 _DIFFERENCE_MAX = 0.25
-# A comparison's share of weight: others use the same mean, and forth and back the same steps count
-# twice.
+# Weight factor of a comparison: several use the same mean, and changes back and forth use the same
+# steps twice.
 _COMPARISON_WEIGHT = 0.5
-# Weight (independent pairs of steps) and visits of an arm before a verdict, and the most weight, so
-# that a verdict can change.
+# Minimum weight (independent pairs of steps) and visits of an arm for a verdict, and the maximum
+# weight, so that a verdict can change.
 _WEIGHT_LEAST = 10.0
 _VISITS_LEAST = 10
 _WEIGHT_MOST = 500.0
-# Two lengths cost the same if, at three standard errors, they lie closer than this for each token
-# (log seconds), and in all than that.  One pass of the smallest drafter (a layer and the output
-# head, beside a target of 80 layers) takes more than 1 % of a step.
+# Two lengths cost the same if, at three standard errors, their difference in log seconds is below
+# this per token, and below that in total.  One pass of the smallest drafter (a layer and the output
+# head, with a target of 80 layers) takes more than 1 % of a step.
 _SAME_PER_TOKEN = 0.005
 _SAME_MOST = 0.02
 _STANDARD_ERRORS = 3.0
-# Between fewer passes there may be no difference: at gamma = 0 a drafter that keeps in step with
-# the target runs one pass as well.
+# Lengths closer than this may take equally long: a drafter that keeps in step with the target runs
+# one pass even at gamma = 0.
 _LENGTHS_APART = 2
 
 _SERIAL = frozenset({DrafterKind.MTP, DrafterKind.STANDALONE})
-# A lookup costs nothing, and a mixture what its parts do.
+# A lookup costs almost nothing, and a mixture depends on its parts.
 _COSTLY = _SERIAL | {DrafterKind.DFLASH}
 
 
 @dataclass(slots=True)
 class _Recent:
-    """Holds means over the latest steps of one arm at one batch size.  at: the last one.
+    """Holds means over the latest steps of one arm at one batch size.  at: the last step.
 
-    log_seconds: over `steps` of them.  compared: steps that were compared with it in `visit`.
+    log_seconds: mean over `steps` steps.  compared: steps compared with this mean in `visit`.
     """
 
     at: int
@@ -75,9 +75,9 @@ class _Recent:
     compared: int = 0
 
     def weigh(self, visit: int) -> float:
-        """Returns what one more comparison adds to the weight of a visit's mean against this one.
+        """Returns the additional weight of one more comparison in a visit.
 
-        n steps against a mean of m are worth n m / (n + m) pairs.
+        n steps compared with a mean of m steps are worth n m / (n + m) pairs.
         """
         if visit != self.visit:
             self.visit, self.compared = visit, 0
@@ -90,9 +90,9 @@ class _Recent:
 class _Difference:
     """Holds the weighted mean of log seconds, long minus short length, over visits of an arm.
 
-    Steps of one visit err together where a machine is slow for a while, so that a visit is one
+    Errors of one visit's steps are correlated if a machine is slow for a while, so a visit is one
     observation.  squares: sum of w^2 d^2, for a visit's weight w and its deviation d from the mean.
-    The visit that is under way is kept apart.
+    The open visit is not included.
     """
 
     weight: float = 0.0
@@ -104,7 +104,7 @@ class _Difference:
     _visit_mean: float = 0.0
 
     def add(self, value: float, weight: float, visit: int) -> None:
-        """Counts a value of a visit; those of one visit in a row count as their mean."""
+        """Adds a value of a visit; consecutive values of one visit count as their mean."""
         if visit != self._visit:
             if self._visit_weight:
                 self._close()
@@ -126,17 +126,17 @@ class _Difference:
     def error(self) -> float:
         """Returns the standard error of the mean.
 
-        Forth and back count the same steps twice, which the weight of a comparison makes up for.
+        Changes back and forth count the same steps twice; the comparison weight corrects for this.
         """
         return math.sqrt(max(self.squares, 0.0) / _COMPARISON_WEIGHT) / self.weight
 
 
 @dataclass(frozen=True, slots=True)
 class FlatStepTime:
-    """Tells that `long` tokens of a drafter cost no more than `short` ones.
+    """Reports that a drafter's `long` draft costs no more than its `short` one.
 
     difference: of the step times, relative to the shorter length's; error: its standard error.
-    pairs: independent pairs of steps behind it.  batch_size: the largest one of their octave.
+    pairs: number of independent pairs of steps.  batch_size: the largest one of their octave.
     """
 
     drafter: str
@@ -155,13 +155,13 @@ class StepTimeCheck:
         self._kinds = {d.name: d.kind for d in drafters if d.kind in _COSTLY}
         # By batch size and arm.
         self._recent: OrderedDict[int, dict[Arm, _Recent]] = OrderedDict()
-        # The one that was added to last stands last.
+        # In order of the last addition.
         self._differences: OrderedDict[tuple[str, int, int, int], _Difference] = OrderedDict()
         self._steps = self._visit = 0
         self._last: Arm | None = None
 
     def observe(self, report: StepReport, seconds: float) -> None:
-        """Takes a plain step.  seconds: without what a change of arm cost."""
+        """Adds a plain step.  seconds: without the cost of a change of arm."""
         if report.drafter not in self._kinds or report.groups:
             return
         self._steps += 1
@@ -209,7 +209,7 @@ class StepTimeCheck:
                 self._add(arm, other.gamma, size, apart, mean.weigh(self._visit))
 
     def _fits(self, mean: _Recent, context: float) -> bool:
-        """Returns whether a step of this context can be compared with a mean, or belongs to it."""
+        """Returns whether a step with this context can be compared with, or added to, a mean."""
         apart = abs(mean.context - context)
         return self._steps - mean.at <= _APART_STEPS and apart <= _CONTEXT_APART * max(context, 1.0)
 
@@ -232,7 +232,7 @@ class StepTimeCheck:
         return long - short >= _LENGTHS_APART and not (short and is_block)
 
     def found(self) -> list[FlatStepTime]:
-        """Returns by drafter at most one pair of lengths with gamma = 0, then one without."""
+        """Returns for each drafter at most one pair with gamma = 0, then one without it."""
         found: dict[tuple[str, bool], FlatStepTime] = {}
         for flat in self._flat():
             kind = (flat.drafter, flat.short == 0)
@@ -246,7 +246,7 @@ class StepTimeCheck:
                 continue
             same = min(_SAME_MOST, _SAME_PER_TOKEN * (long - short))
             room = _STANDARD_ERRORS * known.error
-            # Without drafts a step must be quicker; of two drafts, neither may differ.
+            # A step without drafts must be faster; for two drafts either direction counts.
             apart = known.mean if short == 0 else abs(known.mean)
             if apart + room < same:
                 yield FlatStepTime(
@@ -256,5 +256,5 @@ class StepTimeCheck:
 
 
 def _weight(flat: FlatStepTime) -> tuple[int, int]:
-    """Returns by what findings are ordered: the further two lengths differ, the more they say."""
+    """Returns a sort key: pairs with a larger difference of lengths are stronger evidence."""
     return flat.long - flat.short, flat.pairs

@@ -1,8 +1,8 @@
-"""Counts the tokens that each drafter has not read yet, and estimates what waking it costs.
+"""Counts the tokens that each drafter has not read yet, and estimates the cost of waking it up.
 
-A waking costs a fixed part, and the seconds of each token that was missed.  The price of a token
-starts at the profile's and the fixed part, a pass of the drafter, at nothing; both follow the
-seconds that waking steps take beyond a plain one.
+A wake-up has a fixed cost, and a cost for each missed token.  The cost of a token starts at the
+profile's value, and the fixed cost, a pass of the drafter, at 0.  Both are fitted to the excess of
+wake-up steps over plain steps.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,23 +15,25 @@ from controller.core.engine_spec import Capabilities
 from controller.core.recorded_state import recorded
 from controller.core.step_report import StepReport
 
-# The estimate's memory, in wakings.
+# The estimate's memory, in wake-ups.
 _WAKINGS = 50.0
-# The missed tokens that the first price of a token weighs; it is forgotten like a waking.
+# The weight of the initial price of a token, in missed tokens; it fades like a wake-up.
 _PRIOR_TOKENS = 1000.0
-# The wakings that a fixed part of 0 weighs: for good, because wakings alike show only the sum.
+# The weight of a fixed part of 0, in wake-ups.  It does not fade, because similar wake-ups show
+# only the sum of both parts.
 _PLAIN_WAKINGS = 4.0
 
 
 @recorded("drafter_backlog", "_backlog _asleep _slept_steps")
 class DrafterBacklog:
-    """Missed tokens by drafter.  One object per engine.
+    """Counts the missed tokens by drafter.  One object per engine.
 
-    A drafter misses what the engine generates while it sleeps (gamma = 0) or, in an engine whose
-    drafters do not follow the stream by themselves, while another drafter runs, unless the two are
-    `together`: by drafter, what is kept in step by its drafting, if more than itself.  One that
-    sleeps may catch up by itself every so many steps (`Capabilities.catch_up_steps`).  Tokens of
-    requests that have ended are among them: no drafter reads more than what is in the KV cache.
+    A drafter misses the tokens that are generated while it sleeps (gamma = 0).  If the engine's
+    drafters do not follow the stream by themselves, it also misses those that are generated while
+    another drafter runs, unless the two are `together`: for each drafter, the drafters that its
+    drafting keeps in step.  A sleeping drafter may catch up by itself every
+    `Capabilities.catch_up_steps` steps.  Missed tokens of ended requests are counted too; a wake-up
+    reads at most the tokens in the KV cache.
     """
 
     def __init__(
@@ -44,22 +46,22 @@ class DrafterBacklog:
         self._together = {name: (together or {}).get(name, (name,)) for name in drafters}
         self.use(able)
         self._apart = len(self._backlog) > 1 and not able.drafters_follow
-        # While all drafters follow and have missed nothing there is nothing to do.
+        # If all drafters follow the stream and have missed nothing, steps need no accounting.
         self._asleep = self._apart
         self._slept_steps = 0
 
     def use(self, able: Capabilities) -> None:
-        """Sets what the engine is able to do from now on."""
+        """Updates the engine's capabilities."""
         self._can_sleep = able.can_sleep
         self._most_steps = able.catch_up_steps
 
     @property
     def now(self) -> Mapping[str, float]:
-        """The missed tokens by drafter."""
+        """Missed tokens by drafter."""
         return self._backlog
 
     def observe(self, report: StepReport) -> float:
-        """Takes a step and returns the tokens that its drafter had to read first, mostly 0."""
+        """Adds a step; returns the tokens that its drafter had to read first, usually 0."""
         if report.gamma > 0 and not self._asleep:
             return 0.0
         gained = report.batch_size + sum(k * n for k, n in enumerate(report.accepted_counts))
@@ -84,9 +86,9 @@ class DrafterBacklog:
 
 @dataclass(frozen=True, slots=True)
 class CatchUpPrice:
-    """Holds what waking a drafter costs, in seconds.
+    """Holds the cost of waking a drafter, in seconds.
 
-    now: the cheapest waking now.  fixed, per_token: of any waking, and of each missed token.
+    now: of the cheapest wake-up now.  fixed: of any wake-up.  per_token: of each missed token.
     """
 
     now: float
@@ -99,7 +101,7 @@ class CatchUpPrice:
     "_backlog _fixed _kv_tokens _batch_size _rate _wakings _tokens _squares _seconds _products",
 )
 class CatchUp:
-    """Tracks each drafter's backlog and what reading it costs.  One object per engine.
+    """Tracks each drafter's backlog and the cost of reading it.  One object per engine.
 
     The price is a least-squares line, excess seconds over missed tokens, with a ridge penalty on
     the fixed part; neither part is below 0.  together: see `DrafterBacklog`.
@@ -113,33 +115,33 @@ class CatchUp:
         together: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self._backlog = DrafterBacklog(drafters, able, together)
-        # Of the last report.
+        # From the last report.
         self._kv_tokens, self._batch_size = 0, 1
         self.use(seconds_per_token)
 
     def use(self, seconds_per_token: float) -> None:
-        """Restarts from a measured price of a token."""
+        """Restarts from a measured cost of a token."""
         self._fixed, self._rate = 0.0, seconds_per_token
         self._wakings = self._tokens = self._seconds = 0.0
         self._squares = _PRIOR_TOKENS**2
         self._products = self._squares * seconds_per_token
 
     def use_capabilities(self, able: Capabilities) -> None:
-        """Sets what the engine is able to do from now on."""
+        """Updates the engine's capabilities."""
         self._backlog.use(able)
 
     @property
     def price(self) -> CatchUpPrice:
-        """The present estimates, with the cheapest waking of all drafters."""
+        """The present estimates, with the cheapest wake-up of all drafters."""
         return CatchUpPrice(min(self.seconds().values()), self._fixed, self._rate)
 
     def seconds_of(self, drafter: str) -> float:
-        """Returns what using a drafter in the next step costs beyond the step."""
+        """Returns the extra seconds of the next step if this drafter has to catch up in it."""
         backlog = self._backlog.now[drafter]
         return self._fixed + self._rate * min(backlog, self._kv_tokens) if backlog else 0.0
 
     def observe(self, report: StepReport, expected_seconds: float) -> bool:
-        """Takes a step; True if it woke a drafter, so that it was not a plain step.
+        """Adds a step; True if it woke a drafter, so that it was not a plain step.
 
         expected_seconds: of a plain step of this shape.
         """
@@ -147,8 +149,8 @@ class CatchUp:
         behind = self._backlog.observe(report)
         if behind > 0 and not (report.flags.after_gap or report.flags.first_use):
             excess = report.step_seconds - expected_seconds
-            # One outlier must not make waking look expensive for the next fifty, but reading many
-            # tokens may take as long as some steps that generate as many.
+            # One outlier must not make wake-ups look expensive for the next fifty, but reading many
+            # tokens may take as long as several plain steps.
             plain = max(4.0, behind / (4 * report.batch_size))
             excess = min(excess, plain * expected_seconds)
             self._learn(excess, behind)
@@ -176,10 +178,10 @@ class CatchUp:
     def by_batch(
         self, sizes: NDArray[np.float64], context: NDArray[np.float64]
     ) -> Mapping[str, NDArray[np.float64]]:
-        """Returns the same, [buckets], if the next step has another batch.
+        """Returns the same, [buckets], if the next step has another batch size.
 
-        sizes, context: [buckets] sequences, and tokens of a sequence.  The next batch may still be
-        the present requests, so their context counts where it is longer.
+        sizes, context: [buckets], sequences, and tokens per sequence.  The next batch may still
+        contain the present requests, so the longer of the two contexts counts.
         """
         tokens = sizes * np.maximum(context, self._kv_tokens / self._batch_size)
         return {

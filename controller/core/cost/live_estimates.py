@@ -1,4 +1,4 @@
-"""Estimates what live steps alone can tell: context, and what prompts and changes of arm cost."""
+"""Estimates context lengths and the cost of prompts and changes of arm, from live steps alone."""
 
 import math
 from collections.abc import Sequence
@@ -9,42 +9,43 @@ from numpy.typing import NDArray
 from controller.core.recorded_state import recorded
 from controller.core.step_report import StepReport
 
-# Steps that an average of contexts remembers; after how many without one it adapts, and fades.
+# Memory of an average of contexts in steps; idle steps until it adapts quickly, and until it fades.
 _CONTEXT_STEPS = 20.0
 _ADAPTS_STEPS = 100.0
 _FADES_STEPS = 2000.0
 # Octaves between batch sizes over which nearness falls to a third.
 _NEAR_OCTAVES = 0.5
-# The steps that the buckets nearby count as.
+# The weight of the neighbours' mean, in steps.
 _LEANING = 0.02
 # The weight of the mean over all batch sizes.
 _LEAST = 1e-3
-# Memory in steps: of the price of prompts, those with prompt tokens; of how many there are, all.
+# Memory of the price of prompts, in steps with prompt tokens; of their number, in all steps.
 _PRICED_STEPS = 64.0
 _PROMPT_STEPS = 256.0
-# Memory of the price of a switch, in switches, and those that the price of nothing weighs at first.
+# Memory of the price of a switch, in switches, and the weight of the initial price of 0.
 _SWITCHES = 50.0
 _FREE_SWITCHES = 4.0
-# One outlier must not make switching look expensive for the next fifty.
+# One outlier must not make switching look expensive for the next fifty switches.
 _EXCESS_MAX = 2.0
-# That price is known after so many switches.  Where every step is switched, it has to be guessed.
+# The price is known after this many switches.  After this many skipped switched steps in a row, a
+# step is used with its switch.
 _KNOWN = 8.0
 _SKIPPED_MAX = 4
 
 
 @recorded("context_by_batch", "mean _means _steps _seen _weights")
 class ContextByBatch:
-    """Estimates the context of a sequence by batch size: who runs alone may have the longest one.
+    """Estimates the context of a sequence by batch size, as small batches may have long contexts.
 
-    Each bucket of batch sizes has a moving average, and leans on the buckets near it:
+    Each bucket of batch sizes has a moving average, shrunk towards the buckets near it:
 
         context_j = (n_j m_j + w l_j) / (n_j + w),   l_j = mean of the others, weighted by nearness
 
-    with a small w, so that a bucket that was never seen has the context of its neighbours.  An
-    average that was not used for a while adapts quickly when its batch size returns, and loses
-    weight slowly until then.
+    with a small w, so that a bucket without steps has the context of its neighbours.  An average
+    that was not used for a while adapts quickly when its batch size returns, and loses weight
+    slowly until then.
 
-    buckets: ascending batch sizes.  start: tokens, before any step.  mean: tokens of a sequence,
+    buckets: ascending batch sizes.  start: tokens, before any step.  mean: tokens per sequence,
     over all batch sizes.
     """
 
@@ -61,7 +62,7 @@ class ContextByBatch:
         self._steps = 0
 
     def observe(self, bucket: int, kv_per_sequence: float) -> None:
-        """Takes a step: the context of its sequences, in tokens."""
+        """Adds a step.  kv_per_sequence: mean context of its sequences, in tokens."""
         self._steps += 1
         self.mean += (kv_per_sequence - self.mean) / min(_CONTEXT_STEPS, float(self._steps))
         idle = self._steps - self._seen[bucket] - 1
@@ -72,14 +73,14 @@ class ContextByBatch:
         self._seen[bucket] = self._steps
 
     def by_bucket(self) -> NDArray[np.float64]:
-        """Returns [buckets], tokens of a sequence."""
+        """Returns [buckets], tokens per sequence."""
         means = np.array(self._means)
         if self._steps == 0:
             return means
         idle = self._steps - np.array(self._seen)
         weights = np.array(self._weights) * np.exp(idle / -_FADES_STEPS)
         totals = weights * means
-        # The mean of all counts where nothing near was seen.
+        # Where no near bucket has steps, the overall mean is used.
         others = (self._near @ totals + _LEAST * self.mean) / (self._near @ weights + _LEAST)
         found: NDArray[np.float64] = (totals + _LEANING * others) / (weights + _LEANING)
         return found
@@ -87,12 +88,12 @@ class ContextByBatch:
 
 @recorded("prefill_price", "_seconds _tokens _mean_tokens")
 class PrefillPrice:
-    """Estimates what prompt tokens cost that a decode step reads beside its decoding.
+    """Estimates the cost of prompt tokens that a decode step processes beside its decoding.
 
-        seconds a token = sum of (seconds of such steps - expected seconds without) / sum of tokens
+        seconds per token = sum of (seconds of such steps - expected without) / sum of tokens
 
-    Old steps fade.  What prompts add to a step on average, they add whatever the arm: where many
-    are read, a longer draft is worth more, because fewer steps pay for them.
+    Old steps fade.  Prompts add the same mean seconds to a step of any arm.  Where there are many,
+    a longer draft has more value, because fewer steps have this overhead.
     """
 
     def __init__(self) -> None:
@@ -100,7 +101,7 @@ class PrefillPrice:
         self._mean_tokens = 0.0
 
     def observe(self, tokens: int, step_seconds: float, expected_seconds: float) -> None:
-        """Takes a step that has read prompts.  expected_seconds: of its decoding alone."""
+        """Adds a step with prompt tokens.  expected_seconds: of its decoding alone."""
         keep = 1 - 1 / _PRICED_STEPS
         self._seconds = keep * self._seconds + max(step_seconds - expected_seconds, 0.0)
         self._tokens = keep * self._tokens + tokens
@@ -110,28 +111,28 @@ class PrefillPrice:
         self._mean_tokens += (tokens - self._mean_tokens) / _PROMPT_STEPS
 
     def seconds_of(self, tokens: float) -> float:
-        """Returns the seconds that so many prompt tokens add to a step."""
+        """Returns the seconds that this many prompt tokens add to a step."""
         return tokens * self._seconds / self._tokens if self._tokens else 0.0
 
     @property
     def seconds_a_step(self) -> float:
-        """Returns the seconds that prompts add to a step, on average over all of late."""
+        """Returns the mean seconds that prompts add to a step, over recent steps."""
         return self.seconds_of(self._mean_tokens)
 
 
 @recorded("switch_price", "_mean _switches _skipped")
 class SwitchPrice:
-    """Estimates what a change of arm costs: the seconds by which its first step takes too long.
+    """Estimates the cost of a change of arm: the excess seconds of the first step after it.
 
-    It is a mean over the steps that the engine flagged as switched, of arms whose plain steps are
-    known, beyond what a plain step takes.  It starts at nothing, and is never below 0.  Until it is
-    known, what a switched step takes says nothing about its arm.
+    It is the mean excess over a plain step, over the steps that the engine flagged as switched and
+    whose arms have known plain costs.  It starts at 0 and is never below 0.  Until it is known, a
+    switched step is not used as evidence about its arm's cost.
     """
 
     def __init__(self) -> None:
         self._mean = 0.0
         self._switches = _FREE_SWITCHES
-        # Switched steps that were left out since the last plain one.
+        # Switched steps that were skipped since the last plain one.
         self._skipped = 0
 
     @property
@@ -140,14 +141,14 @@ class SwitchPrice:
         return max(0.0, self._mean)
 
     def observe(self, step_seconds: float, expected_seconds: float) -> None:
-        """Takes a switched step.  expected_seconds: of a plain step of this shape."""
+        """Adds a switched step.  expected_seconds: of a plain step of this shape."""
         most = _EXCESS_MAX * expected_seconds
         excess = max(-most, min(most, step_seconds - expected_seconds))
         self._switches = min(self._switches + 1, _SWITCHES)
         self._mean += (excess - self._mean) / self._switches
 
     def without(self, report: StepReport) -> float | None:
-        """Returns the step's seconds without the switch; None while that cannot be told."""
+        """Returns the step's seconds without the switch; None if they cannot be estimated yet."""
         seconds = report.step_seconds
         if not report.flags.switched:
             self._skipped = 0
@@ -155,7 +156,7 @@ class SwitchPrice:
         if self._switches < _FREE_SWITCHES + _KNOWN:
             self._skipped += 1
             return None if self._skipped <= _SKIPPED_MAX else seconds
-        # The switches that cost nothing are there against outliers: without them the mean is true.
+        # The initial weight of 0 guards against outliers; without it the mean is unbiased.
         price = self.seconds * self._switches / (self._switches - _FREE_SWITCHES)
         if self._switches == _SWITCHES:
             price = self.seconds

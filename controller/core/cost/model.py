@@ -1,25 +1,25 @@
-"""Estimates what a step costs: C(d, B, gamma, kv), measured once and refined by live steps.
+"""Estimates the cost of a step, C(d, B, gamma, kv): measured once and refined by live steps.
 
     log C = log(grid[arm, B] + k_kv * (kv - B * kv_ref)) + phi(arm, B) . w + cell[arm, B]
 
 `grid` comes from a profile or, without one, from a prior, which `explain` shows.
 
-Live steps move w, a handful of coefficients with a Kalman filter: how slow the machine is right
-now (quick: it moves every arm alike, so a slow minute is no reason to switch), how that grows with
-B, and per drafter what drafting at all, each further pass, and the verified width add.  So one arm
-that turns out more expensive than its table moves all arms that share the cause.  The rest of the
-error goes to the single cell and half of it to its neighbours in B, but not from a cell that the
-profile did not measure to one that it did.  A table that surprises is trusted less: the doubt about
-cells never run grows with the errors found on first visits.
+Live steps update w, a few coefficients, with a Kalman filter: the machine's present pace (it adapts
+quickly and affects all arms alike, so a slow minute is no reason to switch), its growth with B,
+and for each drafter the cost of drafting at all, of each further pass, and of the verified width.
+So one arm that is more expensive than its table raises all arms that share the cause.  The residual
+is added to the single cell, and half of it to its neighbours in B, but not from a cell that the
+profile did not measure to one that it did.  The uncertainty of cells that have not run grows with
+the errors found on first visits to other cells.
 
-Two rules keep a slow minute from being charged to the arms that ran in it.  When a cell runs on and
-its time changes, only the machine can have changed, and when the time of a known cell leaps, that
-is by far the likeliest cause: w takes the change as pace, whatever the doubt about the rest.  And
-more work never costs less (`CostOrder`): where what was learnt breaks that order, the older
-knowledge gives way to the newer and is doubted.  After either, gamma = 0 is due for a check.
+Two rules keep a slow minute from being charged to the arms that ran in it.  If the same cell runs
+again and its time changes, only the machine can have changed; if the time of a known cell changes
+abruptly, that is by far the most likely cause.  w then treats the change as pace, whatever the
+other uncertainties.  And more work never costs less (`CostOrder`): where the estimates break that
+order, older ones are moved and become uncertain.  In both cases gamma = 0 is due for a check.
 
-A step that is far outside the usual scatter, or six times as fast as believed, moves nothing before
-another one of its cell confirms it, and then as far as the two agree; a known cell takes six.
+A step far outside the usual scatter, or six times as fast as predicted, changes nothing until
+another step of its cell confirms it, and then by the smaller error; a known cell needs six.
 """
 
 import math
@@ -47,22 +47,22 @@ from controller.core.engine_spec import Arm
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 
-# How quickly the variation of the machine's pace is learnt, an update; its maximum (log seconds).
+# Learning rate per update of the machine's pace variation, and its maximum (log seconds).
 _PACE_RATE = 0.1
 _PACE_MAX = 0.3
 _KV_RATE = 0.05
 _NEIGHBOUR_SHARE = 0.5
 # Standard deviation (log seconds) of a cell that the profile did not measure.
 _EXTRAPOLATED_DOUBT = 0.3
-# An error of so many standard deviations, and of so much (log seconds), is a change and not noise.
+# An error above this many standard deviations, and this many log seconds, is a change, not noise.
 _DEVIATIONS = 3.0
 _CHANGE_MIN = 0.1
-# After a change of cell only so much is taken for pace, and only if the cell was known by so many
-# steps; the cell itself may have changed by this share.
+# After a change of cell, an error is taken for pace only above this minimum (log seconds), and only
+# if the cell is known by this many steps; the cell itself may have changed by this share.
 _LEAP_MIN = 0.3
 _LEAP_SHARE = 0.2
 _STEPS_SURE = 4
-# A bucket with fewer steps is new.
+# A bucket with fewer steps than this is new.
 _STEPS_NEW = 2
 _STEPS_AN_UPDATE = 8
 _STEPS_KNOWN = 32
@@ -73,19 +73,20 @@ _SCATTER_RATE = 0.02
 _OUTLIER_SCALES = 6.0
 _OUTLIER_FLOOR = 0.4
 _OUTLIERS_THAT_ARE_NEWS = 6
-# A step six times as fast as believed (log seconds) is far; less counts at once: a better arm's.
+# A step more than six times as fast as predicted (log seconds) is an outlier.  A smaller speedup
+# counts at once, so that a better arm is used soon.
 _FASTER_MAX = 1.8
 _SURPRISE_RATE = 0.2
 _SURPRISE_MAX = 100.0
 _SURPRISE_USUAL = 4.0
-# How far surprise may widen the doubt about the coefficients, as a factor of their variance.
+# Maximum growth of the coefficients' variance because of surprising steps, as a factor.
 _DOUBT_GROWTH_MAX = 9.0
 
 
 @recorded("pending_errors")
 @dataclass(slots=True)
 class _Pending:
-    """Sums the errors of one cell since the last update."""
+    """Sum of the errors of one cell since the last update."""
 
     total: float = 0.0
     steps: int = 0
@@ -127,7 +128,7 @@ class CostModel:
         self.use_settings(settings)
         self._features = features(arms, self._table.sizes)
         self._flat_features = self._features.reshape(len(self._features), -1)
-        # [arms, buckets, coefficients]: those of a cell lie together.
+        # [arms, buckets, coefficients]: contiguous by cell.
         self._causes = np.ascontiguousarray(np.moveaxis(self._features, 0, -1))
         sigma, self._cell_sigma = doubt_before(self.prior or "profile", len(self._features))
         self._process_noise = process_noise(len(sigma))
@@ -136,26 +137,26 @@ class CostModel:
         self._covariance_start = float(np.trace(self._covariance))
         self._cell = np.zeros(shape)
         self._cell_steps = np.zeros(shape)
-        # The step after which a cell was learnt last; 0: never.
+        # The step at which each cell was updated last; 0: never.
         self._cell_seen = np.zeros(shape, dtype=np.int64)
-        # [buckets] error of the estimates (log seconds) that was found since gamma = 0 ran there.
+        # [buckets] error of the estimates (log seconds) found since gamma = 0 last ran there.
         self._disagreed = np.zeros(len(buckets))
         self._kv_per_sequence = self._table.kv_reference
         self._surprise = 1.0
         self._pace = 0.0
-        # The cell that was learnt last, and the one that was seen last.
+        # The cell that was updated last, and the cell of the last step.
         self._last_cell = self._now_cell = (-1, -1)
         self._last_error = 0.0
         self._scatter = _SCATTER_START
         self._outliers_in_a_row = 0
-        # By cell, the error of a far step that no other step has confirmed, relative to the table.
+        # By cell, the error of an outlier that no other step has confirmed, relative to the table.
         self._held: dict[tuple[int, int], float] = {}
         self._pending: dict[tuple[int, int], _Pending] = {}
         self.rejected = self.steps = 0
         self._refresh()
 
     def use_settings(self, settings: PlannerSettings) -> None:
-        """Sets how far live steps may move the costs from now on."""
+        """Updates the bound on how far live steps may move the costs."""
         profiled, prior = settings.cost_drift_max_profiled, settings.cost_drift_max_prior
         self._drift_max = math.log(profiled if self.profile_id else prior)
 
@@ -181,9 +182,9 @@ class CostModel:
         expected_seconds: float,
         step_seconds: float,
     ) -> bool:
-        """Takes one plain step (the caller leaves out distorted ones); False if it is not believed.
+        """Adds one plain step (the caller omits distorted ones); False if it is rejected for now.
 
-        expected_seconds: what `predict` gave for it.
+        expected_seconds: the result of `predict` for it.
         """
         self._kv_per_sequence += _KV_RATE * (kv_tokens / batch_size - self._kv_per_sequence)
         error = math.log(step_seconds / expected_seconds)
@@ -193,7 +194,7 @@ class CostModel:
             return False
         self.steps += steps
         if self.steps > steps:
-            # From step to step: what both share is the machine's pace and not scatter.
+            # Differences between successive steps: the machine's pace cancels out.
             apart = min(abs(error - self._last_error) / math.sqrt(2), 0.5)
             excess = apart - self._scatter
             self._scatter = max(_SCATTER_MIN, self._scatter + _SCATTER_RATE * excess)
@@ -206,10 +207,10 @@ class CostModel:
         return True
 
     def _shown(self, cell: tuple[int, int], error: float) -> tuple[float, int]:
-        """Returns the error that can be believed, and of how many steps; of none while it cannot.
+        """Returns the error to learn from, and its number of steps; 0 steps if there is none yet.
 
-        error: of this step.  One far step shows nothing: what two of a cell show, it does,
-        as far as they agree; a known cell takes more, unless it proves faster after a long time.
+        error: of this step.  A single outlier is not used; two outliers of a cell give the smaller
+        error.  A known cell needs more, unless it is faster and was not measured for long.
         """
         held = self._held.pop(cell, None)
         limit = max(_OUTLIER_FLOOR, _OUTLIER_SCALES * self._scatter)
@@ -232,9 +233,9 @@ class CostModel:
         return 0.0, 0
 
     def learn(self) -> None:
-        """Moves the coefficients and cells by what was observed since the last call."""
-        # One update takes as long for many steps, so a well-known cell waits for more of them, but
-        # only while it runs on: mixed with later ones they would belong to another pace.
+        """Updates the coefficients and cells from the steps observed since the last call."""
+        # An update of many steps costs no more than of one, so a well-known cell waits for more of
+        # them, but only while it keeps running: later steps would belong to another pace.
         ready = [
             cell for cell, pending in self._pending.items()
             if cell != self._now_cell or pending.steps >= _STEPS_AN_UPDATE
@@ -254,19 +255,19 @@ class CostModel:
         prior, noise = self._variances()
         outside = self._extrapolated.item(i, j)
         if outside:
-            # What is wrong there is the extrapolation or the machine's pace, and not the arm.
+            # The error there is due to the extrapolation or the machine's pace, not to the arm.
             phi = np.eye(1, len(phi))[0]
             prior = max(prior, _EXTRAPOLATED_DOUBT**2)
         evidence = self._evidence((i, j))
         is_new = evidence == 0
         if is_old := error < -_LEAP_MIN and self._idle((i, j)) >= STALE_STEPS:
-            # It was measured again, and is not as slow as it was once seen to be.
+            # A new measurement shows that it is not as slow as it once was.
             evidence = 0.0
         cell_doubt = cell_variance(prior, noise, evidence)
         noise /= steps
         runs_on = (i, j) == self._last_cell
         if runs_on:
-            # Nothing changed but the time: what exceeds scatter is the machine's pace.
+            # Only the time has changed: an error beyond scatter is the machine's pace.
             jump = min(max(error * error - cell_doubt - noise, 0.0), _PACE_MAX**2)
             self._pace += _PACE_RATE * (jump - self._pace)
         self._last_cell = (i, j)
@@ -278,11 +279,11 @@ class CostModel:
         known = runs_on or evidence >= _STEPS_SURE
         forgotten = is_old and not outside and self._is_forgotten(i)
         if (known or forgotten) and abs(error) > max(_DEVIATIONS * math.sqrt(total), least):
-            # The machine's, or that of a drafter that nothing was seen of for long.
+            # The machine's coefficient, or that of a drafter that has not run for long.
             cause = 2 + int(phi[2:].argmax()) if forgotten else 0
             covariance[cause, cause] += error * error
             if known and not runs_on:
-                # If it keeps happening whenever this arm runs, the arm is the cause.
+                # If this repeats whenever the arm runs, the arm is the cause.
                 cell_doubt += (_LEAP_SHARE * error) ** 2
                 evidence /= 2
             spread = covariance @ phi
@@ -298,7 +299,8 @@ class CostModel:
             total = float(phi @ spread) + cell_doubt + noise
         gain = spread / total
         self._weights += gain * error
-        # Symmetric to the last bit: growth of doubt enlarges what is not, to negative variances.
+        # Exactly symmetric: growth of the covariance would amplify any asymmetry to negative
+        # variances.
         covariance -= spread[:, None] * spread / total
         left = error * (1 - float(phi @ gain))
         rate = max(cell_doubt / (cell_doubt + noise), min(1.0, _CELL_RATE_MIN * steps))
@@ -310,11 +312,11 @@ class CostModel:
                 self._cell[i, k] = min(self._drift_max, max(-self._drift_max, moved))
 
     def _evidence(self, cell: tuple[int, int]) -> float:
-        """Returns the steps behind a cell, without what they have lost while others ran."""
+        """Returns a cell's evidence in steps, faded by the steps since it was updated."""
         return self._cell_steps.item(cell) * math.exp(-self._idle(cell) / IDLE_STEPS)
 
     def _idle(self, cell: tuple[int, int]) -> int:
-        """Returns the steps since a cell was learnt."""
+        """Returns the steps since a cell was updated."""
         return self.steps - self._cell_seen.item(cell)
 
     def _is_forgotten(self, arm: int) -> bool:
@@ -331,12 +333,12 @@ class CostModel:
         self._surprise += _SURPRISE_RATE * (found - self._surprise)
         if found <= _SURPRISE_USUAL:
             return 1.0
-        # The table is wrong by more than its doubt allows: trust it less.
+        # The table's error exceeds its uncertainty: trust it less.
         room = _DOUBT_GROWTH_MAX * self._covariance_start / float(np.trace(self._covariance))
         return max(1.0, min(found / 2, room))
 
     def _variances(self) -> tuple[float, float]:
-        """Returns the variance of what a single cell adds before any step, and of one step."""
+        """Returns the prior variance of a single cell's correction, and the variance of a step."""
         return self._cell_sigma**2 * max(1.0, self._surprise), (1.25 * self._scatter) ** 2
 
     def _keep_order(self) -> None:
@@ -345,7 +347,7 @@ class CostModel:
         if self._order.is_ordered(seconds):
             return
         before, moved = self._cell, np.log(self._order.settled(seconds, self._cell_seen) / seconds)
-        # Beyond the bound the next step nearby throws cells back, and coefficients diverge.
+        # Without the bound the next step nearby would reverse the change, and coefficients diverge.
         self._cell = np.clip(before + moved, -self._drift_max, self._drift_max)
         moved = self._cell - before
         self._cell_steps[np.abs(moved) > DISAGREEMENT_MAX] = 0.0
@@ -355,26 +357,26 @@ class CostModel:
 
     def _refresh(self) -> None:
         shared = (self._weights @ self._flat_features).reshape(self._cell.shape)
-        # Only the drift between arms matters to a choice: it is bounded, the machine's is not.
+        # Only the drift between arms affects a choice.  It is bounded; the machine's drift is not.
         machine = shared.min(axis=0)
         bounded = np.minimum(shared - machine, 2 * self._drift_max) + machine
         self._correction = bounded + self._cell
         self._factors: NDArray[np.float64] = np.exp(self._correction)
-        # [buckets], whether each is new, see `is_new`.
+        # [buckets], see `is_new`.
         self._new: list[bool] | None = None
 
     def is_new(self, batch_size: int) -> bool:
-        """Returns whether hardly a plain step of any arm has shown what steps cost there."""
+        """Returns whether fewer than two plain steps of any arm were observed in its bucket."""
         if self._new is None:
             self._new = (self._cell_steps.sum(axis=0) < _STEPS_NEW).tolist()
         return self._new[self.bucket_of(batch_size)]
 
     def is_known(self, arm: int, batch_size: int) -> bool:
-        """Returns whether plain steps of this arm (by index) have shown what it costs there."""
+        """Returns whether enough plain steps of this arm (by index) were observed there."""
         return bool(self._cell_steps[arm, self.bucket_of(batch_size)] >= _STEPS_SURE)
 
     def drift(self) -> NDArray[np.float64]:
-        """Returns the factors by which live steps moved the table: [arms, buckets], 1 = unmoved."""
+        """Returns [arms, buckets], the factors of live steps on the table; 1 = unchanged."""
         return self._factors
 
     def costs(self, kv_tokens_per_sequence: float | NDArray[np.float64]) -> Costs:
@@ -382,13 +384,13 @@ class CostModel:
 
         kv_tokens_per_sequence: mean context length, of all batches or [buckets].
         """
-        # They must be in order at this context, not only at the one at which they were learnt.
+        # The costs must be in order at this context, not only at the context of past steps.
         seconds = self._table.seconds(kv_tokens_per_sequence) * self._factors
         alike = np.ndim(kv_tokens_per_sequence) == 0
         return Costs(self._order.lowered(seconds, over_batches=alike), self._extrapolated)
 
     def uncertainty(self) -> CostUncertainty:
-        """Returns how uncertain the costs are now, as a copy that later steps do not change."""
+        """Returns the present uncertainty of the costs, as a copy."""
         return CostUncertainty(
             self._features,
             self._covariance.copy(),

@@ -12,9 +12,9 @@ from controller.core.engine_spec import Arm, DrafterSpec, Fingerprint
 from controller.core.errors import InvalidProfileError, ProfileMismatchError
 
 FORMAT = "speculation-profile/1"
-# The largest whole number that any reader of a profile can hold.
+# The largest integer that every reader of a profile supports.
 _MOST: Final = 2**31 - 1
-# A cell may have been measured as too expensive by this share.
+# A cell may have been measured this share too expensive.
 _SLACK = 0.02
 
 _T = TypeVar("_T")
@@ -65,9 +65,9 @@ class MeasuredEngine:
     def differences(
         self, fingerprint: Fingerprint, drafters: tuple[DrafterIdentity, ...]
     ) -> Iterator[tuple[str, object, object]]:
-        """Yields (field, here, there) for what does not fit an engine; further drafters do no harm.
+        """Yields (field, measured, engine's) for each difference; further drafters are allowed.
 
-        The shim's version is recorded but not compared: it does not change what a step costs.
+        The shim's version is recorded but not compared: it does not affect the cost of a step.
         """
         for item in dataclasses.fields(Fingerprint):
             mine, theirs = getattr(self.fingerprint, item.name), getattr(fingerprint, item.name)
@@ -86,13 +86,13 @@ class MeasuredEngine:
                 )
 
 
-@dataclass(frozen=True)  # without slots, for `profile_id`, which takes milliseconds to make
+@dataclass(frozen=True)  # without slots: `profile_id` is cached, as it takes milliseconds
 class Profile(MeasuredEngine):
     """Holds C(d, B, gamma, kv) = cell + seconds_per_kv_token * (kv - B * kv_tokens_per_sequence).
 
-    catch_up_seconds_per_token: what a drafter needs for every token that it missed while it slept
-    or another one drafted (0: unknown; live steps measure it).  merged_from: ids of the single
-    measurements that it was made from (`profile_merge`), empty for one measurement.
+    catch_up_seconds_per_token: time that a drafter needs for each token that it missed while it
+    slept or another one drafted (0: unknown; live steps measure it).  merged_from: ids of the
+    merged measurements (`profile_merge`), empty for a single measurement.
 
     Raises InvalidProfileError for numbers out of range.
     """
@@ -108,7 +108,7 @@ class Profile(MeasuredEngine):
 
     def __post_init__(self) -> None:
         if not self.cells:
-            raise InvalidProfileError("the profile holds no measurement")
+            raise InvalidProfileError("the profile contains no measurement")
         rates = ("kv_tokens_per_sequence", "seconds_per_kv_token", "catch_up_seconds_per_token")
         for name in rates:
             if not 0 <= getattr(self, name) <= _MOST:
@@ -143,7 +143,7 @@ class Profile(MeasuredEngine):
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        """Returns the file's text; equal profiles give equal text."""
+        """Returns the file's text, which is equal for equal profiles."""
         body = {"format": FORMAT, **dataclasses.asdict(self)}
         if not self.merged_from:
             del body["merged_from"]
@@ -158,7 +158,7 @@ class Profile(MeasuredEngine):
             raise InvalidProfileError(f"not JSON: {error}") from error
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             found = body.get("format") if isinstance(body, dict) else type(body).__name__
-            raise InvalidProfileError(f"format is {found!r}, {FORMAT!r} is needed")
+            raise InvalidProfileError(f"format is {found!r}, but must be {FORMAT!r}")
         fields = {k: v for k, v in body.items() if k != "format"}
         fingerprint = _build(Fingerprint, fields.get("fingerprint"), "fingerprint")
         drafters = _build_all(DrafterIdentity, fields.get("drafters"), "drafters")
@@ -177,7 +177,7 @@ def _build_all(kind: type[_T], values: object, where: str) -> tuple[_T, ...]:
 
 
 def _build(kind: type[_T], values: object, where: str) -> _T:
-    """Builds a frozen dataclass from a JSON object; refuses unknown, missing, ill-typed fields."""
+    """Builds a frozen dataclass from a JSON object; rejects unknown, missing, ill-typed fields."""
     if not isinstance(values, dict):
         raise InvalidProfileError(f"{where}: an object is needed, not {type(values).__name__}")
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ def _build(kind: type[_T], values: object, where: str) -> _T:
 
 
 def _coerce(annotation: object, value: object, where: str) -> object:
-    """Checks one value against the annotation of its field (the few types that profiles use)."""
+    """Checks one value against its field's annotation, for the few types that profiles use."""
     if annotation is float and isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return float(value)
@@ -212,22 +212,22 @@ def _coerce(annotation: object, value: object, where: str) -> object:
         if isinstance(value, list) and all(type(v) is str for v in value):
             return tuple(value)
     elif annotation not in (float, int, str):
-        return value  # it was built before
+        return value  # already built by the caller
     raise InvalidProfileError(f"{where}: {value!r} is not of type {annotation}")
 
 
 def batch_limits(profile: Profile, acceptance: float = 0.9) -> dict[int, int]:
     """Returns the draft lengths that win in small batches only: gamma -> the largest such batch.
 
-    Where no position is accepted with a probability above a, a longer draft is never worth more
-    than when all are accepted with a: for g < gamma the ratio E[tokens | gamma] / E[tokens | g]
-    rises with each of them, to e(gamma) / e(g) with e(n) = (1 - a^(n + 1)) / (1 - a).  So where
-    e(gamma) / C(B, gamma) stays below e(g) / C(B, g) for a shorter g of the same drafter, no plan
-    reaches gamma, and graphs for it would be captured for nothing.
+    If every position's acceptance is at most a, a longer draft has the most value if all are equal
+    to a: for g < gamma the ratio E[tokens | gamma] / E[tokens | g] rises with each of them, to
+    e(gamma) / e(g) with e(n) = (1 - a^(n + 1)) / (1 - a).  So if e(gamma) / C(B, gamma) is below
+    e(g) / C(B, g) for a shorter g of the same drafter, no plan chooses gamma at B, and capturing
+    graphs for it is wasted.
 
-    acceptance: in (0, 1], the highest expected of any position.  Between two measured sizes the
-    longer draft gets the benefit of the doubt.  A draft length with which any drafter could win at
-    the largest measured size is left out.
+    acceptance: in (0, 1], the highest expected acceptance of any position.  Between two measured
+    sizes the longer draft counts as able to win.  A draft length with which any drafter could win
+    at the largest measured size is omitted.
     """
     sizes = sorted({cell.batch_size for cell in profile.cells})
     gammas = sorted({cell.gamma for cell in profile.cells if cell.gamma > 0})
@@ -253,5 +253,5 @@ def _can_win(profile: Profile, gamma: int, size: int, acceptance: float) -> bool
         shorter = [r for (d, g), r in rate.items() if g < gamma and (g == 0 or d == drafter)]
         if all(value * (1 + _SLACK) >= r for r in shorter):
             return True
-    # A draft length that was not measured here may win.
+    # A draft length that was not measured at this size may win.
     return not mine

@@ -1,9 +1,9 @@
 """Merges several pods' measurements of the same engine into one profile.
 
 Every cell keeps all its steps: its time is the mean of the measured medians, weighted by their
-steps, and its spread holds both what each pod saw within itself and how far the pods lie apart
-(law of total variance, with the interquartile range as 1.349 standard deviations).  Cells are
-brought to one context first, each by its own profile's context term.  No measurement counts twice.
+steps, and its spread combines the spread within each pod with that between pods (law of total
+variance, with the interquartile range as 1.349 standard deviations).  Cells are first converted to
+a common context, each by its own profile's context term.  No measurement counts twice.
 """
 
 import math
@@ -59,7 +59,7 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
 
 
 def distinct(profiles: Iterable[Profile]) -> list[Profile]:
-    """Returns profiles that can be merged: of two that share a measurement, the larger or first."""
+    """Returns profiles that can be merged: if two share a measurement, the larger or first one."""
     kept: list[Profile] = []
     seen: set[str] = set()
     for profile in sorted(profiles, key=lambda p: -len(measurements_of(p))):
@@ -75,7 +75,7 @@ def measurements_of(profile: Profile) -> tuple[str, ...]:
 
 
 def differences(one: Profile, other: Profile) -> list[tuple[str, object, object]]:
-    """Returns (field, here, there) for each difference between two profiles' engines."""
+    """Returns (field, first's, second's) for each difference between two profiles' engines."""
     found = list(one.differences(other.fingerprint, other.drafters))
     named = {field for field, *_ in found}
     for field, there, here in other.differences(one.fingerprint, one.drafters):
@@ -93,7 +93,7 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def _at(profile: Profile, reference: float) -> list[ProfileCell]:
-    """Returns the cells at another context; their times stay positive, however far it is."""
+    """Returns the cells converted to another context; their times stay positive."""
     further = reference - profile.kv_tokens_per_sequence
     return [
         replace(

@@ -11,11 +11,11 @@ With n = B (gamma + 1) tokens to verify, and kv context tokens over all sequence
     linear    token_flops n                     state_bytes B
     LM head   2 V H n                           V H
 
-After the appendices of "Adaptive speculative decoding" (F. Finn, Doubleword).  As there, the state
-of linear layers is read once and not written, and experts are drawn independently.  Where they are
-silent: activations, sampling and the communication of parallel GPUs are left out, tokens under
-verification do not attend to each other, a drafter's pass reads its own cache only if its shape
-has one, and parts of a pass do not overlap (see Overlap).
+The formulas follow the appendices of "Adaptive speculative decoding" (F. Finn, Doubleword).  As
+there, the state of linear layers is read once and not written, and experts are drawn independently.
+Further assumptions: activations, sampling and the communication of parallel GPUs are omitted,
+tokens under verification do not attend to each other, a drafter's pass reads its own cache only if
+its shape has one, and parts of a pass do not overlap (see Overlap).
 """
 
 import re
@@ -38,13 +38,13 @@ from controller.core.model_shapes import (
     require_positive,
 )
 
-# What an engine of unknown speed adds.  A step: the overhead fitted for vLLM with
-# Llama-3.1-8B on an H100 (SpecDecode-Bench, arXiv 2601.11580).  A pass: the median of the four D_0
-# in TIDE, Table 5, where kernel launches and not the drafter's weights take the time.
+# Overheads of an engine of unknown speed.  Of a step: the overhead fitted for vLLM with
+# Llama-3.1-8B on an H100 (SpecDecode-Bench, arXiv 2601.11580).  Of a pass: the median of the four
+# D_0 in TIDE, Table 5, where kernel launches dominate and not the drafter's weights.
 TYPICAL_STEP_OVERHEAD_SECONDS = 1.2e-3
 TYPICAL_PASS_OVERHEAD_SECONDS = 0.36e-3
-# The two numbers that bound a step, by words of the driver's name: (dense bf16 FLOP/s, bytes/s),
-# from the makers' data sheets.
+# Peak compute and memory bandwidth by words of the driver's name: (dense bf16 FLOP/s, bytes/s),
+# from the manufacturers' data sheets.
 DATA_SHEETS: dict[str, tuple[float, float]] = {
     "GB300": (2.5e15, 8.0e12),
     "B300": (2.25e15, 8.0e12),
@@ -80,8 +80,8 @@ Floats = NDArray[np.float64]
 class Device:
     """Describes one GPU, or several under tensor parallelism as if they were one.
 
-    peak_flops: dense bf16 FLOP/s.  bandwidth: memory bytes/s.  step_overhead_seconds: what
-    scheduling and launching take once a step; pass_overhead_seconds: once a pass of the drafter.
+    peak_flops: dense bf16 FLOP/s.  bandwidth: memory bytes/s.  step_overhead_seconds: scheduling
+    and launch overhead of a step; pass_overhead_seconds: the same for a pass of the drafter.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Device:
         return self.peak_flops / self.bandwidth
 
     def with_typical_overheads(self) -> "Device":
-        """Returns the same GPU with what a serving engine adds to every step and pass."""
+        """Returns the same GPU with a serving engine's typical overhead per step and pass."""
         return replace(
             self,
             step_overhead_seconds=TYPICAL_STEP_OVERHEAD_SECONDS,
@@ -108,17 +108,17 @@ class Device:
         )
 
     def tensor_parallel(self, gpus: int) -> "Device":
-        """Returns `gpus` of them as one, without their communication.  Raises InvalidShapeError."""
+        """Returns `gpus` of them as one, without communication costs.  Raises InvalidShapeError."""
         if gpus < 1:
-            raise InvalidShapeError(f"tensor parallelism over {gpus} GPUs: 1 is the least")
+            raise InvalidShapeError(f"tensor parallelism over {gpus} GPUs: at least 1 is needed")
         return replace(self, peak_flops=gpus * self.peak_flops, bandwidth=gpus * self.bandwidth)
 
 
 def device(driver_name: str) -> Device:
     """Returns the GPU of this driver name ("NVIDIA H100 80GB HBM3"), without overheads.
 
-    Of the entries whose words are all in the name, the longest is taken.  Raises InvalidShapeError
-    for a GPU that is not in the table.
+    It uses the longest entry whose words are all in the name.  Raises InvalidShapeError for a GPU
+    that is not in the table.
     """
     words = set(re.split(r"[^A-Z0-9]+", driver_name.upper()))
     known = [key for key in DATA_SHEETS if set(key.split()) <= words]
@@ -133,7 +133,7 @@ def device(driver_name: str) -> Device:
 
 
 class Overlap(Enum):
-    """Selects what overlaps in a verify pass: computing and reading memory.
+    """Selects where compute and memory reads overlap in a verify pass.
 
     KERNELS: within each part; parts run one after the other, as an engine's kernels do.
     STEP: in the whole pass; no engine is faster.
@@ -173,7 +173,7 @@ def step_seconds(
     kv = _kv(kv_tokens, batch)
     for gamma in gammas:
         if gamma < 0:
-            raise InvalidShapeError(f"a draft of {gamma} tokens: 0 is the least")
+            raise InvalidShapeError(f"a draft of {gamma} tokens: gamma must not be negative")
     passes = np.array([drafter.passes(gamma) for gamma in gammas], dtype=np.float64)[:, np.newaxis]
     width = np.array(gammas, dtype=np.float64)[:, np.newaxis] + 1.0
     pass_seconds = _pass_seconds(drafter, device, batch, kv) + device.pass_overhead_seconds
@@ -190,7 +190,7 @@ def verify_seconds(
     kv: Floats,
     overlap: Overlap = Overlap.KERNELS,
 ) -> Floats:
-    """Returns the seconds of the target's pass over `width` tokens a sequence; broadcasts."""
+    """Returns the seconds of the target's pass over `width` tokens per sequence; broadcasts."""
     tokens = batch * width
     parts = [
         _weights(shape.dense_params, shape.bytes_per_weight, tokens),
@@ -213,7 +213,7 @@ def verify_seconds(
 
 
 def kv_token_seconds(shape: ModelShape, drafter: DrafterShape, device: Device, gamma: int) -> float:
-    """Returns the seconds that one more context token of one sequence adds to a step at gamma."""
+    """Returns the seconds that one context token of one sequence adds to a step at gamma."""
     seconds = 0.0
     for kind, layers in shape.attention:
         if not isinstance(kind, LinearAttention):
@@ -289,7 +289,7 @@ def _kv(kv_tokens: ArrayLike, batch: Floats) -> Floats:
     kv = np.asarray(kv_tokens, dtype=np.float64)
     if kv.shape not in {(), batch.shape}:
         raise InvalidShapeError(
-            f"kv_tokens of shape {kv.shape} do not go with {len(batch)} batch sizes"
+            f"kv_tokens of shape {kv.shape} do not match {len(batch)} batch sizes"
         )
     if not (np.isfinite(kv).all() and kv.min() >= 0):
         raise InvalidShapeError("kv_tokens must be finite and not negative")

@@ -1,9 +1,9 @@
-"""Holds what steps cost before any live step: [arms, buckets] of a profile or a prior, in order.
+"""Holds the step costs before any live step: [arms, buckets] of a profile or a prior, in order.
 
-A profile's cells become a smoothed grid.  Before anything was measured, costs are estimated by a
-roofline for known shapes, else by a guess.  Both are marked (`prior` in `explain`,
-`profile-missing` on every plan), and live steps correct both; the roofline needs less correction.
-More work never costs less, whatever was measured (`CostOrder`).
+A profile's cells become a smoothed grid.  Without a profile, costs are estimated by a roofline for
+known shapes, otherwise by a guess.  Both are marked (`prior` in `explain`, `profile-missing` on
+every plan), and live steps correct both; the roofline needs less correction.  More work never costs
+less, whatever was measured (`CostOrder`).
 """
 
 from bisect import bisect_left
@@ -20,12 +20,12 @@ from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.model_shapes import InvalidShapeError
 from controller.core.step_report import MAX_STEP_SECONDS
 
-# Shape of the guess: tokens per step at which compute starts to show, cost of one draft pass
-# relative to a target pass, and the seconds that the first live steps correct.
+# The guess: tokens per step that double a step's time, cost of one draft pass relative to a target
+# pass, and the seconds of a step, which the first live steps correct.
 _SATURATION_TOKENS = 256.0
 _DRAFT_SHARE = 0.12
 _STEP_SECONDS = 0.02
-# Whatever the context, a step takes this share of what it takes at the table's context.
+# At any context, a step takes at least this share of its time at the table's context.
 _LEAST_SHARE = 0.1
 
 
@@ -33,7 +33,7 @@ class CostOrder:
     """Keeps step costs in order: more work never costs less, whatever was measured.
 
         C(d, B, gamma) <= C(d, B', gamma')   for gamma <= gamma' and B <= B'
-        C(d, B, 0)     <= C(d', B', gamma')  for gamma' > 0 and B <= B', whichever d and d' are
+        C(d, B, 0)     <= C(d', B', gamma')  for gamma' > 0 and B <= B', for all d and d'
 
     A step at gamma = 0 is the target's pass alone, and every other step contains that pass.  So the
     gain of an arm over plain decoding, (1 + E) C(0) / C(gamma), never exceeds its acceptance
@@ -45,7 +45,7 @@ class CostOrder:
         self._off = np.array([i for i, arm in enumerate(arms) if arm.gamma == 0], dtype=np.int64)
         self._is_off = np.array([arm.gamma == 0 for arm in arms])
         self._drafting = np.array([i for i, arm in enumerate(arms) if arm.gamma], dtype=np.int64)
-        # Of each drafter, its arms by ascending draft length.
+        # For each drafter, its arms by ascending draft length.
         self._chains = [
             np.array(
                 sorted(
@@ -56,7 +56,7 @@ class CostOrder:
             )
             for drafter in drafters
         ]
-        # Where the first of each of these costs no more than the second, all arms are in order.
+        # If the first arm of each pair costs no more than the second, all arms are in order.
         pairs = [(a, b) for chain in self._chains for a, b in pairwise(chain)]
         shortest = [next((i for i in chain if arms[i].gamma), None) for chain in self._chains]
         pairs += [(a, b) for a in self._off for b in shortest if b is not None]
@@ -76,9 +76,9 @@ class CostOrder:
     def lowered(
         self, table: NDArray[np.float64], *, over_batches: bool = True
     ) -> NDArray[np.float64]:
-        """Returns the largest ordered table nowhere above this one; itself if it is in order.
+        """Returns the largest ordered table that nowhere exceeds this one.
 
-        over_batches: False if the batches have different contexts, so that only arms are ordered.
+        over_batches: False to order the arms only, as batches may differ in context.
         """
         found = table if self._are_arms_ordered(table) else self._ordered_arms(table)
         if over_batches and not _are_batches_ordered(found):
@@ -104,10 +104,10 @@ class CostOrder:
         return found
 
     def settled(self, table: NDArray[np.float64], seen: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns a table in order, in which the cells that were seen last moved least.
+        """Returns a table in order; the more recent a cell, the less it changes.
 
-        seen: [arms, buckets] when each cell was seen last, 0: never.  The newest cell stays, and
-        every older one moves between the newer cells that lie above and below it.
+        seen: [arms, buckets], the step at which each cell was updated last, 0: never.  The newest
+        cell keeps its value, and every older one is clipped to the bounds set by newer cells.
         """
         least = np.zeros_like(table)
         most = np.full_like(table, np.inf)
@@ -118,11 +118,11 @@ class CostOrder:
             above, below = self._below[i], self._below[:, i]
             least[above, j:] = np.maximum(least[above, j:], value)
             most[below, : j + 1] = np.minimum(most[below, : j + 1], value)
-        # A table in order stays in order when it is cut to bounds that are in order.
+        # A table in order stays in order if it is clipped to bounds that are in order.
         return np.clip(self.lowered(table), least, most)
 
     def next_to(self, seen: NDArray[np.bool_], sure: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Marks [arms] of every drafter up to the longest seen, and one more if that is sure."""
+        """Marks [arms] of each drafter up to the longest that ran, and one more if that is sure."""
         found = np.zeros_like(seen)
         for chain in self._chains:
             ran = np.flatnonzero(seen[chain])
@@ -182,7 +182,7 @@ def _over_batch(
 def _interpolate(
     at: NDArray[np.float64], x: NDArray[np.float64], y: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Interpolates y(x) linearly; outside it keeps the last slope, never downwards past the end."""
+    """Interpolates y(x) linearly; outside, it continues the last slope, but not a falling one."""
     inside = np.interp(at, x, y)
     if len(x) < 2:
         return inside
@@ -202,9 +202,9 @@ def _monotone(table: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """Holds the costs of an engine without a profile.
+    """Holds the prior costs of an engine without a profile.
 
-    name: "roofline", or "generic" when a shape or the GPU's numbers are not known.  grid: [arms,
+    name: "roofline", or "generic" if a shape or the GPU's data sheet is unknown.  grid: [arms,
     buckets] seconds at kv = 0.  kv_rate: seconds per KV token.
     """
 
@@ -217,7 +217,7 @@ def prior_for(spec: EngineSpec, arms: Sequence[Arm], buckets: Sequence[int]) -> 
     """Returns the best prior for an engine that was not profiled."""
     shapes = {d.name: d.shape for d in spec.drafters if d.shape is not None}
     for drafter in spec.drafters:
-        # Its free drafter costs next to nothing.
+        # A mixture's free drafter costs almost nothing.
         if drafter.mixture is not None and (main := shapes.get(drafter.mixture.main)) is not None:
             shapes[drafter.name] = main
     if spec.shape is None or len(shapes) < len(spec.drafters):
@@ -227,11 +227,11 @@ def prior_for(spec: EngineSpec, arms: Sequence[Arm], buckets: Sequence[int]) -> 
         gpu = device(spec.fingerprint.device).with_typical_overheads().tensor_parallel(gpus)
         grid, rate = prior_grid(arms, shapes, buckets, spec.shape, gpu)
     except InvalidShapeError:
-        # Not a GPU of the table, or a draft longer than its block.
+        # The GPU is not in the table, or a draft is longer than its block.
         return generic_prior(arms, buckets)
     if grid.max() <= MAX_STEP_SECONDS and rate <= MAX_STEP_SECONDS:
         return Prior("roofline", grid, rate)
-    # Each number is possible, and their combination is not.
+    # Each number is possible, but their combination is not.
     return generic_prior(arms, buckets)
 
 
@@ -245,7 +245,7 @@ def generic_prior(arms: Sequence[Arm], buckets: Sequence[int]) -> Prior:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Holds the seconds of a step, and which lie outside of the profile; both [arms, buckets]."""
+    """Holds the seconds of a step, and which are extrapolated; both [arms, buckets]."""
 
     seconds: NDArray[np.float64]
     extrapolated: NDArray[np.bool_]
@@ -255,9 +255,9 @@ class CostTable:
     """Prices `arms` at the batch sizes `buckets` (ascending); it never changes.
 
     padded, prior: as in `CostModel`.  profile_id: a digest of the profile, "" without one; prior:
-    the source of the costs without a profile, else "".  grid: [arms, buckets] seconds at the
-    context `kv_reference` (tokens a sequence), in order.  extrapolated: [arms, buckets], what lies
-    outside of the profile.
+    the source of the costs without a profile, otherwise "".  grid: [arms, buckets] seconds at the
+    context `kv_reference` (tokens per sequence), in order.  extrapolated: [arms, buckets], whether
+    the cell is outside of the profile.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class CostTable:
         padded: bool,
         prior: Prior | None,
     ) -> None:
-        # A digest of the whole file: made once, read at every plan.
+        # A digest of the whole file: computed once, read at every plan.
         self.profile_id = profile.profile_id if profile else ""
         self.prior = ""
         self.sizes = np.asarray(buckets, dtype=np.float64)
@@ -305,6 +305,6 @@ class CostTable:
         return max(grid + context, _LEAST_SHARE * grid)
 
     def seconds(self, kv_per_sequence: float | NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns [arms, buckets] seconds at this context (tokens a sequence), one or [buckets]."""
+        """Returns [arms, buckets] seconds.  kv_per_sequence: tokens, one or [buckets]."""
         context = self._kv_rate * (kv_per_sequence - self.kv_reference) * self.sizes
         return np.maximum(self.grid + context, self._least)

@@ -1,6 +1,6 @@
 """Describes how uncertain the costs were at one moment, and which arms had run.
 
-The cost model has features: the causes of cost that arms share, each with its doubt.
+The cost model's features are causes of cost that arms share, each with its own uncertainty.
 """
 
 import math
@@ -15,25 +15,26 @@ from controller.core.cost.table import CostOrder
 from controller.core.engine_spec import Arm
 
 # Standard deviations of the log-coefficients before any live step: the machine, its growth with
-# log B; per drafter: drafting at all, passes, width times log B.  Then that of a single cell.
+# log B; per drafter: drafting at all, passes, width times log B.  Then that of a single cell's
+# correction.
 _DOUBT = {
     "profile": ((1.0, 0.3, 0.25, 0.15, 0.15), 0.03),
     "roofline": ((1.0, 0.3, 0.25, 0.25, 0.2), 0.08),
     "generic": ((3.0, 0.6, 0.3, 0.5, 0.4), 0.1),
 }
-# Process noise: standard deviations by which they may move in one step.
+# Process noise: standard deviations of the coefficients' change in one step.
 _PROCESS_NOISE = (0.005, 0.001, 0.0003, 0.0003, 0.0003)
-# Without a profile, steps of a draft length before a longer one is tried.
+# Without a profile, the steps of a draft length before a longer one is tried.
 _STEPS_RUNG = 8
 # Steps of other cells after which a cell's own evidence has lost two thirds of its weight.
 IDLE_STEPS = 2000.0
-# Steps in a bucket after which it is not enough that gamma = 0 has run close by, unless it is
-# believed to be so many times as slow for each token.
+# Steps in a bucket after which gamma = 0 must have run in the bucket itself and not only at a
+# similar batch size, unless the current arm's gain over it is at least this ratio.
 _STEPS_SETTLED = 48
 _CLEAR = 1.5
-# Steps after which a cell's cost is old: it is measured again if much depends on it.
+# Steps after which a cell's cost is stale and may be measured again.
 STALE_STEPS = 900
-# Error of the estimates (log seconds) above which gamma = 0 has to be measured again.
+# Error of the estimates (log seconds) above which gamma = 0 must be measured again.
 DISAGREEMENT_MAX = 0.05
 _NEAR_OCTAVES = 1.0
 _Number = TypeVar("_Number", float, NDArray[np.float64])
@@ -80,7 +81,7 @@ def _by_coefficient(values: Sequence[float], coefficients: int) -> NDArray[np.fl
 
 
 def drafting_alike(arms: Sequence[Arm]) -> list[list[int]]:
-    """Returns, by arm, the arms that draft with its drafter; none for gamma = 0."""
+    """Returns for each arm the drafting arms of the same drafter; an empty list for gamma = 0."""
     return [
         [k for k, other in enumerate(arms) if other.gamma and other.drafter == arm.drafter]
         if arm.gamma
@@ -94,12 +95,12 @@ class CostUncertainty:
     """Holds how uncertain the costs were at one moment.
 
     features: [coefficients, arms, buckets].  covariance: [coefficients, coefficients].  evidence:
-    [arms, buckets], steps behind each cell when it was learnt last; seen: the engine's step at
-    which that was, 0: never; now: its step at the moment.  cell: variance of what a single cell
-    adds before any step; noise: variance of one step.  disagreed: [buckets] error of the estimates
-    (log seconds) that was found since gamma = 0 ran.  off: [arms], those with gamma = 0.  near:
-    [buckets, buckets], which are at similar batch sizes.  guessed: there is no profile.  drift:
-    [arms, buckets], factors by which live steps moved the table.
+    [arms, buckets], steps of each cell when it was updated last; seen: the step of that update, 0:
+    never; now: the present step.  cell: prior variance of a single cell's correction; noise:
+    variance of one step.  disagreed: [buckets] error of the estimates (log seconds) found since
+    gamma = 0 ran.  off: [arms], those with gamma = 0.  near: [buckets, buckets], which are at
+    similar batch sizes.  guessed: there is no profile.  drift: [arms, buckets], factors by which
+    live steps changed the table.
     """
 
     features: NDArray[np.float64]
@@ -149,12 +150,12 @@ class CostUncertainty:
         return doubt
 
     def off_is_due(self, bucket: int, gain: float) -> bool:
-        """Returns whether gamma = 0 has to run there.
+        """Returns whether gamma = 0 must run in a bucket, as a check on the estimates.
 
-        It has to when the estimates disagree, and, whatever they say, before it ever ran there, or,
-        in a bucket with few steps or with a large gain, at a similar batch size.
+        It must run if the estimates disagree, and if it never ran in the bucket.  In a bucket with
+        few steps or with a large gain, a run at a similar batch size is enough.
 
-        gain: what the current arm is believed to be worth over gamma = 0, as a ratio.
+        gain: estimated value of the current arm over that of gamma = 0, as a ratio.
         """
         if self.disagreed[bucket] > DISAGREEMENT_MAX:
             return True
@@ -164,10 +165,10 @@ class CostUncertainty:
         return settled or not bool(self.seen[self.off][:, self.near[bucket]].any())
 
     def stale(self, bucket: int) -> NDArray[np.bool_]:
-        """Marks [arms] whose cost was last measured long ago.
+        """Marks [arms] whose cost was last measured at least `STALE_STEPS` ago.
 
-        What counts is a similar batch size, for an arm that ran at none any, and for an arm that
-        never ran the arms that draft.
+        The last step at a similar batch size counts; if there is none, the last step at any batch
+        size; for an arm that never ran, the last step of any arm that drafts.
         """
         nearby = self.seen[:, self.near[bucket]].max(axis=1)
         last = np.where(nearby > 0, nearby, self.seen.max(axis=1))
@@ -179,27 +180,27 @@ class CostUncertainty:
     def within_reach(self, bucket: int) -> NDArray[np.bool_]:
         """Marks [arms] of each drafter up to the longest that has run at a bucket, and one more.
 
-        The one more is marked only if the longest has run for some steps.
+        The next longer one is marked only if the longest has run for at least `_STEPS_RUNG` steps.
         """
         sure = self._steps(np.array([bucket]))[:, 0] >= _STEPS_RUNG
         return self.order.next_to(self.seen[:, bucket] > 0, sure)
 
     def _steps(self, buckets: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns [arms, rows] of these buckets, the evidence without what it has lost since."""
+        """Returns [arms, rows] of these buckets, the evidence faded by the steps since then."""
         idle = self.now - self.seen[:, buckets]
         found: NDArray[np.float64] = self.evidence[:, buckets] * np.exp(idle / -IDLE_STEPS)
         return found
 
 
 def near(sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Returns [buckets, buckets], which are close enough that a step in one tells of the other."""
+    """Returns [buckets, buckets], whether two batch sizes are within `_NEAR_OCTAVES`."""
     octaves = np.log2(sizes)
     found: NDArray[np.bool_] = np.abs(octaves[:, None] - octaves[None, :]) <= _NEAR_OCTAVES
     return found
 
 
 def cell_variance(prior: float, noise: float, steps: _Number) -> _Number:
-    """Returns the variance of what a single cell adds, after so many steps in it.
+    """Returns the variance of a single cell's correction after this many steps in it.
 
     prior: the variance before any step.  noise: the variance of one step.
     """

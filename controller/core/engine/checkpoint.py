@@ -1,10 +1,11 @@
-"""A controller's variables as plain values, and back: what deciding on from some moment needs.
+"""Converts a controller's variables to plain values and back, so that decisions can be resumed.
 
     capture(core) -> tree of numbers, texts, lists, arrays and `Typed` objects, all of them copies
     restore(core, tree)  into a core that was made from the same engine, settings and profile
 
-Each class of the core declares what is captured of it (`core.recorded_state`).  Settings and
-overrides are given to the new core before.  Only declared classes are ever built, by their names.
+Each class of the core declares which variables are captured (`core.recorded_state`).  The new core
+must have the same settings and overrides before `restore`.  Only declared classes are built, by
+their recorded names.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ class Typed:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A member of an enumeration."""
+    """Holds a member of an enumeration, with the recorded name of its class."""
 
     type: str
     name: str
@@ -48,7 +49,7 @@ def capture(core: EngineController) -> dict[str, Tree]:
 
 
 def restore(core: EngineController, state: Mapping[str, Tree]) -> None:
-    """Puts variables into a fresh core, which holds the same overrides already.
+    """Restores variables into a new core, which must already have the same overrides.
 
     Raises InvalidStateError for a name that is missing or unknown, and for a value that does not
     fit the engine's core.
@@ -64,7 +65,7 @@ def restore(core: EngineController, state: Mapping[str, Tree]) -> None:
 
 
 def _tree(value: Any) -> Tree:
-    """A copy, all the way down."""
+    """Returns a deep copy as a tree."""
     if value is None or isinstance(value, bool | int | float | str | np.generic):
         return value
     if isinstance(value, list | tuple):
@@ -86,7 +87,7 @@ def _named(value: Any) -> Chosen | Typed:
 
 
 def _value(tree: Tree, current: Any) -> Any:
-    """Makes the value of a tree.  current: the present value, which lends what is not recorded."""
+    """Builds the value of a tree.  current: the present value; unrecorded parts come from it."""
     if isinstance(tree, Typed):
         return _object(tree, current)
     if isinstance(tree, Chosen):
@@ -102,7 +103,7 @@ def _value(tree: Tree, current: Any) -> Any:
         }
     if isinstance(tree, np.ndarray):
         if tree.dtype.str not in _DTYPES:
-            raise InvalidStateError(f"an array of {tree.dtype}")
+            raise InvalidStateError(f"an array has the unsupported type {tree.dtype}")
         return tree.copy(order="K")
     return tree
 
@@ -120,7 +121,7 @@ def _object(tree: Typed, current: Any) -> Any:
     if declared.is_whole:
         built, current = object.__new__(declared.kind), None
     elif type(current) is not declared.kind:
-        raise InvalidStateError(f"{tree.type} is recorded where the engine's core has none")
+        raise InvalidStateError(f"{tree.type} is recorded, but the engine's core has none there")
     _fill(built, declared, tree.fields, current)
     return built
 

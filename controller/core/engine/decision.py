@@ -1,9 +1,9 @@
-"""Keeps the estimates and values that a decision was made from, and says why it is what it is.
+"""Keeps the estimates and values behind a decision, and puts the reason for it into words.
 
     reports -> estimators -> Estimates, of one moment -> Values, in the plan's rows -> choice
 
-Whoever inspects a controller reads them here.  Inspecting therefore neither changes the estimators
-nor shows numbers that no decision has used.  The reason is in words: they are a part of the plan.
+Inspection of a controller reads these objects.  It therefore neither changes the estimators nor
+shows numbers that no decision has used.  The reason is text, because it is part of the plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,10 +29,10 @@ from controller.core.planning.token_time import TokenTimeBound
 class Estimates:
     """Holds all estimates of one moment, before overrides determine a plan's rows.
 
-    costs, drift: [arms, buckets] of the cost table with what prompts add to a step, and the factors
-    by which live steps have moved the table.  catch_up: by drafter, [buckets] seconds;
-    catch_up_price: of any waking.  context: [buckets] tokens of a sequence.  switch_seconds: of any
-    change of arm.  profile_id, prior: where costs come from, one of them "".
+    costs, drift: [arms, buckets], step costs including the mean cost of prompts, and the factors
+    by which live steps changed the table.  catch_up: by drafter, [buckets] seconds; catch_up_price:
+    of any wake-up.  context: [buckets], tokens per sequence.  switch_seconds: of any change of arm.
+    profile_id, prior: the source of the costs; one of them is "".
     """
 
     traffic: TrafficCurves
@@ -56,9 +56,9 @@ class Estimates:
         switch_seconds: float,
         prefill_seconds: float,
     ) -> "Estimates":
-        """Takes the present estimates of an engine, as copies where they would change.
+        """Collects an engine's present estimates, copied if they can change later.
 
-        prefill_seconds: what prompts add to a step.
+        prefill_seconds: mean seconds that prompts add to a step.
         """
         costs = cost.costs(context)
         if prefill_seconds:
@@ -77,7 +77,7 @@ class Estimates:
         )
 
     def values(self, arms: Sequence[Arm], sizes: NDArray[np.float64], at: PlanRows) -> Values:
-        """Returns the values of all arms in all rows.  sizes: [buckets], the costs' batches."""
+        """Returns the values of all arms in all rows.  sizes: [buckets], batch sizes."""
         costs, catch_up = self.costs, self.catch_up
         if at.split:
             catch_up = {name: seconds[at.bucket] for name, seconds in catch_up.items()}
@@ -96,10 +96,10 @@ class Estimates:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Holds what a decision was made from, and the overrides and rows that it was made under.
+    """Holds the inputs of a decision, with its overrides and rows.
 
-    reports: how many were folded before it.  excluded: by row, the arm (by index) that only a bound
-    on the time per output token kept from being chosen.
+    reports: number of reports before it.  excluded: by row, the arm (by index) that was not chosen
+    only because of a bound on the time per output token.
     """
 
     estimates: Estimates
@@ -112,12 +112,12 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class BoundState:
-    """Tells how a bound on the time per output token stands at one batch size.
+    """Describes the effect of a bound on the time per output token at one batch size.
 
-    expected_seconds: of the planned arm.  attainable: an arm that may run there keeps it.
-    excluded: the arm that would have been chosen without it, None where that is the same one.
-    kept_up_to: up to this batch size every row has an arm that keeps its bound; 0 = not even the
-    first row.
+    expected_seconds: of the planned arm.  attainable: an arm that may run there meets the bound.
+    excluded: the arm that would have been chosen without it, None if that is the planned arm.
+    kept_up_to: up to this batch size every row has an arm that meets its bound; 0 = not even the
+    first row has one.
     """
 
     bound: TokenTimeBound
@@ -128,17 +128,17 @@ class BoundState:
 
     @property
     def is_kept(self) -> bool:
-        """Tells whether the planned arm keeps the bound by the estimates."""
+        """Whether the planned arm is expected to meet the bound."""
         return self.expected_seconds <= self.bound.seconds
 
     @property
     def binds(self) -> bool:
-        """Tells whether the bound changes the choice, or is not kept."""
+        """Whether the bound changes the choice, or is not met."""
         return self.excluded is not None or not self.is_kept
 
 
 def bound_in(made: Decision, arms: Sequence[Arm], row: int, chosen: int) -> BoundState | None:
-    """Returns how the bound of one row of a decision stands; None without a bound.
+    """Returns the state of the bound of one row of a decision; None without a bound.
 
     chosen: index of the planned arm.
     """
@@ -159,7 +159,7 @@ def bound_in(made: Decision, arms: Sequence[Arm], row: int, chosen: int) -> Boun
 
 
 def _bound_text(state: BoundState | None) -> str:
-    """Describes what a bound that binds does, for people; "" where it changes nothing."""
+    """Describes the effect of a binding bound as text; "" if the bound has no effect."""
     if state is None or not state.binds:
         return ""
     if state.is_kept:
@@ -184,10 +184,10 @@ def why(
     probe: Probe | None,
     purpose: str,
 ) -> tuple[Reason, str]:
-    """Returns why a plan is what it is: its reason, and one line for people.
+    """Returns a plan's reason, and one line of text about it.
 
-    batch_size: the last reported one.  chosen, reason: what runs there, by arm index, and why.
-    prior: where costs come from without a profile, else "".  purpose: of the probe.
+    batch_size: the last reported one.  chosen, reason: the arm (by index) for it, and its reason.
+    prior: the source of the costs without a profile, otherwise "".  purpose: of the probe.
     """
     at, arm = made.at, arms[chosen]
     active = at.row_of(batch_size)

@@ -3,12 +3,12 @@
     report -> acceptance, cost, catch-up, exploration account -> (at most every `replan_seconds`)
     values -> choice with hysteresis -> perhaps a probe -> plan, if anything changed
 
-The only state is in this object; the only clock is the one passed in.  Feed a second one the same
-reports at the same times and it makes the same plans.
+The only state is in this object; the only clock is the one passed in.  A second controller with the
+same reports at the same times makes the same plans.
 
 Two things change it: its inputs (`observe`, `set_overrides`, `force`, ...) and decisions
 (`next_plan`, `force`, `last_plan`).  `current_plan`, `decide`, `decision`, `values_under` and
-`beliefs` read it; they may be called at any time, by anybody, as often as they like.
+`beliefs` only read it, and may be called at any time.
 """
 
 from collections.abc import Iterable, Sequence
@@ -61,12 +61,12 @@ from controller.core.step_report import StepReport
 from controller.core.training.drafter_updates import DrafterUpdates
 from controller.core.training.selective_training import TrainingSettings, TrainingState
 
-# A step that takes longer than so many expected ones was not made slow by its arm.
+# If a step takes more than this multiple of its expected time, its arm is not the cause.
 _WILD_STEP = 3.0
-# At the start and after a shift estimates move quickly: for so many reports plans are made again
-# after this share of the usual pause.
+# At the start and after a shift estimates change quickly: for this many reports, plans are made
+# after a share (`_UNSETTLED_PAUSE`) of the usual pause.
 _UNSETTLED_REPORTS = 30
-# Without a profile everything has to be found out first.
+# The same without a profile, where all costs have to be learnt first.
 _UNSETTLED_REPORTS_COLD = 500
 _UNSETTLED_PAUSE = 0.2
 
@@ -80,9 +80,9 @@ _UNSETTLED_PAUSE = 0.2
 class EngineController:
     """Estimates and plans for one introduced engine.  The first plan is made at once.
 
-    overrides: in force from the first plan on; those for other engines are left out.  trained:
-    where the training of its drafter stood before.  Raises ProfileMismatchError when `profile`
-    belongs to another fingerprint.
+    overrides: active from the first plan on; those for other engines are ignored.  trained: the
+    stored state of its drafter's training.  Raises ProfileMismatchError if `profile` belongs to
+    another fingerprint.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class EngineController:
         self._prefill = PrefillPrice()
         self._losses = LossAccount(self.arms)
         self._planner = make_planner(self.arms, self._buckets, settings)
-        # Those for this engine, whatever its batch.
+        # The overrides for this engine, at any batch size.
         self.overrides = covering(overrides, spec)
         self._limit_planner()
         self.explorer = Explorer(self.arms, settings, spec.capabilities.draft_lag)
@@ -133,9 +133,9 @@ class EngineController:
         self._last_step = -1
         self.last_batch = 1
         self._epoch = 0
-        # Of the plan that is issued next.
+        # For the plan that is issued next.
         self._rules: tuple[MixtureRule, ...] = ()
-        # What the plan's rows were made from: they are made again only when that changes.
+        # The inputs of the plan's rows, which are made again only if these change.
         self._decided: tuple[object, ...] | None = None
         self._plan_time = 0.0
         self._evaluated_at, self._evaluated_reports = -float("inf"), 0
@@ -143,7 +143,7 @@ class EngineController:
         self._unsettled_until = _UNSETTLED_REPORTS_COLD if cold else _UNSETTLED_REPORTS
         self.reports = 0
         self.warm_start = ""
-        # The numbers that the last decision was made from.
+        # The inputs of the last decision.
         self.decision: Decision
         self._plan: Plan
         now = clock.now()
@@ -157,7 +157,7 @@ class EngineController:
         )
 
     def _limit_planner(self) -> None:
-        """Divides the plan into rows, and limits the planner to what may run in each."""
+        """Divides the plan into rows, and limits the planner to the arms that may run in each."""
         at = self._rows_at = self._rows_under(self.overrides)
         sizes = self._sizes[at.bucket]
         self._planner.limit(at.upper, sizes, at.feasible, at.possible, at.bounds)
@@ -168,12 +168,12 @@ class EngineController:
 
     @property
     def settings(self) -> PlannerSettings:
-        """The constants that it decides by."""
+        """The planner's settings."""
         return self._settings
 
     @property
     def now(self) -> float:
-        """Seconds of its clock."""
+        """Seconds of the controller's clock."""
         return self._clock.now()
 
     @property
@@ -183,22 +183,22 @@ class EngineController:
 
     @property
     def switches(self) -> int:
-        """Changes of a bucket's arm so far."""
+        """Number of changes of a bucket's arm so far."""
         return self._planner.switches
 
     def observe(self, report: StepReport) -> None:
-        """Folds one report.  Raises StaleReportError or UnknownArmError; nothing is used then."""
+        """Adds one report.  Raises StaleReportError or UnknownArmError without using any of it."""
         arm = self._require_usable(report)
         self._last_step = report.step
         self.last_batch = report.batch_size
         self.reports += 1
         self.checks.observe(report, measured=self._forced is not None)
-        # A measurement brings its own load: what it accepts says nothing about the traffic.
+        # A measurement generates its own load, so its acceptance is no evidence about the traffic.
         if self._forced is None:
             if self.traffic.fold(report, self._clock.now()):
                 until = self.reports + _UNSETTLED_REPORTS
                 self._unsettled_until = max(self._unsettled_until, until)
-                # What the plan was made for is over.
+                # The plan was made for other traffic.
                 self._evaluated_at = -float("inf")
             self._planner.observe(report)
             self.mixtures.fold(report)
@@ -212,7 +212,7 @@ class EngineController:
         plain = not (woke or report.flags.distorts_cost)
         if plain and report.prefill_tokens:
             plain = False
-            # Once there is a price, a step that is far above it was not made slow by its prompts.
+            # Once there is a price, prompts are not the cause of a step that is far above it.
             took = min(report.step_seconds, bearable) if prompts else report.step_seconds
             self._prefill.observe(report.prefill_tokens, took, expected)
         if plain:
@@ -220,13 +220,13 @@ class EngineController:
                 self._switch_price.observe(report.step_seconds, expected)
             seconds = self._switch_price.without(report)
             if not report.probe_id and self.cost.is_new(report.batch_size):
-                # What this step shows may change the choice at once.
+                # This step's cost may change the choice, so the plan is evaluated at once.
                 self._evaluated_at = -float("inf")
             if seconds is not None:
                 believed = self.cost.observe(
                     arm, report.batch_size, report.kv_tokens, expected, seconds
                 )
-                # A step that something else made slow is not what a probe has cost.
+                # A probe is not charged for a slow step that has another cause.
                 bearable = bearable if believed else expected
                 self.checks.time(report, seconds)
         self.prediction_audit.observe(
@@ -250,7 +250,7 @@ class EngineController:
         """Returns the index of the report's arm.  Raises StaleReportError or UnknownArmError."""
         if report.step <= self._last_step:
             raise StaleReportError(
-                f"step {report.step} does not follow step {self._last_step}: steps must go forward"
+                f"step {report.step} does not follow step {self._last_step}: steps must increase"
             )
         arm = self._arm_index.get((report.drafter, report.gamma), -1)
         if arm < 0:
@@ -263,7 +263,7 @@ class EngineController:
         return arm
 
     def set_overrides(self, overrides: Iterable[Override]) -> bool:
-        """Plans under these from now on; True when that is a change for this engine."""
+        """Replaces the overrides; returns True if that is a change for this engine."""
         mine = covering(overrides, self.spec)
         if mine == self.overrides:
             return False
@@ -274,9 +274,9 @@ class EngineController:
         return True
 
     def lose(self, losses: Iterable[LostCapability]) -> tuple[LostCapability, ...]:
-        """Plans without these from now on; those that take something more away.
+        """Adds lost capabilities; returns those that were not lost before.
 
-        Raises InvalidLossError for what the engine never had; nothing is used then.
+        Raises InvalidLossError, without adding any, for a capability that the engine never had.
         """
         losses = tuple(losses)
         require_known(losses, self.spec)
@@ -290,18 +290,18 @@ class EngineController:
         self.updates.use_capabilities(self.spec.able)
         self._limit_planner()
         self.explorer.cancel()
-        # Rows that read the same may no longer sleep.
+        # The drafter may no longer sleep in rows with unchanged inputs.
         self._decided = None
         self._evaluated_at = -float("inf")
         return news
 
     def values_under(self, overrides: Iterable[Override]) -> tuple[PlanRows, Values]:
-        """Returns the rows that the last decision would have had under these, and their values."""
+        """Returns the rows and values of the last decision, but with these overrides."""
         at = self._rows_under(overrides)
         return at, self.decision.estimates.values(self.arms, self._sizes, at)
 
     def next_plan(self) -> Plan | None:
-        """A new plan if one is due (changed, a probe, or the lease half gone), else None."""
+        """Returns a new plan if it differs or half of the lease is used up, otherwise None."""
         now = self._clock.now()
         if not self.is_plan_due(now):
             return None
@@ -317,7 +317,7 @@ class EngineController:
         return self._issue(rows, reason, detail, now)
 
     def is_plan_due(self, now: float) -> bool:
-        """Returns whether `next_plan` would decide at this time, which takes a while."""
+        """Returns whether `next_plan` would make a (slow) decision at this time."""
         settled = self.reports > self._unsettled_until
         pause = self._settings.replan_seconds * (1.0 if settled else _UNSETTLED_PAUSE)
         steps = self._settings.replan_steps * (1.0 if settled else _UNSETTLED_PAUSE)
@@ -332,14 +332,14 @@ class EngineController:
         return self._plan
 
     def decide(self, batch_size: int) -> PlanRow:
-        """The newest plan's row for this batch size, with a probe under way in its place."""
+        """Returns the newest plan's row for this batch size; a running probe replaces its arm."""
         row = self._plan.row_for(batch_size)
         if row.probe is None:
             return row
         return row_of(self.spec, row.max_batch_size, row.probe.arm, Reason.PROBE, row.probe)
 
     def force(self, arm: Arm | None) -> Plan:
-        """Every row this arm until `force(None)` (profiling).
+        """Issues a plan with this arm in every row, until `force(None)` (profiling).
 
         Raises UnknownArmError, also for an arm that the engine has lost.
         """
@@ -355,10 +355,10 @@ class EngineController:
         return self._issue(*self._decide_rows(now), now)
 
     def last_plan(self, lease_seconds: float) -> Plan:
-        """The choices in force, to be held for so long by an engine that will be alone.
+        """Issues a final plan with a long lease, for an engine that will lose its sidecar.
 
-        Nothing that somebody would have to watch: no probe, no measurement, and no updates of the
-        drafter but those of an override.  No plan follows it.
+        It has the present choices, but nothing that needs supervision: no probe, no measurement,
+        and no drafter updates except those of an override.  No plan follows it.
         """
         self._forced, self._parting = None, True
         now = self._clock.now()
@@ -369,7 +369,7 @@ class EngineController:
         return self._plan
 
     def use_settings(self, settings: PlannerSettings, training: TrainingSettings) -> None:
-        """Decides by these constants from now on; what was learnt and chosen stays."""
+        """Replaces the settings; estimates and choices are kept."""
         self.updates.use_settings(training)
         if settings == self._settings:
             return
@@ -383,7 +383,7 @@ class EngineController:
         self._evaluated_at = -float("inf")
 
     def use_profile(self, profile: Profile) -> None:
-        """Puts a profile into use; acceptance is kept.  Raises ProfileMismatchError."""
+        """Replaces the cost profile; acceptance is kept.  Raises ProfileMismatchError."""
         profile.require_match(self.spec.fingerprint, self.spec.drafters)
         self.cost = self._cost_model(profile)
         if profile.catch_up_seconds_per_token:
@@ -391,19 +391,19 @@ class EngineController:
         self._evaluated_at = -float("inf")
 
     def begin_from(self, beliefs: Iterable[Belief], where: str) -> None:
-        """Adds what was known elsewhere; where: who knew it, for people."""
+        """Adds estimates of other sessions; where: their source, as text."""
         self.traffic.begin_from(beliefs)
         self.warm_start = where
         self._evaluated_at = -float("inf")
 
     def beliefs(self) -> list[Belief]:
-        """Returns the present acceptance estimates, with which another session can start."""
+        """Returns the present acceptance estimates, for another session's warm start."""
         return self.traffic.beliefs()
 
     def take_estimates(self) -> None:
-        """Takes the estimates as they stand for those that the last decision was made from.
+        """Makes the present estimates the inputs of the last decision.
 
-        For a controller whose variables were put in from elsewhere: see `checkpoint.restore`.
+        Needed after `checkpoint.restore` has replaced the controller's variables.
         """
         self.decision = self._assessed(self.traffic.curves())
 
@@ -420,7 +420,7 @@ class EngineController:
         return Decision(estimates, values, self._rows_at, self.overrides, self.reports)
 
     def _decide_rows(self, now: float) -> tuple[tuple[PlanRow, ...], Reason, str]:
-        """Learns from what was folded since the last decision, and decides."""
+        """Updates the estimates from the reports since the last decision, and decides."""
         self._evaluated_at, self._evaluated_reports = now, self.reports
         self.cost.learn()
         made = self.decision = self._assessed(self.traffic.believe())
@@ -466,7 +466,7 @@ class EngineController:
     def _rows(
         self, choice: Sequence[int], probing: tuple[int, Probe] | None
     ) -> tuple[PlanRow, ...]:
-        """Returns the table; the rows of the last plan where nothing has changed."""
+        """Returns the rows, and reuses those of the last plan that have not changed."""
         at, shared = self._rows_at, None
         if probing is not None:
             bucket, probe = probing
@@ -481,7 +481,7 @@ class EngineController:
         return rows_of(self.spec, at.upper, chosen, self._planner.reasons, shared, kept)
 
     def _regime_now(self) -> Regime:
-        """Returns the regime of overrides, else the decided one; off beside a measurement."""
+        """Returns the overrides' regime, otherwise the decided one, or off while measuring."""
         if self._rows_at.regime is not None:
             return self._rows_at.regime
         return Regime() if self._forced or self._parting else self.updates.regime

@@ -1,18 +1,18 @@
-"""Compares predictions with outcomes, and with what other choices would have cost; for people.
+"""Compares predictions with outcomes, and with the estimated cost of other choices; for operators.
 
-    predicted   of every plain step, the seconds that the cost model gave for it beforehand
-    expected    of every drafted sequence, the draft tokens that the last plan was made with
-    instead     of every plain step, the seconds in which another choice would have made its tokens
+    predicted   for every plain step, the cost model's prediction of its seconds
+    expected    for every drafted sequence, the accepted draft tokens assumed by the last plan
+    instead     for every plain step, the seconds that another choice would need for its tokens
 
-The last is an estimate and not a measurement, since what did not run cannot be timed: the step's
-seconds, times C_other / C_ran of the cost model, times (1 + accepted) / (1 + E_other) steps.  A
-slow machine would have been slow for the other choice too; and as C_off never exceeds C_ran, the
-gain over off never exceeds the acceptance length.  The others are no speculation ("off": the
-cheapest arm with gamma = 0), and what the engine would run by itself ("static":
+The last is an estimate and not a measurement, since a choice that did not run cannot be timed: the
+step's seconds, times C_other / C_ran of the cost model, times (1 + accepted) / (1 + E_other) steps.
+A slow machine would have been slow for the other choice too.  As C_off never exceeds C_ran, the
+gain over off never exceeds the acceptance length.  The other choices are no speculation ("off": the
+cheapest arm with gamma = 0), and the engine's choice without a plan ("static":
 `EngineSpec.safe_gamma`).
 
-A plain step was not a measurement's, woke no drafter, and nothing else ran beside it.  No decision
-reads anything here.
+A plain step is not part of a measurement, wakes no drafter, and has nothing else running beside it.
+No decision uses these numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +28,8 @@ class PredictionAudit:
     """Keeps one engine's sums, which never decrease.
 
     plain_seconds, predicted_seconds: of the plain steps, as reported and as predicted.
-    error_seconds: how far the two lay apart, step by step, either way.  expected_tokens: what
-    should have been accepted.  instead_seconds: of "off" and "static", where the engine has them.
+    error_seconds: sum of the absolute differences of the two.  expected_tokens: expected accepted
+    draft tokens.  instead_seconds: of "off" and "static", if the engine has them.
     """
 
     def __init__(self, spec: EngineSpec, arms: Sequence[Arm]) -> None:
@@ -41,10 +41,10 @@ class PredictionAudit:
         }
         self._others = {name: found for name, found in others.items() if found}
         self.instead_seconds = dict.fromkeys(self._others, 0.0)
-        # Of the last plan: draft tokens by arm and row, and the row of a batch size.
+        # Of the last plan: expected draft tokens by arm and row, and the row of a batch size.
         self._expected = np.zeros((len(arms), 1))
         self._row_of: Callable[[int], int] = lambda _: 0
-        # Seconds times tokens a sequence, by arm and batch, since the last plan.
+        # Seconds times tokens per sequence, by arm and batch size, since the last plan.
         self._pending: dict[tuple[int, int], float] = {}
 
     def observe(self, arm: int, report: StepReport, predicted: float | None) -> None:
@@ -57,12 +57,12 @@ class PredictionAudit:
         self.plain_seconds += seconds
         self.predicted_seconds += predicted
         self.error_seconds += abs(seconds - predicted)
-        # Without a decoded row no other choice would have had anything to make.
+        # Without a decoded row no choice would have generated tokens.
         cell, weight = (arm, size), report.generated_tokens / max(rows, 1) * seconds
         self._pending[cell] = self._pending.get(cell, 0.0) + weight
 
     def settle(self, values: Values, row_of: Callable[[int], int]) -> None:
-        """Prices what has been observed with the values that a new plan is made from.
+        """Prices the observed steps with the values of a new plan.
 
         row_of: by batch size, the row of the values.
         """
@@ -77,7 +77,7 @@ class PredictionAudit:
 
 
 def static_arm(spec: EngineSpec) -> Arm | None:
-    """Returns what the engine runs without a plan; None if it is unknown."""
+    """Returns the arm that the engine runs without a plan; None if it is unknown."""
     return None if spec.safe_gamma is None else Arm(spec.drafters[0].name, spec.safe_gamma)
 
 

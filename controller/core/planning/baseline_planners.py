@@ -1,9 +1,9 @@
 """Implements two published rules, for comparison and for cautious operators (setting `policy`).
 
-`tide` turns one fixed draft length on and off where TIDE's practical speedup (its Eq. 5, on the
-measured costs) crosses 1.  `sglang-ema` moves between a few draft lengths per batch slot by a
-moving average of accepted drafts, as SGLang's adaptive mode does; it uses no costs.  Both plan in
-the same table, with the same leases, reasons and explanations.
+`tide` switches one fixed draft length on where TIDE's practical speedup (its Eq. 5, on the measured
+costs) is above 1, and off elsewhere.  `sglang-ema` moves between a few draft lengths per batch slot
+by a moving average of accepted drafts, as SGLang's adaptive mode does; it uses no costs.  Both make
+the same kind of table, with the same leases, reasons and explanations.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ _UPDATE_EVERY = 5
 class TidePlanner(Planner):
     """Drafts where (1 - alpha^(gamma+1)) / ((1 - alpha) (c(b) gamma + beta(b))) > 1.
 
-    c(b) gamma + beta(b) is the cost of a drafting step over that of a plain one, which the table
-    holds as such; the numerator is 1 + E[accepted | gamma].
+    c(b) gamma + beta(b) is the cost of a drafting step over that of a plain one, as in the cost
+    table; the numerator is 1 + E[accepted | gamma].
     """
 
     is_cautious = False
@@ -83,7 +83,7 @@ class _Slot:
         return self.gammas[self._index]
 
     def observe(self, mean_accepted: float, drafted: int) -> None:
-        """Takes a step's mean accepted drafts; every few steps the draft length may move."""
+        """Adds a step's mean accepted drafts; every few steps the draft length may change."""
         if drafted:
             self._average += _EMA_RATE * (mean_accepted - self._average)
         self._steps += 1
@@ -92,7 +92,7 @@ class _Slot:
 
     def _move(self) -> None:
         if self.gamma == 0:
-            # At gamma = 0 nothing is observed: the next length is tried after every interval.
+            # At gamma = 0 nothing is observed: the next length is tried at every interval.
             if len(self.gammas) > 1:
                 self._index = 1
                 if self._average < 0:
@@ -128,14 +128,14 @@ class EmaPlanner(Planner):
         ]
 
     def _nearest(self, wanted: Sequence[int]) -> list[int]:
-        """Returns the engine's draft lengths that come closest to the table's."""
+        """Returns the engine's draft lengths that are closest to the table's."""
         return sorted({min(self._index, key=lambda g: (abs(g - w), g)) for w in wanted})
 
     def _slot(self, batch_size: int) -> _Slot:
         return next(slot for first, slot in reversed(self._slots) if batch_size >= first)
 
     def observe(self, report: StepReport) -> None:
-        """Feeds the slot of the report's batch."""
+        """Updates the slot of the report's batch size."""
         accepted = sum(k * count for k, count in enumerate(report.accepted_counts))
         self._slot(report.batch_size).observe(accepted / report.batch_size, report.gamma)
 
@@ -146,7 +146,7 @@ class EmaPlanner(Planner):
         discounts: NDArray[np.float64] | None = None,
         limits: LossLimits = NO_LIMITS,
     ) -> Sequence[int]:
-        """Takes the slots' draft lengths; values matter only where those may not run."""
+        """Chooses the slots' draft lengths; values matter only where these may not run."""
         del hazard, discounts, limits
         wanted = [self._index[self._slot(size).gamma] for size in self.buckets]
         return self._take(wanted, values)

@@ -1,4 +1,4 @@
-"""Determines a plan's rows: where they end, and what overrides and the engine let run in each."""
+"""Determines a plan's rows: their batch sizes, and the arms that may run in each."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from controller.core.planning.overrides import (
 )
 from controller.core.planning.token_time import RowBounds, TokenTimeBound, bounds_of
 
-# Most cells (arms times rows) of a plan: the work to make one grows with them.
+# Maximum cells (arms times rows) of a plan: the work to make one grows with them.
 _CELLS_MAX = 8192
 
 
@@ -28,14 +28,14 @@ _CELLS_MAX = 8192
 class PlanRows:
     """Holds the rows of an engine's plans.
 
-    upper: largest batch of each row, ascending.  bucket: [rows] the cost bucket that each is in.
-    limits: of each row.  possible: [arms, rows] what the engine has prepared; feasible: what the
-    overrides leave of that, at least one arm in each row; None when that is everything.
-    emptied: rows in which overrides left nothing that the engine can run, or pin a drafter that it
-    has lost, so that the shortest draft runs.  split: a bucket has more than one row.  regime: the
-    regime of online updates that overrides set, else None; refused: the one that they asked for if
-    the engine cannot run it.  named: all overrides that count anywhere.  lost: what the engine can
-    no longer do.  bounds: on the time per output token, of each row; empty if no row has one.
+    upper: largest batch of each row, ascending.  bucket: [rows], the cost bucket of each row.
+    limits: of each row.  possible: [arms, rows], arms that the engine can run; feasible: those that
+    the overrides also allow, at least one arm in each row; None if all arms are.  emptied: rows in
+    which the overrides allow no arm that the engine can run, or pin a lost drafter, so that the
+    shortest draft runs.  split: a bucket has more than one row.  regime: the regime of online
+    updates set by overrides, otherwise None; refused: the requested regime if the engine cannot run
+    it.  named: ids of all overrides that affect any row.  lost: the engine's lost capabilities.
+    bounds: of each row on the time per output token; empty if no row has one.
     """
 
     upper: tuple[int, ...]
@@ -56,7 +56,7 @@ class PlanRows:
         return min(bisect_left(self.upper, batch_size), len(self.upper) - 1)
 
     def keeping(self, arms: Sequence[Arm], tpot: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Returns [arms, rows], which arms may run and keep the row's bound.
+        """Returns [arms, rows], which arms may run and meet the row's bound.
 
         tpot: [arms, rows] expected seconds between a sequence's output tokens.
         """
@@ -67,7 +67,7 @@ class PlanRows:
 
 
 def covering(overrides: Iterable[Override], spec: EngineSpec) -> tuple[Override, ...]:
-    """Returns the overrides that are for this engine, whatever its batch, ordered by id."""
+    """Returns the overrides whose scope covers this engine, at any batch size, ordered by id."""
     mine = (override for override in set(overrides) if override.scope.covers(spec))
     return tuple(sorted(mine, key=attrgetter("override_id")))
 
@@ -79,11 +79,11 @@ def rows_under(
     arms: Sequence[Arm],
     ceiling_seconds: float = 0.0,
 ) -> PlanRows:
-    """Makes one row per bucket, and splits a bucket where other overrides or limits begin.
+    """Makes one row per bucket, and splits a bucket where overrides or batch limits change.
 
-    If that gives more rows than an engine takes, buckets are not split: what counts at a bucket's
-    largest batch then counts in all of it.  ceiling_seconds: the setting's bound on the time per
-    output token, 0 = none.
+    If that gives more rows than an engine accepts, buckets are not split: the constraints at a
+    bucket's largest batch then apply to the whole bucket.  ceiling_seconds: the setting's bound on
+    the time per output token, 0 = none.
     """
     overrides = tuple(overrides)
     ends = {largest for drafter in spec.drafters for _, largest in drafter.batch_limits}
@@ -100,7 +100,7 @@ def rows_under(
         possible = np.array([[spec.is_prepared(arm, size) for size in upper] for arm in arms])
         possible[[spec.loss_of(arm) is not None for arm in arms]] = False
         if spec.lost:
-            # If everything is lost the engine still has to run something.
+            # If every arm is lost, the engine still has to run one.
             possible[:, possible.sum(axis=0) == 0] = _shortest(arms, None)[:, None]
         feasible = possible
     emptied: NDArray[np.bool_] = np.zeros(len(upper), dtype=np.bool_)
@@ -144,7 +144,7 @@ def _shortest(arms: Sequence[Arm], possible: NDArray[np.bool_] | None) -> NDArra
 
 
 def _possible(regime: Regime | None, spec: EngineSpec) -> Regime:
-    """Returns the pinned regime if the engine can run it, else OFF."""
+    """Returns the pinned regime if the engine can run it, otherwise OFF."""
     able = {
         RegimeMode.OFF: True,
         RegimeMode.ONLINE: spec.able.can_update_online,

@@ -1,6 +1,6 @@
-"""Says how uncertain the value of an arm is relative to another one's, and is cautious accordingly.
+"""Computes how uncertain the value of an arm is relative to another's, and factors of caution.
 
-What both arms have in common is uncertain for both and does not matter to a choice between them.
+Estimates that both arms share cancel out and do not affect a choice between the two.
 """
 
 import math
@@ -14,8 +14,8 @@ from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
 from controller.core.planning.planner import Values
 
-# Standard deviations by which things may turn out worse than expected: to begin with speculation,
-# and to draft more than has paid already.
+# Standard deviations of pessimism: for starting speculation, and for longer drafts than those that
+# have run.
 _DEVIATIONS_TO_BEGIN = 2.5
 _DEVIATIONS_TO_EXTEND = 1.0
 
@@ -31,17 +31,17 @@ def relative_variance(
 ) -> NDArray[np.float64]:
     """Returns [arms], the variance of log(V_arm / V_current); shared estimates cancel.
 
-    unseen: only what running the current arm does not show anyway: positions behind its draft
-    length, other drafters, and costs.
+    unseen: only the uncertainty that steps of the current arm do not reduce: of positions beyond
+    its draft length, of other drafters, and of costs.
     """
     doubt = AcceptanceDoubt(values.traffic, arms)
     return uncertainty.relative(bucket, current) + doubt.variance(current, unseen=unseen)
 
 
 class AcceptanceDoubt:
-    """Says how uncertain arms' tokens are by acceptance; immutable.
+    """Holds the uncertainty of the arms' tokens because of acceptance; immutable.
 
-    The positions of all drafters stand one after another.
+    The positions of all drafters are concatenated.
     """
 
     def __init__(self, traffic: TrafficCurves, arms: Sequence[Arm]) -> None:
@@ -74,7 +74,7 @@ class AcceptanceDoubt:
         return found + self._of_state(current)
 
     def _of_state(self, current: int) -> NDArray[np.float64] | float:
-        """Returns [arms], the variance of the same by not knowing which traffic state it is."""
+        """Returns [arms], the variance of the same from the uncertainty of the traffic state."""
         traffic = self._traffic
         if traffic.likely is None:
             return 0.0
@@ -108,18 +108,18 @@ def discounts(
 ) -> NDArray[np.float64] | None:
     """Returns [arms, rows] factors in (0, 1] on the values; None if costs were measured.
 
-    They are caution about costs that were not: a longer draft must pay even in a bad case.
+    They account for costs that were not measured: a longer draft must pay even in a bad case.
 
         V'(arm, B) = V(arm, B) exp(-z sd(log V(arm, B) / V(now, B)))   for arms that draft more
 
-    `now` is the newest choice for the batch that has run in any batch.  Before any has run (at
-    first, or when an override chose an arm and was cleared before a step ran) it is gamma = 0.  A
-    choice that has not run yet does not take its place: measured from there the last choice would
-    look doubtful, and the two would alternate until a step runs.  The doubt is that about costs and
-    acceptance together.  It is large before the first steps and shrinks with what is seen, so that
-    speculation is extended from what has run.  Drafting less than now is never held back.
+    `now` is the newest choice for the batch size that has run at any batch size.  If none has run
+    (at the start, or if an override chose an arm and was cleared before a step ran) it is
+    gamma = 0.  A choice that has not run yet does not replace it: relative to that, the previous
+    choice would be uncertain, and the two would alternate until a step runs.  sd covers costs and
+    acceptance.  It is large before the first steps and shrinks with evidence, so that drafts get
+    longer step by step.  Arms that draft less than `now` are not discounted.
 
-    buckets: [rows], the cost table's.  proven: [rows] newest choice that has run, by arm index,
+    buckets: [rows], the cost table's.  proven: [rows], newest choice that has run, by arm index,
     or None.
     """
     if not doubts.guessed:

@@ -1,25 +1,25 @@
-"""Explores within a budget: an arm that does not run shows nothing, so probes have to run it.
+"""Explores within a budget: an arm gives no evidence unless it runs, so probes have to run it.
 
 There are four reasons to probe and one budget.  Every step of the engine earns a share of its
-seconds as credit (`observation_cost.budget`, at most `probe_share`).  A probe is charged with what
-it really lost, compared with what the current arm would have made of the same seconds.
+seconds as credit (`observation_cost.budget`, at most `probe_share`).  A probe is charged with its
+actual loss against the current arm in the same seconds.
 
-*Doubt.*  The value of an arm relative to the current one is uncertain by what its acceptance and
-its cost are uncertain by, where the two arms differ.  Its expected improvement (Jones, Schonlau and
-Welch 1998: sd * phi(u) + mean * Phi(u), u = mean / sd) until the traffic next shifts, against what
-a few steps of it are expected to lose, says whether to look; the best ratio goes first.
+*Doubt.*  The value of an arm relative to the current one is uncertain because of acceptance and
+cost, where the two arms differ.  An arm is probed if its expected improvement (Jones, Schonlau and
+Welch 1998: sd * phi(u) + mean * Phi(u), u = mean / sd) until the next shift of traffic exceeds the
+expected loss of a few steps by a factor; the arm with the best ratio is probed first.
 
-*Disagreement.*  Where the estimate for gamma = 0 turned out wrong, or a step's time has changed for
-no reason that the model knows, gamma = 0 runs for a few steps (`CostUncertainty.off_is_due`).  That
-is charged like any probe, but may overdraw the budget once: a wrong estimate for gamma = 0 is also
-what empties it.
+*Disagreement.*  If the estimate for gamma = 0 was wrong, or a step's time has changed for no reason
+that the model knows, gamma = 0 runs for a few steps (`CostUncertainty.off_is_due`).  These are
+charged like any probe, but may overdraw the budget once, because a wrong estimate for gamma = 0 is
+also what uses the budget up.
 
-*Age.*  What an arm that does not run costs may have been learnt from steps that something else made
-slow, and then every price of looking at it is wrong, too.  If by the table's ratio of costs it
-would be chosen, its learnt cost is at least twice as high, and it was not measured for
-`STALE_STEPS`, it runs whatever that is believed to cost.
+*Age.*  The learnt cost of an arm that does not run may come from steps that something else made
+slow, and then the price of a probe is wrong, too.  An arm runs regardless of its price if it would
+be chosen at the table's cost ratio, its learnt cost is at least twice as high, and it was not
+measured for `STALE_STEPS`.
 
-*Time.*  At gamma = 0 nothing at all is seen, so a better day would go unnoticed: see `_look`.
+*Time.*  At gamma = 0 nothing is observed, so better traffic would go unnoticed: see `_look`.
 """
 
 import math
@@ -39,28 +39,29 @@ from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 
-# A probe whose steps never come is given up after this time, or so many steps of others; sooner if
-# the batch has left its bucket.
+# A probe whose steps do not run is cancelled after this time, or after this many steps of other
+# arms; sooner if the batch has left its bucket.
 _PROBE_PATIENCE_SECONDS = 2.0
 _PROBE_PATIENCE_STEPS = 48
 _ELSEWHERE_PATIENCE_STEPS = 3
-# Doubts are weighed again after so many reports.
+# Probes for doubt are considered every this many reports.
 _CONSIDER_EVERY = 12
-# Steps of gamma = 0 that settle a disagreement: the first one may pay for the switch.
+# Steps of gamma = 0 that settle a disagreement: the first one may include the cost of the switch.
 _CHECK_STEPS = 3
-# Steps that measure an old cost again: the first one may pay for the switch.  Reports between two
-# such probes, and the factor to the table, relative to the current arm's, that is worth one: that
-# of a profile's cap.  With smaller ones, arms that are rightly dear cost more than is ever found.
+# Steps that measure a stale cost again: the first one may include the cost of the switch.  Reports
+# between two such probes, and the least factor on the table, relative to the current arm's, for
+# one: the cap of a profile.  With a smaller factor, probes of arms that are really expensive would
+# cost more than they gain.
 _REMEASURE_STEPS = 2
 _REMEASURE_EVERY = 50
 _REMEASURE_DRIFT = 2.0
-# Probes for doubt: their share of all steps, and the steps at the start and at most.
+# Steps of probes for doubt: their share of all steps, the initial credit and its maximum.
 _STEP_SHARE = 0.011
 _STEPS_START = 24.0
 _STEPS_MAX = 48.0
-# The probability that a drafter fits the traffic after a change that it did not see.
+# The probability that an idle drafter fits the traffic after a change.
 _HOPE = 0.25
-# Credit at the start without a profile, in steps.
+# Initial credit without a profile, in steps.
 _COLD_STEPS = 0.75
 # Expected improvement over the horizon must exceed the price by this factor.
 _RETURN_MIN = 2.0
@@ -73,22 +74,22 @@ class _Running:
     bucket: int
     deadline: float
     seen: int
-    # Of the current arm, a sequence.
+    # Of the current arm, per sequence.
     baseline_tokens_per_second: float
     guessed: bool
     switch_seconds: float
     lost_seconds: float = 0.0
-    # Steps of others since its last one.
+    # Steps of other arms since its last step.
     missed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Describes the active bucket, its batch, and the arm (by index) that is chosen there.
+    """Describes the active row, its batch, and the arm (by index) that is chosen there.
 
-    bucket: of the plan's row, by which `values` and `observation` go; cost_bucket: of the cost
-    table.  horizon_steps: steps for which what a probe finds is expected to hold.  feasible: [arms]
-    that may be probed, or None: all.
+    bucket: index of the plan's row, as in `values` and `observation`; cost_bucket: of the cost
+    table.  horizon_steps: steps for which a probe's result is expected to hold.  feasible: [arms]
+    that may be probed; None: all.
     """
 
     values: Values
@@ -100,8 +101,8 @@ class Situation:
     horizon_steps: float
     cost_bucket: int
     feasible: NDArray[np.bool_] | None = None
-    # Plain steps that may be lost against gamma = 0 now, see `loss_account`: by any probe, and by
-    # one of an arm that has not run there.
+    # Plain steps that may be lost against gamma = 0 now, see `loss_account`: by any probe, and by a
+    # probe of an arm that has not run there.
     room: float = math.inf
     room_for_news: float = math.inf
 
@@ -113,9 +114,9 @@ class Situation:
     added="_remeasured_at _remeasures",
 )
 class Explorer:
-    """Decides when to probe what, and keeps the credit.  One object per engine.
+    """Decides when to probe which arm, and keeps the credit.  One object per engine.
 
-    draft_lag: steps between the one that drafts for an arm and the one that verifies it.
+    draft_lag: steps between drafting for an arm and verifying these drafts.
     """
 
     def __init__(self, arms: Sequence[Arm], settings: PlannerSettings, draft_lag: int = 0) -> None:
@@ -129,11 +130,11 @@ class Explorer:
         self._next_id = 1
         self._reports = 0
         self._blind_steps = 0
-        # Looks from gamma = 0; the drafters take turns.
+        # Probes from gamma = 0; the drafters take turns.
         self._looks = 0
         # The report in which each drafter drafted last.
         self._seen = dict.fromkeys((arm.drafter for arm in arms if arm.gamma), 0)
-        # The report at which an old cost was measured again last, and the probe that does.
+        # The report at which the last probe of a stale cost started, and its probe id.
         self._remeasured_at = -_REMEASURE_EVERY
         self._remeasures = 0
         self._is_scaled = False
@@ -159,20 +160,20 @@ class Explorer:
 
     @property
     def running(self) -> tuple[int, Probe] | None:
-        """(bucket, probe) under way, or None."""
+        """The running probe and its row, as (row, probe), or None."""
         return (self._running.bucket, self._running.probe) if self._running else None
 
     @property
     def purpose(self) -> str:
-        """Returns what the probe under way is for, for people."""
+        """Returns the purpose of the running probe, as text."""
         if self._running and self._running.probe.probe_id == self._remeasures:
             return "to measure again what it costs"
         return "to learn"
 
     def observe(self, report: StepReport, seconds: float, share: float, now: float) -> None:
-        """Earns credit, charges a probe's step, ends a probe that is done or stuck.
+        """Earns credit, charges a probe's step, and ends a probe that is done or stuck.
 
-        seconds: the step's, without what has nothing to do with the choice.  share: of step time
+        seconds: the step's, without parts that do not depend on the choice.  share: of step time
         that probing may cost now, see `observation_cost.budget`.
         """
         self._reports += 1
@@ -188,16 +189,16 @@ class Explorer:
             running.missed = 0
             self.probe_steps += 1
             self._step_credit -= 1
-            # Of the rows that had ended, the baseline would not have made anything either.
+            # The baseline would not have generated tokens in ended rows either.
             baseline = running.baseline_tokens_per_second * max(report.decoded_rows, 1)
             lost = seconds - report.generated_tokens / baseline
             if running.seen == running.probe.steps:
-                # The first step has paid for the switch, the next one pays for the way back.
+                # The first step includes the switch; the next step will include the switch back.
                 lost += running.switch_seconds
             self.lost_seconds += lost
             before, running.lost_seconds = running.lost_seconds, running.lost_seconds + lost
             if running.guessed:
-                # If costs are unknown a probe counts as a whole: gains of one step offset losses.
+                # If costs are unknown, the whole probe is charged: a step's gain offsets losses.
                 earned -= max(running.lost_seconds, 0.0) - max(before, 0.0)
             else:
                 earned -= max(lost, 0.0)
@@ -212,13 +213,13 @@ class Explorer:
             self._running = None
 
     def consider(self, at: Situation, now: float) -> None:
-        """Starts a probe in the active bucket if one is worth its price and the credit is there."""
+        """Starts a probe in the active row if one is worth its price and the credit suffices."""
         self._leave(at.bucket)
         if self._running or self._settings.probe_share == 0 or len(self._arms) < 2:
             return
         values, bucket, current = at.values, at.bucket, at.current
         if at.uncertainty.guessed and not self._is_scaled:
-            # The settings cannot know how long a step takes on this engine.
+            # The settings do not depend on how long a step takes on this engine.
             self._is_scaled = True
             some = _COLD_STEPS * float(values.costs.seconds[current, bucket])
             self._credit = min(some, self._settings.probe_credit_max_seconds)
@@ -233,7 +234,7 @@ class Explorer:
             steps = self._affordable(at, arm, steps)
             if steps == 0:
                 return
-        # The first ones still verify what was drafted for the choice before.
+        # The first steps still verify drafts made for the previous choice.
         steps += self._draft_lag
         probe = Probe(self._next_id, self._arms[arm], steps)
         self._next_id += 1
@@ -249,13 +250,13 @@ class Explorer:
         )
 
     def _leave(self, bucket: int) -> None:
-        """Gives up the probe of a bucket that the batch has left for this one."""
+        """Cancels a probe of another row, which the batch has left."""
         running = self._running
         if running and running.bucket != bucket and running.missed >= _ELSEWHERE_PATIENCE_STEPS:
             self._running = None
 
     def _wanted(self, at: Situation) -> tuple[int, int] | None:
-        """Returns which arm is worth how many steps of a probe, if any is."""
+        """Returns the arm to probe and the number of steps, or None."""
         check = self._check(at)
         if check is not None:
             return check, _CHECK_STEPS
@@ -263,21 +264,21 @@ class Explorer:
         relative = here / here[at.current] - 1
         if self._reports >= self._consider_at:
             self._consider_at = self._reports + _CONSIDER_EVERY
-            # The first step may have to catch up: the second one shows the cost.
+            # The first step may include a catch-up: the second one shows the cost.
             steps = max(2, self._steps(at.batch_size))
-            # Without a profile everything has to be found out, and time alone is the limit.
+            # Without a profile all costs are unknown, and only the lost time is limited.
             if at.uncertainty.guessed or steps <= self._step_credit:
                 best = self._by_doubt(at, steps, relative)
                 if best is not None:
                     is_new = not at.uncertainty.ran[best, at.cost_bucket]
-                    # The first probe only shows what it costs, for which 2 steps are enough.
+                    # The first probe only measures the cost, for which 2 steps are enough.
                     return best, 2 if at.uncertainty.guessed and is_new else steps
         return self._look(at, relative)
 
     def _look(self, at: Situation, relative: NDArray[np.float64]) -> tuple[int, int] | None:
-        """Returns the arm, and its steps, that looks from gamma = 0, if it is time and affordable.
+        """Returns the arm and the steps of a probe from gamma = 0, if it is due and affordable.
 
-        relative: [arms] what values exceed the current one's by, as a share of it.
+        relative: [arms], relative gain of each arm's value over the current arm's.
         """
         observation, values, bucket = at.observation, at.values, at.bucket
         if observation is None or self._arms[at.current].gamma:
@@ -295,9 +296,9 @@ class Explorer:
         return arm, steps
 
     def _affordable(self, at: Situation, arm: int, steps: int) -> int:
-        """Returns how many of the steps may run without losing more than there is room for.
+        """Returns how many of the steps the loss budget allows.
 
-        What counts is the loss against gamma = 0, in a bad case.
+        The loss is that against gamma = 0, in a bad case.
         """
         values, bucket = at.values, at.bucket
         off = [i for i, one in enumerate(self._arms) if one.gamma == 0]
@@ -316,7 +317,7 @@ class Explorer:
         return min(steps, int(room / each)) if each else steps
 
     def _stale(self, at: Situation) -> int | None:
-        """Returns the arm that only an old cost keeps from being chosen, if there is one."""
+        """Returns the arm that is not chosen only because of a stale cost, or None."""
         if self._reports - self._remeasured_at < _REMEASURE_EVERY:
             return None
         values, bucket, current = at.values, at.bucket, at.current
@@ -331,7 +332,7 @@ class Explorer:
         return best if gain[best] > self._settings.switch_margin else None
 
     def _check(self, at: Situation) -> int | None:
-        """The arm with gamma = 0, if it is due and its price was earned back since the last one."""
+        """Returns the arm with gamma = 0 if a check is due and the last one is paid back."""
         if self._arms[at.current].gamma == 0:
             return None
         seconds, value = at.values.costs.seconds[:, at.bucket], at.values.value[:, at.bucket]
@@ -360,7 +361,7 @@ class Explorer:
         gain = expected_improvement(relative, doubt * (1 + relative))
         gain += self._hope(at)
         if at.uncertainty.guessed:
-            # Its cost was not measured: its price is that of a bad case.
+            # The cost was not measured: the price is that of a bad case.
             worse = (1 + relative) * np.exp(-doubt) - 1
             loss = np.maximum(-worse, 0.0) + once / (steps * seconds)
             gain[~at.uncertainty.within_reach(at.cost_bucket)] = 0.0
@@ -375,9 +376,9 @@ class Explorer:
         return best if ratio[best] > _RETURN_MIN and doubt[best] > 0 else None
 
     def _hope(self, at: Situation) -> NDArray[np.float64]:
-        """Returns [arms], the improvement to hope for where a drafter was idle for long.
+        """Returns [arms], the possible improvement by drafters that were idle for long.
 
-        What accepts more of an idle drafter's drafts need not show in those of the running one.
+        Traffic that suits an idle drafter better need not change the running one's acceptance.
         """
         found = np.zeros(len(self._arms))
         running = self._arms[at.current]
@@ -394,5 +395,5 @@ class Explorer:
         return found
 
     def cancel(self) -> None:
-        """Cancels the probe under way, because other arms may or must run."""
+        """Cancels the running probe, because the allowed or required arms have changed."""
         self._running = None

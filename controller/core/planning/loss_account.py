@@ -1,21 +1,21 @@
-"""Keeps what is lost against plain decoding within an allowance, whatever the estimates say.
+"""Limits the loss against plain decoding to an allowance, whatever the estimates say.
 
     debt <- max(0, debt + loss - ALLOWANCE)     after every step, in plain steps
-    loss = (C_arm / C_off - (1 + E_arm)) + (seconds of waking and switching) / C_off
+    loss = (C_arm / C_off - (1 + E_arm)) + (seconds of wake-up and switch) / C_off
 
-A plain step is one at gamma = 0 at the same batch and context, and E_arm what the estimates say
-after the step: a standard deviation less, while little is known.  The debt is the most that any
-stretch of steps that ends now has lost beyond the allowance (a CUSUM, Page 1954), so that gains
-before the stretch do not pay for it.  While no step is taken that would raise the debt above
-DEBT_MAX, no n steps lose more than DEBT_MAX + n * ALLOWANCE.
+A plain step is one at gamma = 0 at the same batch and context.  E_arm is the estimate after the
+step, minus a standard deviation while there is little evidence.  The debt is the maximum, over all
+stretches of steps that end now, of the loss beyond the allowance (a CUSUM, Page 1954), so gains
+before the stretch do not offset it.  As long as no step raises the debt above DEBT_MAX, no n steps
+lose more than DEBT_MAX + n * ALLOWANCE.
 
-Whatever costs something before it can pay asks for `room`: probes, looks from gamma = 0, waking a
-drafter, and drafting against belief because gamma = 0 observes nothing.
+Every choice that costs something before it can pay is limited by `room`: probes, waking a drafter,
+and drafting only because gamma = 0 observes nothing.
 
-Two things are allowed beyond it.  Where drafting has gained a lot lately, drafters may be exchanged
-for half of that, and looking may cost a tenth of it if better traffic returns often.  And a waking
-that costs more than the room is done at once if a cautious estimate says that drafting pays for it
-soon, and otherwise after so many steps that it takes a small share of them.
+Three things are allowed beyond it.  Drafters may be exchanged for half of what drafting has gained
+recently.  Probes from gamma = 0 may cost a tenth of that gain if better traffic returns often.  A
+wake-up that costs more than the room is allowed at once if a cautious estimate predicts that
+drafting soon pays for it, and otherwise after so many steps that it costs a small share of them.
 """
 
 import math
@@ -31,21 +31,21 @@ from controller.core.planning.doubt import AcceptanceDoubt
 from controller.core.planning.planner import LossLimits, Values
 from controller.core.recorded_state import recorded
 
-# In plain steps.  Together 7.5 in 500 steps, which are then worth 0.985 of plain decoding: the rest
-# up to 0.98 is for what the estimates find out too late.
+# In plain steps.  Together 7.5 in 500 steps, which then yield 0.985 of plain decoding.  The margin
+# to 0.98 is for losses that the estimates show too late.
 DEBT_MAX = 4.0
 ALLOWANCE = 0.007
-# A waking that costs more than DEBT_MAX is allowed when this share of the steps since the last one
-# pays for it.
+# A wake-up that costs more than DEBT_MAX is allowed when this share of the steps since the last one
+# covers its cost.
 _WAKING_SHARE = 0.002
-# It is allowed at once when so many steps pay for it by what drafting gains in the bad case.
+# It is allowed at once if the cautiously estimated gains of this many steps cover its cost.
 _WAKING_STEPS = 50.0
-# Drafters may be exchanged for so much of what drafting has gained in about so many steps.
+# Drafters may be exchanged for this share of the gain of drafting over about this many steps.
 _GAIN_SHARE = 0.5
 _GAIN_STEPS = 250.0
-# The same for looks, where traffic in which drafting gained is likely to return in so many steps.
+# The same for probes, times the probability that better traffic returns within _GAIN_STEPS.
 _RETURN_SHARE = 0.1
-# Exposures of a drafter's first position from which its estimate is taken as it is.
+# Exposures of a drafter's first position above which its estimate is used without caution.
 _SURE_EXPOSURES = 200.0
 
 
@@ -59,7 +59,7 @@ class LossAccount:
         self._drafts = [arm.gamma > 0 for arm in arms]
         self.debt = 0.0
         self._since_waking = 0.0
-        # The plain steps that drafting has gained lately.
+        # The plain steps that drafting has gained recently.
         self._gained = 0.0
         self._limit = DEBT_MAX
         # By arm and batch size since the last decision: steps, and seconds beyond plain ones.
@@ -72,23 +72,23 @@ class LossAccount:
 
     @property
     def room_for_news(self) -> float:
-        """Returns the same for an arm's first run, as what it costs may be wrong by a lot."""
+        """Returns the same for an arm's first run, whose estimated cost may be very wrong."""
         return max(2 * DEBT_MAX, self.room) if self.debt < DEBT_MAX / 4 else self.room
 
     def limits(self, values: Values) -> LossLimits:
-        """Returns what may be lost by the next choice."""
+        """Returns the limits on the loss of the next choice."""
         room = max(self.room, _WAKING_SHARE * self._since_waking - self.debt)
         waking: float | NDArray[np.float64] = room + _GAIN_SHARE * self._gained
         if self._off and values.catch_up.any():
             plain = values.costs.seconds[self._off].min(axis=0)
             price = values.catch_up + values.switch_seconds
             if np.count_nonzero(price > waking * plain):
-                # The gains matter only where a waking costs more than may be lost anyway.
+                # The gains matter only if a wake-up costs more than may be lost anyway.
                 waking = np.maximum(waking, _WAKING_STEPS * self._gains(values, plain))
         return LossLimits(waking, self.debt > self._limit / 2)
 
     def _gains(self, values: Values, plain: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns [arms, rows], the plain steps that a step gains where its tokens are few.
+        """Returns [arms, rows], the plain steps that a step gains by a cautious estimate.
 
         plain: [rows] seconds of a plain step.
         """
@@ -97,14 +97,14 @@ class LossAccount:
         return gains
 
     def observe(self, arm: int, batch_size: int, extra_seconds: float) -> None:
-        """Takes a step.  arm: by index.  extra_seconds: what waking and switching took of it."""
+        """Adds a step.  arm: by index.  extra_seconds: its wake-up and switch overhead."""
         steps, seconds = self._pending.get((arm, batch_size), (0, 0.0))
         self._pending[arm, batch_size] = steps + 1, seconds + extra_seconds
 
     def settle(self, values: Values, at: PlanRows, hazard: Hazard) -> None:
-        """Charges the steps since the last decision by what is believed now.
+        """Charges the steps since the last decision by the present estimates.
 
-        Steps count only where gamma = 0 might have run instead.
+        Steps are charged only where gamma = 0 was allowed.
         """
         seconds, expected = values.costs.seconds.item, values.expected.item
         cautions: list[float] = []
@@ -136,7 +136,7 @@ class LossAccount:
         return curve is not None and curve.exposures[0] <= _SURE_EXPOSURES
 
     def _cautions(self, values: Values) -> NDArray[np.float64]:
-        """Returns [arms], factors on the tokens by which they may be fewer than expected."""
+        """Returns [arms], factors of caution on the expected tokens."""
         doubt = AcceptanceDoubt(values.traffic, self._arms).variance(self._off[0])
         factors: NDArray[np.float64] = np.exp(-np.sqrt(doubt))
         return factors

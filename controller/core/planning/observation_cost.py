@@ -1,11 +1,11 @@
 """Prices gamma = 0, where acceptance is not observed and better traffic goes unnoticed.
 
 If the traffic shifts with probability h in a step, better traffic would gain g, and a probe costs c
-steps, then probing every I steps loses c / I + g h I / 2 of every step.  That is least at
-I = sqrt(2 c / (g h)); the exploration budget may allow fewer probes.  Once shifts to better traffic
-have been observed, the loss is a price on choosing gamma = 0: with traffic that changes every
-hundred steps, a draft length of 1, which always observes, is worth more than a gamma = 0 that is a
-little faster.
+steps, then probing every I steps loses c / I + g h I / 2 of every step.  The minimum is at
+I = sqrt(2 c / (g h)); the exploration budget may allow fewer probes.  After shifts to better
+traffic have been observed, the loss is a price on choosing gamma = 0: with traffic that changes
+every hundred steps, a draft length of 1, which always observes, has more value than a slightly
+faster gamma = 0.
 """
 
 import math
@@ -26,28 +26,29 @@ _HOPEFUL_ACCEPTANCE = 0.8
 # Drafts that one probe should find accepted if the traffic is better.
 _LOOK_ACCEPTED = 4.0
 _INTERVAL_MIN = 4.0
-# How much more than `probe_share` may be spent where looking finds something.
+# Maximum budget, in multiples of `probe_share`, where probes have found better traffic.
 _FOUND_SHARES = 6.0
-# The share of the steps that looks may take, however cheap, until they have found something or
+# Share of the steps that probes may take, however cheap, until they have found better traffic or
 # traffic shifts more often than every `_BUSY_STEPS`.
 _LOOK_STEPS = 0.015
 _COST_MIN = 0.01
-# Traffic that shifts once in so many steps or more often earns the whole budget, calm traffic this.
+# Traffic that shifts at least once in this many steps gets the whole budget; traffic without shifts
+# gets this share of it.
 _BUSY_STEPS = 1000.0
 _CALM_SHARE = 0.35
-# A request ends after so many plain steps or so, and needs no catching up any more.
+# A request ends after about this many plain steps, and then needs no catch-up.
 _MISSED_STEPS_MAX = 200.0
 
 
 @recorded("observation_cost")
 @dataclass(frozen=True, slots=True)
 class ObservationCost:
-    """Tells for each bucket which arms observe, for how many steps, how often, and at what cost.
+    """Describes the probes from gamma = 0 for each bucket: arms, steps, interval and cost.
 
     arm, steps: [drafters, buckets] of int, the cheapest arm of each drafter; drafters take turns,
-    since what one of them sees another one may not.  interval: [buckets] steps; inf where even a
-    good day would not pay.  loss: [buckets], share of every step, looking included.  share:
-    [buckets], what looking may cost there.
+    since one may accept traffic that another does not.  interval: [buckets] steps; inf where even
+    better traffic would not pay.  loss: [buckets], share of every step, including the probes.
+    share: [buckets], share of step time that probes may cost.
     """
 
     arm: NDArray[np.int64]
@@ -60,8 +61,8 @@ class ObservationCost:
 def budget(settings: PlannerSettings, shift: float) -> float:
     """Returns the share of step time for probing: all of `probe_share` if traffic shifts often.
 
-    If it has not shifted for long, probes find less and get less: by the square root, like the
-    best interval.
+    If traffic has not shifted for long, probes find less and the share is smaller, by the square
+    root, as for the best interval.
 
     shift: the probability of any shift in one step.
     """
@@ -69,12 +70,12 @@ def budget(settings: PlannerSettings, shift: float) -> float:
 
 
 def hopeful_tokens(gamma: int) -> float:
-    """Returns the tokens of a step, a sequence, in traffic that fits its drafter."""
+    """Returns the tokens per step and sequence in traffic that fits the drafter."""
     return (1 - _HOPEFUL_ACCEPTANCE ** (gamma + 1)) / (1 - _HOPEFUL_ACCEPTANCE)
 
 
 class ObservationPlanner:
-    """Works out `ObservationCost` from values.  One object per engine; it holds no state."""
+    """Computes `ObservationCost` from values.  One object per engine; it has no mutable state."""
 
     def __init__(
         self, arms: Sequence[Arm], sizes: NDArray[np.float64], settings: PlannerSettings
@@ -86,7 +87,7 @@ class ObservationPlanner:
         self._hopeful = hopeful[self._drafting]
         wanted = np.ceil(_LOOK_ACCEPTED / np.maximum((hopeful - 1) * sizes, 1e-9))
         names = dict.fromkeys(arm.drafter for arm in arms if arm.gamma)
-        # [drafters, arms]: which arms each drafter has not.
+        # [drafters, arms]: the arms that are not drafting arms of each drafter.
         self._others = np.array(
             [[arm.drafter != name or arm.gamma == 0 for arm in arms] for name in names]
         )
@@ -119,7 +120,7 @@ class ObservationPlanner:
         gain = np.where(worth, gain, 1.0)
         share = budget(settings, hazard.expected)
         if share == 0:
-            # There are no probes, so gamma = 0 is final and has no price.
+            # Without probes gamma = 0 is final and has no price.
             nothing = np.zeros(arm.shape[1])
             return ObservationCost(arm, steps, nothing + np.inf, nothing, nothing)
         rate = max(hazard.expected, hazard.unseen)
@@ -127,19 +128,19 @@ class ObservationPlanner:
         often = _LOOK_STEPS * finds * max(1.0, math.sqrt(_BUSY_STEPS * hazard.expected))
         least = np.maximum(steps.sum(axis=0) / len(arm) / often, _INTERVAL_MIN)
         best = np.maximum(np.sqrt(2 * cost / (gain * rate)), least)
-        # Reading what was missed takes its share of every step, however often probes run.
+        # Reading missed tokens takes its share of every step, however often probes run.
         asleep = catch_up.per_token * self._sizes / plain
-        # Looking that has found better traffic again and again may cost more than other probes.
+        # Probes that have repeatedly found better traffic may cost more than other probes.
         most = settings.probe_share * finds
         share = most if hazard.found else share
         shares = np.minimum(share + asleep, most)
         due = np.where(worth, np.maximum(best, (cost + catch_up.now / plain) / shares), np.inf)
         better = max(hazard.better, hazard.unseen)
         if better == 0:
-            # Nothing has ever been missed.
+            # No shift to better traffic was ever missed.
             return ObservationCost(arm, steps, due, np.zeros(len(due)), shares)
         cost = cost + catch_up.fixed / plain
-        # What was missed ends where the requests do.
+        # Missed tokens need not be read after their requests have ended.
         short = cost / np.maximum(shares - asleep, 1e-9)
         rarely = (cost + asleep * _MISSED_STEPS_MAX) / shares
         apart = np.maximum(best, np.minimum(short, rarely))

@@ -1,20 +1,20 @@
-"""Merges the commands of operators into limits on what is decided; the merge is pure.
+"""Merges the overrides of operators into limits on the decision; the merge is pure.
 
-An override counts where its scope covers the engine and its range covers the batch size.
+An override applies if its scope covers the engine and its range covers the batch size.
 
-Off and denials beat every pin; otherwise the narrower scope wins, then the newer override;
-file-based policy is weakest.  Overrides that can hold together all hold.  In detail:
+Off and denials take precedence over every pin; otherwise the narrower scope wins, then the newer
+override; file-based policy is weakest.  Compatible overrides all apply.  In detail:
 
 1.  Off and denials (a drafter, online updates, exploration) are absolute, whatever their scope.
     They add up.
-2.  Draft lengths: overrides are taken from the strongest to the weakest.  Each one narrows the
-    range that is left; one whose own range does not meet that range is passed over.  A pin is a
-    range of one draft length.
+2.  Draft lengths: overrides are applied from the strongest to the weakest.  Each one narrows the
+    remaining range; one whose own range does not intersect it is skipped.  A pin is a range of one
+    draft length.
 3.  Drafter and regime: the strongest pin.  A denied drafter does not run, pinned or not.
-4.  If that leaves nothing that the engine can run, it decodes without speculation, and the plan
-    and `explain` report it.
-5.  Bounds on the time per output token all hold, whatever their strength: the smallest counts, and
-    the setting is one of them (`token_time`).
+4.  If that leaves no arm that the engine can run, it decodes without speculation, and the plan and
+    `explain` report it.
+5.  Bounds on the time per output token all apply, whatever their strength: the smallest one counts,
+    and the setting is one of them (`token_time`).
 
 The result depends on the set of overrides alone, not on their order or number of copies.
 """
@@ -69,7 +69,7 @@ class Scope:
         _require_text("scope", self.name, 0, MAX_SCOPE_CHARACTERS)
 
     def covers(self, spec: EngineSpec) -> bool:
-        """Returns whether the engine is meant."""
+        """Returns whether the scope includes the engine."""
         if self.kind is ScopeKind.FLEET:
             return True
         engine = self.kind is ScopeKind.ENGINE
@@ -83,7 +83,7 @@ class Scope:
 class Rule:
     """States what an override demands; at least one part must be given.
 
-    gamma: pinned draft length.  gamma_min, gamma_max: bounds.  off: no speculation at all.
+    gamma: pinned draft length.  gamma_min, gamma_max: bounds.  off: no speculation.
     tpot_max_seconds: bound on the mean time between a sequence's output tokens.
     """
 
@@ -112,7 +112,7 @@ class Rule:
                 )
         if self.gamma is not None and (self.gamma_min is not None or self.gamma_max is not None):
             raise InvalidOverrideError(
-                "gamma is pinned: bounds beside it have no meaning", field_path="gamma"
+                "gamma is pinned, so gamma_min and gamma_max must be omitted", field_path="gamma"
             )
         low, high = self.gamma_min or 0, self.gamma_max
         if high is not None and low > high:
@@ -147,7 +147,7 @@ class Rule:
             _require_text("drafter", name, 1, 64)
         if len(set(names)) < len(names):
             raise InvalidOverrideError(
-                f"drafters {names}: one is named twice, or pinned and denied",
+                f"drafters {names}: a drafter is named twice, or pinned and denied",
                 field_path="deny_drafters",
             )
         if len(names) > 16:
@@ -163,7 +163,7 @@ class Rule:
         if online != (regime.stride > 0) or regime.stride > MAX_STRIDE:
             raise InvalidOverrideError(
                 f"regime {regime.mode.value} with stride {regime.stride}: online updates need a "
-                f"stride of 1 to {MAX_STRIDE}, nothing else has one",
+                f"stride of 1 to {MAX_STRIDE}, other regimes have none",
                 field_path="regime.stride",
             )
         if self.deny_updates and online:
@@ -173,7 +173,7 @@ class Rule:
 
     @property
     def gamma_range(self) -> tuple[int, int] | None:
-        """The least and the greatest draft length that the rule allows; None if it sets none."""
+        """The smallest and the largest draft length allowed; None if the rule sets neither."""
         if self.gamma is not None:
             return self.gamma, self.gamma
         if self.gamma_min is None and self.gamma_max is None:
@@ -182,27 +182,27 @@ class Rule:
 
     @property
     def can_yield(self) -> bool:
-        """Tells whether a stronger override can displace all that the rule demands.
+        """Whether a stronger override can displace everything that the rule demands.
 
-        Off, denials and bounds on the time per output token hold whatever their strength.
+        Off, denials and bounds on the time per output token apply whatever their strength.
         """
         denied = self.off or self.deny_drafters or self.deny_updates or self.deny_exploration
         return not denied and self.tpot_max_seconds is None
 
     @property
     def for_batches(self) -> bool:
-        """Tells whether the rule can be limited to a range of batch sizes."""
+        """Whether the rule can be limited to a range of batch sizes."""
         return self.regime is None and not self.deny_updates
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Describes one command.  Raises InvalidOverrideError.
+    """Describes one override.  Raises InvalidOverrideError.
 
-    min_batch_size, max_batch_size: batches that it is for, both included; 0 = no bound.  revision:
-    of the store when it was written; the newer override has the larger one.  from_file: it is
-    file-based policy, not the command of an operator; of two such ones, the later in the file has
-    the larger revision.
+    min_batch_size, max_batch_size: batch sizes that it applies to, inclusive; 0 = no bound.
+    revision: of the store when it was written; the newer override has the larger one.  from_file:
+    it is file-based policy, not an operator's override; later entries of the file have larger
+    revisions.
     """
 
     override_id: str
@@ -227,7 +227,8 @@ class Override:
         low, high = self.min_batch_size, self.max_batch_size
         if not (0 <= low <= MAX_BATCH_SIZE and 0 <= high <= MAX_BATCH_SIZE):
             raise InvalidOverrideError(
-                f"batch sizes {low}-{high} leave 0..{MAX_BATCH_SIZE}", field_path="max_batch_size"
+                f"batch sizes {low}-{high} must be in 0..{MAX_BATCH_SIZE}",
+                field_path="max_batch_size",
             )
         if high and low > high:
             raise InvalidOverrideError(
@@ -235,31 +236,31 @@ class Override:
             )
         if self.from_file and not self.rule.can_yield:
             raise InvalidOverrideError(
-                "file-based policy is weakest: it can pin and bound, but what no override could "
-                "displace (off, denials, bounds on the time per output token) needs an override",
+                "file-based policy is weakest: it can pin and bound, but a demand that no override "
+                "can displace (off, denials, bounds on the time per output token) needs an "
+                "override",
                 field_path="rule",
             )
         if (low > 1 or high) and not self.rule.for_batches:
             raise InvalidOverrideError(
-                "the regime and online updates are the engine's, not a batch's: leave the batch "
-                "range out",
+                "the regime and online updates apply to the whole engine: omit the batch range",
                 field_path="max_batch_size",
             )
 
     def covers(self, spec: EngineSpec, batch_size: int) -> bool:
-        """Returns whether it counts for this batch of this engine."""
+        """Returns whether it applies to this batch size of this engine."""
         return self.scope.covers(spec) and self.covers_batch(batch_size)
 
     def covers_batch(self, batch_size: int) -> bool:
-        """Returns whether it counts for this batch of an engine in its scope."""
+        """Returns whether it applies to this batch size of an engine in its scope."""
         return self.min_batch_size <= batch_size <= (self.max_batch_size or MAX_BATCH_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Holds what is left to decide for one batch size of one engine.
+    """Holds the limits on the decision for one batch size of one engine.
 
-    drafter: the pinned one.  overrides: ids of those that count here, in order.  gamma_by,
+    drafter: the pinned one.  overrides: ids of those that apply here, in order.  gamma_by,
     drafter_by: ids of the overrides that set the bounds of the draft length, and the drafter.
     tpot_max_seconds: the strictest of the overrides' bounds on the time per output token; tpot_by:
     the id of its override.
@@ -283,7 +284,7 @@ class Limits:
             arm.drafter not in self.denied_drafters and self.drafter in {None, arm.drafter}
             for arm in arms
         ]
-        # At gamma = 0 nothing drafts, so any drafter's may replace that of the wanted ones.
+        # At gamma = 0 no drafter runs, so any drafter's arm may replace that of an allowed one.
         some = any(w and arm.gamma == 0 for w, arm in zip(wanted, arms, strict=True))
         floor = 0 if self.off else self.gamma_min
         return [
@@ -366,7 +367,7 @@ def _strength(override: Override) -> tuple[bool, int, int, str]:
 
 
 def batch_edges(overrides: Iterable[Override], spec: EngineSpec) -> tuple[int, ...]:
-    """Returns the batch sizes after which other overrides count: a plan's rows must end there."""
+    """Returns the batch sizes after which other overrides apply: a plan's rows must end there."""
     edges: set[int] = set()
     for override in overrides:
         if override.scope.covers(spec):
@@ -377,7 +378,7 @@ def batch_edges(overrides: Iterable[Override], spec: EngineSpec) -> tuple[int, .
 def _require_text(what: str, text: str, least: int, most: int) -> None:
     if not least <= len(text) <= most:
         raise InvalidOverrideError(
-            f"{what}: {len(text)} characters, {least} to {most} are needed", field_path=what
+            f"{what}: {len(text)} characters, but {least} to {most} are needed", field_path=what
         )
     if not text.isprintable():
         raise InvalidOverrideError(

@@ -1,4 +1,4 @@
-"""Divides batch sizes into the buckets of a plan, and makes its rows of what was chosen there."""
+"""Divides batch sizes into the buckets of a plan, and makes its rows from the choices."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.plan import PlanRow, Probe, Reason
 
-# Every batch size up to here has its own row; beyond, rows are about an eighth apart.
+# Every batch size up to this one has its own row; above it, rows are about 19 % apart.
 _EXACT_BUCKETS = 8
 # Memory and time per engine grow with arms times buckets.
 _BUCKETS_MAX = 128
@@ -18,7 +18,7 @@ _CELLS_MAX = 4096
 
 
 def row_of(spec: EngineSpec, size: int, arm: Arm, reason: Reason, probe: Probe | None) -> PlanRow:
-    """Makes one row; its drafter sleeps if that arm, or the probe's, lets it."""
+    """Makes one row; its drafter sleeps if the arm or the probe's arm allows it."""
     asleep = _sleeps(spec, arm) or (probe is not None and _sleeps(spec, probe.arm))
     return PlanRow(size, arm, reason, probe, asleep)
 
@@ -31,9 +31,9 @@ def rows_of(
     probing: tuple[tuple[int, ...], Probe] | None,
     kept: Sequence[PlanRow],
 ) -> tuple[PlanRow, ...]:
-    """Makes all rows, and reuses those of `kept` (the plan before) that have not changed.
+    """Makes all rows, and reuses those of `kept` (the previous plan) that have not changed.
 
-    upper: largest batch of each bucket.  probing: (buckets, probe), the probe that they share.
+    upper: largest batch of each row.  probing: (rows, probe), a probe and the rows that share it.
     """
     rows = []
     for j, (size, arm, reason) in enumerate(zip(upper, chosen, reasons, strict=True)):
@@ -53,11 +53,11 @@ def rows_of(
 def reach(
     upper: Sequence[int], choice: Sequence[int], bucket: int, feasible: NDArray[np.bool_] | None
 ) -> tuple[int, ...]:
-    """Returns the buckets in which a probe for one of them may run.
+    """Returns the rows in which a probe for one of them may run.
 
-    A batch that moves on must not leave a probe behind, so these are the buckets around it, up to
-    twice or half as large, that have the same choice.  feasible: [buckets], where the probe's arm
-    may run, or None: everywhere.
+    The probe must continue if the batch size changes a little, so these are the rows up to twice or
+    half as large that have the same choice.  feasible: [rows], where the probe's arm may run; None:
+    everywhere.
     """
     size, chosen = upper[bucket], choice[bucket]
     return tuple(
@@ -99,9 +99,9 @@ def batch_buckets(
 ) -> tuple[int, ...]:
     """Returns the ascending upper ends of the plan's batch buckets, up to `max_batch_size`.
 
-    An engine with captured graphs pads a batch to the next captured size: then those sizes are the
-    buckets.  There are at most 128, or as many as make 4096 with so many arms; where an engine has
-    captured more sizes, neighbours share a bucket, which begins with the large ones.
+    An engine with captured graphs pads a batch to the next captured size: then these sizes are the
+    buckets.  There are at most 128 buckets, and at most 4096 cells (buckets times arms).  If an
+    engine has captured more sizes, neighbouring sizes share a bucket, large ones first.
     """
     if graph_batch_sizes:
         sizes = {b for b in graph_batch_sizes if b < max_batch_size}
@@ -116,7 +116,7 @@ def batch_buckets(
 
 
 def _coarse(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """Keeps at most so many of the ascending sizes, evenly apart in log B, the last included."""
+    """Keeps at most `most` of the ascending sizes, evenly spaced in log B, including the last."""
     if len(sizes) <= most:
         return tuple(sizes)
     *captured, last = sizes
@@ -125,7 +125,7 @@ def _coarse(sizes: Sequence[int], most: int) -> tuple[int, ...]:
     while left > 0 and at < len(captured):
         kept.append(captured[at])
         left -= 1
-        # The rest of the range is divided into equal ratios, one for each bucket that is left.
+        # The remaining range is divided into equal ratios, one for each remaining bucket.
         ratio = (captured[-1] / captured[at]) ** (1 / left) if left else 1.0
         at = max(at + 1, bisect_left(captured, captured[at] * ratio * (1 - 1e-9)))
     return (*kept, last)

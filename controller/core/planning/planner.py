@@ -2,12 +2,12 @@
 
     V(d, gamma, B) = B * (1 + E_d[accepted | gamma]) / C(d, B, gamma, kv)
 
-gamma = 0 is an arm like any other (E = 0), and pays the `observation_cost` of seeing nothing.  The
-chosen arm changes only when another one's value exceeds it by `switch_margin`, so that noise at a
-pivot does not turn into switching, and when it pays back what the change costs (a drafter that
-slept or stood by has to catch up) within `payback_seconds`.  A bound on the time per output token
-leaves out the arms that break it (`token_time`).  A drafter is woken only within what may be lost
-against gamma = 0 (`loss_account`); until then the best arm that is awake runs.
+gamma = 0 is an arm like any other (E = 0), and is charged the `observation_cost` of observing
+nothing.  The choice changes only if another arm's value is higher by `switch_margin`, so that noise
+near a break-even point does not cause switching, and if the gain pays back the cost of the change
+(an idle drafter has to catch up) within `payback_seconds`.  A bound on the time per output token
+excludes the arms that exceed it (`token_time`).  A drafter is woken only within the allowed loss
+against gamma = 0 (`loss_account`); until then the best arm that needs no wake-up runs.
 """
 
 import math
@@ -36,12 +36,12 @@ _UNTHINKABLE = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Holds everything that the choice is made from.
+    """Holds all inputs of the choice.
 
-    traffic: the curves.  expected: [arms, buckets]
-    draft tokens.  catch_up: [arms, buckets] seconds that the arm's drafter needs to catch up first.
-    switch_seconds: what any change of arm costs.  costs, value:
-    [arms, buckets], value in tokens per second of the whole batch.
+    traffic: the acceptance curves.  expected: [arms, buckets], expected accepted draft tokens.
+    catch_up: [arms, buckets], seconds that the arm's drafter first needs to catch up.
+    switch_seconds: cost of any change of arm.  costs, value: [arms, buckets], value in tokens per
+    second of the whole batch.
     """
 
     traffic: TrafficCurves
@@ -94,10 +94,10 @@ def _only(may: NDArray[np.bool_] | None, value: NDArray[np.float64]) -> NDArray[
 
 @dataclass(frozen=True, slots=True)
 class LossLimits:
-    """Says what may be lost against plain decoding now, see `loss_account`.
+    """Limits the loss against plain decoding now, see `loss_account`.
 
-    waking: plain steps that waking a drafter may take, [arms, rows] or one for all.
-    by_belief: whether gamma = 0 pays nothing for what it does not observe.
+    waking: plain steps that waking a drafter may cost, [arms, rows] or one for all.
+    by_belief: whether gamma = 0 is not charged for what it does not observe.
     """
 
     waking: float | NDArray[np.float64] = math.inf
@@ -128,7 +128,7 @@ class Planner:
         self._feasible: NDArray[np.bool_] | None = None
         self._possible: NDArray[np.bool_] | None = None
         self._bounds: RowBounds | None = None
-        # Of the update under way: by row, the arm that only a bound keeps from being chosen.
+        # In the present update: by row, the arm that is not chosen only because of a bound.
         self._excluded: dict[int, int] = {}
         self.observation: ObservationCost | None = None
         self.choice: list[int] | None = None
@@ -145,10 +145,10 @@ class Planner:
         possible: NDArray[np.bool_] | None = None,
         bounds: Sequence[TokenTimeBound | None] = (),
     ) -> None:
-        """Sets other rows from now on, and what may run in them.
+        """Replaces the rows, and sets which arms may run in them.
 
-        buckets: upper ends, ascending.  sizes: the batch at which each is valued.  possible,
-        feasible, bounds: as in `PlanRows`.
+        buckets: upper ends, ascending.  sizes: the batch size at which each row is valued.
+        possible, feasible, bounds: as in `PlanRows`.
         """
         if self.choice is not None:
             old = [min(bisect_left(self.buckets, b), len(self.buckets) - 1) for b in buckets]
@@ -164,7 +164,7 @@ class Planner:
         self._bounds = RowBounds(self.arms, bounds) if bounds else None
 
     def observe(self, report: StepReport) -> None:
-        """Takes a report; this rule needs only the estimates and ignores it."""
+        """Ignores the report; this rule needs only the estimates."""
 
     def prove(self, ran: NDArray[np.bool_]) -> Sequence[int | None]:
         """Returns the newest choice of each bucket that has run, by arm index, or None.
@@ -183,9 +183,9 @@ class Planner:
         discounts: NDArray[np.float64] | None = None,
         limits: LossLimits = NO_LIMITS,
     ) -> Sequence[int]:
-        """Moves the choice where the gain beats margin and price; returns an arm per bucket.
+        """Changes the choice where the gain exceeds margin and price; returns an arm per bucket.
 
-        discounts: [arms, buckets] factors on the values, see `doubt`.
+        discounts: [arms, buckets], factors on the values, see `doubt`.
         """
         value = _only(self._possible, values.value)
         if discounts is not None:
@@ -212,7 +212,7 @@ class Planner:
     def _move(
         self, value: NDArray[np.float64], best: list[int], values: Values, limits: LossLimits
     ) -> Sequence[int]:
-        """Changes the choice to the best one where that is worth its price.
+        """Changes the choice to the best arm where that is worth its price.
 
         value: [arms, rows].
         """
@@ -233,21 +233,21 @@ class Planner:
         return self.choice
 
     def _affordable(self, values: Values, limits: LossLimits) -> NDArray[np.bool_] | None:
-        """Marks [arms, buckets] whose drafter may be woken now, or is awake; None if all may."""
+        """Marks [arms, buckets] whose drafter is awake or may be woken now; None for all."""
         if not values.catch_up.any() or not self._off.any():
             return None
         price = np.where(values.catch_up > 0, values.catch_up + values.switch_seconds, 0.0)
         plain = values.costs.seconds[self._off].min(axis=0)
         found: NDArray[np.bool_] = price <= limits.waking * plain
         if self._feasible is not None:
-            # Where gamma = 0 may not run there is nothing to lose against.
+            # Where gamma = 0 may not run, the loss against it is undefined.
             found |= ~self._feasible[self._off].any(axis=0)
         return None if found.all() else found
 
     def _worth_it(
         self, value: list[float], now: int, row: int, values: Values, limits: LossLimits
     ) -> int:
-        """Returns the best arm of a row that pays for the change from `now`, or that one.
+        """Returns the best arm of a row that is worth a change from `now`; `now` if none is.
 
         value: [arms] of the row, by which it is chosen.
         """
@@ -260,7 +260,7 @@ class Planner:
                 if self._off[arm]:
                     return arm
             elif gain <= self._settings.switch_margin:
-                # The others gain less.
+                # The remaining arms gain less.
                 return now
             price = values.catch_up.item(arm, row) + values.switch_seconds
             paid_back = gain * self._settings.payback_seconds > price
@@ -276,7 +276,7 @@ class Planner:
                 self.reasons[j] = Reason.OVERRIDE
 
     def _take(self, choice: list[int], values: Values) -> list[int]:
-        """Chooses what a rule wants, or the best feasible arm where that may not run."""
+        """Adopts a rule's choice, or the best feasible arm where that may not run."""
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         if self._feasible is not None:
             self._say_overridden(choice)
@@ -296,7 +296,7 @@ class Planner:
     ) -> NDArray[np.bool_] | None:
         """Returns [arms, buckets], which arms the engine can run within the bound; None: no bound.
 
-        Where costs were not measured, the bad case has to keep it: see `discounts`.
+        If costs were not measured, the bad case must meet the bound: see `discounts`.
         """
         if self._bounds is None:
             return None
@@ -314,10 +314,10 @@ class Planner:
     def _bounded(
         self, value: NDArray[np.float64], plain: NDArray[np.float64], keeps: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        """Narrows values to the bound, and says which choices it excludes.
+        """Applies the bounds to the values, and records which choices they exclude.
 
-        value: of feasible arms, or almost 0.  plain: of all arms, as they are valued without the
-        price of seeing nothing.
+        value: of feasible arms, almost 0 for others.  plain: of all arms, without the price of
+        observing nothing.
         """
         if self._feasible is not None:
             keeps = keeps & self._feasible
@@ -327,9 +327,9 @@ class Planner:
         return kept
 
     def _within_bounds(self, choice: list[int], values: Values) -> list[int]:
-        """Replaces what a rule chose where it breaks the bound, by the best arm that keeps it.
+        """Replaces a rule's choices that exceed the bound by the best arm that meets it.
 
-        Where no arm keeps it, by the one with the smallest time per token.
+        If no arm meets it, the one with the smallest time per token is chosen.
         """
         value, keeps = _only(self._possible, values.value), self._keeping(values)
         assert keeps is not None
@@ -353,9 +353,9 @@ class Planner:
                 self.reasons[j] = Reason.OVERRIDE
 
     def take_excluded(self) -> dict[int, int]:
-        """Returns, by row, the arm that only a bound kept from being chosen in the last update.
+        """Returns, by row, the arm that was not chosen in the last update only because of a bound.
 
-        It is forgotten: no later decision depends on it.
+        The record is cleared: no later decision depends on it.
         """
         excluded, self._excluded = self._excluded, {}
         return excluded

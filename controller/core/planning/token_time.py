@@ -2,10 +2,10 @@
 
     t(d, gamma, B) = C(d, B, gamma, kv) / (1 + E_d[accepted | gamma]) = B / V(d, gamma, B)
 
-The arm with the most tokens per second therefore has the smallest t at the same batch size: a bound
-never costs throughput there, and no choice can buy time with it.  A bound decides where something
-other than V would: a price on being blind, a published rule, what a switch costs, or a probe.
-Where no arm keeps it, the one with the smallest t runs.
+At a given batch size, the arm with the most tokens per second therefore has the smallest t, so a
+bound does not trade throughput for latency.  A bound changes the choice only where V alone does not
+determine it: through the price of not observing, a published rule, the cost of a switch, or a
+probe.  If no arm meets the bound, the one with the smallest t runs.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from controller.core.engine_spec import Arm
 from controller.core.planning.overrides import Limits
 
-# Factor on the value of an arm that breaks a bound which another one keeps.
+# Factor on the value of an arm that exceeds a bound which another arm meets.
 _BROKEN = 1e-9
 
 
@@ -25,7 +25,7 @@ _BROKEN = 1e-9
 class TokenTimeBound:
     """Bounds the time per output token in one row.
 
-    seconds: the most.  override_id: of the override that has set it; "" = the setting.
+    seconds: the maximum.  override_id: of the override that sets it; "" = the setting.
     """
 
     seconds: float
@@ -39,7 +39,7 @@ class TokenTimeBound:
 def bounds_of(
     ceiling_seconds: float, limits: Sequence[Limits]
 ) -> tuple[TokenTimeBound | None, ...]:
-    """Returns the bound of each row; nothing at all if no row has one.
+    """Returns the bound of each row; an empty tuple if no row has one.
 
     ceiling_seconds: of the setting, 0 = none.  limits: of each row.
     """
@@ -57,15 +57,15 @@ def _strictest(ceiling_seconds: float, limits: Limits) -> TokenTimeBound | None:
 class RowBounds:
     """Holds the bounds of a plan's rows for the planner; immutable.
 
-    seconds: [rows], inf where there is no bound.  commanded: for each row, whether an override has
-    set its bound.
+    seconds: [rows], inf where there is no bound.  commanded: for each row, whether an override sets
+    its bound.
     """
 
     def __init__(self, arms: Sequence[Arm], bounds: Sequence[TokenTimeBound | None]) -> None:
         self.seconds = np.array([np.inf if b is None else b.seconds for b in bounds])
         self.commanded = tuple(b is not None and b.override_id != "" for b in bounds)
         self._arms = tuple(arms)
-        # [arms]; by drafter, its arms that draft.
+        # By drafter, [arms], whether an arm drafts with it.
         self._drafting_of = {
             name: np.array([arm.drafter == name and arm.gamma > 0 for arm in arms])
             for name in dict.fromkeys(arm.drafter for arm in arms)
@@ -74,10 +74,10 @@ class RowBounds:
     def keeping(
         self, tpot: NDArray[np.float64], running: Sequence[int] | None, margin: float
     ) -> NDArray[np.bool_]:
-        """Returns [arms, rows], whether an arm keeps a row's bound.
+        """Returns [arms, rows], whether an arm meets a row's bound.
 
         tpot: [arms, rows] seconds.  running: the present choice of each row, by arm index; it may
-        exceed the bound by `margin`, so that noise at the bound does not turn into switching.
+        exceed the bound by `margin`, so that noise at the bound does not cause switching.
         """
         keeps: NDArray[np.bool_] = tpot <= self.seconds
         if running is not None:
@@ -88,10 +88,10 @@ class RowBounds:
     def looked_at(
         self, value: NDArray[np.float64], keeps: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        """Returns [arms, rows], the values by which looking from gamma = 0 is priced.
+        """Returns [arms, rows], the values by which probes from gamma = 0 are priced.
 
-        Only arms that keep the bound are looked at, except where no arm of a drafter does: there,
-        looking at it costs what it costs without a bound.
+        Only arms that meet the bound are probed.  If no arm of a drafter meets it, its arms are
+        priced as without a bound.
         """
         seen = narrowed(value, value, keeps)
         for drafting in self._drafting_of.values():
@@ -110,14 +110,15 @@ class RowBounds:
     ) -> NDArray[np.bool_] | None:
         """Returns [arms], which may be probed in a row; None: all.
 
-        An arm that breaks the row's bound may not, with three exceptions.  gamma = 0 always may: it
-        is the check on wrong estimates.  If no arm keeps the bound, all may, since a probe is how
-        one that does is found.  If what runs shows nothing of a drafter (gamma = 0, or another
-        drafter) and keeps the bound with room for what probing may cost, those arms of it may that
-        would keep it if every draft were accepted: nothing else shows that the traffic has changed.
+        An arm that exceeds the row's bound may not be probed, with three exceptions.  gamma = 0 may
+        always be probed, as a check on wrong estimates.  If no arm meets the bound, all may, since
+        probes may find one that does.  If the running arm gives no evidence about a drafter
+        (gamma = 0, or another drafter) and meets the bound with a margin for the cost of probing,
+        those of the drafter's arms may be probed that would meet the bound if every draft were
+        accepted, because only a probe can show that the traffic has changed.
 
-        now: index of the arm that runs.  tpot, step_seconds: [arms] of the row.  feasible: [arms],
-        what overrides and the engine allow, None = everything.  share: of the time that probing may
+        now: index of the running arm.  tpot, step_seconds: [arms] of the row.  feasible: [arms]
+        that overrides and the engine allow, None = all.  share: share of the time that probing may
         cost in the row.
         """
         most = self.seconds[row]
@@ -134,7 +135,7 @@ class RowBounds:
         return keeps if feasible is None else keeps & feasible
 
     def _is_unseen(self, now: Arm) -> NDArray[np.bool_]:
-        """Returns [arms], those whose drafts say nothing while the arm `now` runs."""
+        """Returns [arms], the drafting arms about which the running arm gives no evidence."""
         seen = now.drafter if now.gamma else None
         return np.array([arm.gamma > 0 and arm.drafter != seen for arm in self._arms])
 
@@ -142,10 +143,10 @@ class RowBounds:
 def narrowed(
     value: NDArray[np.float64], plain: NDArray[np.float64], keeps: NDArray[np.bool_] | None
 ) -> NDArray[np.float64]:
-    """Returns [arms, rows], values that are almost 0 where an arm breaks the bound.
+    """Returns [arms, rows], values that are almost 0 where an arm exceeds the bound.
 
-    Where no arm keeps it: `plain`, which is largest where the time per token is smallest.  keeps:
-    [arms, rows], None = there are no bounds.
+    In rows where no arm meets it: `plain`, which is largest where the time per token is smallest.
+    keeps: [arms, rows], whether an arm meets its bound; None = there are no bounds.
     """
     if keeps is None:
         return value

@@ -1,4 +1,4 @@
-"""Decides how a drafter learns while it serves: by online updates, or by a trainer.
+"""Decides how a drafter is trained while it serves: by online updates, or by a trainer.
 
 The two never run together, since both write the same weights: while a trainer is connected, its
 algorithm determines the regime (COLLECT or OFF), and there are no online updates.
@@ -25,10 +25,10 @@ from controller.core.training.stride_planner import RegimePlanner, RegimeState
 
 @recorded("drafter_updates", "training _online")
 class DrafterUpdates:
-    """Owns the learning of one engine's drafter.
+    """Owns the training of one engine's drafter.
 
-    trained: the state of earlier training, None to begin.  training: None for an engine that cannot
-    keep signals and take versions.
+    trained: the state of earlier training, None to start anew.  training: None for an engine that
+    cannot collect signals and accept versions.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class DrafterUpdates:
             self.training = SelectiveTraining(spec.learner.name, settings, state)
 
     def use_settings(self, settings: TrainingSettings) -> None:
-        """Uses these settings from now on and keeps averages and rounds."""
+        """Replaces the settings; averages and rounds are kept."""
         if self.training is not None:
             self.training.settings = settings
 
     def use_capabilities(self, able: Capabilities) -> None:
-        """Sets what the engine can do from now on; averages, rounds and versions stay."""
+        """Updates the engine's capabilities; averages, rounds and versions are kept."""
         self._able = able
 
     @property
@@ -64,12 +64,12 @@ class DrafterUpdates:
 
     @property
     def version(self) -> int:
-        """The version of the drafter that is to serve; 0: as loaded."""
+        """The version of the drafter that must serve; 0: as loaded."""
         return 0 if self.training is None else self.training.state.version
 
     @property
     def regime(self) -> Regime:
-        """The regime that was decided."""
+        """The chosen regime."""
         if self.attended and self.training is not None:
             trains = self._able.can_collect and self._able.can_take_versions
             return Regime(RegimeMode.COLLECT) if trains and self.training.collects else Regime()
@@ -77,16 +77,16 @@ class DrafterUpdates:
 
     @property
     def strides(self) -> RegimeState | None:
-        """The numbers from which the stride of online updates was last chosen."""
+        """The numbers behind the last choice of the stride of online updates."""
         return None if self._learning is None or self.attended else self._learning.state
 
     @property
     def view(self) -> TrainingView | None:
-        """The state of the training, for people."""
+        """The state of the training, for display."""
         return None if self.training is None else self.training.view
 
     def observe(self, report: StepReport, expected_seconds: float) -> None:
-        """Takes a step that was not a measurement's."""
+        """Adds a step that was not part of a measurement."""
         if self._online is not None:
             self._online.observe(report, expected_seconds)
         if self.training is not None:
@@ -101,5 +101,5 @@ class DrafterUpdates:
 
     @property
     def _learning(self) -> RegimePlanner | None:
-        """The planner of the stride, while the engine can update its drafter."""
+        """The planner of the stride, if the engine can update its drafter."""
         return self._online if self._able.can_update_online else None

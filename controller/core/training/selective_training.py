@@ -1,20 +1,20 @@
 """Decides when a drafter is trained beside its engine, and which of its versions serves.
 
-Paper: TIDE, arXiv:2602.05145, Algorithm 1.  Two moving averages of the acceptance rate; where the
-short one falls below the long one by a margin, training signals are collected; once enough are
-stored the trainer is asked for a new version, which is deployed only if it accepts more on the
-held-out split than the old one did, and collecting ends when it does not.
+Paper: TIDE, arXiv:2602.05145, Algorithm 1.  There are two moving averages of the acceptance rate.
+When the short one falls below the long one by a margin, training signals are collected.  Once
+enough are stored, the trainer is asked for a new version, which is deployed only if its acceptance
+on the held-out split is higher than the old version's; otherwise collecting ends.
 
-A request's acceptance rate is here that of `unit_drafts` drafted sequences, since reports name no
-requests: accepted drafts over drafts whose turn came, which is the paper's alpha (its Eq. 2) and
-does not depend on how many were drafted.
+The paper's acceptance rate of a request is here that of `unit_drafts` drafted sequences, since
+reports name no requests: accepted drafts over verified drafts up to the first rejection.  This is
+the paper's alpha (its Eq. 2) and does not depend on the draft length.
 
-Weights that online updates have made count as no version: while they serve, no version is judged
-and no round begins.  The engine stores them as a version once signals are collected, and that one
-takes the place of the version from which they were learnt.
+Weights changed by online updates do not count as a version: while they serve, no version is judged
+and no round begins.  The engine stores them as a version once signals are collected, and that
+version replaces the one from which they were learnt.
 
-Beyond the paper: a version must also beat the old one on the very same held-out signals, and one
-whose acceptance in service falls by more than the margin is taken back.
+Beyond the paper: a version must also be better than the old one on the same held-out signals, and
+one whose acceptance in service falls by more than the margin is rolled back.
 """
 
 import json
@@ -25,10 +25,11 @@ from controller.core.errors import MALFORMED, InvalidTrainingError
 from controller.core.recorded_state import recorded
 from controller.core.step_report import StepReport
 
-# Rounds that are remembered, for people.
+# Rounds that are remembered, for display.
 _REMEMBERED = 16
-# Units that a deployed version is judged by; those before them are passed over, because requests
-# that lived through the change have a cache of the old version; an early look counts double.
+# Units after a deployment: those that are skipped, because requests that were running at the change
+# have a cache of the old version; those before an early verdict, which needs twice the margin; and
+# those before the final verdict.
 _PASSED_OVER = 3
 _EARLY_LOOK = 5
 _LAST_LOOK = 20
@@ -39,8 +40,8 @@ MAX_VERSION = 2**31 - 1
 class TrainingSettings:
     """The paper's lambda_short, lambda_long, epsilon, N_init and N_threshold, in this order.
 
-    threshold: in stored signals.  unit_drafts: drafted sequences that one acceptance rate is of.
-    Raises ValueError for values that cannot work.
+    threshold: in stored signals.  unit_drafts: drafted sequences per acceptance rate.  Raises
+    ValueError for invalid values.
     """
 
     short_decay: float = 0.9
@@ -59,17 +60,20 @@ class TrainingSettings:
         if not 0 < self.margin < 1:
             raise ValueError(f"margin {self.margin} must lie in (0, 1)")
         if min(self.initial, self.unit_drafts) < 1 or self.threshold < 2:
-            raise ValueError("initial and unit_drafts start at 1, threshold at 2: one held out")
+            raise ValueError(
+                "initial and unit_drafts must be 1 or more, and threshold 2 or more, since one "
+                "signal is held out"
+            )
 
 
 @recorded("training_result")
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """Holds what the trainer returns for a round.  Raises InvalidTrainingError.
+    """Holds the trainer's result of a round.  Raises InvalidTrainingError.
 
-    version: of the new weights, 0 if it has failed (error: why).  alpha_train: acceptance rate in
-    service of the signals it was trained on.  alpha_eval: of the new version on the held-out ones;
-    alpha_before: of the version that serves, on the same.
+    version: of the new weights, 0 if the round failed (error: the reason).  alpha_train: acceptance
+    rate in service of the training signals.  alpha_eval: of the new version on the held-out
+    signals; alpha_before: of the serving version on the same signals.
     """
 
     round: int
@@ -82,23 +86,23 @@ class TrainingResult:
     def __post_init__(self) -> None:
         if not 0 <= self.version <= MAX_VERSION or self.round < 1:
             raise InvalidTrainingError(
-                f"round {self.round}, version {self.version}: a round is 1 or more, a version in "
-                f"0..{MAX_VERSION}",
+                f"round {self.round}, version {self.version}: a round must be 1 or more, a version "
+                f"in 0..{MAX_VERSION}",
                 field_path="round",
             )
         rates = (self.alpha_train, self.alpha_eval, self.alpha_before)
         if not all(0 <= rate <= 1 for rate in rates):
             raise InvalidTrainingError(
-                f"acceptance rates {rates} must lie in 0..1", field_path="alpha_eval"
+                f"acceptance rates {rates} must be in [0, 1]", field_path="alpha_eval"
             )
         if bool(self.version) == bool(self.error):
             raise InvalidTrainingError(
-                "a round ends with a version or with an error, one of them", field_path="version"
+                "a round must end with either a version or an error", field_path="version"
             )
 
     @property
     def is_better(self) -> bool:
-        """Whether the new version meets the paper's condition and beats the one that serves."""
+        """Whether the new version meets the paper's condition and beats the serving version."""
         return bool(self.version) and self.alpha_eval > max(self.alpha_train, self.alpha_before)
 
 
@@ -114,7 +118,7 @@ class RoundRecord:
 @recorded("training_trial")
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Judges a version that is in service.
+    """State of the trial of a version in service.
 
     before: acceptance rate of its predecessor.  units, total: number and sum of its own rates.
     """
@@ -127,10 +131,10 @@ class Trial:
 @recorded("training_state")
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Holds everything that is stored.  short, long: moving averages; measured: rates so far.
+    """Holds the stored state.  short, long: moving averages; measured: number of rates so far.
 
-    round: the last round of training that was ordered; training: it is under way.  version: the one
-    that is to serve, 0 = as loaded; parent: the one before it.
+    round: the last requested round of training; training: it is running.  version: the version that
+    must serve, 0 = as loaded; parent: the rollback version.
     """
 
     measured: int = 0
@@ -147,10 +151,10 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True)
 class TrainingView:
-    """Shows a state to people.
+    """Holds a state for display.
 
-    stored: signals waiting; served: the version that last reported; learnt: online updates have
-    changed its weights.
+    stored: number of stored signals; served: the version in the last report; learnt: online updates
+    have changed its weights.
     """
 
     state: TrainingState
@@ -162,7 +166,7 @@ class TrainingView:
 
     @property
     def phase(self) -> str:
-        """Names what the training waits for."""
+        """Name of the training's present phase."""
         state = self.state
         if not self.attended:
             return "no trainer"
@@ -185,7 +189,7 @@ class _Unit:
         exact, censored = report.drafted
         accepted = sum(k * count for part in (exact, censored) for k, count in enumerate(part))
         self.accepted += accepted
-        # Who accepted all that was drafted has rejected nothing.
+        # A sequence that accepted all of its drafts has no rejection.
         self.tried += accepted + sum(exact[:-1])
         self.drafts += sum(exact) + sum(censored)
 
@@ -193,11 +197,11 @@ class _Unit:
 @recorded("selective_training", "state attended stored served learnt _unit _skip")
 @dataclass(slots=True)
 class SelectiveTraining:
-    """Runs the algorithm for one engine.  drafter: the one that is trained, by name.
+    """Runs the algorithm for one engine.  drafter: name of the drafter that is trained.
 
-    attended: a trainer is connected.  Without one nothing is collected or ordered; the deployed
-    version keeps serving and is judged.  learnt: online updates have changed the weights of the
-    served version, and the engine has not stored them.
+    attended: a trainer is connected.  Without a trainer nothing is collected or requested; the
+    deployed version keeps serving and is judged.  learnt: online updates have changed the weights
+    of the served version, and the engine has not stored them.
     """
 
     drafter: str
@@ -212,12 +216,12 @@ class SelectiveTraining:
 
     @property
     def collects(self) -> bool:
-        """Whether the engine is to collect training signals now."""
+        """Whether the engine must collect training signals now."""
         return self.attended and self.state.collecting
 
     @property
     def view(self) -> TrainingView:
-        """The present state, for people."""
+        """The present state, for display."""
         return TrainingView(
             self.state,
             self.attended,
@@ -228,7 +232,7 @@ class SelectiveTraining:
         )
 
     def observe(self, report: StepReport) -> None:
-        """Takes a step."""
+        """Adds a step."""
         if report.draft_version != self.served:
             self.served = report.draft_version
             self._unit, self._skip = _Unit(), _PASSED_OVER
@@ -243,7 +247,7 @@ class SelectiveTraining:
             self.measure(unit.accepted / unit.tried)
 
     def measure(self, alpha: float) -> None:
-        """Takes one acceptance rate and moves the averages and all that depends on them."""
+        """Adds one acceptance rate: updates the averages, collecting and the trial."""
         state, settings = self.state, self.settings
         count = state.measured + 1
         if count <= settings.initial:
@@ -258,10 +262,10 @@ class SelectiveTraining:
             self._judge(state.trial, alpha)
 
     def keep(self, stored: int) -> int:
-        """Takes the number of stored signals and returns the round to train now, 0 for none.
+        """Records the number of stored signals; returns the round to train now, 0 for none.
 
-        A round under way is returned again: its trainer may have restarted.  Where the weights
-        that serve are no version, collecting begins, so that the engine makes them one.
+        A running round is returned again, because its trainer may have restarted.  If the serving
+        weights are not a version, collecting begins, so that the engine stores them as one.
         """
         self.stored = stored
         state = self.state
@@ -276,11 +280,11 @@ class SelectiveTraining:
         return self.state.round
 
     def trained(self, result: TrainingResult) -> None:
-        """Ends a round.  Raises InvalidTrainingError for one that is not under way."""
+        """Ends a round.  Raises InvalidTrainingError for one that is not running."""
         state = self.state
         if not state.training or result.round != state.round:
             raise InvalidTrainingError(
-                f"round {result.round} is not under way"
+                f"round {result.round} is not running"
                 + (f": {state.round} is" if state.training else ""),
                 field_path="round",
             )
@@ -301,7 +305,7 @@ class SelectiveTraining:
 
     def _deploy(self, result: TrainingResult) -> None:
         state, trial = self.state, self.state.trial
-        # A version that is still being judged is not one to go back to.
+        # A version that is still on trial is no rollback version.
         self.state = replace(
             state,
             training=False,
@@ -312,9 +316,9 @@ class SelectiveTraining:
         )
 
     def _adopt(self, version: int) -> None:
-        """Takes what the engine has learnt and stored in place of the version it was learnt from.
+        """Replaces the version by the engine's stored version that was learnt from it.
 
-        A trial goes on, with the same version to go back to.
+        A trial continues, with the same rollback version.
         """
         state = self.state
         if 0 < version <= MAX_VERSION:
@@ -372,7 +376,7 @@ def from_json(text: str) -> TrainingState:
         _check(state)
     except MALFORMED as error:
         raise InvalidTrainingError(
-            f"the text does not hold a state of training: {error}"
+            f"the text does not contain a state of training: {error}"
         ) from error
     return state
 
@@ -380,7 +384,7 @@ def from_json(text: str) -> TrainingState:
 def _check(state: TrainingState) -> None:
     counts = (state.measured, state.round, state.version, state.parent)
     if not all(type(count) is int and 0 <= count <= MAX_VERSION for count in counts):
-        raise ValueError(f"counts {counts} must be whole numbers in 0..{MAX_VERSION}")
+        raise ValueError(f"counts {counts} must be integers in 0..{MAX_VERSION}")
     if not all(type(flag) is bool for flag in (state.collecting, state.training)):
         raise ValueError("collecting and training must be true or false")
     trial = state.trial or Trial(0.0)

@@ -1,15 +1,15 @@
 """Chooses how often a drafter is updated while it serves: the stride S, or off.
 
-For each S the batch's tokens per second over the time ahead,
+For each S, the batch's tokens per second over the horizon are estimated as
 
     V(S) = mean over the horizon of  max over arms  B (1 + E[accepted | a_1(t, S)]) / (C + price(S))
 
-with acceptance as `update_response` forecasts it, the price as `UpdatePrice` has measured it, and
-gamma = 0 among the arms.  The best S is taken once it beats the present one by a margin; off is
-free, so updates have to promise more than off.  If another S might be better (the gain is
-uncertain), and as many updates as a trial can pay for would show it, it is tried, within a small
+with acceptance as forecast by `update_response`, the price as measured by `UpdatePrice`, and
+gamma = 0 among the arms.  The best S is chosen if it exceeds the present one by a margin; updates
+must also exceed off, which is free, by a margin.  If another S might be better (the gain is
+uncertain), and the updates that a trial can afford would show it, it is tried, within a small
 budget for expected losses; an aligned drafter or a compute-bound batch never loses more than that.
-The budget pays for nothing before the first update has landed: a trainer may take longer to start
+The budget is not charged before the first update has landed: a trainer may take longer to start
 than the budget would last.
 """
 
@@ -31,37 +31,37 @@ from controller.core.training.update_response import Forecast, UpdateResponse
 # Before any update was observed: the share of a step's seconds lost, and the steps beside it.
 _GUESSED_STEPS_LOST = 0.5
 _GUESSED_STEPS_BESIDE = 2.0
-# A step that took longer than so many expected ones was not slowed down by an update alone.
+# If a step takes more than this multiple of its expected time, an update is not the only cause.
 _MOST_STEPS_LOST = 3.0
 _RATE_FLOOR = 0.05
 # Rounds between two updates; 0 is off.  The paper's, arXiv:2605.09329, Tables 3 and 7.
 STRIDES: Final = (0, 50, 20, 10, 5, 2, 1)
-# How far a plan looks ahead, rounds.
+# The horizon of a plan in rounds.
 _HORIZON_ROUNDS = 10_000.0
-# Relative gain that another stride, and that updating at all, has to promise.
+# Relative gain required of another stride, and of updating at all.
 _SWITCH_MARGIN = 0.005
 _START_MARGIN = 0.004
-# Of what is hoped for, the share that has to be certain.
+# Share of the optimistic gain that must be certain.
 _CAUTION = 0.33
 # Rounds between two changes: acceptance responds slowly.
 _DWELL_ROUNDS = 64
-# What trying may lose: of all time, and at the start and at most, in steps.
+# Loss budget of trials: share of all time, initial budget and maximum, in steps.
 _TRIAL_SHARE = 0.005
 _TRIAL_START_STEPS = 16.0
 _TRIAL_MOST_STEPS = 40.0
-# A trial begins with so many steps in hand and lasts so many rounds, if it does not disappoint.
+# A trial needs this budget in steps to begin, and lasts this many rounds if it stays promising.
 _TRIAL_LEAST_STEPS = 8.0
 _TRIAL_ROUNDS = 320
-# From off, the stride that is tried: its settled gain is about half of what there is.
+# The first stride tried from off: its settled gain is about half of the possible gain.
 _FIRST_TRIAL = STRIDES.index(10)
-# The most that the acceptance of a position is forecast to be.
+# Upper bound of a position's forecast acceptance.
 _MOST_CONDITIONAL = 0.995
 
 
 @recorded("update_costs")
 @dataclass(slots=True)
 class _Paid:
-    """Holds means over the updates of batches of about this size."""
+    """Holds means over the updates at similar batch sizes."""
 
     updates: int = 0
     lost: float = 0.0
@@ -72,9 +72,9 @@ class _Paid:
 class UpdatePrice:
     """Estimates the seconds lost by an update, and the steps beside it; by batch size.
 
-    An update runs beside decode steps (another process, another stream) and slows them down: they
-    contend for processors, memory bandwidth or the GPU.  Its cost is the number of seconds by which
-    all of these steps together took longer than expected, from the hand-over to the landing.
+    An update runs beside decode steps (in another process or another stream) and slows them down:
+    they contend for processors, memory bandwidth or the GPU.  Its cost is the excess of all these
+    steps together over their expected seconds, from the hand-over to the landing of the update.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class UpdatePrice:
         self.seconds = 0.0
 
     def fold(self, report: StepReport, expected_seconds: float) -> float:
-        """Takes a step and returns the seconds that it lost by an update."""
+        """Adds a step; returns the seconds that it lost because of an update."""
         flags = report.flags
         lost = 0.0
         if flags.updating:
@@ -105,7 +105,7 @@ class UpdatePrice:
 
     @property
     def known(self) -> bool:
-        """Whether any update was observed."""
+        """Whether an update was observed."""
         return bool(self._paid)
 
     def per_update(self, batch_size: int, step_seconds: float) -> float:
@@ -114,7 +114,7 @@ class UpdatePrice:
         return _GUESSED_STEPS_LOST * step_seconds if paid is None else max(0.0, paid.lost)
 
     def updates_per_round(self, batch_size: int, stride: int) -> float:
-        """Returns the updates a round: what the stride asks for, limited by how long one takes."""
+        """Returns the updates per round: the stride's, limited by the duration of an update."""
         paid = self._nearest(batch_size)
         beside = _GUESSED_STEPS_BESIDE if paid is None else paid.beside
         return 1 / max(stride, beside, 1.0)
@@ -131,9 +131,9 @@ class UpdatePrice:
 class StrideValue:
     """Holds the numbers by which one stride (0: off) was judged.
 
-    first_acceptance: of the first draft position, mean over the time ahead.  lost_seconds: of a
-    step.  tokens_per_second: of the batch.  optimistic_tokens_per_second: the same with as much of
-    what is hoped for as a trial can show.
+    first_acceptance: of the first draft position, mean over the horizon.  lost_seconds: per step.
+    tokens_per_second: of the batch.  optimistic_tokens_per_second: the same, with the optimistic
+    gain as far as a trial can show it.
     """
 
     stride: int
@@ -147,11 +147,11 @@ class StrideValue:
 @recorded("regime_state")
 @dataclass(frozen=True, slots=True)
 class RegimeState:
-    """Shows the numbers behind the regime to people.
+    """Holds the numbers behind the regime, for display.
 
-    updates: landed so far.  gain, gain_deviation: of first-position acceptance, by the best that
-    updates can do.  update_seconds: of the last one.  lost_seconds: what one takes from the steps
-    beside it.  trying: the stride is on trial.  trial_steps: what trials may still lose.
+    updates: landed so far.  gain, gain_deviation: the largest possible gain of first-position
+    acceptance.  update_seconds: duration of the last update.  lost_seconds: by an update, over the
+    steps beside it.  trying: the stride is on trial.  trial_steps: remaining loss budget of trials.
     """
 
     strides: tuple[StrideValue, ...]
@@ -169,32 +169,32 @@ class RegimeState:
     "state _at _moved_at _otherwise _price _response _rounds _trial_loss _trial_steps _trying",
 )
 class RegimePlanner:
-    """Chooses the stride for one engine.  learner: name of the drafter that can learn."""
+    """Chooses the stride for one engine.  learner: name of the drafter that can be updated."""
 
     def __init__(self, arms: Sequence[Arm], learner: str) -> None:
         self._learner = learner
         self._learns = np.array([arm.drafter == self._learner for arm in arms])
         self._gammas = np.array([arm.gamma for arm in arms])
-        # A step without drafts is the learner's cheapest one, whichever drafter it is named after.
+        # Steps at gamma = 0 count as the learner's, whichever drafter they name.
         self._cheap = self._learns | (self._gammas == 0)
         self._response = UpdateResponse()
         self._price = UpdatePrice()
-        # The stride in force, and what would be without a trial.
+        # Index of the present stride, and of the stride that would be chosen without a trial.
         self._at = self._otherwise = 0
         self._rounds = self._moved_at = 0
         self._trying = False
         self._trial_steps = _TRIAL_START_STEPS
-        # Share of every step that the trial is expected to lose.
+        # Expected loss of the trial, as a share of every step.
         self._trial_loss = 0.0
         self.state: RegimeState | None = None
 
     @property
     def regime(self) -> Regime:
-        """The regime that was decided last."""
+        """The last chosen regime."""
         return Regime(RegimeMode.ONLINE, STRIDES[self._at]) if self._at else Regime()
 
     def observe(self, report: StepReport, expected_seconds: float) -> None:
-        """Takes a report, and the seconds of its step if no update had run beside it."""
+        """Adds a report.  expected_seconds: of its step without an update beside it."""
         self._rounds += 1
         # A trainer that is still starting slows down no step.
         lost = self._trial_loss if self._price.known else 0.0
@@ -205,7 +205,7 @@ class RegimePlanner:
     def update(
         self, values: Values, row: int, batch_size: int, feasible: NDArray[np.bool_] | None = None
     ) -> Regime:
-        """Decides for the present batch, in its row of the plan.
+        """Chooses the stride for the present batch, in its row of the plan.
 
         feasible: [arms], what may run there; None for all.
         """
@@ -236,13 +236,13 @@ class RegimePlanner:
         testable: NDArray[np.float64],
         lost: NDArray[np.float64],
     ) -> None:
-        """Moves the stride, if it has been in force for a while.  lost: as shares of a step."""
+        """Changes the stride if the present one has run long enough.  lost: shares of a step."""
         at, since = self._at, self._rounds - self._moved_at
         best = int(plain[1:].argmax()) + 1
         runs = at > 0 and not self._trying
         off = plain[0] * (1 - _START_MARGIN if runs else 1 + _START_MARGIN)
         if not self._response.is_reset_repeatedly:
-            # By how much off may be better than it seems: only being off would show it.
+            # Off may be better than estimated, which only steps without updates would show.
             unsure = hopeful - plain
             off += _CAUTION * (unsure[0] if self._otherwise else unsure[best])
         if plain[best] <= off:
@@ -267,8 +267,7 @@ class RegimePlanner:
         elif at == best:
             self._trying = False
         self._otherwise = best if self._trying else self._at
-        # What is better but has to wait until the present stride has been in force for a while is
-        # no trial.
+        # A better stride that waits for the present one's dwell time is no trial.
         self._trial_loss = 0.0
         if self._trying:
             # In the worst case the more frequent updates gain nothing.
@@ -282,7 +281,7 @@ class RegimePlanner:
         factor: NDArray[np.float64],
         seconds: NDArray[np.float64],
     ) -> NDArray[np.float64]:
-        """Returns [strides] tokens per second of one sequence, with the best arm at each time.
+        """Returns [strides], tokens per second of one sequence, with the best arm at each point.
 
         factor: [strides, points], on each conditional acceptance.  seconds: [arms, strides].
         """

@@ -1,24 +1,24 @@
 """Estimates how online updates change a drafter's acceptance: learning against drift.
 
-The state z in [0, 1] says how far the drafter has come from its first weights (0) to the best that
-updates can make of it (1).  An update that lands closes a share `eta` of what is missing, and in
-every round (a decode step) a share `delta` of what was won is lost, because the text moves on:
+The state z in [0, 1] is the drafter's progress from its first weights (0) to the best that updates
+can achieve (1).  An update that lands closes a share `eta` of the remaining gap, and in every round
+(a decode step) a share `delta` of the progress is lost, because the text changes:
 
     z <- z + eta (1 - z)   for an update        z <- (1 - delta) z   for a round
     a_1 = base + gain * z
 
 a_1 is the acceptance of the first draft position, which every draft shows, whatever its length.
-Later positions count as evidence of it through their usual ratio to it: a_k = shape_k a_1.
-At a fixed stride S the state settles at 1 / (1 + S delta / eta): the shape of the acceptance
-lengths that the paper of test-time speculation reports over strides (arXiv:2605.09329, Table 7).
+Later positions count as evidence about a_1 through their usual ratio to it: a_k = shape_k a_1.
+At a fixed stride S the state settles at 1 / (1 + S delta / eta), which matches the acceptance
+lengths over strides in the paper on test-time speculation (arXiv:2605.09329, Table 7).
 
-eta and delta are not known: a grid of them runs side by side, each with its own z, its own Kalman
-filter for base and gain, and a weight that says how well it has predicted.  The base moves
-faster than the gain, as requests differ: what counts as gain is what moves with z.
+eta and delta are unknown.  A grid of values is tracked in parallel, each point with its own z, its
+own Kalman filter for base and gain, and a weight for its past predictions.  The base changes faster
+than the gain, as requests differ: only changes that follow z are attributed to the gain.
 
-A trial of a few updates shows a gain only as far as it moves z: if it brings z to r, the
+A trial of a few updates shows a gain only as far as it changes z: if it brings z to r, the
 expectation of a gain with deviation s moves by k s,  k^2 = (r s)^2 / ((r s)^2 + n^2),  where n is
-what requests differ by (the knowledge gradient of Frazier, Powell and Dayanik, 2008).
+the deviation between requests (the knowledge gradient of Frazier, Powell and Dayanik, 2008).
 """
 
 import math
@@ -34,40 +34,40 @@ from controller.core.step_report import StepReport
 
 _ETA = (0.003, 0.01, 0.03, 0.1)
 _DELTA = (0.0, 0.0003, 0.001, 0.004, 0.016)
-# In the paper strides settle near 1 / (1 + S / 10): the logarithm of eta / delta that this gives,
-# and its standard deviation.
+# In the paper strides settle near 1 / (1 + S / 10): the corresponding logarithm of eta / delta, and
+# its standard deviation.
 _SETTLES = (2.3, 0.8)
 # The log prior of no drift at all: as likely as one deviation off.
 _LOG_NO_DRIFT = -0.5
 # Prior of (base, gain): means and standard deviations, and the process noise of a round.  A drafter
-# that accepts little has more to gain: by this share of what its base is below the mean, in
-# addition.  And no gain is less certain than by that share of what is missing to 1.
+# with low acceptance has more to gain: the expected gain grows by this share of the base's distance
+# below its mean.  The deviation of the gain is at most that share of 1 - base.
 _PRIOR_MEAN = (0.7, 0.08)
 _PRIOR_DEVIATION = (0.3, 0.1)
 _GAIN_OF_MISSING = 0.3
 _DEVIATION_OF_MISSING = 0.25
 _PROCESS_NOISE = (3e-4, 2e-4)
-# Rounds that are taken together as one observation.
+# Rounds that form one observation.
 _BLOCK_ROUNDS = 16
-# After so many rounds the evidence for an eta and a delta has faded to a third.
+# Rounds after which the evidence for an eta and a delta has faded to a third.
 _GRID_MEMORY_ROUNDS = 50_000.0
-# By how much the base may differ between requests.
+# Standard deviation of the base between requests.
 _REQUEST_DEVIATION = 0.03
-# How quickly the mean distance of resets is forgotten, a round.
+# Learning rate per round of the mean rate of resets.
 _RESET_RATE = 1e-4
-# Resets a round from which on they count as repeated.
+# Resets per round above which they count as repeated.
 _ANEW = 5e-5
-# What sets two blocks of the same state apart beyond chance.
+# Standard deviation between blocks of the same state, in addition to the binomial noise.
 _BLOCK_DEVIATION = 0.02
 # Standard deviations of optimism.
 _HOPE = 1.5
-# The traffic has shifted when predictions keep failing: standardised errors, summed with this
-# memory, exceed this bound.  How far the base may have moved then.
+# A shift of traffic is detected if standardised errors, summed with this decay, exceed this bound.
+# Then the standard deviation of the base's change.
 _ERROR_KEEPS = 0.75
 _ERROR_BOUND = 6.5
 _SHIFT_DEVIATION = 0.15
-# Drafts after which the shape has forgotten two thirds; the weight of the prior that a position is
-# as likely as the first.
+# Drafts after which the shape has lost two thirds of its evidence; the weight of the prior, in
+# drafts, that a position's acceptance equals the first one's.
 _SHAPE_MEMORY = 30_000.0
 _SHAPE_PRIOR = 50.0
 # The bounds of every forecast of acceptance.
@@ -78,11 +78,11 @@ POINTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecasts first-position acceptance.
+    """Holds a forecast of first-position acceptance.
 
     now: its present value.  mean: [strides, POINTS] over the horizon.  hopeful: the same if each
-    stride were better than the present one by `_HOPE` standard deviations more.  testable: by as
-    much of them as a trial would show.  gain, deviation: of the most that updates can achieve.
+    stride's gain over the present one is `_HOPE` standard deviations larger.  testable: the same,
+    for the part that a trial would show.  gain, deviation: of the largest achievable gain.
     """
 
     now: float
@@ -111,7 +111,7 @@ class UpdateResponse:
         ratio = np.log(self._eta / np.where(drifts, self._delta, 1.0))
         likely = -0.5 * np.square((ratio - _SETTLES[0]) / _SETTLES[1])
         self._log_prior = np.where(drifts, likely, _LOG_NO_DRIFT)
-        # The log-likelihood of each grid point since.
+        # The log-likelihood of each grid point, from the observations.
         self._log_evidence = np.zeros(count)
         # Of (base, gain): means [2], and covariances bb, bg, gg [3], on every grid point.
         self._mean = np.tile(np.array(_PRIOR_MEAN)[:, None], count)
@@ -123,20 +123,20 @@ class UpdateResponse:
         # Rounds since the first reset, 0 before it.
         self._since_first_reset = 0
         self._resets_per_round = 0.0
-        # Of the open block: drafts that were reached, what they count as in first ones, accepted.
+        # Of the open block: reached drafts, the same in equivalents of first positions, accepted.
         self._reached = self._seen = self._accepted = 0.0
-        # By position, long remembered: drafts that were reached, and accepted.
+        # By position, with a long memory: drafts that were reached, and accepted.
         self._shape = np.zeros((2, MAX_GAMMA))
         self._error = 0.0
         self.updates = self.shifts = 0
 
     @property
     def is_reset_repeatedly(self) -> bool:
-        """Whether the drafter is reset repeatedly, which shows it without updates."""
+        """Whether the drafter is reset repeatedly, so that steps without updates are observed."""
         return self._resets_per_round > _ANEW
 
     def fold(self, report: StepReport, *, drafted: bool) -> None:
-        """Takes a report; drafted: its counts are of the drafter that learns."""
+        """Adds a report.  drafted: the counts belong to the drafter that is updated."""
         self._count_resets(report)
         if report.flags.drafter_reset:
             self._close()
@@ -158,15 +158,15 @@ class UpdateResponse:
         present: int,
         trial_updates: float = math.inf,
     ) -> Forecast:
-        """Forecasts for each number of updates a round; present: index of the present one.
+        """Forecasts for each number of updates per round.  present: index of the present one.
 
-        trial_updates: how many a trial may make.
+        trial_updates: number of updates that a trial can afford.
         """
         weight = self._weights()
         base, gain = self._base_and_gain()
         ahead = horizon_rounds * (np.arange(POINTS) + 0.5) / POINTS
         learning = np.asarray(updates_per_round)[:, None] * self._eta
-        # A reset loses everything, so that on average it adds to the drift.
+        # A reset loses all progress, so resets add to the mean drift.
         rate = learning + self._delta + self._resets_per_round
         settled = np.divide(learning, rate, out=np.zeros_like(rate), where=rate > 0)
         left = np.exp(-rate[:, None, :] * ahead[None, :, None])
@@ -180,7 +180,7 @@ class UpdateResponse:
         parts = np.square(gain * apart - expected[..., None]) + unsure * np.square(apart)
         hope = plain + _HOPE * np.sqrt(parts @ weight)
         shown = self._shown(unsure + np.square(gain - weight @ gain), trial_updates)
-        # Without updates there is nothing that a trial would have to reach.
+        # Without updates a trial does not have to make progress first.
         shown = np.where(learning > 0, shown, 1.0)
         testable = plain + _HOPE * np.sqrt((parts * shown[:, None, :]) @ weight)
         mean_gain = float(weight @ gain)
@@ -190,7 +190,7 @@ class UpdateResponse:
         return Forecast(now, plain, hope, testable, mean_gain, float(np.sqrt(spread)))
 
     def _shown(self, variance: NDArray[np.float64], updates: float) -> NDArray[np.float64]:
-        """Returns the share of the gain's variance that so many further updates would show."""
+        """Returns the share of the gain's variance that this many further updates would show."""
         reached = 1 - (1 - self._state) * (1 - self._eta) ** updates
         seen = np.square(reached) * variance
         return seen / (seen + _REQUEST_DEVIATION**2)
@@ -202,12 +202,12 @@ class UpdateResponse:
         return weight
 
     def _base_and_gain(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Returns the means; an update that lowers acceptance is reverted: no gain is below 0."""
+        """Returns the means.  No gain is below 0, as updates that lower acceptance are reverted."""
         (base, gain), (_, bg, gg) = self._mean, self._covariance
         return base - np.minimum(gain, 0.0) * bg / gg, np.maximum(gain, 0.0)
 
     def _close(self) -> None:
-        """Takes the open block as one observation, and advances the states."""
+        """Adds the open block as one observation, and advances the states."""
         rounds = self._rounds
         if not rounds:
             return
@@ -220,7 +220,7 @@ class UpdateResponse:
         self._reached = self._seen = self._accepted = 0.0
 
     def _count_resets(self, report: StepReport) -> None:
-        """Takes the distances between resets; a single one, as after a rollback, shows none."""
+        """Updates the rate of resets; a single reset, as after a rollback, gives no rate."""
         if self._since_first_reset:
             self._resets_per_round += (report.flags.drafter_reset - self._resets_per_round) * max(
                 _RESET_RATE, 1 / self._since_first_reset
@@ -272,7 +272,7 @@ class UpdateResponse:
             self._shift()
 
     def _shift(self) -> None:
-        """Handles other traffic: the base is unknown again, and z is 0 again if it is harder."""
+        """Handles a shift: the base becomes uncertain, and z is reset if acceptance has fallen."""
         if self._error < 0:
             self._state = np.zeros_like(self._state)
         self._covariance[0] += _SHIFT_DEVIATION**2

@@ -116,7 +116,7 @@ def test_the_doctor_warns_of_each_with_causes_and_of_nothing_else(sidecar: Sidec
     }
     assert found.keys() == {f"{kind} of {name}" for name, (_, kind) in KINDS.items() if kind}
     assert {it["level"] for it in found.values()} == {"warn"}
-    assert "1.00 tokens a sequence and step" in found["no-acceptance of wrong"]["found"]
+    assert "1.00 tokens per sequence and step" in found["no-acceptance of wrong"]["found"]
     assert "EAGLE-3 under EAGLE" in found["no-acceptance of wrong"]["fix"]
     assert "the engine verifies gamma" in found["other-width of deaf"]["found"]
     flat = [

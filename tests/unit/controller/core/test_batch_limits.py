@@ -118,7 +118,7 @@ def test_the_limits_survive_the_wire():
     [
         (((4, 8),), "each must be one of"),
         (((7, 8), (7, 4)), "each must be one of"),
-        (tuple((gamma, 8) for gamma in GAMMAS), "nothing could run in the largest one"),
+        (tuple((gamma, 8) for gamma in GAMMAS), "none could run in the largest batch"),
     ],
 )
 def test_limits_that_cannot_be(limits, message):

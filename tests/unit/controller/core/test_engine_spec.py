@@ -94,9 +94,9 @@ def test_a_mixture_is_of_two_drafters_that_the_engine_has(part, message):
 
 
 def test_only_a_mixture_names_two_drafters():
-    with pytest.raises(InvalidEngineError, match="names its two drafters"):
+    with pytest.raises(InvalidEngineError, match="must name its two drafters"):
         DrafterSpec("both", DrafterKind.MIXTURE, (1,))
-    with pytest.raises(InvalidEngineError, match="names its two drafters"):
+    with pytest.raises(InvalidEngineError, match="must name its two drafters"):
         DrafterSpec("mtp", DrafterKind.MTP, (1,), mixture=Mixture("a", "b"))
 
 

@@ -141,7 +141,7 @@ def test_a_step_that_does_not_go_forward_is_refused_and_changes_nothing():
     controller.observe(report(5))
     before = pickle.dumps(controller)
     for step in (5, 4, 0):
-        with pytest.raises(StaleReportError, match="must go forward"):
+        with pytest.raises(StaleReportError, match="must increase"):
             controller.observe(report(step))
     assert pickle.dumps(controller) == before
     controller.observe(report(6))

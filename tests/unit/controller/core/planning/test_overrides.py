@@ -362,10 +362,10 @@ def test_a_rule_is_equal_to_its_copy(rule):
         ({"reason": "x" * 513}, "reason: 513 characters"),
         ({"reason": "a\x00b"}, "only printable"),
         ({"min_batch_size": 9, "max_batch_size": 8}, "the range is empty"),
-        ({"min_batch_size": -1}, "leave 0..65536"),
-        ({"max_batch_size": 65537}, "leave 0..65536"),
-        ({"max_batch_size": 8, "rule": Rule(deny_updates=True)}, "leave the batch range out"),
-        ({"max_batch_size": 8, "rule": Rule(regime=Regime())}, "leave the batch range out"),
+        ({"min_batch_size": -1}, "must be in 0..65536"),
+        ({"max_batch_size": 65537}, "must be in 0..65536"),
+        ({"max_batch_size": 8, "rule": Rule(deny_updates=True)}, "omit the batch range"),
+        ({"max_batch_size": 8, "rule": Rule(regime=Regime())}, "omit the batch range"),
     ],
 )
 def test_an_override_that_cannot_be_is_refused(change, message):
@@ -383,7 +383,7 @@ def test_an_override_that_cannot_be_is_refused(change, message):
         ({}, "must demand something"),
         ({"gamma": -1}, "gamma -1 is outside"),
         ({"gamma_max": 65}, "gamma_max 65 is outside"),
-        ({"gamma": 2, "gamma_min": 1}, "bounds beside it"),
+        ({"gamma": 2, "gamma_min": 1}, "must be omitted"),
         ({"gamma_min": 3, "gamma_max": 2}, "is above gamma_max 2"),
         ({"off": True, "gamma": 2}, "off and drafting"),
         ({"off": True, "gamma_min": 1}, "off and drafting"),
@@ -401,7 +401,7 @@ def test_an_override_that_cannot_be_is_refused(change, message):
         ({"tpot_max_seconds": float("inf")}, "tpot_max_seconds inf"),
         ({"tpot_max_seconds": float("nan")}, "tpot_max_seconds nan"),
         ({"regime": Regime(RegimeMode.ONLINE, 0)}, "need a stride"),
-        ({"regime": Regime(RegimeMode.OFF, 3)}, "nothing else has one"),
+        ({"regime": Regime(RegimeMode.OFF, 3)}, "other regimes have none"),
         ({"regime": Regime(RegimeMode.ONLINE, 3), "deny_updates": True}, "pinned and denied"),
     ],
 )

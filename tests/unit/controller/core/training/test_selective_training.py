@@ -207,7 +207,7 @@ def test_a_result_that_nobody_waits_for_is_refused(number: int):
     if number:
         training.keep(10)
     before = training.state
-    with pytest.raises(InvalidTrainingError, match="not under way"):
+    with pytest.raises(InvalidTrainingError, match="not running"):
         training.trained(result(number or 1))
     assert training.state == before
 
