@@ -117,7 +117,7 @@ class Explanation:
     margin: float
     probe_share: float
     kv_tokens_per_sequence: float
-    runner_up: Arm
+    runner_up: Arm | None
     policy: str
     probes: int
     probe_lost_seconds: float
@@ -149,7 +149,7 @@ def explain(core: EngineController, batch_size: int = 0) -> Explanation:
     estimates, at = made.estimates, made.at
     row = at.row_of(batch_size)
     current = core.arms.index(plan.row_for(batch_size).arm)
-    runner_up, margin = _behind(made.values.value[:, row])
+    runner_up, margin = _runner_up(made, core.arms, row, current)
     return Explanation(
         engine_id=core.spec.engine_id,
         batch_size=batch_size,
@@ -160,7 +160,7 @@ def explain(core: EngineController, batch_size: int = 0) -> Explanation:
         margin=margin,
         probe_share=core.explorer.probe_share,
         kv_tokens_per_sequence=float(estimates.context[at.bucket[row]]),
-        runner_up=core.arms[runner_up],
+        runner_up=runner_up,
         policy=core.settings.policy,
         probes=core.explorer.probes,
         probe_lost_seconds=core.explorer.lost_seconds,
@@ -240,11 +240,29 @@ def _arms_in(
     )
 
 
-def _behind(values: NDArray[np.float64]) -> tuple[int, float]:
-    """Finds the second best arm's index, and by which share the best is better.  values: [arms]."""
-    order = np.argsort(-values, kind="stable")
-    best, runner_up = int(order[0]), int(order[min(1, len(order) - 1)])
-    return runner_up, float(values[best] / values[runner_up] - 1)
+def _runner_up(
+    decision: Decision, arms: Sequence[Arm], row: int, chosen: int
+) -> tuple[Arm | None, float]:
+    """Returns the second best choice that may run, and the relative gain of the best over it.
+
+    These are the arms that overrides and the engine allow and that keep the row's bound, or all
+    allowed arms if none keeps it.  gamma = 0 is one choice, whichever drafter it is listed under.
+    If there is only one choice, returns None and 0.0.  chosen: index of the planned arm, which
+    ranks before other arms of equal value.
+    """
+    rows, values = decision.at, decision.values.value[:, row]
+    may_run: NDArray[np.bool_] = rows.keeping(arms, decision.values.tpot)[:, row].copy()
+    if not may_run.any():
+        may_run[:] = True if rows.feasible is None else rows.feasible[:, row]
+    may_run[chosen] = True
+    ranked = sorted(may_run.nonzero()[0].tolist(), key=lambda i: (-values[i], i != chosen))
+    choices: dict[tuple[str, int], int] = {}
+    for i in ranked:
+        choices.setdefault((arms[i].drafter if arms[i].gamma else "", arms[i].gamma), i)
+    if len(choices) < 2:
+        return None, 0.0
+    best, second = list(choices.values())[:2]
+    return arms[second], float(values[best] / values[second] - 1)
 
 
 def _positions_of(traffic: TrafficCurves) -> tuple[PositionEstimate, ...]:
@@ -266,7 +284,8 @@ def _estimates(drafter: str, curve: AcceptanceCurve, label: str) -> list[Positio
 
 
 def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainResponse:
-    """The whole decision row, arms and positions in the order of the explanation."""
+    """Converts an explanation; arms and positions keep their order."""
+    runner_up = explanation.runner_up
     return message_of(
         service_pb2.ExplainResponse,
         explanation,
@@ -286,8 +305,8 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
             message_of(service_pb2.PositionExplanation, estimate)
             for estimate in explanation.positions
         ],
-        runner_up_drafter=explanation.runner_up.drafter,
-        runner_up_gamma=explanation.runner_up.gamma,
+        runner_up_drafter=runner_up.drafter if runner_up else "",
+        runner_up_gamma=runner_up.gamma if runner_up else 0,
         limits=limits_to_proto(explanation.limits) if explanation.limits else None,
         updates=_updates_to_proto(explanation.updates) if explanation.updates else None,
         training=_training_to_proto(explanation.training) if explanation.training else None,
