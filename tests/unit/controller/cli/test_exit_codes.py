@@ -91,7 +91,7 @@ CASES: list[tuple[str, Exit, str]] = [
     ("SET --engine night --gamma 6", Exit.NO_EFFECT, "no draft length 6"),
     ("SET --engine night --drafter x", Exit.NO_EFFECT, "no drafter x"),
     ("SET --engine night --drafter x --allow-no-effect", Exit.DONE, "would last"),
-    ("SET --fleet --off --etag 9-a --id x", Exit.NOT_FOUND, "is not there"),
+    ("SET --fleet --off --etag 9-a --id x", Exit.NOT_FOUND, "does not exist"),
     ("override clear nosuch --reason test", Exit.NOT_FOUND, "no override 'nosuch' is in force"),
     ("override clear nosuch --reason a\tb", Exit.USAGE, "reason"),
     ("override clear x --reason y --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
