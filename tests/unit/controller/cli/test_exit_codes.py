@@ -52,7 +52,7 @@ CASES: list[tuple[str, Exit, str]] = [
     ("engines --address 127.0.0.1:1", Exit.NO_SIDECAR, RUNNING),
     ("explain night", Exit.DONE, "night d"),
     ("explain nosuch", Exit.NOT_INTRODUCED, "nosuch"),
-    ("explain night --batch-size 99999999", Exit.USAGE, "is outside 0..65536"),
+    ("explain night --batch-size 99999999", Exit.USAGE, "must be in [0, 65536]"),
     ("explain night --short --numbers", Exit.USAGE, "contradict"),
     ("explain night --batch-size x", Exit.USAGE, "--batch-size"),
     ("explain night -o name", Exit.DONE, "night"),
