@@ -35,7 +35,7 @@ class SettingsChange:
 
 
 def difference(now: Settings, new: Settings) -> SettingsChange:
-    """Compares settings: finds what can change while the sidecar serves, and what cannot."""
+    """Finds which changed settings can be applied while the sidecar serves, and which cannot."""
     differing = [key for key in keys() if _value(now, key) != _value(new, key)]
     changed = tuple(key for key in differing if key.partition(".")[0] in RELOADED)
     kept = {name: getattr(now, name) for name in Settings.model_fields if name not in RELOADED}

@@ -1,7 +1,7 @@
 """Exports traces of decisions and of operators' calls, and logs, to OpenTelemetry.
 
 There is a span for every decision that changes what an engine does, and for every unary call of an
-operator or a reader.  There is none for a step, a report, a renewed lease or an open stream.  If a
+operator or a reader.  Steps, reports, renewed leases and open streams have no spans.  If a
 call changes plans, its span is the parent of those decisions.  Separate threads send the sampled
 spans to the collector in batches.  While the collector is unavailable, spans are dropped, and the
 log reports that.

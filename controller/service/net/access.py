@@ -83,7 +83,7 @@ class AccessList:
         self.governs_operators = not self._entries or _has_users(self._entries)
 
     def find(self, key: str) -> Caller | None:
-        """Returns the entry of a key, such as "cert:NAME"; None if there is none."""
+        """Returns the entry of a key, such as "cert:NAME"; None if it is missing."""
         return self._entries.get(key)
 
     def look(self) -> None:

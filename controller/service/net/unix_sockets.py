@@ -221,7 +221,7 @@ class OperatorSocket:
         )
 
     async def open(self) -> None:
-        """Accepts operators.  Raises SocketTakenError."""
+        """Begins to accept operators.  Raises SocketTakenError."""
         if self._link is not None:
             # Before the socket exists: an old link could lead to it.
             remove_if_dead(self._link)

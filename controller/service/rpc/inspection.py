@@ -1,4 +1,4 @@
-"""Serves InspectionService: lists of engines, and explanations of plans."""
+"""Serves the InspectionService, with lists of engines and explanations of plans."""
 
 import time
 from dataclasses import InitVar, asdict, dataclass

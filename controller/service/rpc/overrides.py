@@ -1,4 +1,4 @@
-"""Serves PolicyService: setting, clearing, listing and watching overrides, and the audit."""
+"""Serves the PolicyService, which sets, clears, lists and watches overrides, and the audit."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence

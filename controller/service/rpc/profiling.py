@@ -1,4 +1,4 @@
-"""Serves ProfilingService: measurements on a running engine, and new profiles."""
+"""Serves the ProfilingService, with measurements on a running engine and new profiles."""
 
 import asyncio
 from collections.abc import AsyncIterator, Generator, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Serves SpeculationService: engines send step reports, the sidecar sends plans.
+"""Serves the SpeculationService: engines send step reports, the sidecar sends plans.
 
 A Steer stream has one reader and one writer.  The reader processes reports as they arrive.  The
 writer requests a plan when one is due (the streams take turns at decisions), and sends the newest

@@ -1,4 +1,4 @@
-"""Serves TrainingService: attaches a trainer to an engine, and processes its results."""
+"""Serves the TrainingService, which attaches a trainer to an engine and processes its results."""
 
 from collections.abc import AsyncIterator
 from typing import TypeAlias

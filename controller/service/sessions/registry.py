@@ -214,7 +214,9 @@ def _require_free(session: EngineSession, identity: EngineIdentity) -> None:
 
 
 class Load:
-    """Detects overload.  is_too_much: agents drop reports because the sidecar is behind.
+    """Detects overload of the sidecar.
+
+    is_too_much: agents drop reports because the sidecar is behind.
 
     An agent sends its next message when earlier ones are acknowledged (`messages_in_flight_max`).
     A sidecar that is behind therefore gets fewer messages, with up to 128 reports in each, which

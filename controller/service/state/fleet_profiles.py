@@ -166,7 +166,7 @@ class FleetProfiles:
         ]
         raise NoProfileError(
             f"no profile in the store matches engine {spec.engine_id!r}: "
-            + ("; ".join(near[:3]) or f"there is none for {spec.fingerprint.target_model!r}"),
+            + ("; ".join(near[:3]) or f"it has none for {spec.fingerprint.target_model!r}"),
             resource=identity_of(spec),
         )
 

@@ -1,4 +1,4 @@
-"""Describes engines: as snapshots of their sessions, and as plain values.
+"""Describes engines by snapshots of their sessions, and by plain values.
 
 It is the only source of the page, `controller top` and the metrics of engines.
 """

@@ -290,7 +290,7 @@ async def test_tokens_do_not_go_over_an_open_line(tmp_path: Path):
         ("read token-sha256:abc", "64 digits"),
         ("read cert:a b c", "line 1: RIGHTS KEY"),
         ("steer cert:a b engine:pod/7", "line 1: engine:GLOBS are"),
-        ("install cert:a b engine:pod-7", "line 1: a profile is for every engine"),
+        ("install cert:a b engine:pod-7", "line 1: a profile applies to every engine"),
         ("read uid:1\nread cert:x\nsteer uid:1\n", "line 3: repeats the key of line 1"),
         ("read uid:1 ann\nread uid:2 ann\n", "line 2: repeats the name of line 1"),
         ("read uid:1\nread cert:x uid:1\n", "line 2: repeats the name of line 1"),
@@ -386,7 +386,7 @@ def test_what_refuses_a_list_at_the_start_refuses_it_at_a_change(tmp_path: Path)
     path, check = tmp_path / "access", partial(tcp.require_no_open_token, settings)
     token = token_line("read", "x", "y")
     path.write_text(token)
-    with pytest.raises(StartRefusedError, match="over an open line"):
+    with pytest.raises(StartRefusedError, match="be sent unencrypted"):
         AccessList(path, check)
     path.write_text("read uid:1\n")
     access = AccessList(path, check)

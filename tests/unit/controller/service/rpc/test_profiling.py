@@ -261,7 +261,7 @@ async def test_a_profile_without_any_engine_is_refused(tmp_path: Path):
     async with serving(tmp_path) as running:
         code, message = await failure(install(running, make_profile()))
     assert code is PRECONDITION
-    assert "no engine has introduced itself yet" in message
+    assert "none has introduced itself yet" in message
 
 
 async def test_a_profile_that_cannot_be_kept_is_not_used_either(tmp_path: Path):

@@ -205,11 +205,11 @@ async def test_an_engine_that_never_introduced_itself_is_told_to(tmp_path: Path)
         await stream.send(report_message(1))
         code, message = await stream.end()
         assert code is PRECONDITION
-        assert "has to introduce itself" in message
+        assert "must introduce itself" in message
         request = service_pb2.DecideRequest(session_id="nobody", report=report_message(1))
         code, message = await failure(running.speculation.Decide(request))
         assert code is PRECONDITION
-        assert "has to introduce itself" in message
+        assert "must introduce itself" in message
 
 
 async def test_a_stream_belongs_to_one_session(tmp_path: Path):

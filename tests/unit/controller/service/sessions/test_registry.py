@@ -33,7 +33,7 @@ def test_sessions_are_found_by_token_and_by_engine():
     session = sessions.introduce(spec())
     assert sessions.by_token(session.session_id) is session
     assert sessions.by_engine("engine-0") is session
-    with pytest.raises(NoSessionError, match="has to introduce itself"):
+    with pytest.raises(NoSessionError, match="must introduce itself"):
         sessions.by_token("guess")
     with pytest.raises(UnknownEngineError, match=r"'engine-1' .* introduced: engine-0$"):
         sessions.by_engine("engine-1")
