@@ -212,7 +212,8 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
         f"{warm}{_overrides_text(answer)}{health_text(answer.services)}"
         f"probing has cost {answer.probe_share:.2%} of step time: {answer.probes} probes of "
         f"{counted(answer.probe_steps, 'step', 'steps')}, "
-        f"{probing_text(answer.probe_lost_seconds)}, {answer.probe_credit_seconds:.3f} s to spend"
+        f"{probing_text(answer.probe_lost_seconds)}, "
+        f"{probe_budget_text(answer.probe_credit_seconds)}"
         f"{policy}"
     )
 
@@ -292,6 +293,13 @@ def probing_text(lost_seconds: float) -> str:
     if lost_seconds < 0:
         return f"{-lost_seconds:.2f} s gained"
     return f"{lost_seconds:.2f} s lost"
+
+
+def probe_budget_text(credit_seconds: float) -> str:
+    """Describes what probes may still lose; a negative credit is a budget that is overspent."""
+    if credit_seconds < 0:
+        return f"{-credit_seconds:.3f} s over budget"
+    return f"{credit_seconds:.3f} s to spend"
 
 
 def counted(number: int, one: str, several: str) -> str:

@@ -1,6 +1,7 @@
-"""Serves gRPC to engines, to operators and on TCP, each by a server with a guard of its own.
+"""Serves gRPC to engines, to operators and on TCP, each with a separate server and guard.
 
-A server knows its own callers only, and nobody waits for a place among the calls of another one.
+A server identifies its own callers only, and the calls of one server never wait for those of
+another.
 """
 
 import asyncio
@@ -30,9 +31,9 @@ from controller.service.views.readiness import SERVICES
 from controller.settings.settings import Settings
 from controller.util.files import LOOK_SECONDS
 
-# For unary calls and last words, once the streams are closed; health watches are cut after it.
+# Time for unary calls to end once the streams are closed; health watches are cancelled after it.
 _LAST_GRACE_SECONDS = 0.2
-# Of the health port: a message's bytes, connections, and calls at a time.
+# Limits of the health port: bytes of a message, connections, and concurrent calls.
 _HEALTH_MESSAGE_BYTES = 4096
 _HEALTH_CONNECTIONS = 64
 _HEALTH_CALLS = 256
@@ -50,16 +51,16 @@ class GrpcServers:
 
     def __post_init__(self) -> None:
         self._access: AccessList | None = None
-        # Of the access list, the version by which open streams were last checked.
+        # The version of the access list by which open streams were last checked.
         self._rechecked = 0
         self._interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
         self._servers: list[grpc.aio.Server] = []
         self._guards: list[Guard] = []
 
     def bind(self, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> None:
-        """Takes all addresses.  interceptors: they run behind the guard.
+        """Binds all addresses.  interceptors: they run after the guard.
 
-        Raises StartRefusedError, AddressTakenError and what the access list raises.
+        Raises StartRefusedError, AddressTakenError and the errors of the access list.
         """
         settings, path = self.settings, self.settings.socket_path
         self._access = access = self._make_access()
@@ -68,7 +69,7 @@ class GrpcServers:
         engines = self._make(on_engines_socket)
         operators = self._make(on_operators_socket(self.operator_socket, access))
         if settings.channelz:
-            # It shows every connection: for callers on this machine only.
+            # It shows every connection, so it is for callers on this machine only.
             _add_channelz(engines, operators)
         try:
             with unix_sockets.claimed(path), self.operator_socket.binding() as inner:
@@ -103,7 +104,7 @@ class GrpcServers:
         return server
 
     async def start(self) -> None:
-        """Begins to serve.  Raises what the operators' socket raises."""
+        """Begins to serve.  Raises SocketTakenError."""
         for server in self._servers:
             await server.start()
         await self.operator_socket.open()
@@ -130,9 +131,9 @@ class GrpcServers:
         return self._access is not None
 
     async def watch_access(self) -> None:
-        """Reads the access list again and again, and ends streams that it no longer allows.
+        """Reads the access list periodically, and ends streams that it no longer allows.
 
-        Until cancelled.
+        Runs until cancelled.
         """
         assert self._access is not None
         while True:
@@ -160,9 +161,9 @@ def _add_channelz(*servers: grpc.aio.Server) -> None:
 class HealthPort:
     """Serves grpc.health.v1 on a TCP port of its own, unencrypted, and nothing else.
 
-    A kubelet's `grpc` probe calls at the pod's address, without TLS; the sidecar's sockets are
-    files.  It answers what the servicer of the sidecar's other sockets answers.  Only Check is
-    served: a Watch stays open, and whoever opens many would be in the probes' way.
+    A kubelet's `grpc` probe calls the pod's address without TLS, and the sidecar's sockets are
+    files.  This port answers with the health servicer of the other sockets.  It serves only Check:
+    a Watch stays open, and many of them would block the probes.
     """
 
     def __init__(self, servicer: health.aio.HealthServicer, address: str) -> None:
@@ -187,9 +188,9 @@ class HealthPort:
         self._server.add_insecure_port(address)
 
     async def open(self) -> None:
-        """Begins to answer."""
+        """Begins to serve."""
         await self._server.start()
 
     async def close(self) -> None:
-        """Ends at once."""
+        """Stops the server without a grace period."""
         await self._server.stop(0)

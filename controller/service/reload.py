@@ -1,7 +1,7 @@
-"""Reads the settings again on SIGHUP, and changes what can change while the sidecar serves.
+"""Reads the settings again on SIGHUP, and applies those that can change while the sidecar serves.
 
-All or nothing: settings or profile files that cannot be used leave everything as it was, and a log
-line.  What needs a restart is named, and stays as it was.
+If the settings or the profile files cannot be used, nothing changes and the log has the error.
+Settings that need a restart keep their values, and the log names them.
 """
 
 import asyncio
@@ -24,7 +24,10 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SettingsChange:
-    """Holds new settings.  changed, waiting: dotted keys; waiting: for a restart."""
+    """Holds new settings.
+
+    changed: dotted keys of the settings that change now; waiting: of those that need a restart.
+    """
 
     settings: Settings
     changed: tuple[str, ...]
@@ -32,7 +35,7 @@ class SettingsChange:
 
 
 def difference(now: Settings, new: Settings) -> SettingsChange:
-    """Finds what new settings change while the sidecar serves, and what they cannot."""
+    """Finds which changed settings can be applied while the sidecar serves, and which cannot."""
     differing = [key for key in keys() if _value(now, key) != _value(new, key)]
     changed = tuple(key for key in differing if key.partition(".")[0] in RELOADED)
     kept = {name: getattr(now, name) for name in Settings.model_fields if name not in RELOADED}
@@ -42,7 +45,7 @@ def difference(now: Settings, new: Settings) -> SettingsChange:
 
 @dataclass(eq=False, repr=False)
 class Reloader:
-    """Hands new settings to the parts of a sidecar that can take them."""
+    """Applies new settings to the parts of a sidecar that support it."""
 
     registry: SessionRegistry
     profiles: ProfileRegistry
@@ -50,12 +53,14 @@ class Reloader:
     policy: PolicyServicer
 
     async def reload(self, now: Settings, read: Callable[[], Settings]) -> Settings:
-        """The settings in use from now on; `now` where the new ones cannot be."""
+        """Returns the settings in use from now on; `now` if the new ones cannot be used."""
         try:
             found = difference(now, await asyncio.to_thread(read))
             profiles = await asyncio.to_thread(self.profiles.read, found.settings.profiles)
         except SpeculationError as error:
-            _log.error("settings_not_reloaded", error=str(error), detail="all stay as they were")
+            _log.error(
+                "settings_not_reloaded", error=str(error), detail="all settings keep their values"
+            )
             return now
         new = found.settings
         logging.getLogger().setLevel(new.log_level.upper())
@@ -72,7 +77,7 @@ class Reloader:
             _log.warning(
                 "settings_need_restart",
                 settings=list(found.waiting),
-                detail="they stay as they were until the sidecar starts again",
+                detail="they keep their values until the sidecar is restarted",
             )
         return new
 

@@ -1,4 +1,4 @@
-"""The sidecar as a process: what it serves, how it starts, and how it goes.
+"""Starts, runs and stops the sidecar's process, and connects its parts.
 
 Start: profiles -> servicers, health, reflection -> socket -> metrics -> SERVING.
 Stop: NOT_SERVING -> sessions end, their streams close (bounded) -> socket file removed.
@@ -142,7 +142,7 @@ class Sidecar(SessionObserver):
         return Recorder(directory, limit, self.override_registry.ends_at)
 
     def opened(self, session: EngineSession, before: EngineSession | None) -> None:
-        """Brings to a new session what is known elsewhere, in the background."""
+        """Looks for a profile and acceptance estimates for a new session, in the background."""
         if not session.core.profile_id:
             self._fleet.look_for(session)
         if before is not None and not session.identity.has_same_secret(before.identity):
@@ -159,7 +159,7 @@ class Sidecar(SessionObserver):
             self._estimates.look_for(session)
 
     def planning(self) -> None:
-        """Ends the overrides whose time is over."""
+        """Ends the overrides that have expired."""
         self.override_registry.end_over()
 
     def decided(self, session: EngineSession, before: Plan, began: int) -> None:
@@ -168,7 +168,7 @@ class Sidecar(SessionObserver):
             self._telemetry.decision(session, before, began)
 
     def ended(self, session: EngineSession) -> None:
-        """Publishes what a session has learnt, and searches no longer for what it needs."""
+        """Publishes what a session has learnt, and cancels its searches."""
         self._fleet.searches.withdraw(session)
         self._estimates.searches.withdraw(session)
         self._estimates.tell(session)
@@ -184,8 +184,8 @@ class Sidecar(SessionObserver):
     async def start(self) -> None:
         """Returns when the sidecar is SERVING.
 
-        Raises StartRefusedError, SocketTakenError, ProfileFileError, PolicyFileError, StoreError;
-        nothing is left behind then.
+        Raises StartRefusedError, SocketTakenError, ProfileFileError, PolicyFileError, StoreError.
+        After an error nothing is left running.
         """
         settings = self._settings
         self.profiles.load(settings.profiles)
@@ -235,7 +235,7 @@ class Sidecar(SessionObserver):
             )
 
     async def stop(self) -> None:
-        """Ends everything that start began, within the drain time."""
+        """Stops everything that `start` has started, within the drain time."""
         await self.supervisor.end()
         await self._readiness.leave()
         sessions = list(self.registry)
@@ -261,10 +261,11 @@ class Sidecar(SessionObserver):
         self._metrics = self._page = self._health_port = self._telemetry = None
 
     async def run(self, read: Callable[[], Settings] | None = None) -> None:
-        """Serves until SIGTERM or SIGINT; SIGHUP puts into use what `read` then gives.
+        """Serves until SIGTERM or SIGINT; on SIGHUP, `read` returns the new settings.
 
-        For the main thread of a process that ends afterwards: it ignores these signals from then
-        on, so that one that is repeated does not decide how the process ends.  Raises as `start`.
+        It must run in the main thread of a process that ends afterwards.  Once it has returned,
+        these signals are ignored, so that a repeated one does not change the exit status.
+        Raises as `start`.
         """
         asked, again = asyncio.Event(), asyncio.Event()
         handlers = {signal.SIGTERM: asked.set, signal.SIGINT: asked.set}
@@ -277,7 +278,7 @@ class Sidecar(SessionObserver):
                 if read is not None:
                     reload = functools.partial(self._reload, again, read)
                     self.supervisor.run("reload", reload)
-                # What the start has made stays: no full collection has to look at it again.
+                # The objects made so far live until the end: full collections can skip them.
                 gc.collect()
                 gc.freeze()
                 await asked.wait()
@@ -294,9 +295,9 @@ class Sidecar(SessionObserver):
             self._settings = await self._reloader.reload(self._settings, read)
 
     def _tasks(self) -> Iterator[tuple[str, Work]]:
-        """Yields everything that has to run for as long as the sidecar serves.
+        """Yields the tasks that run for as long as the sidecar serves, by name.
 
-        `readiness` says which services depend on which.
+        `readiness` lists the services that depend on each task.
         """
         yield "readiness", self._readiness.watch
         yield "expiry", self._expire
@@ -323,7 +324,7 @@ class Sidecar(SessionObserver):
             yield "page_server", self._page.keep
 
     def _add_services(self, server: grpc.aio.Server) -> None:
-        # Every server has turns of its own: nobody waits for those who call another one.
+        # Each server has its own queue: calls of one server do not wait for those of another.
         reads = Turns(READS_WAITING)
         service_pb2_grpc.add_SpeculationServiceServicer_to_server(
             SpeculationServicer(self.registry), server
@@ -382,17 +383,17 @@ class Sidecar(SessionObserver):
 
 
 def _listen(number: signal.Signals, tell: Callable[[], None]) -> None:
-    """Has a signal call `tell` on the running event loop.
+    """Calls `tell` on the running event loop when a signal arrives.
 
-    Not by `loop.add_signal_handler`: a loop that closes puts the default back, which ends the
-    process by the signal.
+    `loop.add_signal_handler` is not used: a loop that closes restores the default handler, by which
+    the signal would kill the process.
     """
     loop = asyncio.get_running_loop()
     signal.signal(number, lambda *_: loop.call_soon_threadsafe(tell))
 
 
 def _make_store(settings: Settings) -> Store:
-    """Makes the store: in Redis if one is named, else in files.  Raises RedisUrlError."""
+    """Makes the store: in Redis if a URL is set, else in files.  Raises RedisUrlError."""
     directory = settings.state_path
     if settings.redis_url is None:
         return FileStore(directory)
@@ -408,14 +409,14 @@ def _make_store(settings: Settings) -> Store:
 
 
 def _make_tracing(settings: Settings) -> "Tracing | None":
-    """Makes the export if a collector is named.  Raises StartRefusedError without the packages."""
+    """Makes the exporter if a collector is set.  Raises StartRefusedError without the packages."""
     if settings.otlp_endpoint is None:
         return None
     try:
         from controller.service.tracing import Tracing  # noqa: PLC0415  # only when asked for
     except ImportError as error:
         raise StartRefusedError(
-            f"a collector is named ({settings.otlp_endpoint}), but {error.name} is not installed: "
+            f"a collector is set ({settings.otlp_endpoint}), but {error.name} is not installed: "
             "pip install 'speculation-controller[otel]'"
         ) from error
     made = Tracing(settings.otlp_endpoint, settings.otlp_trace_ratio)

@@ -1,11 +1,12 @@
-"""OpenTelemetry, for those who ask for it: traces of decisions and of operators' calls, and logs.
+"""Exports traces of decisions and of operators' calls, and logs, to OpenTelemetry.
 
-A span for every decision that changes what an engine shall do, and for every call that a person
-makes; none for a step, a report, a renewed lease or an open stream.  A call that changes plans is
-the parent of those decisions.  What is sampled goes to the collector from threads of their own, in
-batches; while it is away, they are dropped, which the log reports.
+There is a span for every decision that changes what an engine does, and for every unary call of an
+operator or a reader.  Steps, reports, renewed leases and open streams have no spans.  If a
+call changes plans, its span is the parent of those decisions.  Separate threads send the sampled
+spans to the collector in batches.  While the collector is unavailable, spans are dropped, and the
+log reports that.
 
-Only imported where it is asked for: the packages are an extra.
+This module is imported only if a collector is configured, because its packages are an extra.
 """
 
 from typing import Any
@@ -33,7 +34,7 @@ from controller.service.sessions.session import EngineSession
 from controller.util import logs
 from speculation.v1 import policy_pb2, service_pb2
 
-# Longest try to hand a batch over, and so about the longest that an end waits for the collector.
+# The longest attempt to export a batch, and so about the longest wait for the collector at the end.
 _EXPORT_SECONDS = 2.0
 _OWN = "opentelemetry"
 _SEVERITY = {
@@ -49,7 +50,7 @@ class Tracing:
     """Exports the traces.
 
     endpoint: of an OTLP/gRPC collector, http[s]://HOST:PORT.  ratio: share of traces that are kept;
-    a caller's own sampled trace always is.
+    a trace that the caller has sampled is always kept.
     """
 
     def __init__(self, endpoint: str, ratio: float) -> None:
@@ -70,11 +71,11 @@ class Tracing:
 
     @property
     def interceptor(self) -> grpc.aio.ServerInterceptor:
-        """Traces the calls of people."""
+        """Traces the unary calls of operators and readers."""
         return _Calls(self._tracer)
 
     def decision(self, session: EngineSession, before: Plan, began: int) -> None:
-        """A span of this decision.  began: Unix nanoseconds."""
+        """Records a span of this decision.  began: Unix nanoseconds."""
         plan, last = session.plan, session.last_report
         size = last.batch_size if last else 1
         row, was = plan.row_for(size), before.row_for(size)
@@ -101,14 +102,14 @@ class Tracing:
         span.end()
 
     def send_logs(self) -> None:
-        """Log lines go there too from now on."""
+        """Exports log lines too from now on."""
         self._logs = LoggerProvider(self._resource, shutdown_on_exit=False)
         exporter = OTLPLogExporter(self._endpoint, self._insecure, timeout=_EXPORT_SECONDS)
         self._logs.add_log_record_processor(BatchLogRecordProcessor(exporter))
         logs.show_to(self._send)
 
     def _send(self, line: logs.Line) -> None:
-        """The exporter's own lines stay on standard error."""
+        """Exports a line; the exporter's own lines stay on standard error."""
         name, level = str(line.get("logger", "")), str(line.get("level", "info"))
         if self._logs is None or name.startswith(_OWN):
             return
@@ -123,17 +124,17 @@ class Tracing:
         )
 
     def close(self) -> None:
-        """Hands over what is left, or gives up soon; blocks."""
+        """Exports what is left, with a time limit.  Blocks."""
         self._traces.shutdown()
         if self._logs is not None:
             logs.show_no_more_to(self._send)
             self._logs.shutdown()
 
 
-# Of a log line, what its record says in fields of its own.
+# Keys of a log line that the record has as fields of its own.
 _SAID = {"event", "level", "logger", "timestamp"}
 
-# Calls of people, and not those of engines and their trainers.
+# Methods that operators and readers call; those of engines and their trainers are not traced.
 _PERSONS = {
     f"/{service.full_name}/{method.name}"
     for service in (
@@ -147,10 +148,10 @@ _PERSONS = {
 
 
 class _Calls(grpc.aio.ServerInterceptor):
-    """A span around each call of a person, below the caller's own where it names one.
+    """Makes a span around each traced call, as a child of the caller's span if it sends one.
 
-    Not the instrumentation package's: that one takes every peer for an address and a port, which
-    a Unix socket has not, and fails the call.
+    The interceptor of the instrumentation package cannot be used.  It expects an address and a port
+    of every peer, which a Unix socket does not have, and fails the call.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -185,7 +186,7 @@ class _Calls(grpc.aio.ServerInterceptor):
                     call.set_status(StatusCode.ERROR, status.message)
                     raise
                 except BaseException:
-                    said: Any = context.code()  # a bare number where nobody has set one
+                    said: Any = context.code()  # a bare number if no code was set
                     code = said if isinstance(said, grpc.StatusCode) else grpc.StatusCode.UNKNOWN
                     call.set_attribute("rpc.grpc.status_code", code.value[0])
                     call.set_status(StatusCode.ERROR, context.details())

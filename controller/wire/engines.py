@@ -1,6 +1,6 @@
 """Converts the description of an engine between protobuf and the core's types, both ways.
 
-Its drafters, the shapes of its models, and what it has lost since.
+The description has the drafters, the shapes of the models, and the capabilities lost since then.
 """
 
 import time
@@ -38,11 +38,11 @@ from controller.util.text import moment_text
 from controller.wire.field_mapping import message_of, numbers_of, value_of
 from speculation.v1 import engine_pb2
 
-# Characters, or entries.
+# Characters of a text, or entries of a list.
 _LENGTH_MAX = 4096
-# What fits in a packet of the shim's link.
+# The largest packet of the shim's link.
 _INTRODUCTION_BYTES = 64 * 1024
-# Every draft length and every capability, each for itself.
+# Every draft length and every capability may be reported as lost separately.
 _LOSSES_MAX = MAX_ARMS + len(Capability)
 _KIND_TO_PROTO = numbers_of(DrafterKind, engine_pb2.DrafterKind, "DRAFTER_KIND_")
 _KIND_FROM_PROTO = {number: kind for kind, number in _KIND_TO_PROTO.items()}
@@ -56,17 +56,20 @@ _ATTENTION = {
 
 
 def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
-    """Raises InvalidEngineError if the introduction contradicts itself, or is endless."""
+    """Converts an introduction.
+
+    Raises InvalidEngineError if it contradicts itself or is too large.
+    """
     if (size := message.ByteSize()) > _INTRODUCTION_BYTES:
         raise InvalidEngineError(
-            f"the introduction has {size} bytes: {_INTRODUCTION_BYTES} at most"
+            f"the introduction has {size} bytes: at most {_INTRODUCTION_BYTES}"
         )
     _bound(message)
     fingerprint = message.fingerprint
     spec = value_of(
         EngineSpec,
         message,
-        # 0 is "not said" on the wire, and an engine that does not say runs on one.
+        # 0 means "unset" on the wire.  An engine that does not set it has one rank.
         fingerprint=value_of(
             Fingerprint,
             fingerprint,
@@ -87,9 +90,9 @@ def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
 def leave_out_unknown(message: engine_pb2.EngineSpec) -> frozenset[str]:
     """Removes drafters of kinds that this version does not know, and mixtures that use them.
 
-    Their losses go with them.  Where one of them is the learner, the engine learns nothing here.
-    Returns their names.  The first drafter stays whatever it is, since the engine's safe draft
-    length is of it, and so does one of unspecified kind.
+    Also removes their lost capabilities.  If one of them is the learner, the engine is treated as
+    one that cannot learn.  Returns their names.  The first drafter always stays, because the
+    engine's safe draft length belongs to it.  A drafter of unspecified kind stays as well.
     """
     drafters = list(message.drafters)
     kept = [d for d in drafters if d is drafters[0] or not d.kind or d.kind in _KIND_FROM_PROTO]
@@ -112,17 +115,20 @@ def leave_out_unknown(message: engine_pb2.EngineSpec) -> frozenset[str]:
 
 
 def _names(drafters: Sequence[engine_pb2.Drafter]) -> frozenset[str]:
-    """Returns the names of those that have one."""
+    """Returns the names of the drafters, without the empty name."""
     return frozenset(drafter.name for drafter in drafters) - {""}
 
 
 def _bound(message: Message) -> None:
-    """An introduction is kept, shown and compared: none of its texts and lists may be endless."""
+    """Raises InvalidEngineError for a text or a list of an introduction that is too long.
+
+    Introductions are kept, shown and compared.
+    """
     for field, value in message.ListFields():
         length = len(value) if isinstance(value, Sequence) else 0
         if length > _LENGTH_MAX:
             raise InvalidEngineError(
-                f"{field.name} is {length} long: {_LENGTH_MAX} at most", field_path=field.name
+                f"{field.name} has length {length}: at most {_LENGTH_MAX}", field_path=field.name
             )
         for part in value if length and not isinstance(value, str) else (value,):
             if isinstance(part, Message):
@@ -142,8 +148,8 @@ def _drafter_from_proto(message: engine_pb2.Drafter) -> DrafterSpec:
     kind = _KIND_FROM_PROTO.get(message.kind)
     if kind is None:
         raise InvalidEngineError(
-            f"drafter {message.name!r}: kind {message.kind} is unspecified or not known here; "
-            f"known are {', '.join(k.value for k in DrafterKind)}",
+            f"drafter {message.name!r}: kind {message.kind} is unspecified or unknown; the known "
+            f"kinds are {', '.join(k.value for k in DrafterKind)}",
             field_path="kind",
         )
     return value_of(
@@ -157,12 +163,12 @@ def _drafter_from_proto(message: engine_pb2.Drafter) -> DrafterSpec:
 
 
 def fingerprint_to_proto(fingerprint: Fingerprint) -> engine_pb2.Fingerprint:
-    """Converts the identity to which profiles belong."""
+    """Converts the fingerprint, by which profiles are matched to engines."""
     return message_of(engine_pb2.Fingerprint, fingerprint)
 
 
 def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
-    """The introduction as it came."""
+    """Converts an engine's description back into its introduction."""
     return message_of(
         engine_pb2.EngineSpec,
         spec,
@@ -191,7 +197,7 @@ def _drafter_to_proto(drafter: DrafterSpec) -> engine_pb2.Drafter:
 
 
 def lost_to_proto(loss: LostCapability) -> engine_pb2.LostCapability:
-    """The loss as it was reported."""
+    """Converts a lost capability."""
     return message_of(
         engine_pb2.LostCapability,
         loss,
@@ -201,9 +207,9 @@ def lost_to_proto(loss: LostCapability) -> engine_pb2.LostCapability:
 
 
 def lost_from_proto(message: engine_pb2.LostCapability) -> LostCapability | None:
-    """None for a capability that is not known here.  Raises InvalidLossError.
+    """Returns None for an unknown capability.  Raises InvalidLossError.
 
-    The reason is cut and made printable.  A time in the future (clocks differ) becomes now.
+    The reason is truncated and made printable.  A time in the future (clocks differ) becomes now.
     """
     capability = _CAPABILITY_FROM_PROTO.get(message.capability)
     if capability is None:
@@ -221,15 +227,17 @@ def lost_from_proto(message: engine_pb2.LostCapability) -> LostCapability | None
 def all_lost_from_proto(
     messages: Sequence[engine_pb2.LostCapability],
 ) -> tuple[LostCapability, ...]:
-    """Returns the losses that are known here.  Raises InvalidLossError, also for too many."""
+    """Returns the lost capabilities that are known.  Raises InvalidLossError, also for too many."""
     if len(messages) > _LOSSES_MAX:
-        raise InvalidLossError(f"{len(messages)} losses are reported, {_LOSSES_MAX} at most")
+        raise InvalidLossError(
+            f"{len(messages)} lost capabilities are reported: at most {_LOSSES_MAX}"
+        )
     found = map(lost_from_proto, messages)
     return tuple(loss for loss in found if loss is not None)
 
 
 def lost_text(message: engine_pb2.LostCapability) -> str:
-    """One line for people: what was lost, since when, and why."""
+    """Returns one line for people: what was lost, since when, and why."""
     loss = lost_from_proto(message)
     if loss is None:
         return f"a capability that this version does not know: {message.reason}"
@@ -237,7 +245,7 @@ def lost_text(message: engine_pb2.LostCapability) -> str:
 
 
 def model_shape_from_proto(message: engine_pb2.ModelShape) -> ModelShape:
-    """Raises InvalidEngineError for numbers that cannot be."""
+    """Converts a model's shape.  Raises InvalidEngineError for impossible numbers."""
     try:
         attention = tuple((_attention_from_proto(part), part.layers) for part in message.attention)
         return value_of(ModelShape, message, attention=attention, experts=_experts(message))
@@ -246,7 +254,7 @@ def model_shape_from_proto(message: engine_pb2.ModelShape) -> ModelShape:
 
 
 def drafter_shape_from_proto(message: engine_pb2.DrafterShape, kind: DrafterKind) -> DrafterShape:
-    """Raises InvalidEngineError for numbers that cannot be."""
+    """Converts a drafter's shape.  Raises InvalidEngineError for impossible numbers."""
     try:
         return value_of(DrafterShape, message, kind=kind, experts=_experts(message))
     except InvalidShapeError as error:
@@ -256,7 +264,7 @@ def drafter_shape_from_proto(message: engine_pb2.DrafterShape, kind: DrafterKind
 def _attention_from_proto(message: engine_pb2.AttentionShape) -> Attention:
     which = message.WhichOneof("kind")
     if which is None:
-        raise InvalidShapeError("a layer's attention is of no kind that is known here")
+        raise InvalidShapeError("the attention of a layer has an unknown kind")
     found: Attention = value_of(_ATTENTION[which], getattr(message, which))
     return found
 

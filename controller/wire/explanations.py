@@ -1,4 +1,4 @@
-"""Explains the last decision of an engine to people: its numbers, and their message."""
+"""Collects the numbers of an engine's last decision for people, and converts them to protobuf."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,10 +31,10 @@ from speculation.v1 import service_pb2, training_pb2
 
 @dataclass(frozen=True, slots=True)
 class ArmValue:
-    """Holds the numbers by which an arm was judged at one batch size (units as in proto).
+    """Holds the estimates for an arm at one batch size (units as in proto).
 
-    cost_drift: factor by which live steps have moved its profiled cost.  catch_up_seconds: what
-    changing to it now would cost first.  feasible: overrides let it run, and the engine can.
+    cost_drift: factor by which live steps have corrected its profiled cost.  catch_up_seconds: the
+    one-time cost of changing to it now.  feasible: overrides allow it, and the engine can run it.
     seconds_per_token: expected mean time between a sequence's output tokens.
     """
 
@@ -53,7 +53,7 @@ class ArmValue:
 
 @dataclass(frozen=True, slots=True)
 class PositionEstimate:
-    """Holds P(position k accepted | k-1 were) of one drafter, and the evidence behind it.
+    """Holds P(position k accepted | positions before it accepted) of one drafter, and its evidence.
 
     label: the request class, "" = all traffic.  deviation: the estimate's standard deviation.
     """
@@ -68,9 +68,9 @@ class PositionEstimate:
 
 @dataclass(frozen=True, slots=True)
 class ValueTable:
-    """Holds the numbers of every arm in every row of a plan.
+    """Holds the estimates for every arm in every row of a plan.
 
-    batch_sizes: of the rows, ascending; a row is valued at its size.  seconds (of a step),
+    batch_sizes: one per row, ascending; a row is evaluated at its batch size.  seconds (of a step),
     tokens_per_second, extrapolated and feasible: [arms][rows], arms as in `Explanation.arms`.
     """
 
@@ -86,7 +86,7 @@ NO_TABLE = ValueTable((), (), (), (), ())
 
 @dataclass(frozen=True, slots=True)
 class PastTraffic:
-    """Tells when traffic like the present one was last seen, and how often before."""
+    """Holds when traffic like the present one was last seen, and how often before."""
 
     began_seconds_ago: float
     ended_seconds_ago: float
@@ -97,15 +97,16 @@ class PastTraffic:
 class Explanation:
     """Explains the decision at one batch size.
 
-    limits: what overrides leave there.  overrides: all that are for this engine.  warm_start:
-    whose acceptance estimates it began from, "" = nobody's.  updates: what the stride of online
-    updates was chosen from, None if it was not chosen.  training: the state of the drafter's
-    training, None if the engine cannot train it.  table: the same numbers in all rows.  lost: what
-    the engine can no longer do.  switch_seconds: what a change of arm costs, as measured.
-    resembles: earlier traffic that the present one is taken for.  traffic_states: kinds of traffic
-    that are remembered, the present one included.  bound: how the bound on the time per output
-    token stands, None where no bound holds.  mixtures: by name, how those that ran were used.
-    warnings: what the engine's reports show to be wrong with it.
+    limits: what overrides allow there.  overrides: all that apply to this engine.  runner_up: the
+    second best arm, None if only one choice may run; margin: the best one's relative gain over it.
+    warm_start: the source of its first acceptance estimates, "" = none.  updates: the candidates
+    among which the stride of online updates was chosen, None if it was not chosen.  training: the
+    state of the drafter's training, None if the engine cannot train it.  table: the same estimates
+    in all rows.  lost: the capabilities that the engine has lost.  switch_seconds: the measured
+    cost of a change of arm.  resembles: earlier traffic that the present one resembles.
+    traffic_states: number of remembered kinds of traffic, the present one included.  bound: the
+    state of the bound on the time per output token, None without a bound.  mixtures: by name, how
+    the mixtures that ran were used.  warnings: problems that the engine's reports reveal.
     """
 
     engine_id: str
@@ -117,7 +118,7 @@ class Explanation:
     margin: float
     probe_share: float
     kv_tokens_per_sequence: float
-    runner_up: Arm
+    runner_up: Arm | None
     policy: str
     probes: int
     probe_lost_seconds: float
@@ -143,13 +144,13 @@ class Explanation:
 
 
 def explain(core: EngineController, batch_size: int = 0) -> Explanation:
-    """Returns the last decision's row at a batch size (0: the last report's), with its numbers."""
+    """Explains the last decision at a batch size (0: that of the last report)."""
     batch_size = batch_size or core.last_batch
     made, plan = core.decision, core.current_plan()
     estimates, at = made.estimates, made.at
     row = at.row_of(batch_size)
     current = core.arms.index(plan.row_for(batch_size).arm)
-    runner_up, margin = _behind(made.values.value[:, row])
+    runner_up, margin = _runner_up(made, core.arms, row, current)
     return Explanation(
         engine_id=core.spec.engine_id,
         batch_size=batch_size,
@@ -160,7 +161,7 @@ def explain(core: EngineController, batch_size: int = 0) -> Explanation:
         margin=margin,
         probe_share=core.explorer.probe_share,
         kv_tokens_per_sequence=float(estimates.context[at.bucket[row]]),
-        runner_up=core.arms[runner_up],
+        runner_up=runner_up,
         policy=core.settings.policy,
         probes=core.explorer.probes,
         probe_lost_seconds=core.explorer.lost_seconds,
@@ -187,14 +188,14 @@ def explain(core: EngineController, batch_size: int = 0) -> Explanation:
 
 
 def _past_traffic(resembles: Resemblance | None, now: float) -> PastTraffic | None:
-    """Returns the same relative to now, seconds of the clock."""
+    """Converts times of the clock into ages.  now: the present time of that clock, in seconds."""
     if resembles is None:
         return None
     return PastTraffic(now - resembles.began, now - resembles.ended, resembles.visits)
 
 
 def _value_table(at: PlanRows, values: Values) -> ValueTable:
-    """Makes the table of all rows.  at: the rows that the values were made for."""
+    """Makes the table of all rows.  at: the rows that the values were computed for."""
     costs = values.costs
     feasible = np.ones(costs.seconds.shape, dtype=bool) if at.feasible is None else at.feasible
     return ValueTable(
@@ -213,7 +214,7 @@ def _rows(matrix: NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
 def _arms_in(
     made: Decision, arms: Sequence[Arm], row: int, chosen: int, confidence_z: float
 ) -> tuple[ArmValue, ...]:
-    """Returns the numbers of every arm in one row of a decision.
+    """Returns the estimates for every arm in one row of a decision.
 
     chosen: index of the planned arm.  confidence_z: standard deviations of optimism.
     """
@@ -240,11 +241,29 @@ def _arms_in(
     )
 
 
-def _behind(values: NDArray[np.float64]) -> tuple[int, float]:
-    """Finds the second best arm's index, and by which share the best is better.  values: [arms]."""
-    order = np.argsort(-values, kind="stable")
-    best, runner_up = int(order[0]), int(order[min(1, len(order) - 1)])
-    return runner_up, float(values[best] / values[runner_up] - 1)
+def _runner_up(
+    decision: Decision, arms: Sequence[Arm], row: int, chosen: int
+) -> tuple[Arm | None, float]:
+    """Returns the second best choice that may run, and the relative gain of the best over it.
+
+    These are the arms that overrides and the engine allow and that keep the row's bound, or all
+    allowed arms if none keeps it.  gamma = 0 is one choice, whichever drafter it is listed under.
+    If there is only one choice, returns None and 0.0.  chosen: index of the planned arm, which
+    ranks before other arms of equal value.
+    """
+    rows, values = decision.at, decision.values.value[:, row]
+    may_run: NDArray[np.bool_] = rows.keeping(arms, decision.values.tpot)[:, row].copy()
+    if not may_run.any():
+        may_run[:] = True if rows.feasible is None else rows.feasible[:, row]
+    may_run[chosen] = True
+    ranked = sorted(may_run.nonzero()[0].tolist(), key=lambda i: (-values[i], i != chosen))
+    choices: dict[tuple[str, int], int] = {}
+    for i in ranked:
+        choices.setdefault((arms[i].drafter if arms[i].gamma else "", arms[i].gamma), i)
+    if len(choices) < 2:
+        return None, 0.0
+    best, second = list(choices.values())[:2]
+    return arms[second], float(values[best] / values[second] - 1)
 
 
 def _positions_of(traffic: TrafficCurves) -> tuple[PositionEstimate, ...]:
@@ -266,7 +285,8 @@ def _estimates(drafter: str, curve: AcceptanceCurve, label: str) -> list[Positio
 
 
 def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainResponse:
-    """The whole decision row, arms and positions in the order of the explanation."""
+    """Converts an explanation; arms and positions keep their order."""
+    runner_up = explanation.runner_up
     return message_of(
         service_pb2.ExplainResponse,
         explanation,
@@ -286,8 +306,8 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
             message_of(service_pb2.PositionExplanation, estimate)
             for estimate in explanation.positions
         ],
-        runner_up_drafter=explanation.runner_up.drafter,
-        runner_up_gamma=explanation.runner_up.gamma,
+        runner_up_drafter=runner_up.drafter if runner_up else "",
+        runner_up_gamma=runner_up.gamma if runner_up else 0,
         limits=limits_to_proto(explanation.limits) if explanation.limits else None,
         updates=_updates_to_proto(explanation.updates) if explanation.updates else None,
         training=_training_to_proto(explanation.training) if explanation.training else None,
@@ -303,7 +323,7 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
             for name, use in explanation.mixtures.items()
         ],
         warnings=map(warning_to_proto, explanation.warnings),
-        # The service adds them, with the time that is left.
+        # The service adds them, with their remaining lifetime.
         overrides=None,
     )
 
@@ -329,7 +349,7 @@ def _updates_to_proto(state: RegimeState) -> service_pb2.UpdatesExplanation:
 
 
 def warning_to_proto(warning: EngineWarning) -> service_pb2.EngineWarning:
-    """The warning in words; its kind as logs and metrics name it."""
+    """Converts a warning; its kind is the one in logs and metrics."""
     return message_of(service_pb2.EngineWarning, warning, kind=warning.kind.value)
 
 

@@ -1,4 +1,4 @@
-"""Copies what the core and the contract have under one name: fields, and enumerations' members."""
+"""Copies fields and enumeration members that have the same name in the core and the contract."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -18,7 +18,10 @@ _Message = TypeVar("_Message", bound=Message)
 
 
 def message_of(kind: type[_Message], value: "DataclassInstance", /, **others: Any) -> _Message:
-    """Makes a message from a value.  others: fields that differ; None leaves a field out."""
+    """Makes a message from a dataclass.
+
+    others: fields that differ from the dataclass's; None leaves a field out.
+    """
     same = {name: getattr(value, name) for name in _shared(kind.DESCRIPTOR, type(value))}
     return kind(**same | others)
 
@@ -30,9 +33,9 @@ def _shared(message: Descriptor, value: "type[DataclassInstance]") -> tuple[str,
 
 
 def value_of(kind: type[_Value], message: Message, /, **others: Any) -> _Value:
-    """Makes a value from a message.  others: fields that differ.
+    """Makes a dataclass from a message.  others: fields that differ from the message's.
 
-    An optional field that is absent takes the dataclass's default; lists become tuples.
+    An absent optional field takes the dataclass's default.  Lists become tuples.
     """
     names = {field.name for field in fields(kind)} - others.keys()
     found = {}
@@ -44,10 +47,10 @@ def value_of(kind: type[_Value], message: Message, /, **others: Any) -> _Value:
 
 
 def _is_list(item: object) -> bool:
-    """Tells a repeated field by its value: older protobuf has no name for the kind of a field."""
+    """Recognizes a repeated field by its value: older protobuf cannot name the kind of a field."""
     return isinstance(item, Sequence) and not isinstance(item, str | bytes)
 
 
 def numbers_of(kind: type[_Member], contract: Any, prefix: str) -> dict[_Member, Any]:
-    """Returns by member of an enumeration the contract's number, whose name has the prefix."""
+    """Maps each member of an enumeration to the number of the contract's member PREFIX + name."""
     return {member: contract.Value(f"{prefix}{member.name}") for member in kind}

@@ -1,4 +1,4 @@
-"""Finds what an override changes for one engine, and which other overrides shadow it."""
+"""Predicts what an override changes for one engine, and which other overrides shadow it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ _NEEDS = {
 class Effect:
     """Describes the effect of setting or clearing one override on one engine.
 
-    arms: which arms may run changes at some batch size.  probing: whether it may explore does.
-    bound: the bound on the time per output token does, where there is something to choose from.
-    regime_before, regime_after: what overrides demand of online updates; None: nothing.
-    shadowed_by: ids of the overrides that decide in its place, ascending.
+    arms: the set of arms that may run changes at some batch size.  probing: whether the engine may
+    probe changes.  bound: the bound on the time per output token changes where more than one choice
+    may run.  regime_before, regime_after: the regime of online updates that overrides demand, None
+    if they demand none.  shadowed_by: ids of the overrides that win over it, ascending.
     unable: why the engine cannot do what it demands; "" if the engine can.
     """
 
@@ -48,17 +48,17 @@ class Effect:
 
     @property
     def constrains(self) -> bool:
-        """Tells whether anything changes that the engine may run, learn or probe."""
+        """Tells whether it changes what the engine may run, learn or probe."""
         changed = self.arms or self.probing or self.bound
         return changed or self.regime_before != self.regime_after
 
 
 @dataclass(frozen=True, slots=True)
 class PreviewRow:
-    """Tells how a row would change.
+    """Describes how a row would change.
 
-    stuck: the engine could run nothing of what is left there.  above_bound: nothing of what is left
-    keeps the bound on the time per output token.
+    stuck: the overrides leave no arm there that the engine can run.  above_bound: none of the
+    remaining arms keeps the bound on the time per output token.
     """
 
     max_batch_size: int
@@ -75,7 +75,7 @@ def effect_on(
     after: Sequence[Override],
     ceiling_seconds: float = 0.0,
 ) -> Effect:
-    """Returns the effect of the override `of`, which is in one of the two sets or in both.
+    """Returns the effect of the override `of`, which is in `before`, in `after` or in both.
 
     ceiling_seconds: the setting's bound on the time per output token, 0 = none.
     """
@@ -106,7 +106,7 @@ def preview(core: EngineController, overrides: Iterable[Override]) -> tuple[Prev
     rows = []
     for j, (upper, emptied) in enumerate(zip(at.upper, at.emptied, strict=True)):
         row = plan.row_for(upper)
-        # What runs stays if it may, unless it only runs because something else might not.
+        # The running arm stays if it may run, unless it runs because an override excluded others.
         stays = value[arms.index(row.arm), j] >= 0 and row.reason is not Reason.OVERRIDE
         arm = row.arm if stays else arms[int(value[:, j].argmax())]
         rows.append(PreviewRow(upper, row.arm, arm, emptied, bool(above[j])))
@@ -146,7 +146,7 @@ def _why_no_regime(spec: EngineSpec, rule: Rule) -> str:
 
 
 def _loss(spec: EngineSpec, rule: Rule) -> LostCapability | None:
-    """Returns the loss that takes away all that a rule pins; None if something is left."""
+    """Returns the lost capability that leaves a rule nothing to pin; None if an arm remains."""
     needed = None if rule.regime is None else _NEEDS.get(rule.regime.mode)
     for loss in spec.lost:
         if loss.capability is needed:
@@ -161,7 +161,7 @@ def _loss(spec: EngineSpec, rule: Rule) -> LostCapability | None:
 
 
 def _differ(old: PlanRows, new: PlanRows, of: Callable[[PlanRows, int], object]) -> bool:
-    """Returns whether something about a row differs at some batch size."""
+    """Returns whether the value `of` of a row differs at some batch size."""
     sizes = {*old.upper, *new.upper}
     return any(of(old, old.row_of(size)) != of(new, new.row_of(size)) for size in sizes)
 
@@ -175,7 +175,7 @@ def _feasible(rows: PlanRows, row: int) -> list[bool] | None:
 
 
 def _bound(spec: EngineSpec, rows: PlanRows, row: int) -> float | None:
-    """Returns the seconds per output token that a row allows; None where nothing depends on it."""
+    """Returns the seconds per output token that a row allows; None if the bound has no effect."""
     bound = rows.bounds[row] if rows.bounds else None
     return bound.seconds if bound is not None and _has_choice(spec, rows, row) else None
 
@@ -196,7 +196,7 @@ def _shadowing(
         if of.covers(spec, size):
             yield from _deciding(of, limits, [o for o in others if o.covers(spec, size)])
             if of.rule.tpot_max_seconds is not None and not _has_choice(spec, rows, row):
-                # What pins the only arm that is left decides in its place.
+                # The overrides that pin the only remaining arm win over it.
                 yield from {*limits.gamma_by, limits.drafter_by} - {"", of.override_id}
     if of.rule.regime is not None or of.rule.deny_updates:
         yield from (o.override_id for o in others if o.rule.deny_updates)
@@ -206,7 +206,7 @@ def _shadowing(
 
 
 def _deciding(of: Override, limits: Limits, others: Sequence[Override]) -> Iterator[str]:
-    """Yields the ids of the others that win over `of` at one batch size."""
+    """Yields the ids of the other overrides that win over `of` at one batch size."""
     rule = of.rule
     if rule.deny_exploration:
         yield from (o.override_id for o in others if o.rule.deny_exploration)

@@ -1,4 +1,4 @@
-"""Overrides and plans in words, for people."""
+"""Describes overrides and plans as text for people."""
 
 import re
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ PRECEDENCE = (
 
 
 def rule_text(override: "policy_pb2.Override") -> str:
-    """Describes in words what an override demands."""
+    """Describes what an override demands."""
     rule = override.rule
     demands = {
         "gamma": f"gamma = {rule.gamma}",
@@ -35,7 +35,7 @@ def rule_text(override: "policy_pb2.Override") -> str:
 
 
 def scope_text(override: "policy_pb2.Override") -> str:
-    """Describes in words to whom an override applies."""
+    """Describes the engines and batch sizes that an override applies to."""
     which = override.scope.WhichOneof("kind")
     whom = {
         "engine_id": f"engine {override.scope.engine_id}",
@@ -48,21 +48,21 @@ def scope_text(override: "policy_pb2.Override") -> str:
 
 
 def held_text(held: "policy_pb2.HeldOverride") -> str:
-    """Describes an override in force: whom it is for, what it demands, who set it, and why."""
+    """Describes an override in force: its scope, its rule, who set it, and why."""
     override = held.override
     demand = f"{scope_text(override)}: {rule_text(override)}"
     return f"{demand}; {author_text(held)}: {override.reason}"
 
 
 def author_text(held: "policy_pb2.HeldOverride") -> str:
-    """Names who has set an override, or the file that policy comes from."""
+    """Names the author of an override, or the file that a policy entry comes from."""
     return f"{held.override.author} {held.origin}".rstrip()
 
 
 def batch_range(text: str) -> tuple[int, int]:
-    """Reads a range of batch sizes as it is typed: 8, 8-32, 64- or -4.
+    """Parses a range of batch sizes: 8, 8-32, 64- or -4.
 
-    Returns the smallest and the largest size, 0 for no largest one.  Raises ValueError.
+    Returns the smallest and the largest size; 0 = no upper limit.  Raises ValueError.
     """
     found = re.fullmatch(r"(\d{0,20})(-?)(\d{0,20})", text, re.ASCII)
     if not found or not (found[1] or found[3]):
@@ -72,7 +72,7 @@ def batch_range(text: str) -> tuple[int, int]:
 
 
 def regime_text(regime: "plan_pb2.Regime") -> str:
-    """Writes a regime as it is typed: off, collect, online:STRIDE."""
+    """Writes a regime as on the command line: off, collect, online:STRIDE."""
     name = word_of(regime, "mode", "REGIME_MODE_")
     return f"{name}:{regime.stride}" if regime.stride else name
 
@@ -83,7 +83,7 @@ def reason_text(plan: "plan_pb2.Plan | plan_pb2.PlanRow") -> str:
 
 
 def word_of(message: "Message", field: str, prefix: str) -> str:
-    """Names an enumeration's value without its prefix; the number of one not known here."""
+    """Names an enumeration's value without its prefix; an unknown value is its number."""
     number = getattr(message, field)
     kind = message.DESCRIPTOR.fields_by_name[field].enum_type
     known = None if kind is None else kind.values_by_number.get(number)

@@ -1,4 +1,4 @@
-"""Overrides between proto, core and the JSON that stores and the audit keep."""
+"""Converts overrides between protobuf, the core and the JSON of the store and the audit."""
 
 import json
 import math
@@ -52,14 +52,14 @@ def _rule_from_proto(message: policy_pb2.OverrideRule) -> Rule:
         regime = regime_from_proto(message.regime)
         if regime is None:
             raise InvalidOverrideError(
-                f"regime {message.regime.mode} is unspecified or not known here",
+                f"regime {message.regime.mode} is unspecified or unknown",
                 field_path="regime.mode",
             )
     return value_of(Rule, message, regime=regime)
 
 
 def override_to_proto(override: Override) -> policy_pb2.Override:
-    """The override as it came."""
+    """Converts an override."""
     rule, scope = override.rule, policy_pb2.Scope()
     if override.scope.kind is ScopeKind.ENGINE:
         scope.engine_id = override.scope.name
@@ -73,18 +73,19 @@ def override_to_proto(override: Override) -> policy_pb2.Override:
 
 
 def to_body(override: Override) -> str:
-    """Writes an override as JSON, the same text for the same override.
+    """Writes an override as JSON; equal overrides give equal texts.
 
-    The store adds its revision.
+    The text has no revision, which the store adds.
     """
     found = json_format.MessageToDict(override_to_proto(replace(override, revision=0)))
     return json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def from_body(body: str) -> Override:
-    """Reads an override.  Raises InvalidOverrideError (written by hand, or by a newer sidecar).
+    """Reads an override from JSON.
 
-    A store holds what operators have set, so none of it is file-based policy.
+    The store holds operators' overrides only, so the result is never file-based policy.  Raises
+    InvalidOverrideError, for example for a text of a newer sidecar.
     """
     try:
         message = json_format.Parse(body, policy_pb2.Override())
@@ -97,18 +98,23 @@ def from_body(body: str) -> Override:
 def lifetime_of(
     request: policy_pb2.SetOverrideRequest, default_seconds: float, max_seconds: float
 ) -> float | None:
-    """Returns seconds, None without an end.  Raises InvalidOverrideError."""
+    """Returns the requested lifetime in seconds, None if it is permanent.
+
+    Raises InvalidOverrideError.
+    """
     which = request.WhichOneof("lifetime")
     if which is None:
         return default_seconds
     if which == "for_ever":
         if request.for_ever:
             return None
-        raise InvalidOverrideError("for_ever: say true, or give ttl_seconds", field_path="for_ever")
+        raise InvalidOverrideError(
+            "for_ever must be true; otherwise set ttl_seconds", field_path="for_ever"
+        )
     seconds = request.ttl_seconds
     if not (math.isfinite(seconds) and 0 < seconds <= max_seconds):
         raise InvalidOverrideError(
-            f"ttl_seconds {seconds:g}: above 0 and at most {max_seconds:g} are needed; for "
+            f"ttl_seconds {seconds:g} must be above 0 and at most {max_seconds:g}; for "
             "a permanent override, set for_ever",
             field_path="ttl_seconds",
         )
@@ -118,7 +124,7 @@ def lifetime_of(
 def effect_to_proto(
     engine_id: str, rows: Iterable[PreviewRow], found: Effect, timing: Timing
 ) -> policy_pb2.OverrideEffect:
-    """Rows that change, neighbours with the same change as one."""
+    """Converts an effect; adjacent rows with the same change become one."""
     effect = policy_pb2.OverrideEffect(
         engine_id=engine_id,
         constrains=found.constrains,
@@ -168,7 +174,7 @@ def _add_change(
 
 
 def limits_to_proto(limits: Limits) -> service_pb2.OverrideLimits:
-    """Converts what overrides leave at one batch size."""
+    """Converts what overrides allow at one batch size."""
     return message_of(
         service_pb2.OverrideLimits,
         limits,

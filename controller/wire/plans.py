@@ -13,12 +13,15 @@ _MODE_FROM_PROTO = {number: mode for mode, number in _MODE_TO_PROTO.items()}
 
 
 def reason_to_proto(reason: Reason) -> plan_pb2.Reason.ValueType:
-    """The enum value of the same name."""
+    """Returns the enum value of the same name."""
     return _REASON_TO_PROTO[reason]
 
 
 def plan_to_proto(plan: Plan, session: int = 0) -> plan_pb2.Plan:
-    """Lease in whole milliseconds, 1 at least.  session: its tag, 0 for a plan of none."""
+    """Converts a plan.  session: the session's tag, 0 for a plan without a session.
+
+    The lease is rounded to milliseconds and is at least 1.
+    """
     return plan_pb2.Plan(
         epoch=plan.epoch,
         rows=[_row_to_proto(row) for row in plan.rows],
@@ -70,11 +73,11 @@ def regime_to_proto(regime: Regime) -> plan_pb2.Regime:
 
 
 def regime_from_proto(message: plan_pb2.Regime) -> Regime | None:
-    """None for a mode that is not known here."""
+    """Returns None for an unknown mode."""
     mode = _MODE_FROM_PROTO.get(message.mode)
     return None if mode is None else Regime(mode, message.stride)
 
 
 def arm_from_proto(message: service_pb2.MeasureRequest) -> Arm:
-    """Returns the arm that a measurement asks for."""
+    """Returns the arm that a measurement requests."""
     return Arm(message.drafter, message.gamma)

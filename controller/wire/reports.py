@@ -1,4 +1,4 @@
-"""Converts reports of decode steps, both ways, and of training rounds to the core's types."""
+"""Converts step reports, both ways, and results of training rounds to the core's types."""
 
 from controller.core.engine_spec import MAX_GAMMA
 from controller.core.errors import InvalidReportError
@@ -17,12 +17,12 @@ from controller.core.training.selective_training import TrainingResult
 from controller.wire.field_mapping import message_of, value_of
 from speculation.v1 import engine_pb2, training_pb2
 
-# Of a training round's error, which logs and people read.
+# Characters of a training round's error text.
 _ERROR_CHARACTERS = 500
 
 
 def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
-    """Raises InvalidReportError for what cannot be true."""
+    """Converts a report.  Raises InvalidReportError for impossible numbers."""
     _bound_report(message)
     flags = NO_FLAGS
     if message.HasField("flags"):
@@ -70,12 +70,12 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
 
 
 def _bound_report(message: engine_pb2.StepReport) -> None:
-    """Refuses lists without end by their length, before any of them is copied."""
+    """Raises InvalidReportError for lists that are too long, before any of them is copied."""
     counts, classes = len(message.accepted_counts), message.classes
     if counts > MAX_GAMMA + 1 or len(message.confidences) > MAX_GAMMA:
         raise InvalidReportError(
             f"step {message.step}: {counts} accepted_counts and {len(message.confidences)} "
-            f"confidences, at most {MAX_GAMMA + 1} and {MAX_GAMMA} are possible",
+            f"confidences; at most {MAX_GAMMA + 1} and {MAX_GAMMA} are possible",
             field_path="accepted_counts",
         )
     if classes and (
@@ -86,7 +86,7 @@ def _bound_report(message: engine_pb2.StepReport) -> None:
         )
     ):
         raise InvalidReportError(
-            f"step {message.step}: {len(classes)} classes, at most {MAX_REPORT_CLASSES} with "
+            f"step {message.step}: {len(classes)} classes; at most {MAX_REPORT_CLASSES} with "
             f"{MAX_GAMMA + 1} counts each are possible",
             field_path="classes",
         )
@@ -108,7 +108,7 @@ def _bound_report(message: engine_pb2.StepReport) -> None:
 
 
 def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
-    """The report as it came; flags are absent when none is set."""
+    """Converts a report; flags are absent if none is set."""
     flags = report.flags
     return message_of(
         engine_pb2.StepReport,

@@ -1,4 +1,4 @@
-"""Exports what was decided for an engine and how it turned out, its steps, and the link to it."""
+"""Describes the metrics of an engine: decisions, estimates, learning, steps, and its link."""
 
 from typing import Final
 
@@ -8,7 +8,7 @@ from controller.service.metrics.family import Distribution, Family, MetricKind
 from controller.service.views.engine_status import EngineSnapshot
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
-# Shown from the start, at zero, so that the first one is an increase.
+# Present at zero from the start, so that the first event is an increase.
 _CODES = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION")
 _OUTCOMES = ("deployed", "kept", "rejected", "failed")
 
@@ -73,7 +73,7 @@ DECISION: Final[tuple[Family[EngineSnapshot], ...]] = (
         lambda e: e.session.measurement is not None,
     ),
     Family(
-        _COUNTER, "speculation_probes", "Probes that were begun.", lambda e: e.explanation.probes,
+        _COUNTER, "speculation_probes", "Probes started.", lambda e: e.explanation.probes,
     ),
     Family(
         _COUNTER, "speculation_probe_steps", "Reported steps that belonged to a probe.",
@@ -199,7 +199,7 @@ ESTIMATES: Final[tuple[Family[EngineSnapshot], ...]] = (
     ),
     Family(
         _COUNTER, "speculation_cost_outliers",
-        "Steps whose time was an outlier and was not learnt from.",
+        "Steps whose time was an outlier, which the cost model ignored.",
         lambda e: e.explanation.cost_outliers,
     ),
     Family(
@@ -240,7 +240,7 @@ LEARNING: Final[tuple[Family[EngineSnapshot], ...]] = (
     ),
     Family(
         _COUNTER, "speculation_training_rounds",
-        "Rounds of training beside the engine that have ended, by outcome.",
+        "Training rounds of the engine's drafter that have ended, by outcome.",
         lambda e: dict.fromkeys(_OUTCOMES, 0) | e.session.counters.rounds, label="outcome",
     ),
 )  # fmt: skip
@@ -263,26 +263,26 @@ STEPS: Final[tuple[Family[EngineSnapshot], ...]] = (
     ),
     Family(
         _COUNTER, "speculation_ended_sequence_steps",
-        "Sequences that a step ran although their requests had ended, or had left the batch, while "
-        "it was on its way: the engine threw their tokens away, and no other counter has them.",
+        "Sequences that a step ran although their requests had ended or left the batch meanwhile. "
+        "The engine discarded their tokens, and no other counter includes them.",
         lambda e: e.session.counters.ended,
     ),
     Family(
         _COUNTER, "speculation_drafts",
-        "Drafts verified: one per step and sequence of which a draft token was verified.",
+        "Drafts verified: one per step and sequence with at least one verified draft token.",
         lambda e: e.session.counters.drafts, like="vllm:spec_decode_num_drafts_total",
     ),
     Family(
         _COUNTER, "speculation_draft_tokens",
-        "Draft tokens verified; not those that a grammar had taken away, and not up to the planned "
-        "draft length where a lookup found fewer.",
+        "Draft tokens verified, without those that a grammar had removed. A lookup may find fewer "
+        "than the planned draft length.",
         lambda e: e.session.counters.drafted_tokens,
         unit="tokens", like="vllm:spec_decode_num_draft_tokens_total",
     ),
     Family(
         _COUNTER, "speculation_accepted_tokens",
-        "Draft tokens accepted (bonus tokens excluded), as verified: those behind the end of an "
-        "answer are among them.",
+        "Draft tokens accepted (bonus tokens excluded), as verified: those after the end of an "
+        "answer are included.",
         lambda e: e.session.counters.accepted_tokens,
         unit="tokens", like="vllm:spec_decode_num_accepted_tokens_total",
     ),
@@ -322,14 +322,14 @@ STEPS: Final[tuple[Family[EngineSnapshot], ...]] = (
     Family(
         _COUNTER, "speculation_generated_tokens",
         "Tokens gained by verification: accepted draft tokens and one bonus token per sequence and "
-        "step. Some lie behind the end of an answer, see speculation_delivered_tokens_total.",
+        "step. Some are after the end of an answer, see speculation_delivered_tokens_total.",
         lambda e: e.session.counters.generated_tokens, unit="tokens",
     ),
     Family(
         _COUNTER, "speculation_delivered_tokens",
         "Tokens added to answers by the reported steps: without what a stop, the length or a "
-        "grammar cut off, and without the first token of each answer, which comes of its prompt. "
-        "Absent if the engine does not say.",
+        "grammar cut off, and without the first token of each answer, which comes from the "
+        "prefill. Absent if the engine does not report it.",
         lambda e: e.session.counters.delivered, unit="tokens",
         like="vllm:generation_tokens_total, sglang:generation_tokens_total (first tokens included)",
     ),

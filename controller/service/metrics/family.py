@@ -16,13 +16,13 @@ Source = TypeVar("Source")
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Counts observations of whole numbers.  counts: entry k = observations of exactly k."""
+    """Counts observations of integers.  counts: entry k = observations of exactly k."""
 
     counts: Sequence[float]
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, observations up to it), the last one without a bound."""
+        """Returns pairs (upper bound, observations up to it); the last bound is infinite."""
         found, total = [], 0.0
         for value, count in enumerate(self.counts):
             total += count
@@ -31,17 +31,17 @@ class Distribution:
 
     @property
     def sum(self) -> float:
-        """The sum of what was observed."""
+        """Returns the sum of the observations."""
         return sum(value * count for value, count in enumerate(self.counts))
 
 
-# By value of the family's own label, or alone where it has none.  None: nothing to say now.
+# Values by the family's own label, or one value if it has no label.  None: no value now.
 Reading = float | Distribution | Mapping[str, float] | None
 AnyFamily = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class MetricKind(Enum):
-    """A counter only grows, and starts again at zero with an engine's next session."""
+    """Lists the kinds of metrics; counters start again at zero with an engine's next session."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -55,9 +55,10 @@ _SUFFIXES = {MetricKind.COUNTER: "_total", MetricKind.GAUGE: "", MetricKind.HIST
 class Family(Generic[Source]):
     """Describes one metric.
 
-    name: a counter's samples have `_total` behind it, a histogram's `_bucket`, `_sum` and `_count`.
-    label: its own, beside `engine` where it is of an engine; "" = none; a histogram has `le`.
-    like: what vLLM or SGLang call the same.
+    name: samples of a counter append `_total`, those of a histogram `_bucket`, `_sum` and `_count`.
+    text: the help text.  read: returns the value.  label: its own label, in addition to `engine`
+    for metrics of an engine; "" = none; a histogram has `le`.  like: the same metric of vLLM or
+    SGLang.
     """
 
     kind: MetricKind
@@ -70,18 +71,18 @@ class Family(Generic[Source]):
 
     @property
     def sample_name(self) -> str:
-        """Returns the name that queries use."""
+        """Returns the name of its samples, as in queries."""
         return f"{self.name}{_SUFFIXES[self.kind]}"
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Returns its own labels as a query sees them."""
+        """Returns its own labels, as in queries."""
         if self.kind is MetricKind.HISTOGRAM:
             return ("le",)
         return (self.label,) if self.label else ()
 
     def empty(self, *common: str) -> AnyFamily:
-        """Makes prometheus_client's family without samples.  common: labels before its own."""
+        """Makes prometheus_client's family, without samples.  common: labels before its own."""
         if self.kind is MetricKind.HISTOGRAM:
             return HistogramMetricFamily(self.name, self.text, labels=common)
         make = CounterMetricFamily if self.kind is MetricKind.COUNTER else GaugeMetricFamily
@@ -92,7 +93,7 @@ Samples = tuple[tuple[tuple[str, ...], float | Distribution], ...]
 
 
 def samples(family: Family[Source], source: Source) -> Samples:
-    """(value of its own label, if it has one; number) of everything that it has to say now."""
+    """Returns pairs (values of its own labels, number) of all its samples now."""
     reading = family.read(source)
     if reading is None:
         return ()

@@ -1,8 +1,8 @@
-"""Serves `/metrics` to scrapers: read off the sessions when somebody asks.
+"""Serves `/metrics`, with values read from the sessions at the time of a scrape.
 
-A scrape arrives on the HTTP server's thread, reads on the event loop (engine by engine, so that
-steering goes on in between), and is written out by the thread.  An engine's series end with its
-session and start from zero with its next one, which `rate()` understands.
+A scrape arrives on the HTTP server's thread.  The values are read on the event loop, which is free
+for steering between engines, and the thread writes them out.  An engine's series end with its
+session and start from zero with its next one, which `rate()` handles.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from controller.util.tasks import Supervisor
 
 _log = structlog.get_logger(__name__)
 
-# A scrape that the event loop does not answer in this time fails, which Prometheus reports.
+# A scrape fails if the event loop does not answer within this time; Prometheus reports that.
 _SNAPSHOT_SECONDS_MAX = 5.0
 
 OF_AN_ENGINE: Final[tuple[Family[EngineSnapshot], ...]] = (
@@ -40,7 +40,7 @@ OF_AN_ENGINE: Final[tuple[Family[EngineSnapshot], ...]] = (
 
 @dataclass(eq=False, repr=False)
 class SidecarCollector(Collector):
-    """Everything, as metric families."""
+    """Collects all metric families."""
 
     registry: SessionRegistry
     override_registry: OverrideRegistry
@@ -74,13 +74,13 @@ class SidecarCollector(Collector):
         return [written for _, written in (*general, *families)]
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the HTTP server's thread, once per scrape."""
+        """Yields all families; the HTTP server's thread calls it once per scrape."""
         reading = asyncio.run_coroutine_threadsafe(self._read(), self.loop)
         yield from reading.result(_SNAPSHOT_SECONDS_MAX)
 
 
 class MetricsServer(HttpServer):
-    """`/metrics` over HTTP, on a thread of its own.  Raises AddressTakenError."""
+    """Serves `/metrics` over HTTP on a separate thread.  Raises AddressTakenError."""
 
     def __init__(self, collector: SidecarCollector, listener: Listener) -> None:
         metrics = CollectorRegistry()
@@ -98,7 +98,7 @@ class _MetricsHandler(MetricsHandler):
     server_version, sys_version = "controller", ""
 
     def do_GET(self) -> None:
-        """Answers, whatever the path."""
+        """Answers a scrape on any path."""
         if not self.server.serves(self.headers.get("Host", "")):
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "this host is not served here")
             return

@@ -1,4 +1,4 @@
-"""The sidecar as a whole: its engines, the overrides in force, the store, its own log."""
+"""Describes the metrics of the sidecar: engines, overrides in force, store, tasks and log."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -21,48 +21,48 @@ _COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
 
 @dataclass(frozen=True, slots=True)
 class SidecarSnapshot:
-    """All of it, at the time of a scrape."""
+    """Holds the sidecar's state at the time of a scrape."""
 
     sessions: Sequence[EngineSession]
-    # Of operators, without the entries of the policy.
+    # The operators' overrides, without the entries of the policy file.
     held: Sequence[ActiveOverride]
     policy: Policy
     store: Health
-    # Of the sidecar's long-lived tasks, by name.
+    # States of the sidecar's long-lived tasks, by name.
     tasks: Mapping[str, TaskState]
-    # Of other sidecars' summaries; None without a store that others use.
+    # Counts of other sidecars' summaries; None without a shared store.
     fleet: FleetCounts | None = None
     # Sessions whose own metrics could not be read.
     unreadable: int = 0
-    # Reports are lost because the sidecar is behind.
+    # Whether reports are lost because the sidecar is behind.
     is_overloaded: bool = False
 
     @property
     def costs(self) -> dict[str, float]:
-        """Engines, by where their costs come from."""
+        """Returns the number of engines by the source of their costs."""
         profiled = sum(bool(session.core.profile_id) for session in self.sessions)
         return {"measured": profiled, "prior": len(self.sessions) - profiled}
 
     @property
     def scopes(self) -> dict[str, float]:
-        """Overrides, by the kind of their scope."""
+        """Returns the number of overrides by the kind of their scope."""
         kinds = [held.override.scope.kind for held in self.held]
         return {kind.value: kinds.count(kind) for kind in ScopeKind}
 
     @property
     def policy_ok(self) -> bool | None:
-        """Whether the policy file is in force as it is now; None without one."""
+        """Returns whether the present policy file is in force; None without one."""
         return None if self.policy.path is None else not self.policy.error
 
     @property
     def soonest_end_seconds(self) -> float | None:
-        """Returns the time left of the override that ends first; None if none ends."""
+        """Returns the remaining time of the override that ends first; None if none ends."""
         left = [held.remaining_seconds for held in self.held]
         return min((seconds for seconds in left if seconds is not None), default=None)
 
     @property
     def oldest_seconds(self) -> float | None:
-        """Age of the override that stands longest; None without one."""
+        """Returns the age of the oldest override in force; None without one."""
         return max((time.time() - held.created_at for held in self.held), default=None)
 
 
@@ -84,7 +84,7 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
     Family(
         _GAUGE, "speculation_overloaded",
         "1 while the sidecar cannot take the reports of its engines fast enough, so that some are "
-        "lost and no other engine is taken.",
+        "lost and no other engine is accepted.",
         lambda s: s.is_overloaded,
     ),
     Family(
@@ -93,7 +93,7 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
     ),
     Family(
         _GAUGE, "speculation_overrides_endless",
-        "Overrides in force that have no end and stay until somebody clears them.",
+        "Overrides in force that have no end and stay until an operator clears them.",
         lambda s: sum(held.remaining_seconds is None for held in s.held),
     ),
     Family(
@@ -113,8 +113,8 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
     ),
     Family(
         _GAUGE, "speculation_policy_ok",
-        "1 while the policy file is in force as it is now, 0 while an earlier content is, because "
-        "it cannot be used (absent without a policy file).",
+        "1 while the present policy file is in force, 0 while an earlier content is, because the "
+        "file cannot be used (absent without a policy file).",
         lambda s: s.policy_ok,
     ),
     Family(
@@ -150,7 +150,7 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
     Family(
         _COUNTER, "speculation_fleet_summaries",
         "Summaries of its engines that the sidecar has written for others, by outcome: written, or "
-        "failed because the store did not take it (absent without Redis).",
+        "failed because the store refused it (absent without Redis).",
         lambda s: None if s.fleet is None else {
             "written": s.fleet.written, "failed": s.fleet.failed,
         },
@@ -164,7 +164,7 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
     ),
     Family(
         _COUNTER, "speculation_suppressed_log_lines",
-        "Log lines that were held back because too many of their kind were written.",
+        "Log lines that were suppressed because too many of their kind were written.",
         lambda _: logs.suppressed_lines(),
     ),
 )  # fmt: skip

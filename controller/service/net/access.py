@@ -1,11 +1,11 @@
-"""Decides who may do what.
+"""Reads the access list, and identifies callers with their rights.
 
-Reading, steering, measuring, installing profiles and overriding are different rights.  Whoever may
-open the engines' unix socket (its mode decides) may read and steer.  Operators have a socket of
-their own (`OperatorSocket`): there the access list decides by the user that the kernel names, or,
-when it names tokens and certificates only, the mode alone.  On TCP the access list decides, by
-bearer token or by the name in a client certificate; without a list, callers on TCP may read and
-steer.
+Reading, steering, measuring, installing profiles and overriding are different rights.  A process
+that can open the engines' unix socket (its mode decides) may read and steer.  Operators have a
+separate socket (`OperatorSocket`).  There the access list decides by the user that the kernel
+reports.  If the list has only tokens and certificates, the socket's mode alone decides.  On TCP the
+access list decides by bearer token or by the name in a client certificate.  Without a list, callers
+on TCP may read and steer.
 
 The access list is a file of lines
 
@@ -15,9 +15,9 @@ The access list is a file of lines
     RIGHTS  gid:NUMBER                   a primary group
 
 and is read again when it changes.  RIGHTS are read, steer, measure, install and override, joined by
-commas.  GLOBS are engine ids with * and ?, joined by commas: the entry steers, measures and
-overrides no other engines, and installs no profiles.  The file holds digests of tokens, no tokens.
-The key identifies the caller; NAME is what people are shown.
+commas.  GLOBS are engine ids with * and ?, joined by commas: the entry may steer, measure and
+override only these engines, and may not install profiles.  The file holds digests of tokens, not
+the tokens.  The key identifies the caller; NAME is the name shown to people.
 """
 
 import hashlib
@@ -35,20 +35,20 @@ from controller.service.net.errors import UnauthenticatedError
 from controller.service.net.unix_sockets import OperatorSocket, Peer
 from controller.util.files import AGREEING_LOOKS, Found, WatchedFile
 
-# Finds the caller of a call by its gRPC context.  Raises UnauthenticatedError.
+# Identifies the caller of a call by its gRPC context.  Raises UnauthenticatedError.
 Identify: TypeAlias = Callable[[Any], Caller]
-# Checks the keys of a list against what they are used for.  Raises SpeculationError.
+# Checks whether the keys of a list may be used.  Raises SpeculationError.
 CheckKeys: TypeAlias = Callable[[Iterable[str]], None]
 
 # A thousand entries with tokens are 100 KB.
 _MAX_BYTES: Final = 256 * 1024
-# Digits of a token's digest that are shown.
+# Digits of a token's digest that people are shown.
 _DIGITS_SHOWN: Final = 12
 _log = structlog.get_logger(__name__)
 
 
 class AccessFileError(SpeculationError):
-    """An access list that cannot be used; the message names file and line."""
+    """An access list cannot be used; the message names file and line."""
 
 
 _RIGHTS = {
@@ -59,7 +59,7 @@ DIGEST: Final = "token-sha256:"
 _USERS: Final = ("uid:", "gid:")
 _KEY = re.compile(r"token-sha256:[0-9a-f]{64}|cert:\S+|[ug]id:(0|[1-9][0-9]{0,9})")
 _ENGINES = "engine:"
-# What was meant as a restriction and would be taken for a name, so that nothing were restricted.
+# A misspelt restriction, which would be taken for a name and restrict nothing.
 _IS_RESTRICTION = re.compile(r"engines?:", re.IGNORECASE)
 _GLOB = re.compile(r"[A-Za-z0-9._:*?-]{1,128}")
 
@@ -67,8 +67,8 @@ _GLOB = re.compile(r"[A-Za-z0-9._:*?-]{1,128}")
 class AccessList:
     """Holds the entries of the file that are in force.
 
-    check: of the keys, at the start and at every change.  Raises AccessFileError, and what `check`
-    raises, for a list that cannot be used at the start.
+    check: checks the keys, at the start and at every change.  Raises AccessFileError, and the
+    errors of `check`, for a list that cannot be used at the start.
     """
 
     def __init__(self, path: Path, check: CheckKeys = lambda _: None) -> None:
@@ -78,18 +78,18 @@ class AccessList:
         self.version = 0
         self._judged = self._file.look()
         self._entries = self._read(self._judged)
-        # Whether nobody but its users gets through the operators' socket.  A list that loses them,
-        # or everything, while the sidecar runs does not open that socket again.
+        # Whether only its users are admitted to the operators' socket.  If the list loses its users
+        # or all entries while the sidecar runs, the socket stays restricted.
         self.governs_operators = not self._entries or _has_users(self._entries)
 
     def find(self, key: str) -> Caller | None:
-        """Finds the entry of a key, "cert:NAME" say."""
+        """Returns the entry of a key, such as "cert:NAME"; None if it is missing."""
         return self._entries.get(key)
 
     def look(self) -> None:
-        """Reads the file, and puts a change into force that two looks in a row have found.
+        """Reads the file, and applies a change once two successive reads agree.
 
-        A list that cannot be used changes nothing: what was allowed before stays allowed.
+        A list that cannot be used changes nothing: the previous entries stay in force.
         """
         found = self._file.look()
         if found == self._judged or self._file.agreeing < AGREEING_LOOKS:
@@ -100,14 +100,14 @@ class AccessList:
         except SpeculationError as error:
             _log.error("access_not_read", error=str(error))
             return
-        # First this: at no moment is the socket open to whom neither list names.
+        # First this, so that the socket is never open to a user whom neither list names.
         self.governs_operators = self.governs_operators or _has_users(entries)
         self._entries = entries
         self.version += 1
         _log.info("access_read", path=str(self._file.path), entries=len(entries))
 
     def _read(self, found: Found) -> Mapping[str, Caller]:
-        """Raises AccessFileError, and what the check raises."""
+        """Parses and checks the entries.  Raises AccessFileError, and the errors of the check."""
         if found.error:
             raise AccessFileError(f"access list {self._file.path}: {found.error}")
         entries = _parse(self._file.path, found.content)
@@ -116,7 +116,7 @@ class AccessList:
             _log.warning(
                 "access_empty",
                 path=str(self._file.path),
-                detail="the access list has no entry: it lets nobody in",
+                detail="the access list has no entry: it admits no caller",
             )
         return entries
 
@@ -126,32 +126,32 @@ def _has_users(keys: Iterable[str]) -> bool:
 
 
 def _parse(path: Path, content: bytes) -> Mapping[str, Caller]:
-    """Returns the entries by key.  Raises AccessFileError for what is no list."""
+    """Returns the entries by key.  Raises AccessFileError for an invalid list."""
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise AccessFileError(f"access list {path}: {error}") from error
     found: dict[str, Caller] = {}
     lines_of: dict[str, int] = {}
-    # Not `splitlines`, for which a line also ends within a comment, at a form feed say.
+    # Not `splitlines`, which also ends a line at a form feed, for example within a comment.
     for number, line in enumerate(text.split("\n"), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        # Messages never quote the line: it may hold a token by mistake.
+        # Messages never quote the line: it may contain a token by mistake.
         where = f"{path}, line {number}"
         key, caller = _entry(words, where)
         for what, text_of in (("key", f"key {key}"), ("name", f"name {caller.name}")):
             before = lines_of.setdefault(text_of, number)
             if before != number:
                 raise AccessFileError(
-                    f"{where}: the {what} of line {before} again: every entry needs its own"
+                    f"{where}: repeats the {what} of line {before}: every entry needs its own"
                 )
         found[key] = caller
     if not text.endswith("\n") and text:
-        # Cut off, it may name another user, or no longer restrict an entry to its engines.
+        # A truncated line may name another user, or lack the restriction to engines.
         raise AccessFileError(
-            f"access list {path}: the last line has no line break, so it may have been cut off: "
+            f"access list {path}: the last line has no line break, so it may be truncated: "
             "end it with one"
         )
     return found
@@ -182,25 +182,28 @@ def _entry(words: list[str], where: str) -> tuple[str, Caller]:
         raise AccessFileError(f"{where}: only printable characters are allowed")
     if Right.INSTALL in rights and "*" not in engines:
         raise AccessFileError(
-            f"{where}: a profile is for every engine of its kind, so that install goes with no "
-            "engine:GLOBS"
+            f"{where}: a profile applies to every engine of its kind, so the right to install "
+            "cannot be combined with engine:GLOBS"
         )
     return key, Caller(name, rights, identity=key, engines=engines)
 
 
 def _shown(key: str) -> str:
-    """Names an entry without a name by its key; of a token's digest, by its first digits."""
+    """Names an entry without a name by its key; a token's digest by its first digits."""
     return key[: len(DIGEST) + _DIGITS_SHOWN] if key.startswith(DIGEST) else key
 
 
 def on_engines_socket(_context: Any) -> Caller:
-    """The socket's mode decides who gets there; gRPC does not tell who it is."""
+    """Identifies a caller on the engines' socket, whose mode decides who may connect.
+
+    gRPC does not expose the peer's credentials.
+    """
     name = "a client of the engines' socket"
     return Caller(name, Right.READ | Right.STEER, origin=name)
 
 
 def on_operators_socket(operator_socket: OperatorSocket, access: AccessList | None) -> Identify:
-    """Identifies callers by what the kernel tells about the connected process."""
+    """Identifies callers by the connected process's credentials, which come from the kernel."""
 
     def identify(context: Any) -> Caller:
         peer = operator_socket.peers.get(context.peer() or "")
@@ -219,7 +222,7 @@ def _operator(peer: Peer, access: AccessList | None) -> Caller:
         caller = access.find(key)
         if caller is not None:
             return replace(caller, origin=str(peer), user=user)
-    raise UnauthenticatedError(f"the access list does not know {peer}")
+    raise UnauthenticatedError(f"the access list has no entry for {peer}")
 
 
 def on_tcp(access: AccessList | None) -> Identify:
@@ -234,7 +237,7 @@ def on_tcp(access: AccessList | None) -> Identify:
             if caller is not None:
                 return replace(caller, origin=f"{caller.name} at {name}")
         raise UnauthenticatedError(
-            "no token or client certificate that the access list knows: send `authorization: "
+            "the call has no token or client certificate of the access list: send `authorization: "
             "Bearer TOKEN`, or call with a certificate"
         )
 

@@ -1,7 +1,7 @@
-"""Describes who makes a call, and what that caller may do.
+"""Describes the caller of a call, and its rights.
 
-A guard (`guard.Guard`) finds the caller of every call before anything of the call is read, and
-keeps both as the current `Call`.  Servicers ask `calling()` for it.
+A guard (`guard.Guard`) identifies the caller of every call before it reads a message, and sets the
+current `Call`.  Servicers get the caller from `calling()`.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from controller.service.net.errors import ForbiddenError
 
 
 class Right(Flag):
-    """Names what a caller may do."""
+    """Lists the rights of callers."""
 
     NONE = 0
     READ = auto()
@@ -33,10 +33,10 @@ ALL = Right.READ | Right.STEER | Right.MEASURE | Right.INSTALL | Right.OVERRIDE
 class Caller:
     """Describes a caller.
 
-    name: for people to read.  identity: key of the access entry that the caller proved to be, which
-    no other entry has; "" for an anonymous one.  user: the user on the operators' socket as
-    "uid:NUMBER", whatever process calls; "" elsewhere.  engines: globs of the engine ids that the
-    caller may act on.  origin: where the call came from, for the audit.
+    name: shown to people.  identity: the unique key of the caller's access entry, "" for an
+    anonymous caller.  user: the user on the operators' socket as "uid:NUMBER", the same for all its
+    processes; "" elsewhere.  engines: globs of the engine ids that the caller may act on.
+    origin: where the call came from, for the audit.
     """
 
     name: str
@@ -48,16 +48,16 @@ class Caller:
 
     @property
     def account(self) -> str:
-        """Names who calls, in whatever process and through whatever connection; "" for nobody."""
+        """Identifies the caller across its processes and connections; "" if it is anonymous."""
         return self.user or self.identity
 
     @property
     def is_restricted(self) -> bool:
-        """True when there are engines that the caller may not act on."""
+        """Returns whether the caller may act on some engines only."""
         return "*" not in self.engines
 
     def may_act_on(self, engine_id: str) -> bool:
-        """Whether one of the globs matches."""
+        """Returns whether one of the globs matches."""
         return any(fnmatchcase(engine_id, pattern) for pattern in self.engines)
 
     def require_engines(self, engine_ids: Iterable[str]) -> None:
@@ -65,7 +65,7 @@ class Caller:
         for engine_id in engine_ids:
             if not self.may_act_on(engine_id):
                 raise ForbiddenError(
-                    f"{self.name} may act on the engines {', '.join(self.engines)}, and not on "
+                    f"{self.name} may act on the engines {', '.join(self.engines)}, but not on "
                     f"{engine_id[:128]!r}: the access list restricts it",
                     resource=engine_id,
                 )
@@ -73,15 +73,15 @@ class Caller:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A call under way."""
+    """Describes a call under way."""
 
     caller: Caller
     right: Right
-    # Whose limits the call uses (`source_of`).
+    # The source whose limits the call uses (`source_of`).
     source: str = ""
-    # Engines that the call has named; the access list is asked about them again when it changes.
+    # Engines that the call has named; they are checked again when the access list changes.
     engine_ids: set[str] = field(default_factory=set)
-    # Why the caller has lost the call, None while it may go on.
+    # Why the caller has lost the right to the call; None while it may continue.
     revoked: SpeculationError | None = None
     task: "asyncio.Task[object] | None" = None
 
@@ -93,10 +93,10 @@ class Call:
 
 
 def source_of(caller: Caller, peer: str) -> str:
-    """Names those who share a limit: an access entry, a host on TCP, or a connection.
+    """Names the source whose limit a caller uses: an access entry, a host on TCP, or a connection.
 
     peer: gRPC's name of the connection.  It is the same for all connections of the engines' socket,
-    because gRPC does not tell these apart.
+    which gRPC does not distinguish.
     """
     if caller.identity:
         return caller.identity
@@ -108,24 +108,24 @@ _UNGUARDED = Caller("an unknown caller", Right.NONE, origin="unknown")
 
 
 def begin(call: Call) -> None:
-    """Makes it the current one, for the task that serves it."""
+    """Sets the current call of the task that serves it."""
     _current.set(call)
 
 
 def calling() -> Caller:
-    """The caller of the current call."""
+    """Returns the caller of the current call."""
     call = _current.get()
     return _UNGUARDED if call is None else call.caller
 
 
 def source() -> str:
-    """Names those whose limits the current call uses; "" outside of a call."""
+    """Returns the source whose limits the current call uses; "" outside of a call."""
     call = _current.get()
     return "" if call is None else call.source
 
 
 def require_engine(engine_id: str) -> None:
-    """Raises ForbiddenError when the current caller may not act on this engine."""
+    """Raises ForbiddenError if the current caller may not act on this engine."""
     calling().require_engines([engine_id])
     call = _current.get()
     if call is not None:

@@ -1,7 +1,7 @@
-"""Defines what the service refuses: each error, its status and reason, and how a call ends with it.
+"""Defines the service's errors with their gRPC status and reason, and ends calls with them.
 
-Programs can act on them: a call ends with google.rpc.Status and its details.  The details are
-bounded, so that they fit into the metadata that every gRPC client takes (8 KiB).
+A call ends with google.rpc.Status and its details, so that programs can act on the reason.  The
+details are bounded, so that they fit into the metadata that every gRPC client accepts (8 KiB).
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from speculation.v1 import errors_pb2
 DOMAIN: Final = "speculation.v1"
 _PREFIX = "ERROR_REASON_"
 _ENGINE, _OVERRIDE, _PROFILE = "engine", "override", "profile"
-# A message may quote what a client sent; this is as much of it as goes back.
+# Characters of a message; it may quote what a client sent.
 _MESSAGE_MAX = 500
 # Characters of a name or a fact, and of the description of a field.
 _NAME_MAX, _DESCRIPTION_MAX = 128, 250
@@ -46,9 +46,9 @@ _Error = TypeVar("_Error", bound=type[SpeculationError])
 
 @dataclass(frozen=True, slots=True)
 class ErrorKind:
-    """Says how clients hear of an error.
+    """Describes the status that clients get for a class of errors.
 
-    resource_type: what the `resource` of such an error is; empty if it has none.
+    resource_type: the type of the error's `resource`; empty if it has none.
     """
 
     status: grpc.StatusCode
@@ -56,7 +56,7 @@ class ErrorKind:
     resource_type: str = ""
 
 
-# Errors that are raised where nothing is known about gRPC: class, status, reason.
+# Errors of packages that know nothing of gRPC: class, status, reason.
 _OF_OTHERS: Final = (
     (UnknownArmError, StatusCode.OUT_OF_RANGE, errors_pb2.ERROR_REASON_UNKNOWN_DRAFT_LENGTH),
     (StaleReportError, StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_STALE_REPORT),
@@ -76,7 +76,7 @@ _OF_OTHERS: Final = (
     (StoreUnavailableError, StatusCode.UNAVAILABLE, errors_pb2.ERROR_REASON_STORE_UNAVAILABLE),
     (StoreError, StatusCode.INTERNAL, errors_pb2.ERROR_REASON_STORE_FAILED),
 )
-# How clients hear of each class of errors, and of its subclasses that are not listed.
+# The status for each class of errors; it includes subclasses that are not listed.
 KINDS: Final[dict[type[SpeculationError], ErrorKind]] = {
     error: ErrorKind(status, reason) for error, status, reason in _OF_OTHERS
 }
@@ -86,7 +86,7 @@ FAILED: Final = ErrorKind(StatusCode.INTERNAL, errors_pb2.ERROR_REASON_INTERNAL)
 def told(
     status: grpc.StatusCode, reason: errors_pb2.ErrorReason.ValueType, resource_type: str = ""
 ) -> Callable[[_Error], _Error]:
-    """Declares how clients hear of a class of errors; see `ErrorKind`."""
+    """Declares the status that clients get for a class of errors; see `ErrorKind`."""
 
     def declare(of: _Error) -> _Error:
         KINDS[of] = ErrorKind(status, reason, resource_type)
@@ -102,17 +102,17 @@ class UnknownDrafterError(UnknownArmError):
 
 @told(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_SESSION_ENDED)
 class NoSessionError(SpeculationError):
-    """The session is unknown, over, or taken over: the engine has to introduce itself again."""
+    """The session is unknown, over, or was taken over: the engine must introduce itself again."""
 
 
 @told(StatusCode.NOT_FOUND, errors_pb2.ERROR_REASON_ENGINE_NOT_FOUND, _ENGINE)
 class UnknownEngineError(SpeculationError):
-    """No engine of that id has a session."""
+    """No engine with that id has a session."""
 
 
 @told(StatusCode.ALREADY_EXISTS, errors_pb2.ERROR_REASON_ENGINE_TAKEN, _ENGINE)
 class EngineTakenError(SpeculationError):
-    """Another engine steers under this id, and has been heard of a moment ago."""
+    """Another engine is steered under this id and was in contact a moment ago."""
 
 
 @told(StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_TOO_MANY_ENGINES)
@@ -122,47 +122,47 @@ class TooManyEnginesError(SpeculationError):
 
 @told(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_MEASUREMENT_CONFLICT, _ENGINE)
 class MeasurementConflictError(SpeculationError):
-    """The engine is being measured by someone else, or went away while it was measured."""
+    """Another client measures the engine, or the engine disconnected while it was measured."""
 
 
 @told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_MEASUREMENT)
 class InvalidMeasurementError(SpeculationError):
-    """A measurement asks for what the engine cannot run."""
+    """A measurement requests an arm that the engine cannot run."""
 
 
 @told(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_NO_MATCHING_ENGINE, _PROFILE)
 class NoMatchingEngineError(SpeculationError):
-    """A profile that belongs to no introduced engine; the message names the field that differs."""
+    """A profile matches no introduced engine; the message names the field that differs."""
 
 
 @told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_INVALID_REQUEST)
 class InvalidQuestionError(SpeculationError):
-    """A question about what cannot be."""
+    """A request has an invalid or impossible argument."""
 
 
 @told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_REQUEST_ID_REUSED)
 class RequestIdReusedError(SpeculationError):
-    """A request has the id of an earlier one, and other content."""
+    """A request has the id of an earlier one but different content."""
 
 
 @told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_UNREADABLE_REQUEST)
 class UnreadableRequestError(SpeculationError):
-    """Bytes that are no message of the call."""
+    """A request cannot be parsed as a message of its call."""
 
 
 @told(StatusCode.INVALID_ARGUMENT, errors_pb2.ERROR_REASON_TOO_MANY_REPORTS)
 class TooManyReportsError(SpeculationError):
-    """A message with more reports than one may hold."""
+    """A message has too many reports."""
 
 
 @told(StatusCode.DEADLINE_EXCEEDED, errors_pb2.ERROR_REASON_SILENT_CLIENT)
 class SilentClientError(SpeculationError):
-    """A client opens a stream and says nothing."""
+    """A client opens a call and does not send its first message in time."""
 
 
 @told(StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_SLOW_CLIENT)
 class SlowClientError(SpeculationError):
-    """A client reads so slowly that what it asked for piles up."""
+    """A client reads so slowly that its answers pile up."""
 
 
 @told(StatusCode.INTERNAL, errors_pb2.ERROR_REASON_PROFILE_NOT_SAVED, _PROFILE)
@@ -172,7 +172,7 @@ class ProfileNotSavedError(SpeculationError):
 
 @told(StatusCode.NOT_FOUND, errors_pb2.ERROR_REASON_PROFILE_NOT_FOUND, _PROFILE)
 class NoProfileError(SpeculationError):
-    """No such profile is in the store."""
+    """The store has no such profile."""
 
 
 @told(StatusCode.NOT_FOUND, errors_pb2.ERROR_REASON_OVERRIDE_NOT_FOUND, _OVERRIDE)
@@ -181,60 +181,60 @@ class NoOverrideError(SpeculationError):
 
 
 class PolicyNotClearedError(NoOverrideError):
-    """The id is that of file-based policy, which only its file ends."""
+    """The id belongs to file-based policy, which only a change of its file can end."""
 
 
 @told(StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_TOO_MANY_OVERRIDES)
 class TooManyOverridesError(SpeculationError):
-    """More overrides than a sidecar keeps in force."""
+    """There are more overrides than a sidecar can have in force."""
 
 
 @told(StatusCode.ALREADY_EXISTS, errors_pb2.ERROR_REASON_OVERRIDE_EXISTS, _OVERRIDE)
 class OverrideExistsError(SpeculationError):
-    """The id of a new override is taken, or was."""
+    """The id of a new override is in use, or was used before."""
 
 
 @told(StatusCode.ABORTED, errors_pb2.ERROR_REASON_OVERRIDE_CHANGED, _OVERRIDE)
 class OverrideChangedError(SpeculationError):
-    """The override is not what the caller has seen."""
+    """The override has changed since the caller read it."""
 
 
 @told(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_NO_EFFECT, _OVERRIDE)
 class NoEffectError(SpeculationError):
-    """The override would do nothing to the engines of this sidecar, and the caller forbids that."""
+    """The override would have no effect on this sidecar's engines, but the caller requires one."""
 
 
 @told(StatusCode.PERMISSION_DENIED, errors_pb2.ERROR_REASON_FORBIDDEN, _ENGINE)
 class ForbiddenError(SpeculationError):
-    """The caller has not the right to do this."""
+    """The caller does not have the right to do this."""
 
 
 @told(StatusCode.UNAUTHENTICATED, errors_pb2.ERROR_REASON_UNAUTHENTICATED)
 class UnauthenticatedError(SpeculationError):
-    """Nobody knows who calls."""
+    """The caller cannot be identified."""
 
 
 @told(StatusCode.RESOURCE_EXHAUSTED, errors_pb2.ERROR_REASON_TOO_MANY_CALLS)
 class TooManyCallsError(SpeculationError):
-    """More calls than this sidecar takes in a second."""
+    """There are more calls than this sidecar accepts."""
 
 
 @told(StatusCode.FAILED_PRECONDITION, errors_pb2.ERROR_REASON_CANNOT_TRAIN, _ENGINE)
 class CannotTrainError(SpeculationError):
-    """The engine keeps no signals, or takes no versions of its drafter."""
+    """The engine stores no training signals, or cannot load new versions of its drafter."""
 
 
 @told(StatusCode.ALREADY_EXISTS, errors_pb2.ERROR_REASON_TRAINER_ATTACHED, _ENGINE)
 class TrainerAttachedError(SpeculationError):
-    """Another trainer attends the engine."""
+    """Another trainer is attached to the engine."""
 
 
 class SidecarFailedError(SpeculationError):
-    """The sidecar failed at a call; the log has the error, and a client hears no more than that."""
+    """The sidecar failed in a call; only the log has the error, the client gets no details."""
 
 
 class StartRefusedError(SpeculationError):
-    """The sidecar cannot start as it was asked to."""
+    """The sidecar cannot start with its settings."""
 
 
 class AddressTakenError(StartRefusedError):
@@ -243,26 +243,26 @@ class AddressTakenError(StartRefusedError):
 
 @told(StatusCode.UNAVAILABLE, errors_pb2.ERROR_REASON_SHUTTING_DOWN)
 class ShuttingDownError(SpeculationError):
-    """The sidecar is going away."""
+    """The sidecar is shutting down."""
 
 
 def kind_of(error: SpeculationError) -> ErrorKind:
-    """Returns how clients hear of an error; FAILED for one that is not listed."""
+    """Returns the status and reason of an error; FAILED for a class that is not listed."""
     return next((KINDS[of] for of in type(error).__mro__ if of in KINDS), FAILED)
 
 
 def status_of(error: SpeculationError) -> grpc.StatusCode:
-    """The status that says what kind of error it is."""
+    """Returns the gRPC status code of an error."""
     return kind_of(error).status
 
 
 def message_of(error: SpeculationError) -> str:
-    """The error's text, cut to a length that fits a status or a rejection."""
+    """Returns the error's text, truncated to fit a status or a rejection."""
     return cut(str(error), _MESSAGE_MAX)
 
 
 def cut(text: str, most: int) -> str:
-    """Cuts a text to so many characters, and to twice as many bytes."""
+    """Truncates a text to `most` characters, and to twice as many bytes."""
     if len(text) > most:
         text = text[: most - 1] + "…"
     data = text.encode(errors="replace")
@@ -272,9 +272,10 @@ def cut(text: str, most: int) -> str:
 
 
 def status_message(error: SpeculationError) -> status_pb2.Status:
-    """Returns the status of an error with ErrorInfo, and BadRequest and ResourceInfo if any.
+    """Returns the status of an error with ErrorInfo, and with BadRequest and ResourceInfo if any.
 
-    A client learns nothing of an error that is not meant for it: the text may name internals.
+    For an error that is not listed the client gets a general text, because its own text may name
+    internals.
     """
     kind = kind_of(error)
     text = _FAILED_TEXT if kind is FAILED else message_of(error)

@@ -1,8 +1,8 @@
-"""Stands before every call: who calls, may they do this, and are there not too many.
+"""Checks every call before its servicer: the caller, the caller's right, and the rate of calls.
 
-Every server has a guard of its own, with its own way to identify callers and its own limits.  The
-engines' server therefore cannot take anybody for an operator, and nobody on TCP takes the places
-of engines on the unix socket.
+Every server has its own guard, with its own way to identify callers and its own limits.  The
+engines' server therefore never identifies a caller as an operator, and callers on TCP do not use up
+the limits of engines on the unix socket.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _PROFILING = {
     "InstallProfile": Right.INSTALL,
     "PushProfile": Right.INSTALL,
 }
-# Calls a second and at once of one source (`callers.source_of`), by what they need.
+# Calls per second, and burst, of one source (`callers.source_of`), by the required right.
 LIMITS: Final[Mapping[Right, tuple[float, float]]] = {
     Right.READ: (100.0, 400.0),
     Right.STEER: (50_000.0, 100_000.0),
@@ -42,9 +42,9 @@ LIMITS: Final[Mapping[Right, tuple[float, float]]] = {
     Right.INSTALL: (20.0, 200.0),
     Right.OVERRIDE: (20.0, 200.0),
 }
-# All sources of one server together may make so many times the calls of one.
+# All sources of one server together may make this multiple of one source's calls.
 SOURCES_AT_THEIR_LIMIT: Final = 4
-# Streams of one server that are open to be told of news, of health or overrides, say.
+# Open streams of one server that only watch, for example health or overrides.
 WATCHES_MAX = 64
 
 _log = structlog.get_logger(__name__)
@@ -52,9 +52,9 @@ _log = structlog.get_logger(__name__)
 
 @asynccontextmanager
 async def _failures(context: Any, method: str) -> AsyncIterator[None]:
-    """Ends a call that is refused with its status and details, and one at which the sidecar fails.
+    """Ends a refused call with its status and details, and a failed one with a general status.
 
-    gRPC itself would tell clients the text of any error.
+    gRPC itself would send clients the text of any error.
     """
     try:
         yield
@@ -63,13 +63,13 @@ async def _failures(context: Any, method: str) -> AsyncIterator[None]:
         raise
     except SpeculationError as error:
         await abort(context, error)
-    except Exception:  # noqa: BLE001  # whatever it is, the client has to hear of it
+    except Exception:  # noqa: BLE001  # the client needs a status, whatever has failed
         _log.exception("call_failed", method=method)
         await abort(context, SidecarFailedError())
 
 
 def right_of(method: str) -> Right:
-    """Returns the right that a call of /package.Service/Method needs."""
+    """Returns the right that a call of /package.Service/Method requires."""
     kind = method.strip("/").partition("/")[0].rpartition(".")[2]
     name = method.rpartition("/")[2]
     if kind == "Health":
@@ -92,7 +92,7 @@ class _CallLimit:
         self._by_source = limits.BySource(lambda: limits.Bucket(a_second, at_once))
 
     def take(self, source: str) -> None:
-        """Counts a call.  Raises TooManyCallsError; what a source is refused no other one lacks."""
+        """Counts a call.  Raises TooManyCallsError; a refused call does not use the total limit."""
         if not self._by_source.of(source).take():
             raise TooManyCallsError(
                 f"too many calls of this kind: a caller may make {self._rate:g} a second; try "
@@ -107,8 +107,8 @@ class _CallLimit:
 class Guard(grpc.aio.ServerInterceptor):
     """Checks the calls of one server.
 
-    identify: finds the caller of a call.  operators: path of their socket, for messages.  waiting:
-    calls that may wait for their first message at the same time.
+    identify: identifies the caller of a call.  operators: path of the operators' socket, for error
+    messages.  waiting: calls that may wait for their first message at the same time.
     """
 
     def __init__(self, identify: Identify, operators: str, waiting: int) -> None:
@@ -117,7 +117,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self._room = WaitingRoom(waiting)
         self._calls = {right: _CallLimit(*limit) for right, limit in LIMITS.items()}
         self._watches = 0
-        # Open streams that somebody had to have a right for.
+        # Open streams that require a right.
         self._open: dict[Call, Any] = {}
 
     async def intercept_service(
@@ -125,7 +125,7 @@ class Guard(grpc.aio.ServerInterceptor):
         continuation: Callable[[Any], Awaitable[Any]],
         handler_call_details: Any,
     ) -> Any:
-        """Puts the check before the call's own handler."""
+        """Wraps the call's handler with the check."""
         handler = await continuation(handler_call_details)
         right = right_of(handler_call_details.method)
         if handler is None:
@@ -161,7 +161,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return read_after(handler, self._room, admitted, most_bytes)
 
     def recheck(self) -> None:
-        """Ends the open streams of those who have lost the right to them."""
+        """Ends the open streams whose callers have lost the right to them."""
         for call, context in list(self._open.items()):
             if call.revoked is not None:
                 continue
@@ -187,14 +187,14 @@ class Guard(grpc.aio.ServerInterceptor):
         if right in caller.rights:
             return
         name = (right.name or "").lower()
-        message = f"{caller.name} has not the right to {name} here"
+        message = f"{caller.name} does not have the right to {name} here"
         if right not in {Right.READ, Right.STEER}:
-            message += f": it takes the operators' socket, unix:{self._operators}, or an entry "
-            message += f"with {name} in the access list"
+            message += f": use the operators' socket, unix:{self._operators}, or an access list "
+            message += f"entry with {name}"
         raise ForbiddenError(message)
 
     def _watch(self, context: Any) -> None:
-        """Counts a stream that stays open to be told of news."""
+        """Counts a stream that only watches.  Raises TooManyCallsError."""
         if self._watches >= WATCHES_MAX:
             raise TooManyCallsError(f"{WATCHES_MAX} such streams are open already: close some")
         self._watches += 1

@@ -1,7 +1,7 @@
 """HTTP on threads: a bounded number of requests at a time, each for a bounded time.
 
-A silent client is disconnected soon, and one that sends single bytes a little later: a request, its
-answer included, has so many seconds, whatever it does with them.
+A silent client is disconnected after SILENCE_SECONDS.  Any request, its answer included, may take
+at most REQUEST_SECONDS, so a client that sends single bytes is disconnected too.
 """
 
 import contextlib
@@ -20,28 +20,28 @@ from controller.settings.listeners import Listener
 from controller.util.sockets import is_loopback_host
 from controller.util.tasks import keep_thread
 
-# Requests at a time; more are asked to try again.
+# Concurrent requests; further ones are answered with "503 Service Unavailable".
 REQUESTS_MAX: Final = 8
-# A client that says nothing, or reads nothing, for this time is cut off.
+# A client that sends nothing, or reads nothing, for this time is disconnected.
 SILENCE_SECONDS: Final = 5.0
-# And any client after this one.
+# Any client is disconnected after this time.
 REQUEST_SECONDS: Final = 15.0
 _EVERY_ADDRESS: Final = "::"
-# How often it looks for those, and whether it shall close.
+# How often it checks for such clients, and whether it is to stop.
 _LOOK_SECONDS = 0.1
 
 _log = structlog.get_logger(__name__)
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Serves until it is closed, on a thread of that name.  Raises AddressTakenError.
+    """Serves until it is closed, on a thread called `name`.  Raises AddressTakenError.
 
-    listener: its host may be a name; `::` takes IPv4 as well.  name: of the setting NAME_port, too.
-    served: what is served, for people.
+    listener: its host may be a name; `::` includes IPv4.  name: also the prefix of the setting
+    NAME_port.  served: what is served, for error messages.
     """
 
     daemon_threads = True
-    # A client too many is refused at once, and not left waiting for the network's second try.
+    # Excess clients are refused at once, and do not wait for TCP's retransmission.
     request_queue_size = 128
 
     def __init__(
@@ -49,20 +49,20 @@ class HttpServer(ThreadingHTTPServer):
     ) -> None:
         host = listener.host
         if host == _EVERY_ADDRESS and not socket.has_dualstack_ipv6():
-            # A kernel without IPv6: then these are all.
+            # The kernel has no IPv6, so these are all addresses.
             host = "0.0.0.0"  # noqa: S104  # asked for
         if ":" in host:
             self.address_family = socket.AF_INET6
         self._free = threading.BoundedSemaphore(REQUESTS_MAX)
-        # Sockets under way, and when they are cut off.
+        # Open sockets, and when they are disconnected.
         self._until: dict[socket.socket, float] = {}
         self.is_loopback = is_loopback_host(host)
         try:
             super().__init__((host, listener.port), handler)
         except OSError as error:
             raise AddressTakenError(
-                f"{served} cannot be served on {listener.address}: {error.strerror}; name another "
-                f"port with --{name}-port, or 0 for none"
+                f"{served} cannot be served on {listener.address}: {error.strerror}; choose "
+                f"another port with --{name}-port, or 0 for none"
             ) from error
         self._name = name
         self._thread = self._start()
@@ -77,8 +77,8 @@ class HttpServer(ThreadingHTTPServer):
     def serves(self, header: str) -> bool:
         """Whether a request with this Host header (HOST or HOST:PORT) is answered.
 
-        On the loopback address it must name this machine to itself: a page of somebody else, whose
-        name has been made to point here, does not.
+        On a loopback address the header must name a loopback host.  This stops DNS rebinding: a
+        foreign web page whose domain name resolves to this machine.
         """
         if not self.is_loopback:
             return True
@@ -94,13 +94,13 @@ class HttpServer(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Binds the socket without a look-up of the machine's own name."""
         if self.server_address[0] == _EVERY_ADDRESS:
-            # Whatever the system's default (net.ipv6.bindv6only).
+            # Independent of the system's default (net.ipv6.bindv6only).
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """On a thread, if one is free."""
+        """Serves a request on a thread, or answers 503 if REQUESTS_MAX are under way."""
         if not self._free.acquire(blocking=False):
             request.settimeout(0)
             with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ class HttpServer(ThreadingHTTPServer):
             self._free.release()
 
     def service_actions(self) -> None:
-        """Cuts off those whose time is up; their threads then find their socket at its end."""
+        """Shuts down the sockets whose time is up; their threads then read an end of file."""
         now = time.monotonic()
         for request, until in list(self._until.items()):
             if until <= now:
@@ -127,7 +127,7 @@ class HttpServer(ThreadingHTTPServer):
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away, mostly."""
+        """Logs an error of a request; usually the client has disconnected."""
         _log.debug("request_broke", exc_info=True)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Limits what one client, or many, may take of a sidecar: connections, calls, time, bytes.
+"""Limits what one client, or many, may use of a sidecar: connections, calls, time, bytes.
 
-How often who may call is the guard's business (`guard`); what a message may hold, that of the
-types it becomes.
+The guard limits the rate of calls (`guard`).  The types that messages are converted to limit their
+content.
 """
 
 import asyncio
@@ -17,39 +17,39 @@ import structlog
 from controller.service.net.errors import TooManyCallsError
 from controller.settings.settings import Settings
 
-# A connection on which nobody has greeted or acknowledged the server's settings, and one that has
-# had no call, are closed after these.  Until a client has acknowledged them, gRPC takes 16 MiB of
-# headers from it.
+# A connection is closed if the client does not complete the handshake and acknowledge the server's
+# HTTP/2 settings within the first time, or makes no call for the second.  Until the settings are
+# acknowledged, gRPC accepts 16 MiB of headers.
 HANDSHAKE_SECONDS: Final = 10
 IDLE_SECONDS: Final = 300
-# A peer that is silent for so long is asked, and let go when it does not answer.
+# A peer that is silent for this long gets a ping.  Without an answer in time it is disconnected.
 KEEPALIVE_SECONDS: Final = 60
 KEEPALIVE_ANSWER_SECONDS: Final = 20
-# Clients may ask, too, with a call or without one: each time at least so long after the last.
-# grpc-go's clients ask every 10 s at the soonest, proxies and load balancers less often; half of it
-# leaves room for delays.  Of faster ones the connection ends at the third.
+# Clients may send pings too, with or without a call, at least this long apart.  grpc-go's clients
+# ping every 10 s at the soonest, proxies and load balancers less often; half of that allows for
+# delays.  A connection with faster pings ends at the third one.
 CLIENT_KEEPALIVE_SECONDS_MIN: Final = 5
-# Calls under way of one connection: an agent has two, and clients queue what goes beyond it.
+# Concurrent calls of one connection: an agent has two, and clients queue calls beyond the limit.
 STREAMS_A_CONNECTION: Final = 1024
-# A message is parsed on the event loop, which 128 KiB take for 6 ms at worst (reports that say
-# nothing).  A profile is one text, which takes little to parse; the text is read by a thread.
+# A message is parsed on the event loop: 128 KiB take 6 ms at worst (empty reports).  A profile is
+# one text, whose message is cheap to parse; a thread then reads the text.
 MESSAGE_BYTES: Final = 128 * 1024
 PROFILE_BYTES: Final = 1024 * 1024
-# Lists and explanations that may wait on one server; its guard lets no more in at once.
+# Lists and explanations that may wait on one server; its guard admits no more at a time.
 READS_WAITING: Final = 400
 _PROFILE_CALLS: Final = frozenset({"InstallProfile", "PushProfile"})
-# Work that can be interrupted has the event loop for so long at a time.
+# The longest slice of interruptible work on the event loop.
 _PIECE_SECONDS: Final = 0.002
-# After a piece of such work the event loop is free for so many times as long as the piece took.
-# Introductions, decisions and lists each have turns of their own: with decisions, which take half
-# of the loop at most, all of them together leave it free, so that new calls are taken at once.
+# After a slice the event loop stays free for this multiple of the slice's time.  Introductions,
+# decisions and lists each have a queue of their own.  Decisions take at most half of the loop, so
+# all of them together leave time to accept new calls at once.
 _FREE_TIMES: Final = 3.0
-# But for so long at most: work that waits for a thread or the store does not occupy the loop.
+# The longest such pause: work that waits for a thread or the store does not occupy the loop.
 _FREE_SECONDS_MAX: Final = 0.25
-# Descriptors beyond those of connections: files, sockets, the store's.
+# File descriptors beyond those of connections: files, sockets, the store's connections.
 _OTHER_DESCRIPTORS = 256
 
-# Sources of which it is remembered what they have taken: more than there are connections.
+# Sources whose usage is remembered: more than there are connections.
 _SOURCES: Final = 4096
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ _log = structlog.get_logger(__name__)
 
 
 class _Refilled:
-    """Has so many at once, and gets so many a second until it has them again."""
+    """Holds up to `at_once` tokens, refilled at `a_second` tokens per second."""
 
     def __init__(self, a_second: float, at_once: float) -> None:
         self._rate, self._burst = a_second, at_once
@@ -71,20 +71,20 @@ class _Refilled:
 
 
 class Allowance(_Refilled):
-    """Allows so many a second, and so many at once; whoever takes more has to wait."""
+    """Limits a rate by delays: a caller that consumes more tokens than are left has to wait."""
 
     def take(self, count: float) -> float:
-        """Takes so many; the seconds to wait before the next are taken."""
+        """Consumes `count` tokens; returns the seconds to wait before the next call may proceed."""
         self._refill()
         self._left -= count
         return max(0.0, -self._left / self._rate)
 
 
 class Bucket(_Refilled):
-    """Allows so many a second, and so many at once; whoever wants more is refused."""
+    """Limits a rate by refusals: a caller that asks for more tokens than are left is refused."""
 
     def take(self, count: float = 1.0) -> bool:
-        """Takes so many; False, and nothing is taken, when fewer are left."""
+        """Consumes `count` tokens.  If fewer are left, consumes none and returns False."""
         self._refill()
         if self._left < count:
             return False
@@ -93,10 +93,10 @@ class Bucket(_Refilled):
 
 
 class BySource(Generic[T]):
-    """Holds one limit for each source of calls, made when a source first calls.
+    """Holds one limit for each source of calls, made at its first call.
 
-    The limit of the source that has been silent for longest is forgotten for a new one, so that
-    many sources take no more memory; what all of them may take has to be limited beside this.
+    A new source displaces the least recently used limit, so the memory is bounded.  Because a
+    displaced source starts again with a full limit, all sources together need a limit as well.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -118,23 +118,23 @@ class BySource(Generic[T]):
 
 
 class SharedAllowance:
-    """Allows each source so many a second, and so many at once; all sources twice as many."""
+    """Limits the rate of each source, and that of all sources together to twice as much."""
 
     def __init__(self, a_second: float, at_once: float) -> None:
         self._of_all = Allowance(2 * a_second, 2 * at_once)
         self._by_source = BySource(lambda: Allowance(a_second, at_once))
 
     def take(self, source: str, count: float) -> float:
-        """Takes so many for a source; the seconds that it has to wait."""
+        """Consumes `count` tokens for a source; returns the seconds that it has to wait."""
         return max(self._by_source.of(source).take(count), self._of_all.take(count))
 
 
 class Turns:
-    """Takes turns at work that occupies the event loop for long: one piece at a time.
+    """Runs long work on the event loop one slice at a time, in the order of arrival.
 
-    After each piece the loop is left free for longer than the piece took, so that whoever asks for
-    many at once does not keep steering waiting for all of them.  Calls of several pieces alternate:
-    a short one does not wait for the end of a long one.
+    After each slice the loop stays free for longer than the slice took, so many requests at once
+    do not delay steering until all of them are done.  Calls of several slices alternate, so a
+    short call does not wait for the end of a long one.
     """
 
     def __init__(self, most_waiting: int) -> None:
@@ -143,14 +143,14 @@ class Turns:
         self._lock = asyncio.Lock()
 
     async def take(self, work: Callable[[], T]) -> T:
-        """Returns the result of `work`.  Raises TooManyCallsError when too many wait."""
+        """Returns the result of `work`.  Raises TooManyCallsError if too many calls wait."""
         async with self.turn():
             return work()
 
     async def take_pieces(self, work: Generator[None, None, T]) -> T:
         """Returns the result of `work`, which yields wherever it may be interrupted.
 
-        Raises TooManyCallsError when too many wait; work that has begun is never refused.
+        Raises TooManyCallsError if too many calls wait.  Work that has begun is never refused.
         """
         with self._place():
             while True:
@@ -165,9 +165,9 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Has the block run alone, for work that waits for a thread, say.
+        """Runs the block while no other call runs, for example to wait for a thread.
 
-        Raises TooManyCallsError when too many wait.
+        Raises TooManyCallsError if too many calls wait.
         """
         with self._place():
             await self._lock.acquire()
@@ -176,7 +176,7 @@ class Turns:
 
     @contextmanager
     def _place(self) -> Iterator[None]:
-        """Counts a call among those that wait."""
+        """Counts a waiting call for the duration of the block.  Raises TooManyCallsError."""
         if self._waiting >= self._most:
             raise TooManyCallsError(f"{self._most} such calls wait already: try again in a moment")
         self._waiting += 1
@@ -187,7 +187,7 @@ class Turns:
 
     @contextmanager
     def _work(self) -> Iterator[None]:
-        """Leaves the loop free after the block, for longer than it took."""
+        """Releases the lock after the block, with a pause that is longer than the block took."""
         began = time.monotonic()
         try:
             yield
@@ -197,17 +197,17 @@ class Turns:
 
 
 def message_bytes(method: str) -> int:
-    """The most that a message to this method (/SERVICE/METHOD) may have."""
+    """Returns the most bytes that a message to this method (/SERVICE/METHOD) may have."""
     return PROFILE_BYTES if method.rpartition("/")[2] in _PROFILE_CALLS else MESSAGE_BYTES
 
 
 def server_options(settings: Settings) -> list[tuple[str, int]]:
-    """gRPC's, of the sockets that engines, operators and readers call on."""
+    """Returns the gRPC options of the servers for engines, operators and readers."""
     size = settings.max_message_bytes
     return [
         ("grpc.max_receive_message_length", size),
         ("grpc.max_send_message_length", size),
-        # Or a second sidecar could bind the same TCP port and take half the calls.
+        # Otherwise a second sidecar could bind the same TCP port and receive half of the calls.
         ("grpc.so_reuseport", 0),
         ("grpc.enable_channelz", int(settings.channelz)),
         *connection_options(settings.max_connections),
@@ -215,7 +215,7 @@ def server_options(settings: Settings) -> list[tuple[str, int]]:
 
 
 def connection_options(most: int) -> list[tuple[str, int]]:
-    """gRPC's, for so many connections on each address."""
+    """Returns the gRPC options for connections.  most: connections on each address."""
     return [
         ("grpc.max_allowed_incoming_connections", most),
         ("grpc.max_concurrent_streams", STREAMS_A_CONNECTION),
@@ -233,7 +233,7 @@ def connection_options(most: int) -> list[tuple[str, int]]:
 
 
 def raise_descriptors(settings: Settings) -> None:
-    """Lets this process hold all connections that it takes; logs a warning where it may not."""
+    """Raises the descriptor limit for all connections; logs a warning if that is not allowed."""
     wanted = _OTHER_DESCRIPTORS + settings.max_connections * (1 if settings.tcp is None else 2)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -243,5 +243,5 @@ def raise_descriptors(settings: Settings) -> None:
     if most < wanted:
         _log.warning(
             "few_descriptors", allowed=most, wanted=wanted,
-            detail="name a smaller CONTROLLER_MAX_CONNECTIONS, or allow more open files",
+            detail="set a smaller CONTROLLER_MAX_CONNECTIONS, or allow more open files",
         )  # fmt: skip

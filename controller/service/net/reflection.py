@@ -1,6 +1,6 @@
-"""Serves reflection in its two versions, whose messages are the same but for their package.
+"""Serves gRPC reflection in v1alpha and v1, which differ only in the package of their messages.
 
-grpcio-reflection has v1alpha only; clients ask for v1 first, and some no longer for anything else.
+grpcio-reflection has v1alpha only.  Clients try v1 first, and some support nothing else.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def add(server: grpc.aio.Server, services: Sequence[str]) -> None:
 
 
 def _describe() -> None:
-    """Puts the description of v1 among those that reflection answers from."""
+    """Adds the description of v1 to the pool from which reflection answers."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileByName(_FILE)
@@ -41,7 +41,7 @@ def _describe() -> None:
         found = FileDescriptorProto()
         reflection_pb2.DESCRIPTOR.CopyToProto(found)
         found.name, found.package = _FILE, _V1
-        # Of v1alpha: it is deprecated.
+        # The options mark v1alpha as deprecated.
         found.ClearField("options")
         for field in (field for message in found.message_type for field in message.field):
             if field.type_name:

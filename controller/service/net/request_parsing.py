@@ -1,9 +1,9 @@
-"""Requests are read and parsed here: after the check of their caller, and within a time limit.
+"""Reads and parses requests after the check of their caller, and within a time limit.
 
-gRPC would wait for the message of a unary call without a limit before it calls any of our code,
-and would answer UNKNOWN where a message cannot be parsed.  Every handler is therefore registered as
-one that reads its requests itself.  Messages of a stream that cannot be parsed travel as
-`Unreadable` to whoever takes them (`streams.read`).
+gRPC would wait without a limit for the message of a unary call before it calls the handler, and
+would answer UNKNOWN if a message cannot be parsed.  Every handler is therefore registered as one
+that reads its requests itself.  A message of a stream that cannot be parsed is passed on as
+`Unreadable` to its reader (`streams.read`).
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from controller.service.net.errors import SilentClientError, UnreadableRequestError, abort
 
-# How long a call may be open before its first message is there.
+# How long a call may be open before its first message arrives.
 FIRST_SECONDS: Final = 10.0
 
 Admission = Callable[[Any], AbstractAsyncContextManager[None]]
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands for a message of a stream that cannot be parsed."""
+    """Represents a message that cannot be parsed."""
 
     why: str
 
@@ -39,10 +39,10 @@ class Unreadable:
 
 
 class WaitingRoom:
-    """Calls of one server that wait for their first message.
+    """Holds the calls of one server that wait for their first message.
 
-    Each may wait for FIRST_SECONDS.  When more than `places` wait, the oldest is ended early: a
-    client that sends headers and no messages cannot keep others out.
+    Each may wait for FIRST_SECONDS.  If more than `places` calls wait, the oldest ends early, so
+    that a client that sends headers without messages cannot block others.
     """
 
     def __init__(self, places: int) -> None:
@@ -64,8 +64,8 @@ class WaitingRoom:
                     self._waiting.pop(limit, None)
         except TimeoutError as error:
             raise SilentClientError(
-                f"no message came on this call within {FIRST_SECONDS:g} s, or before too many "
-                "other calls waited for theirs"
+                f"this call sent no message within {FIRST_SECONDS:g} s, or before too many other "
+                "calls waited for theirs"
             ) from error
 
 
@@ -73,12 +73,12 @@ _room: ContextVar[WaitingRoom | None] = ContextVar("waiting_room", default=None)
 
 
 async def first(message: Awaitable[T]) -> T:
-    """The first message of the current call.  Raises SilentClientError."""
+    """Returns the first message of the current call.  Raises SilentClientError."""
     return await (_room.get() or WaitingRoom(1)).first(message)
 
 
 class Reading(grpc.aio.ServerInterceptor):
-    """Parses the requests of servers whose callers need no check.  waiting: as of `Guard`."""
+    """Parses the requests of servers whose callers need no check.  waiting: as in `Guard`."""
 
     def __init__(self, waiting: int) -> None:
         self._room = WaitingRoom(waiting)
@@ -86,7 +86,7 @@ class Reading(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
-        """Puts the reading before the call's own handler."""
+        """Wraps the call's handler with the reading of its request."""
         handler = await continuation(handler_call_details)
         return None if handler is None else read_after(handler, self._room, nullcontext)
 
@@ -94,15 +94,15 @@ class Reading(grpc.aio.ServerInterceptor):
 def read_after(
     handler: Any, room: WaitingRoom, admission: Admission, most_bytes: int | None = None
 ) -> Any:
-    """The handler with the check and the reading before it, whatever kind of call it is.
+    """Wraps a handler of any kind with the check and the reading of its requests.
 
-    admission: surrounds the call; it ends the call of one who may not make it.
-    most_bytes: of a message; parsing a longer one would take the event loop for too long.
+    admission: surrounds the call, and ends it if the caller may not make it.
+    most_bytes: of a message; parsing a longer one would block the event loop for too long.
     """
     asks = "stream" if handler.request_streaming else "unary"
     answers = "stream" if handler.response_streaming else "unary"
     inner = getattr(handler, f"{asks}_{answers}")
-    # Not the unary kinds: gRPC would read the message of these before it calls the handler.
+    # Not the unary kinds: gRPC would read their message before it calls the handler.
     make = getattr(grpc, f"stream_{answers}_rpc_method_handler")
 
     async def request(messages: Any, context: Any) -> Any:
@@ -137,7 +137,7 @@ def read_after(
 
 
 async def _each(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-    """Yields the messages to servicers that iterate instead of reading through the context."""
+    """Yields the messages, for servicers that iterate instead of reading through the context."""
     async for message in messages:
         if isinstance(message, Unreadable):
             await abort(context, message.error())
@@ -146,7 +146,7 @@ async def _each(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any
 
 def _parsed(handler: Any, data: bytes, most_bytes: int | None) -> Any:
     if most_bytes is not None and len(data) > most_bytes:
-        return Unreadable(f"it has {len(data)} bytes, and a message of this call {most_bytes}")
+        return Unreadable(f"it has {len(data)} bytes: at most {most_bytes} in this call")
     try:
         return handler.request_deserializer(data)
     except DecodeError as error:

@@ -1,8 +1,8 @@
-"""Binds TCP on request: with TLS or unencrypted, but without tokens on an unencrypted line.
+"""Binds TCP on request, with TLS or unencrypted; tokens are refused on an unencrypted connection.
 
-The TLS files may be replaced while the sidecar runs: they are read again for every connection.
-Files that do not fit together, because one of them has been replaced so far or is half-written, are
-not used: the ones before stay in use.
+The TLS files may be replaced while the sidecar runs: they are read again for every connection.  If
+the files do not match, because only one of them was replaced yet or one is half-written, the
+previous ones stay in use.
 """
 
 import ssl
@@ -20,31 +20,34 @@ from controller.settings.settings import Settings
 from controller.util.files import UnreadableFileError, read_small
 from controller.util.sockets import is_loopback
 
-# Of a PEM file; a bundle of all public authorities has a quarter of it.
+# Bytes of a PEM file; a bundle of all public authorities has a quarter of this.
 _MAX_BYTES: Final = 1024 * 1024
 
 _log = structlog.get_logger(__name__)
 
 
 def require_no_open_token(settings: Settings, keys: Iterable[str]) -> None:
-    """Raises StartRefusedError if tokens of an access list would go over an open line.
+    """Raises StartRefusedError if tokens of an access list would be sent unencrypted.
 
-    keys: of the list, at the start and at every change.
+    keys: the keys of the list, at the start and at every change.
     """
     address = settings.tcp
     if address is None or settings.tls_certificate is not None or is_loopback(address):
         return
     if any(key.startswith(DIGEST) for key in keys):
         raise StartRefusedError(
-            "the access list has tokens, and they would go over an open line: name a TLS "
-            "certificate and key, or listen on the loopback address"
+            "the access list has tokens, and they would be sent unencrypted: set a TLS certificate "
+            "and key, or listen on the loopback address"
         )
 
 
 def bind(
     server: grpc.aio.Server, address: str, settings: Settings, access: AccessList | None
 ) -> None:
-    """Raises AccessFileError for TLS files that cannot be used, and AddressTakenError."""
+    """Binds the address.
+
+    Raises AccessFileError for TLS files that cannot be used, and AddressTakenError.
+    """
     encrypted = settings.tls_certificate is not None
     try:
         if settings.tls_certificate is not None and settings.tls_key is not None:
@@ -56,21 +59,21 @@ def bind(
             server.add_insecure_port(address)
     except RuntimeError as error:
         raise AddressTakenError(
-            f"{address} cannot be bound (in use?): name another one with --tcp"
+            f"{address} cannot be bound (in use?): choose another one with --tcp"
         ) from error
     if not encrypted or access is None:
         _log.warning(
             "tcp_open",
             address=address,
             encrypted=encrypted,
-            detail="anyone who reaches it may read and steer, and nothing else"
+            detail="every client that reaches it may read and steer, but nothing else"
             if access is None
             else "no encryption",
         )
 
 
 def certificates(certificate: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
-    """Makes credentials of these files.  Raises AccessFileError if they do not fit together."""
+    """Makes credentials from these files.  Raises AccessFileError if they do not match."""
     paths = [certificate, key, *([client_ca] if client_ca else [])]
     judged: list[bytes] | str = ""
 
@@ -104,15 +107,15 @@ def _pem_files(paths: list[Path]) -> list[bytes]:
 
 
 def _tls(paths: list[Path], contents: list[bytes]) -> Any:
-    """Makes the configuration of a certificate, its key and, if there is one, the clients' CA.
+    """Makes the configuration from a certificate, its key and, if there is one, the clients' CA.
 
-    Raises AccessFileError if they are no such files, or do not fit together.
+    Raises AccessFileError if they are not such files, or do not match.
     """
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # How strong a key has to be is gRPC's affair.
+        # gRPC decides on the required strength of a key.
         context.set_ciphers("ALL:@SECLEVEL=0")
-        # gRPC knows no password; without this, OpenSSL would ask for it on the terminal.
+        # gRPC has no password; without this, OpenSSL would prompt for it on the terminal.
         context.load_cert_chain(paths[0], paths[1], password=lambda: "")
         for authority in paths[2:]:
             context.load_verify_locations(authority)
@@ -123,7 +126,7 @@ def _tls(paths: list[Path], contents: list[bytes]) -> Any:
             f"authority: {error}"
         ) from error
     if _pem_files(paths) != contents:
-        raise AccessFileError("TLS: the files change while they are read")
+        raise AccessFileError("TLS: the files changed while they were read")
     certificate, key, *authorities = contents
     return grpc.ssl_server_certificate_configuration(
         [(key, certificate)], authorities[0] if authorities else None

@@ -1,17 +1,17 @@
-"""Takes the paths of unix sockets, and serves operators on one where the kernel says who calls.
+"""Claims the paths of unix sockets, and identifies operators by the kernel's peer credentials.
 
-gRPC unlinks whatever socket it finds before it binds, so two sidecars on one path would silently
-take turns.  Here the path is looked at first, under a lock on its directory, so that of two that
-start together one sees the other: a path is never taken from a living sidecar, always from a dead
-one.
+gRPC unlinks an existing socket before it binds, so a second sidecar on the same path would silently
+displace the first.  This module therefore checks the path first, under a lock on its directory.  A
+path is never taken from a running sidecar, and always from a dead one.
 
-gRPC does not tell who is behind a unix socket either.  Operators therefore connect to a socket of
-our own, which asks the kernel (SO_PEERCRED) and passes the bytes on to a gRPC server for operators
-only, from an address that stands for this very connection; by that address a call finds its peer.
+gRPC does not expose the peer credentials of a unix socket.  Operators therefore connect to a proxy
+socket.  It reads their credentials from the kernel (SO_PEERCRED) and forwards the bytes to a gRPC
+server for operators only.  Each connection is forwarded from an abstract address of its own, by
+which a call finds its peer.
 
-Nobody else can connect to that server, so an impostor has no address to use: the name
-of its socket is removed as soon as it is bound, and the only way to it that is left is a descriptor
-of this process.  Engines and readers have another server, which knows no operators.
+No other process can connect to that inner server.  Its socket file is unlinked as soon as it is
+bound, and the proxy reaches it through a descriptor of this process.  Engines and readers have
+another server, which grants no operator's rights.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from controller.core.errors import SpeculationError
 from controller.util import tasks
 from controller.util.sockets import operators_path
 
-# Of the engines' socket, of the operators', and of their directories.
+# Modes of the engines' socket, the operators' socket, and their directories.
 _MODE = 0o660
 _OPERATORS_MODE = 0o600
 _DIRECTORY_MODE = 0o750
@@ -51,11 +51,11 @@ _log = structlog.get_logger(__name__)
 
 
 class SocketTakenError(SpeculationError):
-    """The path cannot be bound: someone serves there, or it is something else."""
+    """The path cannot be bound: a server listens there, or it is not a socket."""
 
 
 def opened_directory(path: Path) -> int:
-    """Opens the directory of a socket, which is made if it does not exist; its descriptor.
+    """Opens the directory of a socket, which is made if necessary; returns its descriptor.
 
     Raises SocketTakenError.
     """
@@ -64,19 +64,19 @@ def opened_directory(path: Path) -> int:
         return os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise SocketTakenError(
-            f"the directory of {path} cannot be used: {error.strerror}; name another socket with "
+            f"the directory of {path} cannot be used: {error.strerror}; choose another socket with "
             "--address unix:PATH"
         ) from error
 
 
 @contextmanager
 def claimed(path: Path, mode: int = _MODE) -> Iterator[None]:
-    """Bind inside the block: the path is free there, and what is bound gets the mode.
+    """Frees a path, so that a socket with this mode can be bound to it inside the block.
 
     Raises SocketTakenError.
     """
     if len(os.fsencode(path)) > _PATH_BYTES_MAX:
-        raise SocketTakenError(f"{path}: a socket's path is {_PATH_BYTES_MAX} bytes at most")
+        raise SocketTakenError(f"{path}: a socket's path has at most {_PATH_BYTES_MAX} bytes")
     directory = opened_directory(path)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
@@ -92,26 +92,26 @@ def claimed(path: Path, mode: int = _MODE) -> Iterator[None]:
 
 
 def remove_if_dead(path: Path) -> None:
-    """Removes the socket, or the link to one, that a sidecar has left behind.
+    """Removes the socket, or the link to one, that a dead sidecar has left.
 
-    Raises SocketTakenError if it is served, or is something else.
+    Raises SocketTakenError if a server listens on it, or if it is not a socket.
     """
     try:
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
             mode = path.stat().st_mode
     except FileNotFoundError:
-        # There is nothing, or a link to nothing.
+        # The path does not exist, or is a dangling link.
         path.unlink(missing_ok=True)
         return
     except OSError as error:
-        # A link that leads where this process may not look, or to itself.
-        raise SocketTakenError(f"{path} cannot be looked at: {error.strerror}") from error
+        # The link leads to itself, or to a place that this process may not read.
+        raise SocketTakenError(f"{path} cannot be checked: {error.strerror}") from error
     if not stat.S_ISSOCK(mode):
-        raise SocketTakenError(f"{path} exists and is not a socket: remove it or name another path")
+        raise SocketTakenError(f"{path} is not a socket: remove it or choose another path")
     if _is_served(path):
         raise SocketTakenError(
-            f"another sidecar is serving on {path}: stop it, or name another socket with "
+            f"another sidecar is serving on {path}: stop it, or choose another socket with "
             "--address unix:PATH"
         )
     path.unlink()
@@ -125,15 +125,15 @@ def _is_served(path: Path) -> bool:
         except ConnectionRefusedError:
             return False
         except OSError as error:
-            # A full backlog is a living server's; what cannot be asked is not taken away.
+            # Only a running server has a full backlog.  After other errors the path is not taken.
             if error.errno in {errno.EAGAIN, errno.ETIMEDOUT} or isinstance(error, TimeoutError):
                 return True
-            raise SocketTakenError(f"{path} cannot be looked at: {error.strerror}") from error
+            raise SocketTakenError(f"{path} cannot be checked: {error.strerror}") from error
     return True
 
 
 def is_own(path: Path, inode: int) -> bool:
-    """Whether the socket file is still the one that was bound."""
+    """Returns whether the socket file is still the one that was bound."""
     try:
         return path.lstat().st_ino == inode
     except OSError:
@@ -141,14 +141,14 @@ def is_own(path: Path, inode: int) -> bool:
 
 
 def remove_own(path: Path, inode: int) -> None:
-    """Removes the socket file, unless it is another one by now."""
+    """Removes the socket file, unless another one has replaced it."""
     if is_own(path, inode):
         path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A process as the kernel knows it.  pid: 0 when it is in another pid namespace."""
+    """Describes a connected process.  pid: 0 if it is in another pid namespace."""
 
     uid: int
     gid: int
@@ -163,11 +163,12 @@ class Peer:
 
 
 class OperatorSocket:
-    """Serves operators on a socket of their own.
+    """Serves operators on a separate socket.
 
-    engines: path of the engines' socket.  directory: where this one lies; None: beside that one.
-    Elsewhere, a link beside the engines' socket leads to it, so that every command finds it by one
-    rule; an engine that does not have the directory cannot follow it.
+    engines: path of the engines' socket.  directory: that of the operators' socket; None: the same
+    as the engines'.  With another directory, a link next to the engines' socket leads to it, so
+    that every command finds it by one rule.  An engine without access to the directory cannot
+    follow the link.
 
     The operators' gRPC server has to be bound inside `binding` before `open`.
     """
@@ -177,9 +178,9 @@ class OperatorSocket:
         self.path = beside if directory is None else directory / beside.name
         self._link = None if self.path.absolute() == beside.absolute() else beside
         self._main = engines
-        # Every file that was made, and its inode.
+        # Every file that was created, and its inode.
         self._made: dict[Path, int] = {}
-        # The inner socket's file, which has no name any more.
+        # Descriptor of the inner socket's file, which has been unlinked.
         self._inner: int | None = None
         self._peers: dict[str, Peer] = {}
         self._server: asyncio.Server | None = None
@@ -187,19 +188,19 @@ class OperatorSocket:
 
     @property
     def peers(self) -> Mapping[str, Peer]:
-        """Returns who is connected now, by gRPC's name of the connection."""
+        """Returns the connected peers by gRPC's name of the connection."""
         return MappingProxyType(self._peers)
 
     @contextmanager
     def binding(self) -> Iterator[Path]:
-        """Gives the path that the operators' gRPC server has to be bound to inside the block.
+        """Yields the path to which the operators' gRPC server must be bound inside the block.
 
-        The sidecar's own socket has to be bound inside it, too.  Raises OSError.
+        The engines' socket must be bound inside the block too.  Raises OSError.
         """
         os.close(opened_directory(self.path))
-        # Where only operators come: whoever may write there could exchange the inner socket.
+        # The directory is the operators': a process that may write to it could replace the socket.
         with tempfile.TemporaryDirectory(prefix=".", dir=self.path.parent) as folder:
-            # The umask of `claimed` takes the right to enter it away.
+            # The umask of `claimed` has removed the right to enter it.
             Path(folder).chmod(_INNER_DIRECTORY_MODE)
             inner = Path(folder, "s")
             yield inner
@@ -209,20 +210,20 @@ class OperatorSocket:
 
     @property
     def lost(self) -> str:
-        """Names the socket files that have gone, and the consequence; "" if all exist."""
+        """Names the socket files that were removed, and the consequence; "" if all exist."""
         made = self._made.items()
         gone = [str(path) for path, inode in made if not is_own(path, inode)]
         if not gone:
             return ""
         return (
-            f"{', '.join(gone)}: removed; who is connected stays so, nobody else finds this "
-            "sidecar: start it again"
+            f"{', '.join(gone)}: removed; connected clients stay connected, and others cannot find "
+            "this sidecar: restart it"
         )
 
     async def open(self) -> None:
-        """Lets operators in.  Raises SocketTakenError."""
+        """Begins to accept operators.  Raises SocketTakenError."""
         if self._link is not None:
-            # Before the socket is there, which a link that was left behind would lead to.
+            # Before the socket exists: an old link could lead to it.
             remove_if_dead(self._link)
         with claimed(self.path, _OPERATORS_MODE):
             self._server = await asyncio.start_unix_server(self._enter, self.path)
@@ -231,11 +232,13 @@ class OperatorSocket:
             try:
                 self._link.symlink_to(self.path.absolute())
             except OSError as error:
-                raise SocketTakenError(f"{self._link} cannot be made: {error.strerror}") from error
+                raise SocketTakenError(
+                    f"{self._link} cannot be created: {error.strerror}"
+                ) from error
             self._made[self._link] = self._link.lstat().st_ino
 
     async def close(self) -> None:
-        """Ends all connections and removes the socket files that are still this sidecar's."""
+        """Ends all connections and removes the socket files that still belong to this sidecar."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -284,7 +287,7 @@ class OperatorSocket:
                 finally:
                     await tasks.end(ways)
             finally:
-                # First this: nobody else may come under the name once it is free.
+                # First this: the name can be used by another connection once it is free.
                 del self._peers[f"unix-abstract:{name}"]
                 inner_writer.close()
 

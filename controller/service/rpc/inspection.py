@@ -1,4 +1,4 @@
-"""Answers what people ask: which engines are steered, and why this plan."""
+"""Serves the InspectionService, with lists of engines and explanations of plans."""
 
 import time
 from dataclasses import InitVar, asdict, dataclass
@@ -32,9 +32,9 @@ from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 
 @dataclass(eq=False, repr=False)
 class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
-    """ListEngines, Explain, Overview, ListFleet.
+    """Serves ListEngines, Explain, Overview and ListFleet.
 
-    turns: of those who read on the same server.
+    turns: the queue of calls that read on the same server.
     """
 
     registry: SessionRegistry
@@ -51,7 +51,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
     async def ListEngines(
         self, request: service_pb2.ListEnginesRequest, context: Context
     ) -> service_pb2.ListEnginesResponse:
-        """A page of the sessions, by engine id, and the sidecar itself."""
+        """Returns a page of the sessions, ordered by engine id, and the sidecar's status."""
         sessions = {session.engine_id: session for session in self.registry}
         rows, token = await page_of(
             self.turns,
@@ -76,10 +76,10 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
     async def Explain(
         self, request: service_pb2.ExplainRequest, context: Context
     ) -> service_pb2.ExplainResponse:
-        """The decision row of one engine at one batch size."""
+        """Explains the decision of one engine at one batch size."""
         if request.batch_size > MAX_BATCH_SIZE:
             raise InvalidQuestionError(
-                f"batch_size {request.batch_size} is outside 0..{MAX_BATCH_SIZE} "
+                f"batch_size {request.batch_size} must be in [0, {MAX_BATCH_SIZE}] "
                 "(0: that of the last report)",
                 field_path="batch_size",
             )
@@ -104,7 +104,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
     async def Overview(
         self, request: service_pb2.OverviewRequest, context: Context
     ) -> service_pb2.OverviewResponse:
-        """A page of the engines, each in one line."""
+        """Returns a page of the engines, each in one line."""
         lines = {line.engine_id: line for line in await self.status_cache.lines()}
         rows, token = await page_of(
             self.turns,
@@ -121,9 +121,9 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
     async def ListFleet(
         self, request: service_pb2.ListFleetRequest, context: Context
     ) -> service_pb2.ListFleetResponse:
-        """A page of the engines of all sidecars that share the store."""
+        """Returns a page of the engines of all sidecars that share the store."""
         selection = await self._fleet_search.select(request.filter)
-        # One more than a page has, to know whether there are more.
+        # One more than the page, to know whether another page follows.
         ahead = selection.after(request.page_token, ROWS_MAX + 1)
         by_key = {engine.key: engine for engine in ahead}
         rows, token = await page_of(

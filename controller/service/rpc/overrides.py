@@ -1,4 +1,4 @@
-"""Operators in command: PolicyService over the override registry."""
+"""Serves the PolicyService, which sets, clears, lists and watches overrides, and the audit."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -47,9 +47,9 @@ _KINDS = {
 
 @dataclass(eq=False, repr=False)
 class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
-    """SetOverride, ClearOverride, GetOverride, ListOverrides, WatchOverrides, QueryAudit.
+    """Serves SetOverride, ClearOverride, GetOverride, ListOverrides, WatchOverrides, QueryAudit.
 
-    default_seconds, max_seconds: times to live.
+    default_seconds, max_seconds: lifetimes of overrides.
     """
 
     override_registry: OverrideRegistry
@@ -59,13 +59,16 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
 
     def __post_init__(self) -> None:
         self._turns = Turns(READS_WAITING)
-        # One page at a time is read and held in memory, however many ask.
+        # One page at a time is read and held in memory, for any number of calls.
         self._audit_turn = asyncio.Semaphore(1)
 
     async def SetOverride(
         self, request: policy_pb2.SetOverrideRequest, context: Context
     ) -> policy_pb2.SetOverrideResponse:
-        """Durable and in force here when it returns.  A dry run does all but the last step."""
+        """Sets an override.  When it returns, the override is durable and in force here.
+
+        A dry run checks everything and sets nothing.
+        """
         if request.dry_run:
             if request.request_id:
                 require_uuid(request.request_id)
@@ -107,7 +110,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     async def ClearOverride(
         self, request: policy_pb2.ClearOverrideRequest, context: Context
     ) -> policy_pb2.ClearOverrideResponse:
-        """Ended everywhere soon, here when it returns."""
+        """Ends an override: here when it returns, on other sidecars soon after."""
         return await self.request_ids.once(request, lambda: self._clear(request))
 
     async def _clear(
@@ -128,18 +131,18 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     async def _ended(
         self, request: policy_pb2.ClearOverrideRequest
     ) -> list[policy_pb2.OverrideEffect]:
-        """Ends an override; what that does.  Raises NoOverrideError."""
+        """Ends an override, and returns the effects.  Raises NoOverrideError."""
         who = Actor(request.author, request.reason, calling().origin)
         if self.override_registry.is_unusable(request.override_id):
-            # Whose engines it is for is not known; it has no effect on any.
+            # Its scope is unknown, and it has no effect on any engine.
             _require_unrestricted()
             await self.override_registry.clear(request.override_id, request.etag, who)
             return []
         known = self._held(request.override_id)
         if known.override.from_file:
             raise PolicyNotClearedError(
-                f"{request.override_id} is no override but policy: change {known.origin}, or set "
-                "an override, which displaces it",
+                f"{request.override_id} is an entry of the policy file: change {known.origin}, or "
+                "set an override, which has precedence",
                 resource=request.override_id,
             )
         _require_scope(known.override)
@@ -150,7 +153,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         return effects
 
     def _held(self, override_id: str) -> ActiveOverride:
-        """Returns what is in force under an id.  Raises NoOverrideError."""
+        """Returns the override in force with an id.  Raises NoOverrideError."""
         for held in self.override_registry.held():
             if held.override.override_id == override_id:
                 return held
@@ -161,7 +164,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     async def GetOverride(
         self, request: policy_pb2.GetOverrideRequest, context: Context
     ) -> policy_pb2.GetOverrideResponse:
-        """Returns what is in force here under an id, file-based policy too."""
+        """Returns the override in force here with an id, file-based policy included."""
         held = self._held(request.override_id)
         return policy_pb2.GetOverrideResponse(held=held_to_proto(held))
 
@@ -201,14 +204,14 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         """Returns records of the audit, the newest first."""
         limit, before = store_messages.limit_of(request), store_messages.position_of(request)
         async with self._audit_turn:
-            # One more, to know whether there are more.
+            # One more, to know whether another page follows.
             records = await self.override_registry.audit(limit + 1, request.override_id, before)
             return await store_messages.page_of(records, limit)
 
     async def _effects(
         self, of: Override, before: Sequence[Override], after: Sequence[Override]
     ) -> list[policy_pb2.OverrideEffect]:
-        """On every engine of this sidecar in its scope, by engine id."""
+        """Returns its effects on this sidecar's engines in its scope, ordered by engine id."""
         found = []
         for session in self.override_registry.sessions_of(of.scope):
             ceiling_seconds = session.core.settings.tpot_ceiling_seconds
@@ -217,7 +220,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             found.append(
                 messages.effect_to_proto(session.engine_id, rows, effect, _timing(session))
             )
-            # Every engine takes about a millisecond: other calls have their turn in between.
+            # Every engine takes about a millisecond: yield to other calls in between.
             await asyncio.sleep(0)
         return found
 
@@ -239,7 +242,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             )
 
     def _nobody(self, of: Override) -> SpeculationError:
-        """Says that no engine of this sidecar is in a scope, and which ones there are."""
+        """Returns the error for a scope without engines here; it names the engines that exist."""
         sessions, scope = self.override_registry.known_engines(), of.scope
         if not sessions:
             return _absent(of, "no engine has introduced itself to this sidecar")
@@ -254,23 +257,23 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         )
 
     def _require_store(self) -> None:
-        """Raises StoreUnavailableError where the store would not take a change."""
+        """Raises StoreUnavailableError if the store would refuse a change."""
         health = self.override_registry.health
         if not health.ok:
             raise StoreUnavailableError(f"{health.detail}; nothing can be changed now")
 
 
 def why_nothing(effect: policy_pb2.OverrideEffect) -> str:
-    """Explains why an override changes nothing on an engine."""
+    """Returns the reason why an override changes nothing on an engine."""
     if effect.unable:
         return str(effect.unable)
     if effect.shadowed_by:
         return f"shadowed by {', '.join(effect.shadowed_by)}"
-    return "what it may run stays the same"
+    return "its choices stay the same"
 
 
 def _by_engine(found: Iterable[tuple[str, str]]) -> str:
-    """Tells what holds of each engine, for the first few of them."""
+    """Joins the texts about engines, for the first few of them."""
     pairs = list(found)
     more = f"; and {len(pairs) - _NAMED_MAX} more engines" if len(pairs) > _NAMED_MAX else ""
     return "; ".join(f"engine {name}: {text}" for name, text in pairs[:_NAMED_MAX]) + more
@@ -283,7 +286,7 @@ def _absent(of: Override, message: str) -> SpeculationError:
 
 
 def _timing(session: EngineSession) -> messages.Timing:
-    """Tells when the engine of a session follows a new plan."""
+    """Returns when the engine of a session follows a new plan."""
     if session.measurement is not None:
         return policy_pb2.OverrideEffect.TIMING_AFTER_MEASUREMENT
     if session.listeners:
@@ -292,7 +295,7 @@ def _timing(session: EngineSession) -> messages.Timing:
 
 
 def held_to_proto(held: ActiveOverride) -> policy_pb2.HeldOverride:
-    """Converts an override in force, with the time that is left now."""
+    """Converts an override in force, with its remaining lifetime."""
     return message_of(
         policy_pb2.HeldOverride,
         held,
@@ -311,17 +314,17 @@ def _policy_to_proto(policy: Policy) -> policy_pb2.PolicyStatus | None:
 
 
 def _require_own_id(override_id: str) -> None:
-    """Raises InvalidOverrideError for an id that only policy has."""
+    """Raises InvalidOverrideError for an id that is reserved for file-based policy."""
     if override_id.startswith(POLICY_PREFIX):
         raise InvalidOverrideError(
-            f"override id {override_id!r}: ids that begin with {POLICY_PREFIX!r} are those of "
+            f"override id {override_id!r}: ids that begin with {POLICY_PREFIX!r} are reserved for "
             "file-based policy; choose another one",
             field_path="override.override_id",
         )
 
 
 def _require_scope(override: Override) -> None:
-    """Raises ForbiddenError for an override that reaches engines which are not the caller's."""
+    """Raises ForbiddenError for an override on engines that the caller may not act on."""
     if override.scope.kind is ScopeKind.ENGINE:
         calling().require_engines([override.scope.name])
     else:
@@ -333,7 +336,7 @@ def _require_unrestricted() -> None:
     caller = calling()
     if caller.is_restricted:
         raise ForbiddenError(
-            f"{caller.name} may act on the engines {', '.join(caller.engines)} only: name one of "
+            f"{caller.name} may act only on the engines {', '.join(caller.engines)}: set one of "
             "them as the scope"
         )
 
@@ -341,5 +344,5 @@ def _require_unrestricted() -> None:
 def _require(what: str, text: str, most: int) -> None:
     if not (1 <= len(text) <= most and text.isprintable()):
         raise InvalidOverrideError(
-            f"{what}: 1 to {most} printable characters are needed", field_path=what
+            f"{what} must have 1 to {most} printable characters", field_path=what
         )

@@ -1,4 +1,4 @@
-"""Measuring through the running engine, and putting the measured profile into use."""
+"""Serves the ProfilingService, with measurements on a running engine and new profiles."""
 
 import asyncio
 from collections.abc import AsyncIterator, Generator, Iterable, Sequence
@@ -33,7 +33,7 @@ from controller.wire.plans import arm_from_proto
 from controller.wire.reports import report_to_proto
 from speculation.v1 import service_pb2, service_pb2_grpc
 
-# As many as a time in ISO 8601 has.
+# The length of a time in ISO 8601.
 _MOMENT_CHARACTERS = 40
 
 _log = structlog.get_logger(__name__)
@@ -43,7 +43,7 @@ _log = structlog.get_logger(__name__)
 class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     """Serves measurements, and installs and shares profiles.
 
-    turns: of those who read or bring profiles, or read lists, on the same server.
+    turns: the queue of calls that read or upload profiles, or read lists, on the same server.
     """
 
     registry: SessionRegistry
@@ -59,7 +59,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         request_iterator: AsyncIterator[service_pb2.MeasureRequest],
         context: grpc.aio.ServicerContext[service_pb2.MeasureRequest, service_pb2.MeasureResponse],
     ) -> None:
-        """Forces what the client asks for and forwards the engine's reports."""
+        """Forces the arms that the client requests, and forwards the engine's reports."""
         first = await streams.first(context)
         if first is None:
             return
@@ -77,7 +77,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     async def InstallProfile(
         self, request: service_pb2.InstallProfileRequest, context: Context
     ) -> service_pb2.InstallProfileResponse:
-        """Keeps the profile, and uses it for every engine with its fingerprint."""
+        """Saves the profile, and uses it for every engine with its fingerprint."""
         return await self.request_ids.once(request, lambda: self._install(request))
 
     async def _install(
@@ -109,7 +109,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     async def PushProfile(
         self, request: service_pb2.PushProfileRequest, context: Context
     ) -> service_pb2.PushProfileResponse:
-        """Keeps a profile for pods that boot, and for engines here that have none."""
+        """Stores a profile for new pods, and for engines here that have none."""
         return await self.request_ids.once(request, lambda: self._push(request))
 
     async def _push(
@@ -130,7 +130,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     async def ListProfiles(
         self, request: service_pb2.ListProfilesRequest, context: Context
     ) -> service_pb2.ListProfilesResponse:
-        """A page of the identities, the one whose measurements are the newest first."""
+        """Returns a page of the identities, the one with the newest measurement first."""
         found = {_place(summary): summary for summary in await self.fleet.listed()}
         engine_ids = await self.turns.take_pieces(self._engine_ids(found.values()))
         rows, token = await page_of(
@@ -147,7 +147,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     def _engine_ids(
         self, summaries: Iterable[ProfileSummary]
     ) -> Generator[None, None, dict[str, list[str]]]:
-        """The engines here that profiles belong to, by the identity of the profiles."""
+        """Returns the ids of this sidecar's engines that profiles match, by identity."""
         of_target: dict[str, list[EngineSession]] = {}
         for session in self.registry:
             of_target.setdefault(session.spec.fingerprint.target_model, []).append(session)
@@ -164,7 +164,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     async def GetProfile(
         self, request: service_pb2.GetProfileRequest, context: Context
     ) -> service_pb2.GetProfileResponse:
-        """Returns a profile by its id, or the one that fits an engine of this sidecar."""
+        """Returns a profile by its id, or the one that matches an engine of this sidecar."""
         if request.engine_id:
             spec = self.registry.by_engine(request.engine_id).spec
             text = await self.fleet.for_engine(spec)
@@ -176,7 +176,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         found = [(session, mismatch(profile, session.spec)) for session in self.registry]
         if not found:
             raise NoMatchingEngineError(
-                "no engine has introduced itself yet: the profile matches none",
+                "the profile matches no engine: none has introduced itself yet",
                 resource=profile.profile_id,
             )
         if all(error is not None for _, error in found):
@@ -187,7 +187,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
 
 
 def _place(summary: ProfileSummary) -> str:
-    """Returns the text by which the list is ordered."""
+    """Returns the sort key of the list."""
     return f"{summary.measured_at[:_MOMENT_CHARACTERS]} {summary.identity}"
 
 
@@ -202,7 +202,7 @@ def _row_of(summary: ProfileSummary, engine_ids: Sequence[str]) -> service_pb2.S
 
 
 def _profile_of(text: str) -> Profile:
-    """Reads and checks a profile, which takes milliseconds: for a thread.
+    """Reads and checks a profile.  It takes milliseconds and must run in a thread.
 
     Raises InvalidProfileError.
     """
@@ -215,7 +215,7 @@ def _profile_of(text: str) -> Profile:
 
 @dataclass(eq=False, repr=False)
 class _MeasureStream:
-    """One open Measure stream."""
+    """Serves one open Measure stream."""
 
     session: EngineSession
     measurement: ForcedMeasurement
@@ -225,7 +225,7 @@ class _MeasureStream:
     async def run(self, first: service_pb2.MeasureRequest) -> None:
         """Serves the stream until the client has sent its last message.
 
-        Raises InvalidMeasurementError, SlowClientError, and the session's end.
+        Raises InvalidMeasurementError, SlowClientError, and the error that ended the session.
         """
         told_epoch = 0
         self._force(first)

@@ -1,7 +1,7 @@
-"""Answers a repeated request as the first one was answered, and does nothing twice (AIP-155).
+"""Answers a repeated request with the answer to the first one, and does nothing twice (AIP-155).
 
-What is remembered is bounded in time, number and bytes, and belongs to this process: a restarted
-sidecar, or another one of the fleet, takes an id for a new one.
+The remembered answers are bounded in time, number and bytes, and belong to this process.  A
+restarted sidecar, or another one of the fleet, treats a repeated request as a new one.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class _Request(Protocol):
-    """A request that has an id."""
+    """Describes a request with an id."""
 
     @property
     def request_id(self) -> str: ...
@@ -36,9 +36,10 @@ class _Request(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """Holds what is remembered of a request.
+    """Holds a remembered request.
 
-    digest: of its content.  until: monotonic seconds.  bytes: of its answer, once there is one.
+    digest: of its content.  until: its expiry in monotonic seconds.  bytes: size of its answer,
+    once there is one.
     """
 
     digest: bytes
@@ -48,7 +49,7 @@ class _Entry:
 
 
 class RequestIds:
-    """Remembers the requests of all callers; each user and each access entry has ids of its own."""
+    """Remembers the requests of all callers; each user and each access entry has its own ids."""
 
     def __init__(self) -> None:
         # The oldest first.
@@ -59,8 +60,8 @@ class RequestIds:
     ) -> Answer:
         """Returns the result of `work`, or the answer to an earlier request with the same id.
 
-        Work that has an id ends even if its client goes, so that the client can ask again.  Work
-        that fails is forgotten, so that it can be tried again.
+        Work with an id continues if its client disconnects, so that the client can ask again.
+        Work that fails is forgotten, so that the client can try again.
 
         Raises InvalidQuestionError, RequestIdReusedError, and what `work` raises.
         """
@@ -68,7 +69,7 @@ class RequestIds:
             return await work()
         require_uuid(request.request_id)
         self._forget()
-        # Not the caller's name: on the operators' socket it has the process.
+        # Not the caller's name, which differs between processes on the operators' socket.
         key = (calling().account, request.request_id)
         digest = _digest(request)
         entry = self._entries.get(key)
@@ -80,14 +81,14 @@ class RequestIds:
         elif entry.digest != digest:
             raise RequestIdReusedError(
                 f"the request id {request.request_id} belongs to another request: every request "
-                "needs an id of its own, and only its repetition has the same",
+                "needs a new id, and only a repetition has the same one",
                 field_path="request_id",
             )
         answer: Answer = await asyncio.shield(entry.task)
         return answer
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Cancels all work under way."""
         await tasks.end(entry.task for entry in self._entries.values())
 
     def _ended(self, key: tuple[str, str], task: "asyncio.Task[Any]") -> None:
@@ -100,7 +101,7 @@ class RequestIds:
             self._forget()
 
     def _forget(self) -> None:
-        """Forgets the oldest answers until the rest is within the bounds."""
+        """Removes the oldest answers until the others are within the bounds."""
         now = time.monotonic()
         kept = sum(entry.bytes for entry in self._entries.values())
         for key, entry in list(self._entries.items()):
@@ -113,14 +114,14 @@ class RequestIds:
 
 
 def require_uuid(request_id: str) -> None:
-    """Raises InvalidQuestionError for an id that is not a UUID in its usual form."""
+    """Raises InvalidQuestionError for an id that is not a UUID in its standard form."""
     try:
         good = str(uuid.UUID(request_id)) == request_id.lower()
     except ValueError:
         good = False
     if not good:
         raise InvalidQuestionError(
-            f"request_id {request_id[:40]!r}: a UUID is needed, and a new one for every request",
+            f"request_id {request_id[:40]!r} is not a UUID: every request needs a new one",
             field_path="request_id",
         )
 

@@ -1,15 +1,15 @@
-"""Steers the engines: engines report, the sidecar plans.
+"""Serves the SpeculationService: engines send step reports, the sidecar sends plans.
 
-A Steer stream has one reader, which folds reports as they come, and one writer, which has a plan
-made when one is due (the streams do that in turn), and sends the newest one that the engine does
-not have yet.  The writer wakes when it has something to do, and a few times per lease anyway, so
-that an idle engine's lease is renewed too.  What a slow client does not read is never queued: plans
-that are overtaken are skipped, and the reader stops when rejections pile up.
+A Steer stream has one reader and one writer.  The reader processes reports as they arrive.  The
+writer requests a plan when one is due (the streams take turns at decisions), and sends the newest
+plan that the engine does not have yet.  The writer wakes up when it has something to do, and a few
+times per lease, so that an idle engine's lease is renewed too.  Nothing is queued for a slow
+client: outdated plans are skipped, and the reader stops if rejections pile up.
 
-Once its session is over a stream folds nothing more, so that the count of what it has received is
-final.  A sidecar that stops says that count on the stream, and one that goes on says it when the
-engine introduces itself again; the agent then sends the rest.  Every response acknowledges what has
-been received so far.
+After the end of its session a stream processes no more reports, so that the count of received
+reports is final.  If the sidecar stops, it sends that count on the stream; otherwise it sends it
+when the engine introduces itself again.  The agent then sends the missing reports.  Every response
+acknowledges the reports received so far.
 """
 
 import asyncio
@@ -49,24 +49,24 @@ from controller.wire.plans import plan_to_proto, reason_to_proto
 from controller.wire.reports import report_from_proto
 from speculation.v1 import engine_pb2, record_pb2, service_pb2, service_pb2_grpc
 
-# Introductions that may wait: as many as there may be engines.
+# Introductions that may wait: as many as the default limit of engines.
 _INTRODUCTIONS_WAITING: Final = 1024
-# The most reports of a message.
+# The most reports in a message.
 MESSAGE_REPORTS: Final = 4096
-# Other streams get their turn after so many reports of a message, or after this time.  The number
-# is also that of the most rejections in one response.
+# Other streams get their turn after this many reports of a message, or after this time.  The number
+# is also the limit of rejections in one response.
 _CHUNK = 256
 _SLICE_SECONDS = 0.002
-# What refusals may cost those who share an allowance, a second and at once.  The unit is a refused
-# report, which takes about 40 us: 2 % of a core for each source.  A stale report that is refused
-# with others costs little more than its parsing.
+# Refusals per second, and burst, of one source.  The unit is a refused report, which takes about
+# 40 us: 2 % of a core for each source.  A stale report that is refused together with others costs
+# little more than its parsing.
 REFUSALS_A_SECOND: Final = 500.0
 REFUSALS_AT_ONCE: Final = 500.0
 STALE_PRICE: Final = 1 / 32
-# Messages with reports that an engine may have on their way: whoever is served late sends fewer,
-# with more reports in each, which take less time.  They are acknowledged together.
+# Unacknowledged messages with reports that an engine may have: an engine that is served late sends
+# fewer, with more reports in each, which take less time.  They are acknowledged together.
 _MESSAGES_IN_FLIGHT: Final = 2
-# How often an idle stream looks whether its lease is half gone, per lease.
+# How often per lease an idle stream checks whether a plan is due.
 _LOOKS_PER_LEASE = 8
 _LOOK_SECONDS_MAX = 0.5
 _PARTING_SECONDS = 0.1
@@ -75,7 +75,7 @@ _log = structlog.get_logger(__name__)
 
 
 class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
-    """Introduce, Steer, Decide."""
+    """Serves Introduce, Steer and Decide."""
 
     def __init__(self, registry: SessionRegistry) -> None:
         self._registry = registry
@@ -118,7 +118,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
         request_iterator: AsyncIterator[service_pb2.SteerRequest],
         context: grpc.aio.ServicerContext[service_pb2.SteerRequest, service_pb2.SteerResponse],
     ) -> None:
-        """Reports in, plans out, until either side ends it."""
+        """Receives reports and sends plans, until either side ends the stream."""
         first = await streams.first(context)
         if first is None:
             return
@@ -129,7 +129,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
     async def Decide(
         self, request: service_pb2.DecideRequest, context: Context
     ) -> service_pb2.DecideResponse:
-        """One report in, the choice for its batch size out."""
+        """Processes one report, and returns the choice for its batch size."""
         session = self._registry.by_token(request.session_id)
         callers.require_engine(session.engine_id)
         session.contact()
@@ -159,10 +159,10 @@ def _decide(session: EngineSession, message: engine_pb2.StepReport) -> service_p
 
 
 def _report_in(session: EngineSession, message: engine_pb2.StepReport) -> StepReport:
-    """Converts a report, without the epoch and the probe of a plan of another session.
+    """Converts a report.  Raises InvalidReportError.
 
-    Also without evidence about drafters that this version does not know.  Raises
-    InvalidReportError.
+    Removes the epoch and the probe of another session's plan, and the proposals of drafters that
+    this version does not know.
     """
     if session.left_out:
         known = [part for part in message.proposals if part.drafter not in session.left_out]
@@ -175,7 +175,7 @@ def _report_in(session: EngineSession, message: engine_pb2.StepReport) -> StepRe
 
 
 class _SteerStream:
-    """One open Steer stream of a session."""
+    """Serves one open Steer stream of a session."""
 
     def __init__(
         self,
@@ -191,11 +191,11 @@ class _SteerStream:
         self._bell = asyncio.Event()
         self._rejections: list[service_pb2.ReportRejection] = []
         self._flushed = asyncio.Event()
-        # What was refused since this stream last gave way to others, in refused reports.
+        # The cost of refusals since this stream last yielded to others, in refused reports.
         self._price = 0.0
         self._sent_epoch = 0
         self._received = Received()
-        # A decision is asked for; why the last one failed.
+        # Whether a decision is requested, and the error of the last one.
         self._is_asked = False
         self._failure: Exception | None = None
         # Messages with reports since the last response.
@@ -204,7 +204,7 @@ class _SteerStream:
     async def run(self, first: service_pb2.SteerRequest) -> None:
         """Serves the stream until the client has sent its last message.
 
-        Raises NoSessionError and ShuttingDownError when the session ends before.
+        Raises NoSessionError and ShuttingDownError if the session ends earlier.
         """
         session = self._session
         session.stream, session.received = self, self._received
@@ -232,7 +232,7 @@ class _SteerStream:
             if self._session.ended is not None:
                 if self._session.parting and self._session.stream is self:
                     await self._send(self._session.plan, last=True)
-                    # What is on its way should arrive before the end overtakes it.
+                    # The plan should arrive before the status that ends the stream.
                     await asyncio.sleep(_PARTING_SECONDS)
                 raise self._session.ended
             if self._session.stream is not self:
@@ -262,7 +262,10 @@ class _SteerStream:
         self._bell.set()
 
     async def _send(self, plan: Plan, last: bool = False) -> None:
-        """Sends what the client does not have yet.  last: nothing more is received after this."""
+        """Sends the plan, rejections and acknowledgement that the client does not have yet.
+
+        last: the stream receives nothing more after this.
+        """
         news = plan.epoch > self._sent_epoch
         if news or self._rejections or self._must_acknowledge or last:
             self._unacknowledged = 0
@@ -302,7 +305,7 @@ class _SteerStream:
 
     @property
     def _has_work(self) -> bool:
-        """Whether the writer has something to do that does not wake it by itself."""
+        """Returns whether the reader must wake up the writer."""
         news = self._must_acknowledge or bool(self._rejections)
         return news or self._session.is_plan_due
 
@@ -311,7 +314,7 @@ class _SteerStream:
         return self._unacknowledged >= _MESSAGES_IN_FLIGHT
 
     def _lose(self, lost: Sequence[engine_pb2.LostCapability]) -> None:
-        """Takes what the engine can no longer do; impossible losses are refused together."""
+        """Records lost capabilities; invalid ones are refused together."""
         try:
             known = [loss for loss in lost if loss.drafter not in self._session.left_out]
             self._session.lose(all_lost_from_proto(known))
@@ -319,13 +322,13 @@ class _SteerStream:
             self._refuse(0, error)
 
     async def _take(self, reports: Sequence[engine_pb2.StepReport]) -> None:
-        """Folds one message's reports, as far as the session lasts.
+        """Processes one message's reports, until the session ends.
 
         Raises TooManyReportsError; none of them is used then.
         """
         if len(reports) > MESSAGE_REPORTS:
             raise TooManyReportsError(
-                f"the message has {len(reports)} reports, and {MESSAGE_REPORTS} at most are taken: "
+                f"the message has {len(reports)} reports: at most {MESSAGE_REPORTS} are allowed, "
                 "send them in several messages",
                 field_path="reports",
             )
@@ -351,12 +354,12 @@ class _SteerStream:
             await self._give_way()
 
     async def _give_way(self) -> None:
-        """Lets other streams go on, and a client whose reports are refused wait.
+        """Yields to other streams, and delays a client whose reports are refused.
 
-        A refusal costs about as much as a report: without a wait a client that sends what cannot be
-        used as fast as it can would take most of the event loop.  What a session is refused beyond
-        its own allowance it shares with its source, whatever number of sessions that opens; an
-        engine within its own one never waits.
+        A refusal costs about as much as a report.  Without a delay, a client that sends invalid
+        reports as fast as it can would use most of the event loop.  Refusals beyond the session's
+        own limit count against that of its source, which all its sessions share.  An engine within
+        its own limit never waits.
         """
         self._bell.set()
         while len(self._rejections) >= _CHUNK:
@@ -375,12 +378,12 @@ class _SteerStream:
             self._refuse(message.step, error)
 
     def _refuse_stale(self, step: int, count: int) -> None:
-        """Refuses stale reports in a row.  step: of the last one."""
+        """Refuses consecutive stale reports.  step: that of the last one."""
         self._received.reports += count
         others = f", nor do {count - 1} reports before it" if count > 1 else ""
         error = StaleReportError(
-            f"step {step} does not follow step {self._session.newest_step}{others}: steps must go "
-            "forward"
+            f"step {step} does not follow step {self._session.newest_step}{others}: step numbers "
+            "must increase"
         )
         self._session.reject(error, count)
         self._price += STALE_PRICE * (count - 1)
@@ -406,5 +409,5 @@ class _SteerStream:
 
 
 def _received_to_proto(received: Received) -> service_pb2.Received:
-    """Converts what has arrived on a stream."""
+    """Converts the counts of a stream."""
     return service_pb2.Received(reports=received.reports, dropped_reports=received.dropped)

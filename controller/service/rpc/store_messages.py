@@ -1,4 +1,4 @@
-"""Converts what the store of overrides answers into messages: its state, and pages of the audit."""
+"""Converts the state of the store of overrides, and pages of the audit, into messages."""
 
 import asyncio
 import functools
@@ -13,11 +13,11 @@ from controller.wire.field_mapping import message_of
 from speculation.v1 import policy_pb2
 
 _DEFAULT, _MAX = 100, 1000
-# Of a page.  Answers that slow clients have not read stay in memory, each of them twice.
+# Bytes of a page.  Answers that slow clients have not read stay in memory, each of them twice.
 BYTES_MAX = 512 * 1024
 # Records between two yields to the event loop.
 _SLICE = 10
-# Of a database, or of Redis, which puts a dash into it.
+# A sequence number of the database, or of Redis, which has a dash.
 _SEQUENCE = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 
 
@@ -40,9 +40,9 @@ def audit_to_proto(record: AuditRecord) -> policy_pb2.AuditRecord:
 
 @functools.lru_cache(maxsize=2048)
 def _override_bytes(body: str) -> bytes:
-    """The message in a body, serialized; empty for one that cannot be read.
+    """Returns the message in a body, serialized; empty for a body that cannot be read.
 
-    Parsing JSON takes a hundred times as long as parsing this, and every body stands in at least
+    Parsing JSON takes a hundred times as long as parsing this, and every body occurs in at least
     two records.
     """
     message = policy_pb2.Override()
@@ -54,24 +54,24 @@ def _override_bytes(body: str) -> bytes:
 
 
 def limit_of(request: policy_pb2.QueryAuditRequest) -> int:
-    """Returns the most records of a page.  Raises InvalidQuestionError."""
+    """Returns the limit of records in a page.  Raises InvalidQuestionError."""
     limit = request.limit or _DEFAULT
     if limit > _MAX:
         raise InvalidQuestionError(
-            f"limit {limit}: at most {_MAX}, ask in pages", field_path="limit"
+            f"limit {limit} is above {_MAX}: request several pages", field_path="limit"
         )
     return limit
 
 
 def position_of(request: policy_pb2.QueryAuditRequest) -> str:
-    """Returns the sequence that all records are to be older than; empty for none.
+    """Returns the sequence number before which the page begins; empty for the newest page.
 
     Raises InvalidQuestionError.
     """
     token, before = request.page_token, request.before_sequence
     if token and before and token != before:
         raise InvalidQuestionError(
-            "page_token and before_sequence contradict each other: leave one of them out",
+            "page_token and before_sequence contradict each other: set one of them only",
             field_path="page_token",
         )
     for name, text in (("page_token", token), ("before_sequence", before)):
@@ -83,9 +83,9 @@ def position_of(request: policy_pb2.QueryAuditRequest) -> str:
 
 
 async def page_of(records: Sequence[AuditRecord], limit: int) -> policy_pb2.QueryAuditResponse:
-    """Fills a page with the first records, as many as are asked for and fit into it.
+    """Fills a page with the first records, up to the limit and the page's bytes.
 
-    Other work on the event loop goes on between slices.
+    It yields to the event loop between slices.
     """
     response = policy_pb2.QueryAuditResponse()
     left = BYTES_MAX

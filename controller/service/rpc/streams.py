@@ -1,4 +1,4 @@
-"""Shared by bidirectional calls: turns to decide, reads that end, a task that ends with a call."""
+"""Shared parts of bidirectional calls: the order of decisions, reads, and background tasks."""
 
 import asyncio
 from collections import deque
@@ -16,10 +16,10 @@ Request = TypeVar("Request")
 
 
 class DecisionTurns:
-    """One decision at a time.
+    """Runs one decision at a time.
 
-    A decision takes as long as a dozen reports.  After each one the event loop is left to reports
-    for as long as the decision took, so that decisions take half of it at most.
+    A decision takes as long as a dozen reports.  After each one the event loop stays free for
+    reports for as long as the decision took, so that decisions use at most half of it.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class DecisionTurns:
         self._is_free = True
 
     def ask(self, decide: Callable[[], None]) -> None:
-        """Calls `decide`, which must not raise, when it is its turn: now if nobody has one."""
+        """Calls `decide`, which must not raise, in turn: at once if no other decision waits."""
         self._waiting.append(decide)
         if self._is_free:
             self._next()
@@ -42,9 +42,9 @@ class DecisionTurns:
 
 
 async def read(context: grpc.aio.ServicerContext[Request, Any]) -> Request | None:
-    """The client's next message, None once it has sent its last.
+    """Returns the client's next message; None after the last one.
 
-    Raises UnreadableRequestError for one that cannot be parsed.
+    Raises UnreadableRequestError for a message that cannot be parsed.
     """
     message: object = await context.read()
     if isinstance(message, Unreadable):
@@ -53,11 +53,9 @@ async def read(context: grpc.aio.ServicerContext[Request, Any]) -> Request | Non
 
 
 async def first(context: grpc.aio.ServicerContext[Request, Any]) -> Request | None:
-    """Reads a stream's first message, which must name its engine soon.
+    """Reads a stream's first message, within a time limit.
 
-    Raises what `read` raises, and SilentClientError.
-
-    Raises SilentClientError as well.
+    Raises SilentClientError, and the errors of `read`.
     """
     message: Any = await request_parsing.first(read(context))
     return cast("Request | None", message)
@@ -67,7 +65,7 @@ async def first(context: grpc.aio.ServicerContext[Request, Any]) -> Request | No
 async def beside(
     coroutine: Coroutine[Any, Any, None], bell: asyncio.Event
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """Runs a coroutine beside the block; sets `bell` when it ends, ends it with the block."""
+    """Runs a coroutine during the block; sets `bell` at its end, cancels it after the block."""
     task = asyncio.create_task(coroutine)
     task.add_done_callback(lambda _: bell.set())
     try:
@@ -76,5 +74,5 @@ async def beside(
         task.cancel()
         await asyncio.wait({task})
         if not task.cancelled():
-            # Marks a failure as seen: the block has raised it already, or ended for another reason.
+            # Retrieves the error: the block has raised it, or ended for another reason.
             task.exception()

@@ -1,4 +1,4 @@
-"""Serves the trainers: which one attends an engine, and what its results change."""
+"""Serves the TrainingService, which attaches a trainer to an engine and processes its results."""
 
 from collections.abc import AsyncIterator
 from typing import TypeAlias
@@ -76,7 +76,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
                     _end_round(session, training, result_from_proto(request.ended))
             order = training.keep(request.stored_signals)
             session.ring()
-            # Durable before the trainer hears of it.
+            # On disk before the trainer gets the order.
             await self._files.keep(session)
             await context.write(
                 training_pb2.AttendResponse(
@@ -106,14 +106,14 @@ def _end_round(session: EngineSession, training: SelectiveTraining, result: Trai
 
 
 def _require_own(session: EngineSession, secret: str) -> None:
-    """Raises ForbiddenError for one who is neither the engine's own trainer nor an operator."""
+    """Raises ForbiddenError if the caller is neither the engine's own trainer nor an operator."""
     caller = callers.calling()
     if Right.MEASURE in caller.rights or session.identity.is_same(
         EngineIdentity.of(caller, secret)
     ):
         return
     raise ForbiddenError(
-        f"this trainer is not that of engine {session.engine_id!r}: start it with the engine's "
+        f"this trainer does not belong to engine {session.engine_id!r}: start it with the engine's "
         "SPECULATION_SIGNALS_FOLDER, where the engine keeps its secret (engine.secret)",
         resource=session.engine_id,
     )
@@ -123,12 +123,13 @@ def _free(session: EngineSession) -> SelectiveTraining:
     training = session.core.updates.training
     if training is None:
         raise CannotTrainError(
-            f"engine {session.engine_id!r} keeps no training signals, or takes no versions of its "
-            "drafter: start it with SPECULATION_SIGNALS_FOLDER",
+            f"engine {session.engine_id!r} stores no training signals, or cannot load new versions "
+            "of its drafter: start it with SPECULATION_SIGNALS_FOLDER",
             resource=session.engine_id,
         )
     if training.attended:
         raise TrainerAttachedError(
-            f"another trainer attends engine {session.engine_id!r}", resource=session.engine_id
+            f"another trainer is attached to engine {session.engine_id!r}",
+            resource=session.engine_id,
         )
     return training

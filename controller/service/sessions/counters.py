@@ -1,7 +1,7 @@
-"""Adds up an engine's reports for metrics and people: in all, of the last minute, second by second.
+"""Adds up an engine's reports for metrics and people: totals, the last minute, and each second.
 
-Everything is read off the session's counters: no estimate is asked for, so it is always kept.  The
-session owns them, and they hold no reference back to it, so that all end together.
+Everything comes from the session's counters, without estimates, so it is cheap enough to be always
+on.  The session owns these objects, and they hold no reference to it, so their lifetimes are equal.
 """
 
 import math
@@ -16,11 +16,11 @@ from controller.core.engine.prediction_audit import PredictionAudit
 from controller.core.plan import Plan, Reason
 from controller.core.step_report import NO_FLAGS, RowGroup, StepReport
 
-# What a uint64 holds: counters that clients feed stop there.
+# The largest uint64: counters that add numbers sent by clients stop there.
 COUNT_MAX = 2**64 - 1
-# Of the sums that are kept, one a second.
+# The window of `LastMinute`: its sums are kept once per second.
 _SECONDS = 60
-# Of a history, one a second.
+# Points of a history, one per second.
 POINTS = 600
 # The columns of a point.
 FIELDS = (
@@ -30,7 +30,7 @@ FIELDS = (
 
 @dataclass(slots=True)
 class Received:
-    """Counts what has arrived on a stream.  reports: used or refused; dropped: reported as lost."""
+    """Counts the reports of a stream.  reports: used or refused; dropped: reported as lost."""
 
     reports: int = 0
     dropped: int = 0
@@ -38,15 +38,16 @@ class Received:
 
 @dataclass(slots=True)
 class StepCounters:
-    """Counts what an engine's session has seen since its start; no counter ever decreases.
+    """Counts what an engine's session has reported since its start; no counter ever decreases.
 
-    messages: those with reports. drafts: sequences, step by step, for which something was drafted;
-    drafted_tokens: theirs. by_length: entry k = sequences that accepted exactly k draft tokens,
-    drafted for or not, with those of ended. ended: sequences, step by step, whose requests had
-    ended before. delivered: tokens added to answers, None if no report says it. unsteered, eager,
-    switched, probing: steps. lease_losses: times that steered steps were followed by one that was
-    not. resets: times that the drafter went back to earlier weights or was given others; swaps:
-    that its version changed. alone: the last step was not steered (None before the first).
+    A sequence counts once in every step in which it decodes.  messages: those with reports.
+    drafts: sequences with a draft; drafted_tokens: their draft tokens.  by_length: entry k =
+    sequences that accepted exactly k draft tokens, with or without a draft, those in `ended`
+    included.  ended: sequences whose requests had ended before the step.  delivered: tokens added
+    to answers, None if no report has them.  unsteered, eager, switched, probing: steps.
+    lease_losses: changes from steered to unsteered steps.  resets: times that the drafter returned
+    to earlier weights or received other ones; swaps: changes of its version.  alone: whether the
+    last step was unsteered (None before the first).
     """
 
     reports: int = 0
@@ -73,7 +74,7 @@ class StepCounters:
     rounds: Counter[str] = field(default_factory=Counter)
 
     def count(self, report: StepReport, before: StepReport | None) -> None:
-        """Adds one report that was used.  before: the one that was used last."""
+        """Adds an accepted report.  before: the accepted report before it."""
         self.reports += 1
         self.step_seconds += report.step_seconds
         lengths, counts = self.by_length, report.accepted_counts
@@ -116,18 +117,18 @@ class StepCounters:
 
     @property
     def sequence_steps(self) -> int:
-        """Sequences that decoded, step by step: each of them gained one token at least."""
+        """Returns the sequences that decoded, summed over steps; each gained at least one token."""
         return sum(self.by_length) - self.ended
 
     @property
     def drafts_by_length(self) -> list[int]:
-        """Drafts of which exactly k tokens were accepted, from k = 0."""
+        """Returns the numbers of drafts of which exactly k tokens were accepted, from k = 0."""
         undrafted = sum(self.by_length) - self.drafts
         return [self.by_length[0] - undrafted, *self.by_length[1:]]
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """Draft tokens accepted, by position, from the first."""
+        """Returns the accepted draft tokens by position, from the first."""
         accepted, total = [], 0
         for sequences in reversed(self.by_length[1:]):
             total += sequences
@@ -136,12 +137,12 @@ class StepCounters:
 
     @property
     def accepted_tokens(self) -> int:
-        """Draft tokens accepted."""
+        """Returns the accepted draft tokens."""
         return sum(k * sequences for k, sequences in enumerate(self.by_length))
 
     @property
     def generated_tokens(self) -> int:
-        """Accepted draft tokens, and one bonus token per sequence and step."""
+        """Returns the accepted draft tokens and one bonus token per sequence and step."""
         return self.accepted_tokens + self.sequence_steps
 
 
@@ -156,36 +157,36 @@ class _Sums(NamedTuple):
 
 
 class LastMinute:
-    """Holds ratios over the last minute; None where it has nothing to divide by.
+    """Computes ratios over the last minute; None if the divisor is 0.
 
-    The sums of the session are kept once a second, and the oldest of a minute is subtracted from
-    the newest, so a scrape changes nothing.  The words are those of vLLM's log and of AIPerf.
+    The session's sums are sampled once a second, and a ratio uses the newest sample less the one
+    of a minute ago, so a scrape changes nothing.  The terms are those of vLLM's log and of AIPerf.
     """
 
     def __init__(self, counters: StepCounters, audit: PredictionAudit) -> None:
-        """Begins with the sums as they stand, and keeps references to both."""
+        """Takes the first sample, and keeps references to both."""
         self._counters, self._audit = counters, audit
         self._kept = deque([self._now()], maxlen=_SECONDS + 1)
 
     def keep(self) -> None:
-        """Keeps the sums of this second."""
+        """Takes a sample of the sums; it must be called once a second."""
         self._kept.append(self._now())
 
     @property
     def acceptance_length(self) -> float | None:
-        """Returns the mean tokens that a draft gained, its bonus token included."""
+        """Returns the mean tokens per draft, bonus token included."""
         passed = self._passed
         return _ratio(passed.accepted_tokens + passed.drafts, passed.drafts)
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """Returns the share of the draft tokens that was accepted."""
+        """Returns the share of draft tokens that were accepted."""
         passed = self._passed
         return _ratio(passed.accepted_tokens, passed.draft_tokens)
 
     @property
     def accepted_per_verified(self) -> float | None:
-        """Returns the share of the verified tokens that was kept; both have the bonus token."""
+        """Returns the share of verified tokens that were kept, bonus tokens included in both."""
         passed = self._passed
         kept, verified = passed.accepted_tokens, passed.draft_tokens
         return _ratio(kept + passed.drafts, verified + passed.drafts)
@@ -204,7 +205,7 @@ class LastMinute:
 
     @property
     def step_time_bias(self) -> float | None:
-        """Returns predicted minus reported step time, relative to the latter."""
+        """Returns predicted minus reported step time, relative to the reported one."""
         passed = self._passed
         return _ratio(passed.predicted_seconds - passed.plain_seconds, passed.plain_seconds)
 
@@ -227,32 +228,29 @@ def _ratio(value: float, total: float) -> float | None:
 
 
 class History:
-    """The last `POINTS` points of one session.
+    """Holds the last `POINTS` points of one session.
 
-    drafters: names, in the engine's order.
-
-    time: Unix seconds.  batch_size, gamma, drafter (its index): as last reported, and as planned
-    for that batch.  accept_length: tokens that a sequence gained in a step since the point before,
-    its bonus token included.  tokens_per_second: of the steps since then.  unsteered: their share
-    without a valid lease.  All but time, gamma and drafter are not known (None) where nothing was
-    reported since the point before.
+    time: Unix seconds.  batch_size: as last reported.  gamma, drafter (an index): as planned for
+    that batch size.  accept_length: tokens per sequence and step since the previous point, bonus
+    token included.  tokens_per_second: of the steps since then.  unsteered: their share without a
+    valid lease.  All but time, gamma and drafter are None if nothing was reported since then.
     """
 
     def __init__(self, drafters: Iterable[str], counters: StepCounters) -> None:
         """Starts without points.
 
-        drafters: names, in the engine's order.  counters: as they stand now.
+        drafters: names, in the engine's order.  counters: the session's, as they are now.
         """
         self.drafters = tuple(drafters)
         self._points = np.full((POINTS, len(FIELDS)), np.nan)
         self._count = 0
         self._newest_at = -math.inf
-        # Tokens since the point before, by the time since then; None without one.
+        # Tokens per second since the previous point; None without one.
         self.generated_per_second: float | None = None
         self._seen = _counters(counters)
 
     def add(self, now: float, plan: Plan, last: StepReport | None, counters: StepCounters) -> None:
-        """Adds a point at `now` (Unix seconds).  last: the newest report that was used."""
+        """Adds a point at `now` (Unix seconds).  last: the newest accepted report."""
         arm = plan.row_for(last.batch_size if last else 1).arm
         before, self._seen = self._seen, _counters(counters)
         steps, sequences, tokens, seconds, unsteered = (
@@ -273,7 +271,7 @@ class History:
         self._count += 1
 
     def since(self, time: float) -> list[list[float | None]]:
-        """The points after that time, oldest first, each in the order of `FIELDS`."""
+        """Returns the points after that time, oldest first, each in the order of `FIELDS`."""
         first = self._count % POINTS if self._count > POINTS else 0
         rows = np.roll(self._points, -first, axis=0)[: min(self._count, POINTS)]
         return [list(map(_known, row)) for row in rows[rows[:, 0] > time].tolist()]

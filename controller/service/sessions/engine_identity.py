@@ -1,7 +1,7 @@
 """Identifies the holder of an engine id: the engine that introduced itself under it.
 
-The id itself is public.  An engine proves that it is the one that holds the id by the secret that
-it has chosen at its start, or by the access entry under which it was let in.
+The id itself is public.  An engine proves that it holds the id by the secret that it has chosen at
+its start, or by the access entry by which it was admitted.
 """
 
 import hashlib
@@ -28,25 +28,25 @@ class EngineIdentity:
 
     @classmethod
     def of(cls, caller: Caller, secret: str) -> "EngineIdentity":
-        """Raises InvalidEngineError for a secret that is too long."""
+        """Makes the identity of a caller.  Raises InvalidEngineError if the secret is too long."""
         if len(secret) > _MAX_SECRET_CHARACTERS:
             raise InvalidEngineError(
-                f"engine_secret has {len(secret)} characters, {_MAX_SECRET_CHARACTERS} at most",
+                f"engine_secret has {len(secret)} characters: at most {_MAX_SECRET_CHARACTERS}",
                 field_path="engine_secret",
             )
         digest = hashlib.sha256(secret.encode()).digest() if secret else b""
         return cls(caller.identity, digest, caller.origin)
 
     def is_same(self, other: "EngineIdentity") -> bool:
-        """Whether both are the same engine."""
+        """Returns whether both are the same engine."""
         if self.has_same_secret(other):
             return True
         return bool(self.identity) and self.identity == other.identity
 
     def has_same_secret(self, other: "EngineIdentity") -> bool:
-        """Whether both are the same process, or processes that share a secret."""
+        """Returns whether both are the same process, or processes that share a secret."""
         return bool(self.digest) and hmac.compare_digest(self.digest, other.digest)
 
 
-# Who has neither introduced a secret nor been let in by an access entry.
+# The identity of an engine that has neither a secret nor an access entry.
 NOBODY = EngineIdentity()

@@ -1,4 +1,4 @@
-"""Holds what runs in place of the plan: a forced measurement, a probe of a client of `Decide`."""
+"""Holds what replaces the plan: forced measurements, and probes of clients of `Decide`."""
 
 from collections import deque
 from dataclasses import replace
@@ -14,7 +14,7 @@ _MEASURED_MAX = 10_000
 
 
 class ForcedMeasurement:
-    """Holds the forced choice, and the reports that wait for the client."""
+    """Holds the forced arm, and the reports that wait for the client."""
 
     def __init__(self) -> None:
         self.forced_epoch = 0
@@ -24,16 +24,16 @@ class ForcedMeasurement:
         self.overflowed = False
 
     def take(self) -> list[StepReport]:
-        """The reports since the last call.
+        """Returns the reports since the last call.
 
-        Raises SlowClientError once some had to be dropped, and InvalidMeasurementError once the
-        engine has lost what is being measured.
+        Raises SlowClientError if reports had to be dropped, and InvalidMeasurementError if the
+        engine has lost the arm that is measured.
         """
         if self.failed is not None:
             raise self.failed
         if self.overflowed:
             raise SlowClientError(
-                f"more than {_MEASURED_MAX} reports wait for this client: a measurement with "
+                f"more than {_MEASURED_MAX} reports wait for this client, and a measurement with "
                 "gaps cannot be used: start again and read faster"
             )
         taken = list(self.reports)
@@ -49,11 +49,10 @@ class ForcedMeasurement:
 
 
 class UnaryProbes:
-    """Remembers which probe the last answer of `Decide` asked for, and how many steps are left.
+    """Remembers the probe of the last answer of `Decide`, and how many of its steps are left.
 
-    A plan's probe runs for a bounded number of steps, is never run twice, and its steps carry its
-    id.  A shim sees to that on the engine's side; for a client that only asks for one choice at a
-    time it is seen to here.
+    A plan's probe runs once, for a bounded number of steps, whose reports carry its id.  In an
+    engine the shim ensures this.  For a client that asks for one choice at a time, this class does.
     """
 
     def __init__(self) -> None:
@@ -62,14 +61,14 @@ class UnaryProbes:
         self._answered: Probe | None = None
 
     def identify(self, report: StepReport) -> StepReport:
-        """The report, with the probe's id if it ran what the last answer asked for."""
+        """Returns the report, with the probe's id if it ran the probe of the last answer."""
         probe, self._answered = self._answered, None
         if probe is None or report.probe_id or report.arm != probe.arm:
             return report
         return replace(report, probe_id=probe.probe_id)
 
     def take(self, probe: Probe) -> bool:
-        """True when the next step is to run this probe: one of its steps is used up then."""
+        """Uses up one step of a probe; returns False if none is left."""
         if probe.probe_id != self._probe_id:
             self._probe_id, self._left = probe.probe_id, probe.steps
         if self._left == 0:

@@ -1,4 +1,4 @@
-"""Keeps one session per engine id, found by its token or by its engine."""
+"""Keeps one session per engine id, and finds it by its token or its engine."""
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -22,34 +22,35 @@ from controller.service.sessions.counters import Received
 from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
 from controller.service.sessions.session import EngineSession, SessionObserver
 
-# An engine opens its stream at once; where the registry is full, one that did not is removed.
+# An engine opens its stream at once.  A session without a stream or report for this long is removed
+# if the registry is full.
 _UNUSED_SECONDS = 5.0
-# Sessions that are over, and of which it is known what arrived: an agent whose stream broke asks as
-# soon as it is back.
+# Ended sessions whose received counts are remembered: an agent whose stream broke asks for them on
+# its return.
 _REMEMBERED = 4096
-# An engine whose connection or agent broke off is back within this time.  Whoever comes under its
-# id later than that takes it over: the next process of an engine that crashed, for example.
+# An engine whose connection or agent has failed reconnects within this time.  After it, another
+# process may take over the id, for example the next process of an engine that crashed.
 _TAKEN_SECONDS = 5.0
-# Engines that the refusal of an unknown one names.
+# Engines that the error about an unknown one names.
 _NAMED_MAX = 16
 
 CoreFactory = Callable[[EngineSpec, Profile | None], EngineController]
 
-# Reports a message, on average, from which an engine's reports come too late.
+# Average reports per message from which an engine's reports count as late.
 LONG_MESSAGE: Final = 64
-# How often `look` is to be called.
+# The interval between calls of `look`.
 LOOK_SECONDS: Final = 5.0
-# After so many looks in a row that find reports lost, no other engine is taken.
+# After this many consecutive checks with lost reports, no other engine is accepted.
 _LOOKS: Final = 2
 
 _log = structlog.get_logger(__name__)
 
 
 class ProfileSource(Protocol):
-    """Gives new sessions their profiles."""
+    """Finds profiles for new sessions."""
 
     def find(self, spec: EngineSpec) -> Profile | None:
-        """Returns the profile that was measured on such an engine; None without one."""
+        """Returns the profile that matches an engine; None without one."""
 
     def why_none(self, spec: EngineSpec) -> str:
         """Explains to people why no profile matches this engine."""
@@ -57,9 +58,9 @@ class ProfileSource(Protocol):
 
 @dataclass(eq=False, repr=False)
 class SessionRegistry:
-    """All sessions, by token and by engine.
+    """Holds all sessions, by token and by engine.
 
-    At most `max_engines`; one that nothing is heard of ends after `idle_seconds`.
+    There are at most `max_engines`.  A session without contact ends after `idle_seconds`.
     """
 
     core_factory: CoreFactory
@@ -73,7 +74,7 @@ class SessionRegistry:
         self.load = Load()
         self._by_token: dict[str, EngineSession] = {}
         self._by_engine: dict[str, EngineSession] = {}
-        # By token, of sessions that are over; the newest last.
+        # By token, for ended sessions; the newest last.
         self._received: dict[str, Received] = {}
         self._closed: SpeculationError | None = None
 
@@ -84,10 +85,10 @@ class SessionRegistry:
         return iter(list(self._by_engine.values()))
 
     def introduce(self, spec: EngineSpec, identity: EngineIdentity = NOBODY) -> EngineSession:
-        """Opens a session; one that the same engine_id had is over.
+        """Opens a session, and ends the earlier one of the same engine_id.
 
-        Raises TooManyEnginesError when the registry is full or the sidecar cannot serve those that
-        it has, EngineTakenError when another engine holds the id.
+        Raises TooManyEnginesError if the registry is full or the sidecar is overloaded, and
+        EngineTakenError if another engine holds the id.
         """
         if self._closed is not None:
             raise self._closed
@@ -99,13 +100,13 @@ class SessionRegistry:
             self._make_room()
             if len(self) >= self.max_engines:
                 raise TooManyEnginesError(
-                    f"{len(self)} engines are being steered already, which is the limit "
+                    f"{len(self)} engines are steered already, which is the limit "
                     "(CONTROLLER_MAX_ENGINES)"
                 )
         if known is None and self.load.is_too_much:
             raise TooManyEnginesError(
-                f"the sidecar cannot take the reports of its {len(self)} engines fast enough: give "
-                "it a faster core or one of its own, or run another sidecar for some of them"
+                f"the sidecar cannot process the reports of its {len(self)} engines fast enough: "
+                "give it a faster core or a dedicated one, or run another sidecar for some of them"
             )
         profile = self.profiles.find(spec)
         core = self.core_factory(spec, profile)
@@ -133,12 +134,12 @@ class SessionRegistry:
         return session
 
     def by_token(self, session_id: str) -> EngineSession:
-        """Finds a session.  Raises NoSessionError."""
+        """Finds a session by its token.  Raises NoSessionError."""
         session = self._by_token.get(session_id)
         if session is None:
             raise self._closed or NoSessionError(
-                f"session {session_id[:64]!r} is unknown or over: the engine has to introduce "
-                "itself (again)"
+                f"session {session_id[:64]!r} is unknown or over: the engine must introduce "
+                "itself again"
             )
         return session
 
@@ -147,7 +148,7 @@ class SessionRegistry:
         return self._received.get(session_id)
 
     def by_engine(self, engine_id: str) -> EngineSession:
-        """Finds a session.  Raises UnknownEngineError."""
+        """Finds a session by its engine id.  Raises UnknownEngineError."""
         session = self._by_engine.get(engine_id)
         if session is None:
             known = sorted(self._by_engine)
@@ -160,26 +161,31 @@ class SessionRegistry:
         return session
 
     def expire(self) -> None:
-        """Ends the sessions that nothing was heard of for the idle time."""
+        """Ends the sessions that were without contact for the idle time."""
         for session in self:
             idle = session.seconds_since_contact
             if idle >= self.idle_seconds:
-                self._remove(session, NoSessionError(f"nothing was heard for {idle:.0f} s"))
+                self._remove(session, NoSessionError(f"there was no contact for {idle:.0f} s"))
                 _log.info("session_expired", engine=session.engine_id, idle_seconds=round(idle))
 
     def _make_room(self) -> None:
-        """Ends the oldest session of which nothing has come but its introduction."""
+        """Ends the oldest session that has sent nothing but its introduction."""
         if len(self) < self.max_engines:
             return
         for session in self:
             idle = session.seconds_since_contact
             if not session.used and idle >= _UNUSED_SECONDS:
-                self._remove(session, NoSessionError("others came, and nothing was reported"))
+                self._remove(
+                    session, NoSessionError("other engines came, and this one sent nothing")
+                )
                 _log.warning("session_made_way", engine=session.engine_id, idle=round(idle))
                 return
 
     def close(self, why: SpeculationError, last_lease_seconds: float = 0.0) -> None:
-        """Ends every session and takes no new one; their engines hold their plan for so long."""
+        """Ends every session and accepts no new one.
+
+        last_lease_seconds: how long the engines keep their last plan; 0: for its lease.
+        """
         self._closed = why
         for session in self:
             session.part(last_lease_seconds)
@@ -196,35 +202,37 @@ class SessionRegistry:
 
 
 def _require_free(session: EngineSession, identity: EngineIdentity) -> None:
-    """Raises EngineTakenError while the session's engine is there, and has not this identity."""
+    """Raises EngineTakenError if another identity holds the session, and was in contact lately."""
     silent = session.seconds_since_steered
     if session.identity.is_same(identity) or silent >= _TAKEN_SECONDS:
         return
     raise EngineTakenError(
-        f"another engine steers under the id {session.engine_id!r}: give this one an id of its "
-        f"own; if the other one has ended, its id is free {_TAKEN_SECONDS:g} s after its last word",
+        f"another engine is steered under the id {session.engine_id!r}: give this one another id; "
+        f"if the other one has ended, its id is free {_TAKEN_SECONDS:g} s after its last message",
         resource=session.engine_id,
     )
 
 
 class Load:
-    """Follows what all engines send.  is_too_much: agents lose reports to a sidecar behind.
+    """Detects overload of the sidecar.
 
-    An agent sends its next message when those before it are acknowledged
-    (`messages_in_flight_max`).  A sidecar that is behind therefore gets fewer messages, with up to
-    128 reports in each, which takes a fraction of the time.  Where agents have to drop reports even
-    so, the engines are too many.  It is behind if the messages of more than half of its engines are
-    long, so that no single engine can keep others out.
+    is_too_much: agents drop reports because the sidecar is behind.
+
+    An agent sends its next message when earlier ones are acknowledged (`messages_in_flight_max`).
+    A sidecar that is behind therefore gets fewer messages, with up to 128 reports in each, which
+    take a fraction of the time.  If agents must drop reports nevertheless, there are too many
+    engines.  The sidecar counts as behind if the messages of more than half of its engines are
+    long, so that a single engine cannot keep others out.
     """
 
     def __init__(self) -> None:
         self.is_too_much = False
         self._bad_looks = 0
-        # Messages, reports and dropped ones at the last look, by session.
+        # Messages, reports and dropped reports at the last check, by session.
         self._seen: dict[str, tuple[int, int, int]] = {}
 
     def look(self, sessions: Iterable[EngineSession]) -> None:
-        """Judges what has come since the last look."""
+        """Evaluates the messages since the last check."""
         before, self._seen = self._seen, {s.session_id: _counted(s) for s in sessions}
         sending = late = lost = 0
         for name, now in self._seen.items():
@@ -244,8 +252,8 @@ class Load:
                 engines=sending,
                 late=late,
                 dropped_reports=lost,
-                detail="reports are lost; no other engine is taken until the sidecar keeps up: "
-                "give it a faster core or one of its own, or run another sidecar for some engines",
+                detail="reports are lost; no other engine is accepted until the sidecar keeps up: "
+                "give it a faster core or a dedicated one, or run another sidecar for some engines",
             )
         elif self.is_too_much and not is_behind:
             self.is_too_much = False

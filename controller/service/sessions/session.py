@@ -1,9 +1,9 @@
-"""Runs one engine's session: its decision loop, its counters, and the streams that wait for news.
+"""Runs one engine's session: its decision loop, its counters, and the streams that wait for plans.
 
-    observe(report)   folds and counts      advance()   a new plan if one is due
+    observe(report)   learns and counts     advance()   makes a new plan if one is due
     ring()            wakes the streams     end(error)  closes them
 
-Everything here runs on the server's event loop; nothing blocks.
+Everything here runs on the server's event loop, and nothing blocks.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ from controller.service.sessions.measurements import ForcedMeasurement, UnaryPro
 from controller.service.sessions.session_logs import LENGTH, PlanLogEntry, WarningLog
 from speculation.v1 import engine_pb2, record_pb2
 
-# What a session may cost in refusals before it shares an allowance with all others (the unit is a
-# refused report, `steering`): more than an engine needs of which few reports are wrong.
+# Refusals that a session may cause before it uses the limit that it shares with its source (the
+# unit is a refused report, see `steering`): enough for an engine with a few wrong reports.
 _REFUSALS_AT_ONCE = 64
 _REFUSALS_A_SECOND = 2
 
@@ -56,24 +56,24 @@ _log = structlog.get_logger(__name__)
 
 
 def session_tag(session_id: str) -> int:
-    """Returns four bytes, never 0, that tell one session from the last few others."""
+    """Returns a 32-bit number, never 0, that distinguishes a session from the ones before it."""
     digest = hashlib.blake2b(session_id.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") or 1
 
 
 class SessionObserver:
-    """Receives what happens to sessions; by default it does nothing."""
+    """Receives the events of sessions; by default it ignores them."""
 
     def opened(self, session: "EngineSession", before: "EngineSession | None") -> None:
-        """Runs when a session opens.  before: the session of the same engine id that it follows."""
+        """Runs when a session opens.  before: the earlier session of the same engine id."""
 
     def planning(self) -> None:
-        """Runs before a plan is made: overrides that have ended must not shape it."""
+        """Runs before a plan is made, so that expired overrides can be ended first."""
 
     def decided(self, session: "EngineSession", before: Plan, began: int) -> None:
         """Runs after a plan that changes what the engine does.
 
-        before: the plan before it.  began: when it began to be made, Unix nanoseconds.
+        before: the previous plan.  began: when the decision began, Unix nanoseconds.
         """
 
     def ended(self, session: "EngineSession") -> None:
@@ -81,7 +81,7 @@ class SessionObserver:
 
 
 class EngineSession:
-    """Serves one introduced engine: `core` decides; this counts, and wakes the streams."""
+    """Serves one introduced engine: `core` decides, the session counts and wakes the streams."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class EngineSession:
     ) -> None:
         self.session_id = session_id
         self.tag = session_tag(session_id)
-        # Drafters that the engine introduced and this version does not know.
+        # Drafters of the engine whose kind this version does not know.
         self.left_out: frozenset[str] = frozenset()
         self.identity = identity
         self._observer = observer or SessionObserver()
@@ -101,20 +101,20 @@ class EngineSession:
         self.counters = StepCounters()
         self.history = History((drafter.name for drafter in core.spec.drafters), self.counters)
         self.last_minute = LastMinute(self.counters, core.prediction_audit)
-        # The newest changes of what its batch shall run, the last one last.
+        # The latest changes of the choice for its batch size, the newest last.
         self.plan_log: deque[PlanLogEntry] = deque(maxlen=LENGTH)
         self.plan = core.current_plan()
         self.last_report: StepReport | None = None
         self.last_report_at = 0.0
         self.last_contact_at = clock.now()
-        # A stream was open, or a report came.
+        # Whether a stream was opened or a report arrived.
         self.used = False
-        # Why the session is over, None while it is not.
+        # Why the session has ended, None while it is open.
         self.ended: SpeculationError | None = None
         self.measurement: ForcedMeasurement | None = None
-        # The plan is the last one: it is sent once more, after the end.
+        # The sidecar is shutting down: the last plan is still sent after the session's end.
         self.parting = False
-        # The Steer stream that serves the session, while one is open; a newer one takes over.
+        # The Steer stream that serves the session, while one is open; a newer one replaces it.
         self.stream: object | None = None
         # What has arrived on that stream.
         self.received = Received()
@@ -122,7 +122,7 @@ class EngineSession:
         self.refusals = Bucket(_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
         self._clock = clock
         self._plan_at = clock.now()
-        # Names its decisions in logs and traces; the session's id is a secret of its engine.
+        # Identifies its decisions in logs and traces; the session id is a secret of the engine.
         self._label = secrets.token_hex(4)
         self._bells: set[asyncio.Event] = set()
         self._quiet = asyncio.Event()
@@ -134,27 +134,27 @@ class EngineSession:
 
     @property
     def spec(self) -> EngineSpec:
-        """The engine as it introduced itself."""
+        """Returns the engine's description."""
         return self.core.spec
 
     @property
     def engine_id(self) -> str:
-        """The engine's own name."""
+        """Returns the engine's id."""
         return self.core.spec.engine_id
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended: nothing more is folded."""
+        """Returns whether the session has ended; it then takes no more reports."""
         return self.ended is not None
 
     @property
     def listeners(self) -> int:
-        """Streams that wait for news of this session."""
+        """Returns the number of streams that wait for this session."""
         return len(self._bells)
 
     @property
     def decision_id(self) -> str:
-        """Names the newest plan for logs and traces; its epoch follows the dash."""
+        """Identifies the newest plan in logs and traces; its epoch follows the dash."""
         return f"{self._label}-{self.plan.epoch}"
 
     @property
@@ -164,19 +164,19 @@ class EngineSession:
 
     @property
     def seconds_since_contact(self) -> float:
-        """Seconds since the engine last said anything; 0 while one of its streams is open."""
+        """Returns the seconds since the engine's last message; 0 while a stream is open."""
         return 0.0 if self._bells else self._clock.now() - self.last_contact_at
 
     @property
     def seconds_since_steered(self) -> float:
-        """Counts as `seconds_since_contact` does, but only by a stream of the engine itself."""
+        """Returns the same as `seconds_since_contact`, but considers only the engine's stream."""
         if self.stream is not None:
             return 0.0
         return self._clock.now() - self.last_contact_at
 
     @property
     def seconds_since_last_report(self) -> float:
-        """Seconds since the last report that was used; 0 before the first."""
+        """Returns the seconds since the last accepted report; 0 before the first."""
         return self._clock.now() - self.last_report_at if self.last_report else 0.0
 
     def remember(self, now: float) -> None:
@@ -186,12 +186,12 @@ class EngineSession:
         self.warning_log.tell(self.engine_id, self.core.checks.warnings(), self._clock.now())
 
     def continue_checks(self, before: "EngineSession") -> None:
-        """Keeps what was found out in the session before about this very engine."""
+        """Continues the checks and warnings of the engine's previous session."""
         self.core.checks.continue_from(before.core.checks)
         self.warning_log = before.warning_log
 
     def contact(self, dropped_reports: int = 0) -> None:
-        """A sign of life, with the reports that were lost on the engine's side."""
+        """Records a contact.  dropped_reports: reports that the engine's side has dropped."""
         self.last_contact_at = self._clock.now()
         if dropped_reports:
             self.counters.dropped = min(self.counters.dropped + dropped_reports, COUNT_MAX)
@@ -206,9 +206,9 @@ class EngineSession:
             self.core.note(kind, count, text)
 
     def observe(self, report: StepReport, message: engine_pb2.StepReport | None = None) -> None:
-        """Folds one report.  message: what it was read from, for the recording.
+        """Processes one report.  message: its protobuf message, for the recording.
 
-        Raises InvalidReportError; nothing of the report is used then.
+        Raises InvalidReportError; the report is then ignored entirely.
         """
         if report.drafter not in self._drafters:
             raise UnknownDrafterError(
@@ -232,7 +232,7 @@ class EngineSession:
             self.ring()
 
     def lose(self, losses: Iterable[LostCapability]) -> None:
-        """Plans without what the engine has lost.  Raises InvalidLossError."""
+        """Removes lost capabilities from planning.  Raises InvalidLossError."""
         news = self.core.lose(losses)
         if not news:
             return
@@ -257,11 +257,11 @@ class EngineSession:
 
     @property
     def newest_step(self) -> int:
-        """The step of the last report that was used, -1 for none; reports up to it are stale."""
+        """Returns the step of the last accepted report, -1 for none; earlier ones are stale."""
         return -1 if self.last_report is None else self.last_report.step
 
     def reject(self, error: InvalidReportError, count: int = 1) -> None:
-        """Counts reports refused for one reason; the first of its kind in a session is logged."""
+        """Counts reports refused for one reason; the first of each code in a session is logged."""
         code = status_of(error).name
         is_new = not self.counters.rejected[code]
         self.counters.rejected[code] += count
@@ -274,11 +274,11 @@ class EngineSession:
 
     @property
     def is_plan_due(self) -> bool:
-        """Whether `advance` would decide again, which takes a while."""
+        """Returns whether `advance` would make a decision, which takes a while."""
         return self.core.is_plan_due(self._clock.now())
 
     def advance(self) -> Plan:
-        """The newest plan, after making one if one is due."""
+        """Makes a plan if one is due, and returns the newest plan."""
         self._observer.planning()
         began = time.time_ns()
         plan = self.core.next_plan()
@@ -318,32 +318,35 @@ class EngineSession:
             _log.info("steered_again", **where)
 
     def part(self, lease_seconds: float) -> None:
-        """The sidecar goes: the engine shall hold its plan for so long (0: for its lease)."""
+        """Prepares the sidecar's shutdown.
+
+        lease_seconds: how long the engine keeps its last plan; 0: for its lease.
+        """
         if lease_seconds:
             self._observer.planning()
             self._adopt(self.core.last_plan(lease_seconds), time.time_ns())
         self.parting = True
 
     def use_settings(self, settings: PlannerSettings, training: TrainingSettings) -> None:
-        """Decides by these constants from now on."""
+        """Uses these settings from now on."""
         self.core.use_settings(settings, training)
         self.ring()
 
     def use_profile(self, profile: Profile) -> None:
-        """Prices everything by this profile from now on.  Raises ProfileMismatchError."""
+        """Uses the costs of this profile from now on.  Raises ProfileMismatchError."""
         self.core.use_profile(profile)
         self.ring()
 
     def begin_from(self, beliefs: Iterable[Belief], where: str) -> None:
-        """Warms the estimates by what was known elsewhere; where: for people."""
+        """Warm-starts the estimates.  where: the source of `beliefs`, for people."""
         self.core.begin_from(beliefs, where)
         self.ring()
 
     @contextmanager
     def measuring(self) -> Iterator[ForcedMeasurement]:
-        """Reserves the engine for one measurement; normal planning goes on afterwards.
+        """Reserves the engine for one measurement; normal planning continues afterwards.
 
-        Raises MeasurementConflictError while another one is under way.
+        Raises MeasurementConflictError if another measurement is under way.
         """
         if self.measurement is not None:
             raise MeasurementConflictError(
@@ -373,7 +376,7 @@ class EngineSession:
 
     @contextmanager
     def listening(self, bell: asyncio.Event) -> Iterator[None]:
-        """While open, `bell` is set whenever there may be news (a plan, the session's end)."""
+        """Registers a stream: inside the block, `bell` is set for every plan and at the end."""
         self.used = True
         self._bells.add(bell)
         self._quiet.clear()
@@ -391,7 +394,7 @@ class EngineSession:
             bell.set()
 
     async def quiet(self) -> None:
-        """Returns when no stream is open."""
+        """Waits until no stream is open."""
         await self._quiet.wait()
 
     def end(self, why: SpeculationError) -> None:
@@ -402,7 +405,7 @@ class EngineSession:
 
 
 def _differ(before: Plan, plan: Plan) -> bool:
-    """Returns whether the engine must do something else; probes and leases do not count."""
+    """Returns whether the plan changes what the engine does; probes and leases do not count."""
     if _differ_everywhere(before, plan):
         return True
     rows = zip(before.rows, plan.rows, strict=False)
@@ -413,7 +416,7 @@ def _differ(before: Plan, plan: Plan) -> bool:
 
 
 def _differ_everywhere(before: Plan, plan: Plan) -> bool:
-    """Whether something changes that is no row's own."""
+    """Returns whether the plans differ in something that applies to all rows."""
     return (before.regime, before.draft_version, before.overrides) != (
         plan.regime, plan.draft_version, plan.overrides,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Keeps what a session tells people of its plans and its warnings."""
+"""Keeps a log of a session's plan changes, and logs its warnings."""
 
 import math
 from collections.abc import Iterable
@@ -12,10 +12,10 @@ from controller.core.plan import Plan
 
 # Changes that a session remembers.
 LENGTH = 50
-# A warning that comes and goes is logged once in so long.
+# A recurring warning is logged once in this time.
 _AGAIN_SECONDS = 3600.0
-# Warnings whose time is remembered, the latest ones: an engine can come back under its id with
-# other drafters, and has at most 24 at once.
+# Warnings whose time is remembered, the latest ones.  An engine has at most 24 at a time, but can
+# return under its id with other drafters.
 _TOLD_KEPT = 64
 
 _log = structlog.get_logger(__name__)
@@ -23,7 +23,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PlanLogEntry:
-    """A plan that told an engine something else.  time: Unix seconds; arms as "DRAFTER GAMMA"."""
+    """Describes a change of plan.  time: Unix seconds; was, arm: "DRAFTER GAMMA"."""
 
     time: float
     epoch: int
@@ -57,14 +57,14 @@ class PlanLogEntry:
 
 
 class WarningLog:
-    """Logs what is found wrong with an engine when it begins and when it ends, not in between.
+    """Logs when a warning about an engine begins and when it ends.
 
     It remembers the warnings of one engine by kind and drafter.
     """
 
     def __init__(self) -> None:
         self._told_at: dict[tuple[WarningKind, str], float] = {}
-        # Those that were told and have not ended.
+        # Warnings that were logged and have not ended.
         self._open: set[tuple[WarningKind, str]] = set()
 
     def tell(self, engine_id: str, warnings: Iterable[EngineWarning], now: float) -> None:

@@ -1,4 +1,4 @@
-"""Overrides in force, and the news of them for those who watch."""
+"""Describes overrides in force, and notifies clients that watch their changes."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from controller.core.errors import SpeculationError
 from controller.core.planning.overrides import Override
 from controller.service.net.errors import SlowClientError
 
-# Changes that one who watches may not have read yet.
+# Unread changes of a watch, at most.
 _WATCH_MAX = 1000
 
 
@@ -20,8 +20,8 @@ _WATCH_MAX = 1000
 class ActiveOverride:
     """Holds an override in force.
 
-    until: monotonic seconds, inf without an end.  created_at: Unix seconds.  origin: path of the
-    policy file that it comes from; empty for one that an operator has set.
+    until: the end in monotonic seconds, inf without an end.  created_at: Unix seconds.
+    origin: path of the policy file that it comes from; empty for one that an operator has set.
     """
 
     override: Override
@@ -38,18 +38,18 @@ class ActiveOverride:
 
 @dataclass(frozen=True, slots=True)
 class OverrideChange:
-    """News for those who watch: "present", "set" or "ended"."""
+    """Describes a change for a watch.  kind: "present", "set" or "ended"."""
 
     kind: str
     held: ActiveOverride
 
 
-# None: the sidecar goes.
+# None: the sidecar stops.
 _Queue: TypeAlias = "asyncio.Queue[OverrideChange | SpeculationError | None]"
 
 
 class OverrideWatchers:
-    """Tells everybody who watches of every change."""
+    """Notifies every watch of every change."""
 
     def __init__(self) -> None:
         self._queues: set[_Queue] = set()
@@ -58,9 +58,9 @@ class OverrideWatchers:
     async def watching(
         self, present: Iterable[ActiveOverride]
     ) -> AsyncIterator[AsyncIterator[OverrideChange]]:
-        """Gives what is in force, then every change, until `close`.
+        """Yields the overrides in force, then every change, until `close`.
 
-        Raises SlowClientError where changes pile up.
+        Raises SlowClientError if the reader falls behind.
         """
         queue: _Queue = asyncio.Queue(_WATCH_MAX)
         for held in present:
@@ -72,14 +72,16 @@ class OverrideWatchers:
             self._queues.discard(queue)
 
     def tell(self, change: OverrideChange) -> None:
-        """Tells of a change; the watch of whoever reads too slowly ends with an error."""
+        """Notifies all watches of a change; a watch that is read too slowly ends with an error."""
         for queue in list(self._queues):
             try:
                 queue.put_nowait(change)
             except asyncio.QueueFull:
                 self._queues.discard(queue)
                 queue.get_nowait()
-                queue.put_nowait(SlowClientError("changes pile up: read faster, or watch again"))
+                queue.put_nowait(
+                    SlowClientError("too many unread changes: read faster, or watch again")
+                )
 
     def close(self) -> None:
         """Ends every watch."""

@@ -1,16 +1,16 @@
-"""Audits what is done to engines beside overrides.
+"""Records actions on engines, other than overrides, in the audit.
 
-    measure          an engine was forced to run what a client asked for
-    install_profile  costs of the engines named were replaced
-    push_profile     a profile was given to the fleet
-    replace_session  an engine id went from one process to another
-    policy           what the policy file says has changed
+    measure          a client forced an engine to run an arm
+    install_profile  the costs of the named engines were replaced
+    push_profile     a profile was shared with the fleet
+    replace_session  an engine id moved from one process to another
+    policy           the content of the policy file changed
 
-These actions do not wait for the store.  A record that the store does not take is logged in full.
+These actions do not wait for the store.  If the store refuses a record, it is logged in full.
 
-Whoever may introduce an engine can make ids change hands as fast as the sidecar answers.  Beyond
-a rate these records are therefore counted, and one record tells the count: a record each would keep
-overrides waiting for the disk, and push the older records out of the audit.
+A client that may introduce engines can replace sessions as fast as the sidecar answers.  Beyond a
+rate these replacements are therefore counted, and one record has the count.  Separate records would
+delay overrides at the disk, and displace older records of the audit.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ from controller.service.sessions.session import EngineSession
 from controller.store.interface import Actor, Store, StoreError
 from controller.util.tasks import BackgroundTasks
 
-# Records that are being written when the sidecar stops may take so long.
+# Time limit for unfinished records when the sidecar stops.
 _LAST_WORDS_SECONDS = 1.0
-# Replaced sessions that have a record each: a fleet that starts again, and one a minute beyond it.
+# Replaced sessions with a record each: a burst for a restarted fleet, then one a minute.
 _REPLACED_AT_ONCE: Final = 64
 _REPLACED_A_SECOND: Final = 1 / 60
-# Those beyond that share a record once in so many seconds.
+# Further ones share one record per this time.
 _COUNTED_SECONDS: Final = 60.0
 
 _log = structlog.get_logger(__name__)
 
 
 class AuditLog:
-    """Writes in the background.  counted_seconds: between two records of a count."""
+    """Writes audit records in the background.  counted_seconds: between two records of counts."""
 
     def __init__(self, store: Store, counted_seconds: float = _COUNTED_SECONDS) -> None:
         self._store = store
@@ -50,18 +50,18 @@ class AuditLog:
         self._counting = asyncio.Event()
 
     def record(self, action: str, subject: str, caller: Caller, reason: str) -> None:
-        """Adds a record.  subject: what it was done to.  reason: what was done, in words."""
+        """Adds a record.  subject: the object of the action.  reason: a description for people."""
         self._begin(action, subject, Actor(caller.name, reason, caller.origin))
 
     def policy(self, path: str, reason: str) -> None:
-        """The policy file has changed.  reason: what changed, in words."""
+        """Records a change of the policy file.  reason: a description for people."""
         self._begin("policy", "policy", Actor("policy file", reason, path))
 
     def replaced(self, session: EngineSession, before: EngineSession) -> None:
-        """An engine introduced itself under the id of another one."""
+        """Records or counts that an engine introduced itself under the id of another one."""
         origin = session.identity.origin
         if not self._counting.is_set() and self._replaced.take():
-            reason = f"the session before was silent for {before.seconds_since_steered:.0f} s"
+            reason = f"the previous session was silent for {before.seconds_since_steered:.0f} s"
             self._begin("replace_session", session.engine_id, Actor(origin, reason, origin))
             return
         self._count += 1
@@ -69,7 +69,7 @@ class AuditLog:
         self._counting.set()
 
     async def tell_counts(self) -> None:
-        """Records a count some time after it began, until cancelled."""
+        """Records each count once its time is over, until cancelled."""
         while True:
             await self._counting.wait()
             await asyncio.sleep(self._counted_seconds)
@@ -77,7 +77,7 @@ class AuditLog:
 
     def _begin_counted(self) -> None:
         engine_id, origin = self._last
-        reason = f"{self._count} engine ids changed hands since the record before, this one last"
+        reason = f"{self._count} sessions were replaced since the last record, this one last"
         self._count = 0
         self._counting.clear()
         self._begin("replace_session", engine_id, Actor(origin, reason, origin))
@@ -94,7 +94,7 @@ class AuditLog:
             )
 
     async def close(self) -> None:
-        """Waits for what is being written, briefly."""
+        """Waits briefly for unfinished records."""
         if self._counting.is_set():
             self._begin_counted()
         await self._writing.close(_LAST_WORDS_SECONDS)

@@ -1,12 +1,13 @@
-"""Acceptance estimates as the fleet's goods: a fresh session begins from what others have learnt.
+"""Shares acceptance estimates in the fleet: a new session starts from what other engines learnt.
 
-Kept under (target model, drafter), a text for every engine that told; request classes inside.  An
-engine tells every minute or so, when it has learnt something since, and when its session ends.
+The blob store keeps them under (target model, drafter), one text per engine, which includes the
+request classes.  An engine's estimates are published about once a minute if it has learnt enough
+since then, and when its session ends.
 
-Engines of one sidecar that were let in by the same access entry (or by none) are a group.  A group
-takes at most _PLACES places in the blob store.  A fresh session starts from its own group's
-estimates.  Without any, it starts from the other groups, each of which counts the same, whatever
-number of engines or reports it has published.
+Engines of one sidecar that were admitted by the same access entry (or by none) form a group.  A
+group uses at most _PLACES entries in the blob store.  A new session starts from its own group's
+estimates.  Without any, it starts from the other groups, all with the same weight, no matter how
+many engines or reports they have published.
 """
 
 import asyncio
@@ -34,13 +35,13 @@ from controller.util import tasks
 from controller.util.tasks import BackgroundTasks
 
 _TELL_SECONDS = 60.0
-# Hexadecimal digits of a source that name its group; the last one is its place.
+# Hexadecimal digits of a source that identify its group; one more digit is its place.
 _GROUP_DIGITS = 15
-# Of one group, under one name; as a hexadecimal digit.
+# Entries of one group under one name; one hexadecimal digit.
 _PLACES = 4
-# Reports since it last told that make an engine worth hearing again.
+# Reports since the last publication after which an engine's estimates are published again.
 _NEWS_REPORTS = 100
-# Publishing at the end of a sidecar may take so long.
+# Time limit for publications when the sidecar stops.
 _LAST_WORDS_SECONDS = 1.0
 
 _log = structlog.get_logger(__name__)
@@ -48,7 +49,10 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(eq=False, repr=False)
 class FleetEstimates:
-    """Never in the way of an engine.  tell_seconds: between two tellings, about."""
+    """Publishes and finds estimates in the background.
+
+    tell_seconds: about the time between two publications of an engine.
+    """
 
     blobs: BlobStore
     registry: SessionRegistry
@@ -62,16 +66,16 @@ class FleetEstimates:
         self.searches = SessionSearches("estimates", self._search)
 
     async def close(self) -> None:
-        """Waits briefly for what is being published."""
+        """Waits briefly for publications under way."""
         await self._publishing.close(_LAST_WORDS_SECONDS)
 
     def look_for(self, session: EngineSession) -> None:
-        """Asks in the background, and warms the session when the answer comes."""
+        """Searches for estimates in the background, and warm-starts the session from them."""
         spec = session.spec
         self.searches.ask(session, _digest(*(_name(spec, drafter) for drafter in spec.drafters)))
 
     def tell(self, session: EngineSession) -> None:
-        """Tells in the background what the session has learnt, if it is news."""
+        """Publishes a session's estimates in the background, if it has enough new reports."""
         reports = session.core.reports
         if reports - self._told.get(session, 0) < _NEWS_REPORTS:
             return
@@ -80,7 +84,7 @@ class FleetEstimates:
         self._publishing.start("publish estimates", work)
 
     async def tell_all(self) -> None:
-        """Tells about every engine from time to time, until cancelled."""
+        """Publishes the estimates of every engine periodically, until cancelled."""
         while True:
             await asyncio.sleep(self.tell_seconds * random.uniform(0.8, 1.2))
             for session in self.registry:
@@ -111,9 +115,9 @@ class FleetEstimates:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Holds what engines have reported of the same drafters, by group and of all together.
+    """Holds pooled estimates of the same drafters, by group and for all groups together.
 
-    youngest: the age in seconds of the newest estimate.
+    sources: number of engines.  youngest: the age in seconds of the newest estimate.
     """
 
     of_group: Mapping[str, Sequence[Belief]]
@@ -123,9 +127,9 @@ class _Found:
 
 
 def _pooled(stored: Mapping[str, Sequence[Blob]]) -> _Found:
-    """Reads and pools estimates by drafter, which takes milliseconds: for a thread.
+    """Reads and pools estimates by drafter.  It takes milliseconds and must run in a thread.
 
-    What cannot be read is logged and left out.
+    Entries that cannot be read are logged and skipped.
     """
     told: dict[str, list[tuple[Belief, float]]] = {}
     ages: dict[str, float] = {}
@@ -151,9 +155,9 @@ def _pooled(stored: Mapping[str, Sequence[Blob]]) -> _Found:
 def _begin_from(
     found: _Found, began: float, sessions: Sequence[EngineSession]
 ) -> Generator[None, None, None]:
-    """Warms sessions by what their own group knows, or else by what all others do.
+    """Warm-starts sessions from their own group's estimates, or else from those of all groups.
 
-    began: when the search did, on the monotonic clock.
+    began: the start of the search, on the monotonic clock.
     """
     where = (
         f"{found.sources} engines' estimates, the youngest {found.youngest / 60:.0f} minutes old"
@@ -173,7 +177,7 @@ def _begin_from(
 
 
 def _group(session: EngineSession) -> str:
-    """Returns a source without its place."""
+    """Returns the part of a source that identifies its group."""
     return _digest(socket.gethostname(), session.identity.identity)[:_GROUP_DIGITS]
 
 

@@ -1,8 +1,8 @@
-"""Profiles as the fleet's goods: what one pod has measured, the next one finds when it boots.
+"""Shares profiles in the fleet: a new pod uses what another pod has measured.
 
-The blob store keeps an identity's newest measurements; what is given out is all of them merged.
-An engine that introduces itself costs one look at the profiles of its own identity.  Profiles of
-other identities are read only for people who list them, and again only when they have changed.
+The blob store keeps an identity's newest measurements, and readers get all of them merged.  An
+engine that introduces itself costs one read of the profiles of its own identity.  Profiles of other
+identities are read only for people who list them, and again only if they have changed.
 """
 
 import asyncio
@@ -34,13 +34,12 @@ from controller.service.state.session_searches import Give, SessionSearches
 from controller.store.interface import PROFILES, BlobStore, StoreUnavailableError
 from controller.util import tasks
 
-# Identities that are listed, the newest.
+# The most identities that are listed, the newest ones.
 _LISTED = 200
-# Bytes of what is listed of one identity.  An engine's introduction is shorter (64 KiB), so that no
-# engine could have a profile that is longer.
+# Bytes of the summary of one identity.  An engine's introduction has at most 64 KiB, so no engine
+# can match a profile with a longer summary.
 _SUMMARY_BYTES_MAX: Final = 64 * 1024
-# A list is read again after this time, or later where reading would otherwise take more than this
-# share of the time.
+# A list is read again after this time, or later if reading would take more than this share of time.
 _SECONDS: Final = 2.0
 _SHARE_MAX: Final = 0.1
 
@@ -51,10 +50,10 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class ProfileSummary(MeasuredEngine):
-    """Describes what there is for one identity, without its cells.
+    """Describes the profiles of one identity, without their cells.
 
-    profile_id: of all `measurements`, which are named by their ids, merged.  cells, steps: numbers
-    of the merged profile.  measured_at: of the newest measurement, as it says it.
+    measurements: ids of the profiles.  profile_id: of all of them merged.  cells, steps: of the
+    merged profile.  measured_at: of the newest measurement.
     """
 
     identity: str
@@ -65,7 +64,7 @@ class ProfileSummary(MeasuredEngine):
     measured_at: str
 
 
-# What was made of an identity's texts, behind the digest of these; None if they cannot be used.
+# The digest of an identity's texts, and their summary; None if they cannot be used.
 _Known = tuple[bytes, ProfileSummary | None]
 
 
@@ -79,7 +78,7 @@ class FleetProfiles:
 
     def __post_init__(self) -> None:
         self.searches = SessionSearches("profile", self._search)
-        # Of people who ask: one of them at a time reads profiles.
+        # Lists and downloads: one of them at a time reads profiles.
         self._turns = Turns(READS_WAITING)
         self._summaries: dict[str, _Known] = {}
         self._listed: tuple[ProfileSummary, ...] = ()
@@ -87,7 +86,7 @@ class FleetProfiles:
         self._pushes = 0
 
     async def push(self, profile: Profile) -> str:
-        """Gives a profile to the fleet; its identity.  Raises StoreUnavailableError."""
+        """Stores a profile for the fleet; returns its identity.  Raises StoreUnavailableError."""
         identity = identity_of(profile)
         text = await asyncio.to_thread(profile.to_json)
         await self.blobs.put(PROFILES, identity, profile.profile_id, text)
@@ -100,14 +99,14 @@ class FleetProfiles:
         return identity
 
     async def publish(self, profile: Profile) -> None:
-        """Pushes a profile; an unavailable store is only logged, as the profile serves here."""
+        """Pushes a profile; an unavailable store is only logged, as the profile is in use here."""
         try:
             await self.push(profile)
         except StoreUnavailableError as error:
             _log.warning("profile_not_shared", profile=profile.profile_id, error=str(error))
 
     async def listed(self) -> Sequence[ProfileSummary]:
-        """Everything that can be used, the newest identity first; unusable entries are logged.
+        """Returns the usable profiles, the newest identity first; unusable entries are logged.
 
         Raises StoreUnavailableError, TooManyCallsError.
         """
@@ -133,9 +132,10 @@ class FleetProfiles:
             self._fresh_until = began + took + max(_SECONDS, took / _SHARE_MAX)
 
     async def by_id(self, profile_id: str) -> str:
-        """A measurement, or what an identity's measurements make together, by its id or identity.
+        """Returns the JSON text of a measurement, or of all of an identity's measurements merged.
 
-        The profile's JSON text.  Raises NoProfileError, StoreUnavailableError, TooManyCallsError.
+        profile_id: that of either, or the identity.  Raises NoProfileError, StoreUnavailableError,
+        TooManyCallsError.
         """
         for summary in await self.listed():
             if profile_id in {summary.identity, summary.profile_id}:
@@ -152,7 +152,7 @@ class FleetProfiles:
         )
 
     async def for_engine(self, spec: EngineSpec) -> str:
-        """The JSON text of an engine's profile.
+        """Returns the JSON text of an engine's profile.
 
         Raises NoProfileError, which names the field that differs, StoreUnavailableError and
         TooManyCallsError.
@@ -165,13 +165,13 @@ class FleetProfiles:
             if found.fingerprint.target_model == spec.fingerprint.target_model
         ]
         raise NoProfileError(
-            f"no profile in the store belongs to engine {spec.engine_id!r}: "
-            + ("; ".join(near[:3]) or f"none is of {spec.fingerprint.target_model!r}"),
+            f"no profile in the store matches engine {spec.engine_id!r}: "
+            + ("; ".join(near[:3]) or f"it has none for {spec.fingerprint.target_model!r}"),
             resource=identity_of(spec),
         )
 
     def look_for(self, session: EngineSession) -> None:
-        """Asks for an engine's profile in the background, and puts it into use when it comes."""
+        """Searches for an engine's profile in the background, and uses it once it is found."""
         self.searches.ask(session, identity_of(session.spec))
 
     async def _search(self, session: EngineSession) -> Give | None:
@@ -181,7 +181,7 @@ class FleetProfiles:
     def _use(
         self, profile: Profile, sessions: Sequence[EngineSession]
     ) -> Generator[None, None, None]:
-        """Puts a profile into use for all engines that have none; those that waited are some."""
+        """Uses a profile for all matching engines without one, not only for those that waited."""
         self.profile_registry.add(profile)
         for session in self.registry:
             if (
@@ -194,20 +194,20 @@ class FleetProfiles:
             yield
 
     async def _text_of(self, identity: str, profile_id: str = "") -> str:
-        """One measurement's text, or all measurements' together; "" if it is not in the store."""
+        """Returns the text of one measurement, or of all merged; "" if the store has none."""
         async with self._turns.turn():
             return await self._read(identity, partial(_text, profile_id=profile_id))
 
     async def _read(self, identity: str, make: Callable[[str, Sequence[str]], T]) -> T:
-        """Makes something of the stored texts of an identity, in a thread."""
+        """Processes the stored texts of an identity in a thread."""
         texts = [item.text for item in await self.blobs.items(PROFILES, identity)]
         return await tasks.finish(asyncio.to_thread(make, identity, texts))
 
 
 def _measurements(identity: str, texts: Sequence[str]) -> list[Profile]:
-    """Reads profiles that can be merged, each of which takes milliseconds.
+    """Reads the profiles of an identity; each takes milliseconds.
 
-    Unusable ones are logged and left out.
+    Unusable ones are logged and skipped.
     """
     profiles = []
     for text in texts:
@@ -225,10 +225,10 @@ def _measurements(identity: str, texts: Sequence[str]) -> list[Profile]:
 
 
 def _merge(identity: str, profiles: Sequence[Profile]) -> tuple[Sequence[Profile], Profile]:
-    """Merges profiles, of which there is one at least; returns those that could be, and the result.
+    """Merges at least one profile; returns the profiles that could be merged, and the result.
 
-    Left out is what makes a profile with numbers that are too large, say.  The oldest are kept, so
-    that one that is brought later keeps none of them out.
+    A profile is skipped if the merged one would be invalid, for example with too large numbers.
+    Older profiles have priority, so that a later one cannot displace them.
     """
     try:
         return profiles, merge_profiles(profiles)
@@ -261,7 +261,7 @@ def _text(identity: str, texts: Sequence[str], profile_id: str) -> str:
 
 
 def _summary(identity: str, texts: Sequence[str], known: _Known | None) -> _Known:
-    """Describes what is stored for an identity; `known` if that is still the same."""
+    """Summarizes the stored texts of an identity; returns `known` if they have not changed."""
     digest = hashlib.sha256("\0".join(texts).encode()).digest()
     if known is not None and known[0] == digest:
         return known
@@ -280,7 +280,7 @@ def _summary(identity: str, texts: Sequence[str], known: _Known | None) -> _Know
         merged.measured_at,
     )
     if (size := len(repr(summary).encode())) > _SUMMARY_BYTES_MAX:
-        error = f"its description has {size} bytes: {_SUMMARY_BYTES_MAX} at most"
+        error = f"its summary has {size} bytes: at most {_SUMMARY_BYTES_MAX}"
         _log.error("profile_refused", identity=identity, error=error)
         return digest, None
     return digest, summary

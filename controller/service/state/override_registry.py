@@ -1,10 +1,10 @@
-"""The overrides in force here: taken from the store, handed to the engines, ended on time.
+"""Keeps the overrides in force: reads them from the store, applies them, and ends them on time.
 
     store --entries--> registry --set_overrides--> every session's core --> plans
-                       ^  ^ set, clear: through the store first, then here at once
+                       ^  ^ set, clear: the store first, then the registry at once
                        policy file (`policy_watch`)
 
-An override ends by this process's monotonic clock, whether or not the store can be asked.
+An override ends by this process's monotonic clock, even if the store is unavailable.
 """
 
 import asyncio
@@ -47,25 +47,25 @@ from controller.store.interface import (
 from controller.util.text import printable
 from controller.wire.overrides import from_body, to_body
 
-# After trouble the store is asked again after this time at the latest.
+# The store is read again after this time at the latest.
 _ASK_AGAIN_SECONDS = 30.0
-# Of the overrides in the store that cannot be in force, those that are named.
+# Unusable overrides of the store that are named.
 _NAMED_MAX = 20
-# Of an id or a reason, in characters.
+# Characters of an id or a reason that are shown.
 _SHOWN_CHARACTERS = 200
 _BEYOND = f"{LIVE_ENTRIES_MAX} newer overrides are in force, which is the limit"
 
-# Two requests with the same id and content ask for the same time to live if it differs by less.
+# Two requests with the same id and content have the same lifetime if it differs by less than this.
 _SAME_LIFETIME_SECONDS = 1.0
 
 _log = structlog.get_logger(__name__)
 
 
 class OverrideOutcome(Enum):
-    """Names the effect of a request to set an override.
+    """Lists the outcomes of a request to set an override.
 
     REPEATED: the same request was answered before, and nothing changes.  END_MOVED: the same
-    override is in force, and lasts as long as this request says from now on.
+    override is in force, and this request has set a new end.
     """
 
     SET = "set"
@@ -74,7 +74,7 @@ class OverrideOutcome(Enum):
 
 
 class OverrideRegistry:
-    """See the module.  One per sidecar."""
+    """Keeps the overrides in force; there is one registry per sidecar."""
 
     def __init__(self, store: Store, registry: SessionRegistry) -> None:
         self._store = store
@@ -82,26 +82,26 @@ class OverrideRegistry:
         self._held: dict[str, ActiveOverride] = {}
         self.policy = Policy()
         self._policies: dict[str, ActiveOverride] = {}
-        # Of entries in the store that cannot be in force here: the etag and the reason, by id.
+        # Entries of the store that cannot be in force here: etag and reason, by id.
         self._unusable: dict[str, tuple[str, str]] = {}
         self._news = asyncio.Event()
         self._watchers = OverrideWatchers()
 
     async def open(self) -> None:
-        """Opens the store and takes what is in force.  Raises StoreError."""
+        """Opens the store and reads the overrides.  Raises StoreError."""
         await self._store.open(self._news.set)
         await self.refresh()
 
     async def close(self) -> None:
-        """Ends the calls that watch, and closes the store."""
+        """Ends all watches, and closes the store."""
         self._watchers.close()
         await self._store.close()
 
     @property
     def health(self) -> Health:
-        """Returns the state of the store, and what of it cannot be in force here."""
+        """Returns the state of the store, with the entries that cannot be in force here."""
         health, unusable = self._store.health, self._unusable
-        # Others may have written the ids, and what the reasons quote.
+        # Other processes may have written the ids, and the texts that the reasons quote.
         named = {
             _printable(name): _printable(unusable[name][1])
             for name in sorted(unusable)[:_NAMED_MAX]
@@ -113,15 +113,15 @@ class OverrideRegistry:
         )
 
     def is_unusable(self, override_id: str) -> bool:
-        """Whether the store has an entry of that id which cannot be in force here."""
+        """Returns whether the store has an entry with that id that cannot be in force here."""
         return override_id in self._unusable or self._is_unreadable(override_id)
 
     def _is_unreadable(self, override_id: str) -> bool:
-        # A name with a backslash is only shown in place of an id that is not printable.
+        # A name with a backslash only stands for an id that is not printable.
         return override_id in self._store.health.unusable and "\\" not in override_id
 
     def active(self) -> tuple[Override, ...]:
-        """All that are in force now, whomever they are for; file-based policy among them."""
+        """Returns all overrides in force now, for any engine; file-based policy included."""
         return tuple(held.override for held in self._live())
 
     def _live(self) -> list[ActiveOverride]:
@@ -130,17 +130,17 @@ class OverrideRegistry:
         return [*live, *self._policies.values()]
 
     def ends_at(self, override_id: str) -> float | None:
-        """Returns Unix seconds; None if it never ends, or if none is in force."""
+        """Returns the end in Unix seconds; None if there is no end, or no such override."""
         held = self._held.get(override_id)
         seconds = None if held is None else held.remaining_seconds
         return None if seconds is None else time.time() + seconds
 
     def held(self) -> list[ActiveOverride]:
-        """All that are in force now, by id; file-based policy among them."""
+        """Returns all overrides in force now, ordered by id; file-based policy included."""
         return sorted(self._live(), key=lambda held: held.override.override_id)
 
     async def use_policy(self, policy: Policy) -> None:
-        """Puts a policy into force in place of the one before."""
+        """Replaces the policy in force."""
         self.policy = policy
         new = {
             o.override_id: ActiveOverride(o, "", math.inf, policy.read_at, str(policy.path))
@@ -159,7 +159,7 @@ class OverrideRegistry:
     async def set(
         self, override: Override, seconds: float | None, etag: str, who: Actor
     ) -> tuple[ActiveOverride, OverrideOutcome]:
-        """The override in force, and what the request did.
+        """Sets an override; returns the override in force and the outcome.
 
         Raises OverrideExistsError, OverrideChangedError, NoOverrideError, TooManyOverridesError,
         StoreUnavailableError.
@@ -188,7 +188,7 @@ class OverrideRegistry:
     async def try_set(
         self, override: Override, seconds: float | None, etag: str
     ) -> OverrideOutcome:
-        """Returns what `set` would do now and changes nothing.  Raises what `set` would raise."""
+        """Returns the outcome that `set` would have now; changes nothing.  Raises as `set`."""
         self._require_room(override)
         expected = revision_of(etag)
         entries = await self._store.entries()
@@ -221,11 +221,11 @@ class OverrideRegistry:
         )  # fmt: skip
         self._end(override_id)
         if self._unusable:
-            await self.refresh()  # there is room for another one now
+            await self.refresh()  # another one may fit now
         await self._apply()
 
     async def _find(self, override_id: str) -> Entry | None:
-        """Returns what the store has under an id; None for what cannot be read.
+        """Returns the store's entry with an id; None if the entry cannot be read.
 
         Raises NoOverrideError.
         """
@@ -239,37 +239,40 @@ class OverrideRegistry:
         )
 
     def sessions_of(self, scope: Scope) -> list[EngineSession]:
-        """The sessions of this sidecar's engines in a scope, by engine id."""
+        """Returns the sessions of this sidecar's engines in a scope, ordered by engine id."""
         found = (session for session in self._registry if scope.covers(session.spec))
         return sorted(found, key=lambda session: session.engine_id)
 
     def known_engines(self) -> list[EngineSession]:
-        """The sessions of all engines of this sidecar, by engine id."""
+        """Returns the sessions of all engines of this sidecar, ordered by engine id."""
         return sorted(self._registry, key=lambda session: session.engine_id)
 
     def with_(self, override: Override) -> tuple[Override, ...]:
-        """Returns what would be in force with an override, as the newest."""
+        """Returns the overrides that would be in force with an additional, newest one."""
         newest = max((o.revision for o in self.active()), default=0)
         newer = replace(override, revision=newest + 1)
         return (*self.without(override.override_id), newer)
 
     def without(self, override_id: str) -> tuple[Override, ...]:
-        """Returns what would be in force without an override."""
+        """Returns the overrides that would be in force without one of them."""
         return tuple(o for o in self.active() if o.override_id != override_id)
 
     async def audit(self, limit: int, subject: str, before: str) -> list[AuditRecord]:
-        """Returns records, the newest first.  Raises StoreUnavailableError."""
+        """Returns audit records, the newest first.  Raises StoreUnavailableError."""
         return list(await self._store.audit(limit, subject, before))
 
     def watching(self) -> "contextlib.AbstractAsyncContextManager[AsyncIterator[OverrideChange]]":
-        """All in force, then every change, until the sidecar goes.
+        """Yields all overrides in force, then every change, until the sidecar stops.
 
-        Raises SlowClientError where changes pile up.
+        Raises SlowClientError if the reader falls behind.
         """
         return self._watchers.watching(self.held())
 
     async def refresh(self) -> None:
-        """Takes what the store has.  Raises nothing: what is held goes on while it is away."""
+        """Reads the overrides from the store.
+
+        Raises nothing: while the store is unavailable, the present overrides stay in force.
+        """
         try:
             entries = await self._store.entries()
         except StoreUnavailableError as error:
@@ -279,9 +282,9 @@ class OverrideRegistry:
         await self._apply()
 
     def _choose(self, live: list[Entry]) -> None:
-        """Puts the newest of the store's entries into force, as many as there is room for.
+        """Puts the newest entries of the store into force, up to the limit.
 
-        All sidecars choose the same: the order is that of the revisions, which the store gives.
+        All sidecars choose the same entries, because the store assigns the revisions.
         """
         chosen, unusable = set[str](), dict[str, tuple[str, str]]()
         for entry in sorted(live, key=lambda entry: (-entry.revision, entry.override_id)):
@@ -302,7 +305,7 @@ class OverrideRegistry:
         self._unusable = unusable
 
     async def _take(self, entry: Entry, override: Override) -> ActiveOverride:
-        """Puts into force what the store holds in an entry now."""
+        """Puts a written entry into force."""
         held = self._held.get(entry.override_id)
         if held is None or held.etag != entry.etag:
             held = self._hold(entry, override)
@@ -310,7 +313,7 @@ class OverrideRegistry:
         return held
 
     def _note(self, entry: Entry) -> str:
-        """Puts an entry into force, or says why that cannot be."""
+        """Puts an entry into force; returns why that is impossible, or ""."""
         known = self._held.get(entry.override_id)
         if known is not None and known.etag == entry.etag:
             return ""
@@ -320,10 +323,10 @@ class OverrideRegistry:
         try:
             override = from_body(entry.body)
         except InvalidOverrideError as error:
-            # Of a newer sidecar, perhaps: it is not obeyed here.
+            # It may come from a newer sidecar; it has no effect here.
             return str(error)
         if override.override_id != entry.override_id:
-            return "it holds an override of another id"
+            return "it contains an override with another id"
         self._hold(entry, override)
         return ""
 
@@ -335,13 +338,14 @@ class OverrideRegistry:
         )
         self._held[entry.override_id] = held
         self._watchers.tell(OverrideChange("set", held))
-        self._news.set()  # an end may be nearer now
+        self._news.set()  # the next end may be earlier now
         return held
 
     def end_over(self) -> None:
-        """Ends what has run out.
+        """Ends the overrides that have expired.
 
-        Also before every plan: in a process that was stopped, a timer comes later than a report.
+        It also runs before every plan: after a process was suspended, a report can be processed
+        before the timer.
         """
         now = time.monotonic()
         over = [name for name, held in self._held.items() if held.until <= now]
@@ -359,10 +363,10 @@ class OverrideRegistry:
             self._watchers.tell(OverrideChange("ended", held))
 
     async def _apply(self) -> None:
-        """Hands what is in force to every engine; steering goes on in between."""
+        """Applies the overrides to every engine, and yields to the event loop between engines."""
         for session in self._registry:
             if not session.is_over:
-                # What is in force may have changed since the engine before.
+                # The overrides may have changed since the previous engine.
                 self._hand(session, self.active())
             await asyncio.sleep(0)
 
@@ -372,13 +376,13 @@ class OverrideRegistry:
                 "overrides_in_force", engine=session.engine_id,
                 overrides=[o.override_id for o in session.core.overrides],
             )  # fmt: skip
-            # Also where no stream is open that would ask for it.
+            # At once, because there may be no open stream that would do it.
             session.advance()
             session.ring()
 
     async def keep(self) -> None:
-        """Ends what has run out, and takes news from the store, until cancelled."""
-        # What has happened while nothing ran here is news.
+        """Ends expired overrides, and reads changes from the store, until cancelled."""
+        # The store may have changed while this task did not run.
         self._news.set()
         while True:
             soonest = min((held.until for held in self._held.values()), default=math.inf)
@@ -402,14 +406,16 @@ def revision_of(etag: str) -> int:
     """Returns the revision that an etag stands for.  Raises OverrideChangedError."""
     number = etag.partition("-")[0]
     if etag and not number.isdecimal():
-        raise OverrideChangedError(f"etag {etag[:40]!r} is not an etag: send it as it was given")
+        raise OverrideChangedError(
+            f"{etag[:40]!r} is not an etag: send the etag of the override unchanged"
+        )
     return int(number[:18]) if etag else 0
 
 
 def judge(
     found: Entry | None, override: Override, seconds: float | None, etag: str
 ) -> tuple[OverrideOutcome, Entry]:
-    """Returns the outcome of a request whose etag is not the stored entry's, and that entry.
+    """Returns the outcome of a request whose etag is not that of the stored entry, and that entry.
 
     Raises OverrideExistsError, OverrideChangedError, NoOverrideError.
     """
@@ -424,32 +430,32 @@ def judge(
 
 
 def _lifetime(entry: Entry) -> float | None:
-    """Returns the seconds that it was given when it was written; None without an end."""
+    """Returns the lifetime in seconds at the time of writing; None without an end."""
     left = entry.remaining_seconds
     return None if left is None else left + time.time() - entry.created_at
 
 
 def conflict_of(override_id: str, etag: str, found: Entry | None) -> SpeculationError:
-    """Returns the error for a request that does not fit what the store has."""
+    """Returns the error for a request that conflicts with the stored entry."""
     if found is None:
         return NoOverrideError(
-            f"override {override_id!r} is not there (any more)", resource=override_id
+            f"override {override_id!r} does not exist (any more)", resource=override_id
         )
     if found.ended:
         return OverrideExistsError(
-            f"override {override_id!r} was {found.ended} before: its id is not taken again, so "
-            "that a repeated request cannot bring it back; choose another id",
+            f"override {override_id!r} was {found.ended} before: its id cannot be used again, so "
+            "that a repeated request cannot restore it; choose another id",
             resource=override_id,
         )
     if not etag:
         return OverrideExistsError(
-            f"override {override_id!r} exists with other content (etag {found.etag}): to replace "
-            "it, send that etag (`--etag` of the command)",
+            f"override {override_id!r} exists with different content (etag {found.etag}): to "
+            "replace it, send that etag (`--etag` of the command)",
             resource=override_id,
             facts={"etag": found.etag},
         )
     return OverrideChangedError(
-        f"override {override_id!r} has changed: its etag is {found.etag}; look at it again",
+        f"override {override_id!r} has changed: its etag is {found.etag}; read it again",
         resource=override_id,
         facts={"etag": found.etag},
     )

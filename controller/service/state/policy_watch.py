@@ -1,12 +1,12 @@
-"""Watches the policy file, and keeps the last good policy in force while the file is bad.
+"""Watches the policy file, and keeps the last valid policy in force while the file is invalid.
 
     file --WatchedFile--> bytes --parse_policy--> Policy --use_policy--> registry --> engines
-    bytes --> copy in the state directory, for a start with a bad file
+    bytes --> copy in the state directory, for a start with an invalid file
 
-A change counts when two looks in a row have found the same bytes, because whoever writes the file
-may not be done with it.  What takes something out of force has to last for longer: a file that is
-gone, and one with some of its entries and no others, as of a file that is being written.
-An empty file is a bad one; `policies: []` is an empty policy.
+A change counts once two successive reads return the same bytes, because the file may be half
+written.  A change that only removes entries must last for longer: a missing file, or a file with
+fewer entries and no new one, as of a file that is being written.  An empty file is invalid;
+`policies: []` is an empty policy.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from controller.settings.policy_file import (
 )
 from controller.util.files import AGREEING_LOOKS, LOOK_SECONDS, Found, WatchedFile, write_whole
 
-# Looks in a row with fewer entries and none that is new, 2 s: longer than a writer pauses.
+# Successive reads with fewer entries and no new one, 2 s: longer than a writer pauses.
 _SHORTER_LOOKS: Final = 1 + math.ceil(2.0 / LOOK_SECONDS)
-# Looks in a row without a file, 10 s: longer than an editor, or a mount, takes to replace it.
+# Successive reads without a file, 10 s: longer than an editor or a mount takes to replace it.
 _GONE_LOOKS: Final = 1 + math.ceil(10.0 / LOOK_SECONDS)
 _KEPT: Final = "policy.yaml"
 _KEPT_MODE: Final = 0o640
@@ -49,7 +49,7 @@ class PolicyWatch:
         self._kept = state / _KEPT
         self._override_registry = override_registry
         self._audit = audit
-        # What the file held when it was last judged: put into force, or refused.
+        # The content that was last processed: put into force, or refused.
         self._judged: Found | None = None
 
     async def open(self) -> None:
@@ -72,7 +72,7 @@ class PolicyWatch:
         except PolicyFileError as error:
             before = self._kept_policy(file.path)
             if found.is_missing:
-                # The watch ends what the copy says, unless the file comes back.
+                # The watch ends the policy of the copy, unless the file returns.
                 return before or Policy(file.path)
             if before is None:
                 raise
@@ -83,7 +83,7 @@ class PolicyWatch:
         return policy
 
     def _kept_policy(self, path: Path) -> Policy | None:
-        """Returns what the file said in an earlier life of the sidecar; None if that is unknown."""
+        """Returns the policy of an earlier run of the sidecar; None if there is no valid copy."""
         try:
             return Policy(path, read_policy(self._kept)[0], self._kept.stat().st_mtime)
         except (PolicyFileError, OSError):
@@ -109,7 +109,7 @@ class PolicyWatch:
                 )
 
     def _look(self, file: WatchedFile) -> Policy | None:
-        """Returns the policy from now on; None if there is no change, or one that may go on."""
+        """Returns the new policy; None without a change, or if the change is too recent."""
         found = file.look()
         if found == self._judged or file.agreeing < AGREEING_LOOKS:
             return None
@@ -138,14 +138,14 @@ class PolicyWatch:
 
 
 def _policy_of(path: Path, found: Found) -> Policy:
-    """Raises PolicyFileError for a file that is missing or cannot be used."""
+    """Parses a policy.  Raises PolicyFileError for a file that is missing or cannot be used."""
     if found.error:
         raise PolicyFileError(f"{path}: {found.error}")
     return Policy(path, parse_policy(path, found.content), time.time())
 
 
 def _looks_needed(policy: Policy, before: Policy, found: Found) -> int:
-    """Returns how many looks in a row have to agree about a policy."""
+    """Returns how many successive reads must agree on a policy."""
     if found.is_missing:
         return _GONE_LOOKS if before.overrides else AGREEING_LOOKS
     now, then = ({override.override_id for override in it.overrides} for it in (policy, before))
@@ -154,6 +154,6 @@ def _looks_needed(policy: Policy, before: Policy, found: Found) -> int:
 
 def _log_policy(policy: Policy) -> None:
     if policy.error:
-        _log.error("policy_not_read", error=policy.error, detail="what it said before is in force")
+        _log.error("policy_not_read", error=policy.error, detail="its previous content is in force")
     else:
         _log.info("policy_read", path=str(policy.path), entries=len(policy.overrides))

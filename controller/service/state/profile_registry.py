@@ -1,7 +1,7 @@
-"""Keeps the available profiles, and finds the one that belongs to an engine.
+"""Keeps the available profiles, and finds the one that matches an engine.
 
-Profiles come from files named at the start, and from `InstallProfile` while the sidecar runs; the
-latter are kept as files too when a directory for them is configured.  Several may fit one engine:
+Profiles come from the configured files, and from `InstallProfile` while the sidecar runs.  The
+latter are saved as files too if a directory for them is configured.  If several match an engine,
 the latest installed or, among files, the latest measured one is used.
 """
 
@@ -20,18 +20,18 @@ from controller.core.errors import InvalidProfileError, ProfileMismatchError, Sp
 from controller.service.net.errors import ProfileNotSavedError
 from controller.util.files import remove_unfinished, write_whole
 
-# How far clocks of a fleet, and their time zones, may lie apart.
+# How far the clocks of a fleet, and their time zones, may differ.
 _CLOCK_SKEW = timedelta(days=1)
 
 _log = structlog.get_logger(__name__)
 
 
 class ProfileFileError(SpeculationError):
-    """A profile file or directory that cannot be used; the message names it."""
+    """A profile file or directory cannot be used; the message names it."""
 
 
 class ProfileRegistry:
-    """Profiles in the order of preference.  `directory`: where installed ones are kept."""
+    """Holds profiles in the order of preference.  directory: where installed ones are saved."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory
@@ -41,23 +41,23 @@ class ProfileRegistry:
         return len(self._profiles)
 
     def load(self, paths: Iterable[Path]) -> None:
-        """Reads and takes profiles, those of the registry's own directory included."""
+        """Reads and adds profiles, those of the registry's own directory included."""
         own = self._directory
         if own is not None and own.is_dir():
-            with contextlib.suppress(OSError):  # read-only, perhaps, where they do no harm
+            with contextlib.suppress(OSError):  # the directory may be read-only
                 remove_unfinished(own)
             paths = [*paths, own]
         self.take(self.read(paths))
 
     def read(self, paths: Iterable[Path]) -> list[tuple[Path, Profile]]:
-        """Files, and the `*.json` of directories; nothing changes.
+        """Reads files, and the `*.json` files of directories, without adding them.
 
-        Raises ProfileFileError for a path that is missing or a file that is no profile.
+        Raises ProfileFileError for a missing path or a file that is not a profile.
         """
         return [(file, _read(file)) for path in paths for file in _files(path)]
 
     def take(self, found: Iterable[tuple[Path, Profile]]) -> list[Profile]:
-        """Adds profiles that are newer than the known ones of their identity; returns those."""
+        """Adds profiles that are newer than the known ones of their identity; returns them."""
         taken = []
         for file, profile in sorted(found, key=lambda item: item[1].measured_at):
             if self._has(profile):
@@ -75,7 +75,7 @@ class ProfileRegistry:
         return taken
 
     def _has(self, profile: Profile) -> bool:
-        """This very profile, or a newer one of its identity."""
+        """Returns whether the registry has this profile, or a newer one of its identity."""
         identity = identity_of(profile)
         return any(
             known.profile_id == profile.profile_id or known.measured_at > profile.measured_at
@@ -84,7 +84,7 @@ class ProfileRegistry:
         )
 
     def find(self, spec: EngineSpec) -> Profile | None:
-        """The preferred profile that matches, None if no one does."""
+        """Returns the preferred matching profile; None without one."""
         for profile in reversed(self._profiles):
             if mismatch(profile, spec) is None:
                 return profile
@@ -101,15 +101,16 @@ class ProfileRegistry:
         )
 
     def add(self, profile: Profile) -> None:
-        """Makes it the preferred one; one of the same identity is forgotten."""
+        """Makes a profile the preferred one, and removes others of the same identity."""
         identity = identity_of(profile)
         self._profiles = [p for p in self._profiles if identity_of(p) != identity]
         self._profiles.append(profile)
 
     def save(self, profile: Profile) -> Path | None:
-        """Keeps it in the directory, in place of an older one of the same identity.
+        """Saves a profile in the directory, in place of an older one of the same identity.
 
-        None when no directory is configured.  Raises ProfileNotSavedError; the old file is whole.
+        Returns its path, None if no directory is configured.  Raises ProfileNotSavedError; the old
+        file is then unchanged.
         """
         if self._directory is None:
             return None
@@ -118,7 +119,7 @@ class ProfileRegistry:
             write_whole(path, profile.to_json().encode())
         except OSError as error:
             raise ProfileNotSavedError(
-                f"the profile cannot be kept in {self._directory}: {error.strerror}; nothing was "
+                f"the profile cannot be saved in {self._directory}: {error.strerror}; nothing was "
                 "changed",
                 resource=profile.profile_id,
             ) from error
@@ -126,7 +127,7 @@ class ProfileRegistry:
 
 
 def mismatch(measured: MeasuredEngine, spec: EngineSpec) -> ProfileMismatchError | None:
-    """The first field that differs, None when a profile of `measured` belongs to the engine."""
+    """Returns the first field that differs; None if a profile of `measured` matches the engine."""
     try:
         measured.require_match(spec.fingerprint, spec.drafters)
     except ProfileMismatchError as error:
@@ -135,22 +136,22 @@ def mismatch(measured: MeasuredEngine, spec: EngineSpec) -> ProfileMismatchError
 
 
 def require_past(profile: Profile) -> None:
-    """Raises InvalidProfileError for a profile whose time of measurement has not come yet.
+    """Raises InvalidProfileError for a profile that is dated in the future.
 
-    Of several measurements the latest is used: one dated ahead would displace all later ones.
+    The latest of several measurements is used, so such a profile would displace all later ones.
     """
     latest = datetime.now(UTC) + _CLOCK_SKEW
-    # As text, which is how measurements are put in order.
+    # As text, which is how measurements are ordered.
     if profile.measured_at > latest.isoformat():
         raise InvalidProfileError(
-            f"measured_at {profile.measured_at[:40]!r} lies in the future: correct it, and the "
+            f"measured_at {profile.measured_at[:40]!r} is in the future: correct it, and the "
             "clock of the machine that measured",
             field_path="measured_at",
         )
 
 
 def identity_of(whose: MeasuredEngine | EngineSpec) -> str:
-    """Digest of what profiles and engines are compared by: 16 hexadecimal digits."""
+    """Returns a digest of the fields that profiles are matched by: 16 hexadecimal digits."""
     compared = (
         asdict(replace(whose.fingerprint, shim_version="")),
         sorted((d.name, d.model, d.revision) for d in whose.drafters),

@@ -1,8 +1,8 @@
-"""Searches a store for what new sessions need, in the background of everything else.
+"""Searches a store in the background for what new sessions need.
 
-There is one search at a time, and one for all sessions that need the same.  A session that ends is
-no longer searched for.  Sessions that introduce themselves again and again therefore cost no more
-than one search at a time, and hold no memory once they are over.
+There is one search at a time, and sessions with the same need share one.  The search for a session
+is cancelled when the session ends.  Engines that introduce themselves repeatedly therefore cost at
+most one search at a time, and their ended sessions use no memory.
 """
 
 import asyncio
@@ -14,18 +14,18 @@ from controller.service.net.limits import Turns
 from controller.service.sessions.session import EngineSession
 from controller.store.interface import StoreUnavailableError
 
-# Gives what was found to sessions, and yields after each one.
+# Applies the result to sessions, and yields after each one.
 Give = Callable[[Sequence[EngineSession]], Generator[None, None, None]]
 
 _log = structlog.get_logger(__name__)
 
 
 class SessionSearches:
-    """Searches for one sort of goods.
+    """Searches for one kind of data.
 
-    goods: their name, for the log.  search: looks for what a session needs; it returns how all
-    sessions that need the same are given what was found, or None.  Where the store is unavailable
-    they get nothing.
+    goods: its name, for the log.  search: finds what a session needs.  It returns a function that
+    applies the result to all sessions with the same need, or None if nothing was found.  If the
+    store is unavailable, the sessions get nothing.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class SessionSearches:
     ) -> None:
         self._goods = goods
         self._search = search
-        # By session, what it needs; the one that has waited the longest first.
+        # What each waiting session needs; the one that has waited the longest first.
         self._waiting: dict[EngineSession, str] = {}
-        # Those that the present search is for.
+        # The sessions of the present search.
         self._sought: dict[EngineSession, str] = {}
         self._turns = Turns(1)
         self._asked = asyncio.Event()
@@ -44,18 +44,18 @@ class SessionSearches:
         return len(self._waiting) + len(self._sought)
 
     def ask(self, session: EngineSession, need: str) -> None:
-        """Searches for what a session needs; `need` is equal where sessions need the same."""
+        """Requests a search for a session; sessions with an equal `need` share a search."""
         self._waiting[session] = need
         self._asked.set()
 
     def withdraw(self, session: EngineSession) -> None:
-        """The session is over, and needs nothing more."""
+        """Cancels the search for a session that has ended."""
         self._waiting.pop(session, None)
         self._sought.pop(session, None)
 
     async def keep(self) -> None:
-        """Searches whenever it is asked to, until cancelled."""
-        # A search that was interrupted begins again.
+        """Runs the requested searches, until cancelled."""
+        # An interrupted search starts again.
         self._waiting, self._sought = self._sought | self._waiting, {}
         while True:
             await self._asked.wait()
@@ -70,20 +70,20 @@ class SessionSearches:
             async with self._turns.turn():
                 give = await self._search(session)
             if give is not None:
-                # What was found is also for those who have asked meanwhile.  If nothing was, they
-                # wait for another search: what they need may have come after this one had looked.
+                # The result is also for sessions that were added meanwhile.  Without a result they
+                # wait for another search: the store may have got the data after this one.
                 self._sought |= self._take(need)
                 await self._turns.take_pieces(give(list(self._sought)))
         except StoreUnavailableError as error:
             _log.warning(
                 "search_failed", goods=self._goods, engine=session.engine_id, error=str(error)
             )
-        except Exception:  # noqa: BLE001  # what fails for one need keeps no other one waiting
+        except Exception:  # noqa: BLE001  # a failure for one need must not block the others
             _log.exception("search_failed", goods=self._goods, engine=session.engine_id)
         self._sought = {}
 
     def _take(self, need: str) -> dict[EngineSession, str]:
-        """Removes those from the waiting who need the same, and returns them."""
+        """Removes the sessions with this need from those that wait, and returns them."""
         taken = {session: its for session, its in self._waiting.items() if its == need}
         for session in taken:
             del self._waiting[session]

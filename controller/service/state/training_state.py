@@ -1,7 +1,7 @@
-"""States of training on disk, one file for each engine and drafter.
+"""Saves the states of training on disk, one file for each engine and drafter.
 
-A state is written when it has changed in more than its averages, before a trainer hears of what
-follows from it, and when its session ends.  One that cannot be read is logged and replaced.
+A state is written if anything but its averages has changed, before a trainer gets the resulting
+order, and when its session ends.  A file that cannot be read is logged and replaced.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ _log = structlog.get_logger(__name__)
 
 
 class TrainingStateFiles:
-    """In a directory of their own, made when the first is written."""
+    """Reads and writes states in a directory, which is created with the first file."""
 
     def __init__(self, directory: Path, registry: SessionRegistry) -> None:
         self._directory = directory
         self._registry = registry
         self._kept: dict[str, TrainingState] = {}
-        # Writers are the event loop and threads that it has started.
+        # The event loop and its threads write.
         self._writing = threading.Lock()
         self._failing = False
 
     def known(self, spec: EngineSpec) -> TrainingState | None:
-        """Returns the state of an engine's training; None if it is unknown."""
+        """Returns the saved or present state of an engine's training; None without one."""
         path = self._path(spec)
         before = self._before(path)
         if before is not None:
@@ -57,15 +57,15 @@ class TrainingStateFiles:
         return state
 
     def tell(self, session: EngineSession) -> None:
-        """Writes a session's state whole, as it ends."""
+        """Writes a session's state, averages included, when the session ends."""
         training, path = session.core.updates.training, self._path(session.spec)
         if training is not None and training.state.measured:
             self._write(path, training)
-        # Only sessions need to know what is on disk: a file is read again for the next one.
+        # Only open sessions need the saved state: the file is read again for the next session.
         self._kept.pop(path.name, None)
 
     async def keep(self, session: EngineSession) -> None:
-        """Writes a session's state if it has changed in more than its averages."""
+        """Writes a session's state if anything but its averages has changed."""
         training = session.core.updates.training
         path = self._path(session.spec)
         if training is None or self._kept.get(path.name) == _lasting(training.state):
@@ -75,7 +75,7 @@ class TrainingStateFiles:
         await asyncio.to_thread(self._write, path, training)
 
     def _write(self, path: Path, training: SelectiveTraining) -> None:
-        """One at a time, and the state as it is then: an older one never follows a newer."""
+        """Writes the present state, one at a time, so that no older state replaces a newer one."""
         with self._writing:
             state = training.state
             try:
@@ -108,7 +108,7 @@ class TrainingStateFiles:
         return None
 
     async def watch(self) -> None:
-        """Writes what has changed, from time to time, until cancelled."""
+        """Writes changed states periodically, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             for session in self._registry:
@@ -125,12 +125,12 @@ class TrainingStateFiles:
 
 
 def _reason(before: TrainingState, state: TrainingState) -> str:
-    """Names why another version is to serve."""
+    """Names the reason why another version is to serve."""
     if state.history and state.history != before.history:
         return state.history[-1].outcome
     return "learnt"
 
 
 def _lasting(state: TrainingState) -> TrainingState:
-    """The state without what moves at every step."""
+    """Returns the state without the numbers that change in every step."""
     return replace(state, measured=0, short=0.0, long=0.0)

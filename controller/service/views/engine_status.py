@@ -1,6 +1,6 @@
-"""Describes the engines: at the time of a scrape, and as plain values.
+"""Describes engines by snapshots of their sessions, and by plain values.
 
-The page, `controller top` and the metrics have no other source.
+It is the only source of the page, `controller top` and the metrics of engines.
 """
 
 import time
@@ -19,7 +19,7 @@ from controller.wire.overrides import override_to_proto
 
 # Half the width of a 95 % interval, in standard deviations.
 _Z = 1.96
-# What the page shows of an explanation as it is.
+# Fields of an explanation that the page shows unchanged.
 _EVIDENCE = (
     "switches", "shifts", "probes", "probe_steps", "switch_seconds", "traffic_states",
     "probe_share", "margin", "policy", "profile_id", "cost_outliers", "kv_tokens_per_sequence",
@@ -29,9 +29,9 @@ _EVIDENCE = (
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """A session at the time of a scrape, with its decision row at the last reported batch size.
+    """Holds a session and the explanation of its decision at the last reported batch size.
 
-    chosen: the arm that is planned there.
+    chosen: the planned arm there.
     """
 
     session: EngineSession
@@ -40,19 +40,19 @@ class EngineSnapshot:
 
     @classmethod
     def of(cls, session: EngineSession) -> "EngineSnapshot":
-        """Takes the present state of a session."""
+        """Makes a snapshot of a session."""
         last = session.last_report
         explanation = explain(session.core, last.batch_size if last else 1)
         return cls(session, explanation, next(arm for arm in explanation.arms if arm.chosen))
 
     @property
     def drafts_by_length(self) -> list[int]:
-        """Drafts by accepted tokens, from 0 to the engine's largest draft length."""
+        """Returns the drafts by accepted tokens, from 0 to the engine's largest draft length."""
         return _filled(self.session.counters.drafts_by_length, self._gamma_max + 1)
 
     @property
     def accepted_by_position(self) -> list[int]:
-        """Accepted draft tokens by position, up to the engine's largest draft length."""
+        """Returns accepted draft tokens by position, up to the engine's largest draft length."""
         return _filled(self.session.counters.accepted_by_position, self._gamma_max)
 
     @property
@@ -61,30 +61,32 @@ class EngineSnapshot:
 
     @property
     def gains(self) -> dict[str, float]:
-        """Estimated tokens per second over other choices, see `prediction_audit`."""
+        """Returns the estimated gains in tokens per second over other choices.
+
+        See `prediction_audit`.
+        """
         values = {value.arm: value.tokens_per_second for value in self.explanation.arms}
         return gains(values, self.session.spec, self.chosen.arm)
 
 
 def _filled(counts: list[int], length: int) -> list[int]:
-    """Adds zeros, so that every series is there from the start."""
+    """Appends zeros, so that every series exists from the start."""
     return counts + [0] * (length - len(counts))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLine:
-    """One engine in one line.
+    """Describes one engine in one line.
 
     batch_size: of the last report, 0 before the first.  drafter, gamma: planned for it.
-    accept_length: tokens that a sequence gained in a step over the last second, bonus included;
-    None where nothing was reported then.  tokens_per_second: likewise, as measured, while it
-    decoded.  generated_per_second: tokens over the last second, whatever part of it was decoding;
-    None in the first second.  gain: estimated tokens per second over gamma = 0, None where the
-    engine has no such arm.  link: "steered", "alone" (its last step had no valid lease), "away" (no
-    stream is open) or "waiting" (no step was reported yet).  costs: "profile", "roofline" or
-    "generic".  lost: what the engine can no longer do, each in one line.  unavailable: why the
-    engine cannot be shown, "" where it can.  warnings: what its reports show to be wrong with it,
-    each in one line.
+    accept_length: tokens per sequence and step over the last second, bonus included; None without
+    reports.  tokens_per_second: per second of step time, over the last second; None without
+    reports.  generated_per_second: tokens over the last second of wall time; None in the first
+    second.  gain: estimated ratio of tokens per second to those at gamma = 0, None if the engine
+    has no such arm.  link: "steered", "alone" (its last step had no valid lease), "away" (no stream
+    is open) or "waiting" (no step was reported yet).  costs: "profile", "roofline" or "generic".
+    lost: the lost capabilities, each in one line.  unavailable: why the engine cannot be shown, ""
+    if it can.  warnings: problems that its reports reveal, each in one line.
     """
 
     engine_id: str
@@ -111,7 +113,7 @@ class EngineLine:
 
 
 def no_line(session: EngineSession, why: str) -> EngineLine:
-    """Stands in for a line that cannot be made; why: for people."""
+    """Makes a line for an engine that cannot be shown.  why: the reason, for people."""
     return EngineLine(
         session.engine_id, "", 0, "", 0, None, 0.0, None, None, "", "unavailable", why, 0.0, 0.0,
         "", "", (), (), why,
@@ -119,7 +121,7 @@ def no_line(session: EngineSession, why: str) -> EngineLine:
 
 
 def line_of(view: EngineSnapshot) -> EngineLine:
-    """The view says what was estimated, the session what is so now."""
+    """Makes the line of an engine: estimates of `view`, and the live state of its session."""
     session, history = view.session, view.session.history
     last, plan = session.last_report, session.plan
     arm = plan.row_for(last.batch_size if last else 1).arm
@@ -157,7 +159,7 @@ def _link(view: EngineSnapshot) -> str:
 
 
 def engine_detail(view: EngineSnapshot) -> dict[str, Any]:
-    """Everything of one engine but its line and its history, ready for JSON."""
+    """Returns everything about one engine but its line and its history, ready for JSON."""
     explanation = view.explanation
     return {
         "engine_id": view.session.engine_id,
@@ -171,7 +173,10 @@ def engine_detail(view: EngineSnapshot) -> dict[str, Any]:
 
 
 def _bound(explanation: Explanation) -> dict[str, Any] | None:
-    """The bound on the time per output token; None without one.  override_id: "" = the setting."""
+    """Returns the bound on the time per output token; None without one.
+
+    override_id: "" if the bound comes from the setting.
+    """
     state = explanation.bound
     if state is None:
         return None
@@ -186,7 +191,10 @@ def _bound(explanation: Explanation) -> dict[str, Any] | None:
 
 
 def _costs(explanation: Explanation) -> dict[str, Any]:
-    """The cost table; frontier: [rows] index of the best legal arm.  row: of the last batch."""
+    """Returns the cost table.
+
+    frontier: [rows] index of the best allowed arm.  row: that of the last batch size.
+    """
     table, arms = explanation.table, explanation.arms
     prior = explanation.prior
     rows = range(len(table.batch_sizes))
@@ -215,7 +223,7 @@ def _costs(explanation: Explanation) -> dict[str, Any]:
 
 
 def survival_curves(positions: Sequence[PositionEstimate]) -> list[dict[str, Any]]:
-    """s_k = a_1 ... a_k of each drafter over all traffic, with about 95 % confidence.
+    """Returns s_k = a_1 ... a_k of each drafter over all traffic, with 95 % confidence bands.
 
     The variance of ln s_k is the sum of (deviation / a)^2 up to k (delta method, independent
     positions).

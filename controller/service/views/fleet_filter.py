@@ -1,8 +1,8 @@
-"""Filters the fleet's engines, for lists of them, and gives the page a list as plain values.
+"""Filters the fleet's engines for lists, and converts a list into plain values for the page.
 
 A filter has words, separated by spaces; an engine that matches all of them is listed.  FIELD=VALUE
-matches a field exactly; any other word is looked for in the ids of engine and overrides, and in the
-names of sidecar, model and drafter, without regard to case.
+matches a field exactly.  Any other word is searched for, ignoring case, in the ids of the engine
+and its overrides, and in the names of sidecar, model and drafter.
 """
 
 from bisect import bisect_right
@@ -20,12 +20,12 @@ from controller.service.views.fleet_view import (
     FleetView,
 )
 
-# Characters and words of a filter: looking at 20,000 engines takes some milliseconds for each word.
+# Characters and words of a filter: each word takes some milliseconds for 20,000 engines.
 FILTER_MAX: Final = 256
 FILTER_WORDS_MAX: Final = 16
-# Selections of one view that are kept for others who ask the same.
+# Selections of one view that are cached for equal filters.
 _KEPT_MAX = 16
-# Engines between two places where the work may be interrupted, a few microseconds each.
+# Engines between two points where the work may be interrupted, a few microseconds each.
 _CHUNK = 16
 
 _FIELDS: Mapping[str, Callable[[FleetEngine], Sequence[str]]] = {
@@ -42,7 +42,7 @@ _SEARCHED = ("engine", "sidecar", "model", "drafter", "override")
 
 
 _Matches = Callable[[FleetEngine], bool]
-# Engines of one page of the list, at most and by default; characters of its `after`.
+# Engines in a page of the list, at most and by default; characters of its `after`.
 LIMIT_MAX: Final = 1000
 LIMIT: Final = 200
 _AFTER_MAX = 192
@@ -50,7 +50,7 @@ _AFTER_MAX = 192
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Holds the engines of a view that match a filter, by key, and their sums.
+    """Holds the engines of a view that match a filter, ordered by key, and their totals.
 
     keys: of the engines, in the same order.
     """
@@ -67,26 +67,26 @@ class Selection:
 
 
 class FleetSearch:
-    """Selects engines for those who ask on one server; the same question is answered once.
+    """Selects engines for the calls of one server; equal filters share a selection.
 
-    turns: those in which other lists are made on this server.
+    turns: the queue of other lists on this server.
     """
 
     def __init__(self, fleet_view: FleetView, turns: Turns) -> None:
         self._fleet_view = fleet_view
         self._turns = turns
         self._selecting = Turns(READS_WAITING)
-        # By filter, of the newest view.
+        # Selections of the newest view, by filter.
         self._kept: dict[str, Selection] = {}
 
     async def select(self, text: str) -> Selection:
-        """The engines that match.  Raises InvalidQuestionError, TooManyCallsError."""
+        """Returns the matching engines.  Raises InvalidQuestionError, TooManyCallsError."""
         matches = _matcher(text)
         fleet = await self._fleet_view.look()
         if (known := self._known(fleet, text)) is not None:
             return known
         async with self._selecting.turn():
-            # Somebody may have asked the same meanwhile.
+            # Another call may have made it meanwhile.
             if (known := self._known(fleet, text)) is not None:
                 return known
             found = await self._turns.take_pieces(_selecting(fleet, matches))
@@ -115,7 +115,7 @@ def _selecting(fleet: Fleet, matches: _Matches) -> Generator[None, None, Selecti
 
 
 def _matcher(text: str) -> _Matches:
-    """Reads a filter.  Raises InvalidQuestionError."""
+    """Parses a filter.  Raises InvalidQuestionError."""
     if len(text) > FILTER_MAX:
         raise _refusal(f"has {len(text)} characters, and {FILTER_MAX} are allowed")
     words = text.split()
@@ -134,7 +134,7 @@ def _matcher(text: str) -> _Matches:
     def matches(engine: FleetEngine) -> bool:
         if not all(value in _FIELDS[name](engine) for name, value in exact):
             return False
-        # No word holds a space or a line's end.
+        # No word contains a space or a line break.
         names = "\n".join(found for field in _SEARCHED for found in _FIELDS[field](engine))
         folded = names.casefold() if searched else ""
         return all(word in folded for word in searched)
@@ -147,14 +147,14 @@ def _refusal(why: str) -> InvalidQuestionError:
 
 
 def fleet_document(selection: Selection, limit: int, after: str) -> dict[str, Any]:
-    """A page of the engines that match a filter, with the totals of all that match.
+    """Returns a page of the matching engines, with the totals of all matching ones.
 
-    after: the `next` of the page before, "" for the first one.  Raises InvalidQuestionError.
+    after: the `next` of the previous page, "" for the first one.  Raises InvalidQuestionError.
     """
     if not 1 <= limit <= LIMIT_MAX:
-        raise InvalidQuestionError(f"limit {limit} is outside 1..{LIMIT_MAX}")
+        raise InvalidQuestionError(f"limit {limit} must be in [1, {LIMIT_MAX}]")
     if len(after) > _AFTER_MAX:
-        raise InvalidQuestionError("this sidecar did not give this `after`: begin without one")
+        raise InvalidQuestionError("`after` is not a value of this sidecar: start without it")
     fleet, ahead = selection.fleet, selection.after(after, limit + 1)
     return {
         "shared": fleet.shared,
@@ -168,7 +168,7 @@ def fleet_document(selection: Selection, limit: int, after: str) -> dict[str, An
 
 
 def engine_values(engine: FleetEngine) -> dict[str, Any]:
-    """One engine as plain values."""
+    """Returns one engine as plain values."""
     return asdict(engine.summary) | {
         "sidecar": engine.sidecar,
         "local": engine.local,

@@ -1,9 +1,9 @@
-"""Publishes this sidecar's engines to the others, and reads what they publish, with distrust.
+"""Publishes this sidecar's engines to other sidecars, and validates the summaries of others.
 
-A summary is a short text in JSON, which a sidecar writes into the store every few seconds.  It runs
-beside everything else: if the store is away, a text is lost, and nothing waits for it.  Whoever can
-write to the store can write such a text.  So a reader checks every type, bound and character; what
-is wrong with one engine hides that engine only, and is counted.
+A summary is a short JSON text that a sidecar writes to the store every few seconds, in the
+background.  If the store is unavailable, a summary is lost, and nothing waits for it.  Any process
+that can write to the store can write such a text.  A reader therefore checks every type, bound and
+character.  An invalid entry hides one engine only, and is counted.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ from controller.service.views.status_cache import StatusCache
 from controller.store.interface import StoreUnavailableError, SummaryBoard
 from controller.util.text import printable
 
-# Engines of one text, and its bytes.
+# Engines of one summary, and its bytes.
 ENGINES_MAX: Final = 1024
 BYTES_MAX: Final = 512 * 1024
-# Ids of overrides that an engine's entry names; the others are counted.
+# Override ids that an engine's entry lists; further ones are counted.
 OVERRIDES_MAX: Final = 8
-# The shortest and the longest time between two texts of a sidecar.
+# The shortest and the longest time between two summaries of a sidecar.
 EVERY_SECONDS: Final = (0.1, 120.0)
 _WORDS_MAX = 200
 _AMOUNT_MAX = 1e12
@@ -48,9 +48,9 @@ _Id = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 _Amount = Annotated[float, Field(ge=0, le=_AMOUNT_MAX)]
 _Count = Annotated[int, Field(ge=0, le=1_000_000)]
 PUBLISH_SECONDS = 5.0
-# The most of the event loop's time that summaries take: many engines are published less often.
+# The largest share of the event loop's time for summaries: many engines are published less often.
 _SHARE_MAX = 0.01
-# Taking the text away at the end of a sidecar may take so long.
+# Time limit for removing the summary when the sidecar stops.
 _LAST_WORDS_SECONDS = 1.0
 
 _log = structlog.get_logger(__name__)
@@ -58,7 +58,7 @@ _log = structlog.get_logger(__name__)
 
 def _printable(text: str) -> str:
     if not text.isprintable():
-        raise ValueError("characters that cannot be printed")
+        raise ValueError("the text has characters that are not printable")
     return text
 
 
@@ -68,9 +68,9 @@ _Words = Annotated[str, Field(max_length=_WORDS_MAX), AfterValidator(_printable)
 @with_config(_STRICT)
 @dataclass(frozen=True, slots=True)
 class EngineSummary:
-    """Holds what is published of one engine; the fields are those of EngineLine.
+    """Holds the published values of one engine; the fields are those of EngineLine.
 
-    more_overrides: those that are in force beyond the ones that are named.
+    more_overrides: number of overrides in force that are not listed.
     """
 
     engine_id: _Id
@@ -93,10 +93,10 @@ class EngineSummary:
 @with_config(_STRICT)
 @dataclass(frozen=True, slots=True)
 class SidecarSummary:
-    """Holds the text of one sidecar.
+    """Holds the summary of one sidecar.
 
-    sidecar: its host's name.  every_seconds: until its next text.  left_out: engines that did not
-    fit into it.
+    sidecar: its host's name.  every_seconds: the time until its next summary.  left_out: number of
+    engines that did not fit.
     """
 
     format: Literal["speculation-fleet/1"]
@@ -109,9 +109,9 @@ class SidecarSummary:
 
 @dataclass(frozen=True, slots=True)
 class FleetMember:
-    """This sidecar among others.
+    """Identifies this sidecar in the fleet.
 
-    source: stands for this process in the store.  name: for people.
+    source: this process in the store.  name: for people.
     """
 
     source: str
@@ -119,7 +119,7 @@ class FleetMember:
 
     @classmethod
     def of_this_process(cls) -> Self:
-        """Takes the name of the host, which is the pod's in Kubernetes."""
+        """Uses the host name, which is the pod's name in Kubernetes."""
         return cls(secrets.token_hex(8), _short(socket.gethostname()) or "unnamed")
 
 
@@ -129,7 +129,7 @@ _DEFAULTS = {field.name: field.default for field in fields(EngineSummary)}
 
 
 def summary_of(line: EngineLine) -> EngineSummary:
-    """Shortens what is long and no id; ids are never shortened."""
+    """Makes a summary; long texts are shortened, ids never are."""
     return EngineSummary(
         engine_id=line.engine_id,
         target_model=_short(line.target_model),
@@ -152,7 +152,7 @@ def summary_of(line: EngineLine) -> EngineSummary:
 def encode_summary(
     sidecar: str, version: str, every_seconds: float, engines: Iterable[EngineSummary]
 ) -> bytes:
-    """Returns a sidecar's text; what goes beyond its bounds is left out, and counted in it."""
+    """Encodes a sidecar's summary; engines beyond its bounds are left out and counted."""
     head = SidecarSummary("speculation-fleet/1", sidecar, version, every_seconds, 0, [])
     room = BYTES_MAX - len(_json(asdict(head))) - len(str(10**7))
     kept: list[str] = []
@@ -170,16 +170,16 @@ def encode_summary(
 
 
 def decode_summary(body: bytes) -> tuple[SidecarSummary, list[EngineSummary], int]:
-    """Returns a text's head, its engines, and how many of these cannot be used.
+    """Decodes a summary into its head, its usable engines, and the number of unusable ones.
 
-    Raises ValueError for what is no such text.
+    Raises ValueError for a text that is not a summary.
     """
     head = _SIDECAR.validate_json(body)
     found: dict[str, EngineSummary] = {}
     refused = 0
     for item in head.engines:
         try:
-            # As JSON, where the strict mode takes an object for a dataclass and a list for a tuple.
+            # As JSON, for which strict mode accepts objects for dataclasses and lists for tuples.
             engine = _ENGINE.validate_json(_json(item))
         except ValueError:
             refused += 1
@@ -190,26 +190,26 @@ def decode_summary(body: bytes) -> tuple[SidecarSummary, list[EngineSummary], in
 
 
 def _json(values: Any) -> str:
-    """Only ASCII, so that characters and bytes are as many."""
+    """Writes ASCII only, so that a text has as many bytes as characters."""
     return json.dumps(values, separators=(",", ":"), allow_nan=True)
 
 
 def _amount(value: float | None) -> float | None:
-    """Returns what a reader takes; None if it is not finite."""
+    """Limits a number to the range that readers accept; None if it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{min(max(value, 0.0), _AMOUNT_MAX):.6g}")
 
 
 def _short(words: str) -> str:
-    """Cuts words, and replaces what cannot be printed: others refuse it."""
+    """Truncates a text and replaces unprintable characters, which readers would refuse."""
     shown = printable(words)
     return shown if len(shown) <= _WORDS_MAX else shown[: _WORDS_MAX - 1] + "…"
 
 
 @dataclass(slots=True)
 class Published:
-    """Counts texts since the start.  failed: those that the store did not take."""
+    """Counts summaries since the start.  failed: those that the store refused."""
 
     written: int = 0
     failed: int = 0
@@ -217,7 +217,7 @@ class Published:
 
 @dataclass(eq=False, repr=False)
 class FleetPublisher:
-    """One per sidecar.  board: None if no other sidecar would read it."""
+    """Publishes this sidecar's summary.  board: None without a shared store."""
 
     board: SummaryBoard | None
     status_cache: StatusCache
@@ -226,7 +226,7 @@ class FleetPublisher:
     _began: bool = field(default=False, init=False)
 
     async def close(self) -> None:
-        """Takes the text away: a sidecar that was stopped is not silent, but gone."""
+        """Removes the summary, so that a stopped sidecar is not shown as silent."""
         if self.board is None or not self._began:
             return
         with contextlib.suppress(StoreUnavailableError, TimeoutError):
@@ -234,14 +234,14 @@ class FleetPublisher:
                 await self.board.remove(self.me.source)
 
     async def publish(self) -> None:
-        """Publishes from time to time, until cancelled."""
+        """Publishes periodically, until cancelled."""
         assert self.board is not None
         board, trouble = self.board, ""
         self._began = True
         while True:
             lines = await self.status_cache.lines()
             every = self._seconds()
-            # A thread's work: a thousand engines take some tens of milliseconds.
+            # In a thread: a thousand engines take some tens of milliseconds.
             body = await asyncio.to_thread(self._encoded, lines, every)
             try:
                 await board.put(self.me.source, body)
@@ -262,6 +262,6 @@ class FleetPublisher:
         return encode_summary(self.me.name, controller.__version__, every_seconds, engines)
 
     def _seconds(self) -> float:
-        """Seconds until the next text."""
+        """Returns the seconds until the next summary."""
         busy = self.status_cache.lines_seconds
         return min(max(PUBLISH_SECONDS, busy / _SHARE_MAX), EVERY_SECONDS[1])

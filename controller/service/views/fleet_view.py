@@ -1,8 +1,8 @@
-"""Shows every engine of every sidecar that shares the store to everybody who looks.
+"""Combines the engines of all sidecars that share the store into one view.
 
-This sidecar's engines come from its own status, and those of the others from the store.  The store
-is read only while somebody looks, once in two seconds at most, and a look waits half a second for
-it at most: whoever looks then sees what was read before.  If the store is away, the view has this
+This sidecar's engines come from its own status, and those of other sidecars from the store.  The
+store is read only on request, at most once in two seconds.  A request waits at most half a second
+for the store, and then gets the previous result.  If the store is unavailable, the view has this
 sidecar's engines and the reason.
 """
 
@@ -31,21 +31,21 @@ from controller.store.interface import StoreUnavailableError, Summaries, Summary
 from controller.util import tasks
 from controller.util.tasks import BackgroundTasks
 
-# A look waits so long for the store.
+# How long a request waits for the store.
 _PATIENCE_SECONDS = 0.5
 # Engines of one view.
 ENGINES_MAX: Final = 20_000
 _SECONDS = 2.0
-# The most of the time that reading takes.
+# The largest share of time for reading.
 _SHARE_MAX = 0.05
-# A thread reads texts for so long at a time.
+# How long a thread parses summaries at a time.
 _PIECE_SECONDS = 0.005
-# A sidecar is silent if so many of its texts are overdue, and some time for the store.
+# A sidecar is silent if this many of its intervals have passed, plus some time for the store.
 _OVERDUE, _SLACK_SECONDS = 3, 5.0
 SILENT: Final = "silent"
 _ALONE = "this sidecar shares no store with others (CONTROLLER_REDIS_URL)"
 
-# What an engine's link counts as.
+# The total in which an engine's link is counted.
 _LINKS: Final = {
     "steered": "steered",
     "alone": "unsteered",
@@ -53,7 +53,7 @@ _LINKS: Final = {
     "waiting": "waiting",
     "": "unlinked",
 }
-# The sums that are counts of engines.
+# The totals that are counts of engines.
 _COUNTED: Final = (
     "engines", "steered", "unsteered", "waiting", "silent", "unavailable", "off", "overridden",
 )  # fmt: skip
@@ -66,9 +66,9 @@ _log = structlog.get_logger(__name__)
 class FleetEngine:
     """Holds one engine as its sidecar has published it.
 
-    sidecar: the name of its host.  source: stands for its process.  age_seconds: from then to
-    the reading; 0 for this sidecar's own engines, which `local` marks.  silent: the sidecar has
-    published nothing for longer than it should.
+    sidecar: the name of its host.  source: its process.  age_seconds: from the publication to the
+    reading; 0 for this sidecar's own engines, which `local` marks.  silent: the sidecar's next
+    summary is overdue.
     """
 
     sidecar: str
@@ -85,14 +85,14 @@ class FleetEngine:
 
     @property
     def key(self) -> str:
-        """Orders the engines, and is unique."""
+        """Returns a unique key by which the engines are ordered."""
         return f"{self.summary.engine_id} {self.source}"
 
     @property
     def tokens_gained_per_second(self) -> float | None:
-        """Tokens generated less what gamma = 0 would have in the same time of decoding.
+        """Returns generated tokens less those of gamma = 0 in the same decoding time, per second.
 
-        By the estimate behind `gain`; None if one of both is unknown.
+        It uses the estimate `gain`; None if either is unknown.
         """
         rate, gain = self.summary.generated_per_second, self.summary.gain
         return None if rate is None or not gain else rate - rate / gain
@@ -100,11 +100,11 @@ class FleetEngine:
 
 @dataclass(frozen=True, slots=True)
 class FleetTotals:
-    """Sums over engines; silent ones count as `silent` and as nothing else.
+    """Holds totals over engines; a silent engine counts only as `silent`.
 
     steered, unsteered ("alone" or "away"), waiting (no step reported yet), silent and unavailable
     add up to engines.  off: steered with gamma = 0.  overridden: with an override in force.
-    tokens_gained_per_second: against gamma = 0 by estimate, of the engines of which it is known.
+    tokens_gained_per_second: estimated gain over gamma = 0, of the engines for which it is known.
     """
 
     engines: int
@@ -122,11 +122,11 @@ class FleetTotals:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Holds all engines that there are to see.
+    """Holds the engines of all sidecars.
 
-    engines: by id.  trouble: why the engines of other sidecars are missing, "" if they are not.
-    shared: this sidecar has a store that others use as well.  refused: entries in the store that
-    cannot be used.  left_out: engines and sidecars beyond what a view holds.
+    engines: ordered by id.  trouble: why the engines of other sidecars are missing, "" if they are
+    not.  shared: this sidecar's store is shared with others.  refused: entries in the store that
+    cannot be used.  left_out: engines and sidecars beyond the limits of a view.
     """
 
     engines: tuple[FleetEngine, ...]
@@ -138,10 +138,10 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class FleetCounts:
-    """Counts since the start.
+    """Holds counts since the start.
 
-    written, failed: texts that this sidecar published, or could not.  refused: entries that could
-    not be used, of all that were read.
+    written, failed: summaries that this sidecar published, or failed to.  refused: entries read
+    from others that could not be used.
     """
 
     written: int
@@ -193,7 +193,7 @@ def totals_of(engines: Iterable[FleetEngine]) -> FleetTotals:
 
 @dataclass(eq=False, repr=False)
 class FleetView:
-    """One per sidecar."""
+    """Makes the view of the fleet; there is one per sidecar."""
 
     board: SummaryBoard | None
     status_cache: StatusCache
@@ -206,7 +206,7 @@ class FleetView:
         self._fresh_until = -math.inf
         self._reading: asyncio.Task[None] | None = None
         self._under_way = BackgroundTasks()
-        # The newest view, what it was made of, and until when it is good enough.
+        # The newest view, its inputs, and until when it is fresh.
         self._fleet = self._others
         self._made_of: tuple[Sequence[EngineLine], Fleet] | None = None
         self._good_until = -math.inf
@@ -216,21 +216,21 @@ class FleetView:
 
     @property
     def counts(self) -> FleetCounts | None:
-        """Returns what has happened so far; None without a store that others use."""
+        """Returns the counts since the start; None without a shared store."""
         if self.board is None:
             return None
         published = self.publisher.published
         return FleetCounts(published.written, published.failed, self._refused)
 
     async def close(self) -> None:
-        """Takes this sidecar's engines back, and ends a reading that is under way."""
+        """Removes this sidecar's summary, and cancels a reading under way."""
         await self.publisher.close()
         await self._under_way.close()
 
     async def look(self) -> Fleet:
-        """Returns the view; it fails in no case, whatever the store holds.
+        """Returns the view.  It never fails, whatever the store contains.
 
-        It is the same object for everybody until the engines have been read again.
+        It returns the same object until the engines have been read again.
         """
         lines = await self.status_cache.lines()
         if self.board is not None and self.clock.now() >= self._fresh_until:
@@ -247,7 +247,7 @@ class FleetView:
 
     async def _make(self, lines: Sequence[EngineLine]) -> None:
         others, began = self._others, time.monotonic()
-        # A thread's work, because a large fleet would keep steering waiting.
+        # In a thread, because a large fleet would delay steering.
         made = asyncio.to_thread(_merged, self._me, lines, others)
         self._fleet = await tasks.finish(made)
         self._made_of = lines, others
@@ -265,7 +265,7 @@ class FleetView:
             found = parsing.fleet()
             busy = time.monotonic() - began
         except StoreUnavailableError as error:
-            found = Fleet((), shared=True, trouble=f"the store is away: {error}")
+            found = Fleet((), shared=True, trouble=f"the store is unavailable: {error}")
         if found.refused and found.refused != self._others.refused:
             _log.warning("fleet_entries_refused", entries=found.refused)
         self._refused += found.refused
@@ -274,7 +274,7 @@ class FleetView:
 
 
 class _Parsing:
-    """Reads all texts but one's own, some microseconds for an engine, in pieces for a thread."""
+    """Parses the summaries of other sidecars in slices, for a thread."""
 
     def __init__(self, stored: Summaries, own: str) -> None:
         self._texts = [summary for summary in reversed(stored.found) if summary.source != own]
@@ -283,11 +283,11 @@ class _Parsing:
 
     @property
     def is_done(self) -> bool:
-        """Whether every text has been read."""
+        """Returns whether every summary has been parsed."""
         return not self._texts
 
     def go_on(self) -> None:
-        """Reads texts for some milliseconds, and one in any case."""
+        """Parses summaries for some milliseconds, and at least one."""
         until = time.monotonic() + _PIECE_SECONDS
         while self._texts:
             self._read(self._texts.pop())
@@ -306,14 +306,17 @@ class _Parsing:
         self._engines += found[:room]
 
     def fleet(self) -> Fleet:
-        """Returns what has been read."""
+        """Returns the parsed engines."""
         return Fleet(
             tuple(self._engines), shared=True, refused=self._refused, left_out=self._left_out
         )
 
 
 def _engines_of(summary: Summary) -> tuple[list[FleetEngine], int, int]:
-    """(engines of a text, engines that cannot be used, engines left out).  Raises ValueError."""
+    """Returns (engines of a summary, number of unusable ones, number of engines left out).
+
+    Raises ValueError.
+    """
     head, engines, refused = decode_summary(summary.body)
     overdue = summary.age_seconds > _OVERDUE * head.every_seconds + _SLACK_SECONDS
     found = [
@@ -324,14 +327,14 @@ def _engines_of(summary: Summary) -> tuple[list[FleetEngine], int, int]:
 
 
 def _merged(me: FleetMember, lines: Sequence[EngineLine], others: Fleet) -> Fleet:
-    """Adds one's own engines.  Nothing is copied: thousands of new objects are work for the GC."""
+    """Adds this sidecar's engines.  Nothing is copied, to save the GC thousands of new objects."""
     own = [FleetEngine(me.name, me.source, summary_of(line), 0.0, local=True) for line in lines]
     engines = sorted(_heard_of([*own, *others.engines]), key=lambda engine: engine.key)
     return replace(others, engines=tuple(engines))
 
 
 def _heard_of(engines: Iterable[FleetEngine]) -> Iterator[FleetEngine]:
-    """Leaves out what a sidecar published before it was restarted, if its engine is back."""
+    """Skips a silent sidecar's engine if the restarted sidecar has published it again."""
     engines = list(engines)
     back = {(e.sidecar, e.summary.engine_id) for e in engines if not e.silent}
     for engine in engines:

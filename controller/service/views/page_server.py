@@ -1,13 +1,13 @@
-"""The web page: files that lie in `controller/page`, and what they show, as JSON.
+"""Serves the web page: the files of `controller/page`, and their data as JSON.
 
     GET /, /page.css, /page.js, /icon.svg ... the page, and the chart library under /vendor
     GET /api/v1/state                         sidecar, overrides, every engine in one line
     GET /api/v1/engine?id=ENGINE&since=TIME   one engine in full, its history after TIME
     GET /api/v1/fleet?filter=WORDS&limit=N&after=NEXT   a page of the fleet's engines, and totals
 
-Nothing can be changed here.  Requests have threads of their own (`http_server`); only what they ask
-the `StatusCache` and the `FleetView` runs on the event loop.  On the loopback address a request
-must name it as its host: a page of somebody else, whose name has been made to point here, does not.
+The page is read-only.  Requests run on threads (`http_server`); only the reads of the `StatusCache`
+and the `FleetView` run on the event loop.  On a loopback address the Host header must name a
+loopback host, which stops DNS rebinding by foreign web pages.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ _KINDS = {
 _VENDORED = tuple(
     f"vendor/uplot/{name}" for name in ("uPlot.iife.min.js", "uPlot.min.css", "LICENSE")
 )
-# All that is served of the folder.
+# The files of the folder that are served.
 _FILES = (
     "index.html", "page.css", "icon.svg", "alternatives.js", "chart.js", "costs.js", "dom.js",
     "engines.js", "fleet.js", "now.js", "page.js", "survival.js", "theme.js", "time.js", "words.js",
@@ -64,7 +64,7 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-# The event loop has to answer within this time.
+# The event loop must answer within this time.
 _ANSWER_SECONDS = 5.0
 
 Answer = TypeVar("Answer")
@@ -73,7 +73,7 @@ _log = structlog.get_logger(__name__)
 
 
 class PageServer(HttpServer):
-    """Serves until it is closed.  Raises AddressTakenError."""
+    """Serves the page until it is closed.  Raises AddressTakenError."""
 
     def __init__(
         self,
@@ -94,11 +94,13 @@ class PageServer(HttpServer):
         super().__init__(listener, _PageHandler, "page", "the page")
         if not self.is_loopback:
             _log.warning(
-                "page_open", address=listener.address, detail="anyone who reaches it may read"
+                "page_open",
+                address=listener.address,
+                detail="every client that reaches it may read",
             )
 
     def ask(self, question: Coroutine[Any, Any, Answer]) -> Answer:
-        """Answers on the event loop, for a request's thread.  Raises TimeoutError."""
+        """Runs a coroutine on the event loop for a request's thread.  Raises TimeoutError."""
         asked = asyncio.run_coroutine_threadsafe(question, self._loop)
         try:
             return asked.result(_ANSWER_SECONDS)
@@ -126,7 +128,7 @@ class _PageHandler(BaseHTTPRequestHandler):
                 return
             found = self._look(url.path, parse_qs(url.query))
         except _NoSuchPathError:
-            self._answer(HTTPStatus.NOT_FOUND, b"there is nothing here\n", _TEXT)
+            self._answer(HTTPStatus.NOT_FOUND, b"this page does not exist\n", _TEXT)
         except (UnknownEngineError, InvalidQuestionError, ValueError) as error:
             unknown = isinstance(error, UnknownEngineError)
             status = HTTPStatus.NOT_FOUND if unknown else HTTPStatus.BAD_REQUEST
@@ -145,7 +147,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         if path == "/api/v1/engine":
             since = float(query.get("since", ["0"])[0])
             if not math.isfinite(since):
-                raise ValueError("since: Unix seconds are needed")
+                raise ValueError("since must be Unix seconds")
             return self.server.ask(self.server.status_cache.engine(query.get("id", [""])[0], since))
         if path == "/api/v1/fleet":
             words, after = query.get("filter", [""])[0], query.get("after", [""])[0]
@@ -173,21 +175,21 @@ class _PageHandler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Sends an error like every other answer, instead of the base class's page."""
+        """Sends an error in the format of other answers, instead of the base class's page."""
         unknown = code == HTTPStatus.NOT_IMPLEMENTED
         status = HTTPStatus.METHOD_NOT_ALLOWED if unknown else HTTPStatus(code)
         self._answer(status, f"{status.phrase}\n".encode(), _TEXT)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class names it
-        """Logs nothing, since there is a request a second for each person who looks."""
+        """Logs nothing, since every open page sends a request per second."""
 
 
 class _NoSuchPathError(Exception):
-    """Nothing is served there."""
+    """The path does not exist."""
 
 
 def _finite(value: Any) -> Any:
-    """The same for JSON, which has no infinities: null."""
+    """Replaces infinities and NaN by null, because JSON has none."""
     if isinstance(value, EngineLine):
         value = asdict(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Lists in pages that fit in a message (rules: proto/README.md, "Pages")."""
+"""Divides lists into pages that fit into a message (rules: proto/README.md, "Pages")."""
 
 from collections.abc import Callable, Generator, Iterable
 from typing import Final, TypeVar
@@ -10,9 +10,9 @@ from controller.service.net.errors import InvalidQuestionError
 from controller.service.net.limits import Turns
 
 ROWS_MAX: Final = 1000
-# Bytes of a page's rows: a client that sets no limit of its own takes 4 MiB.
+# Bytes of a page's rows: a client's default limit is 4 MiB.
 BYTES_MAX: Final = 3 * 1024 * 1024
-# An engine id, and what stands for its sidecar.
+# Characters of a token: an engine id and the id of its sidecar.
 _TOKEN_MAX = 192
 _WHY_MAX = 200
 
@@ -22,7 +22,7 @@ _log = structlog.get_logger(__name__)
 
 
 def why_not(error: Exception) -> str:
-    """Explains why an engine is not shown; what a client sent is quoted with escapes."""
+    """Returns why an engine cannot be shown; text of clients is quoted with escapes."""
     return f"this engine cannot be shown: {error!r}"[:_WHY_MAX]
 
 
@@ -37,17 +37,17 @@ async def page_of(
     *,
     descending: bool = False,
 ) -> tuple[list[Row], str]:
-    """(rows, the next page's token), in the order of the names, ids of engines say.
+    """Returns (rows, the next page's token), in the order of the names, such as engine ids.
 
-    turns: in which rows are made.  row_of: makes the row of a name; where it fails,
-    `unavailable(name, why)` does, if it is given.
+    turns: the queue in which rows are made.  row_of: makes the row of a name.  If it fails,
+    `unavailable(name, why)` makes the row, if it is not None.
     size, token: as in the request.  most_bytes: of all rows together.
 
-    Raises InvalidQuestionError for a token that this sidecar did not give, and TooManyCallsError.
+    Raises InvalidQuestionError for a token that this sidecar did not issue, and TooManyCallsError.
     """
     if len(token) > _TOKEN_MAX:
         raise InvalidQuestionError(
-            "this sidecar did not give this page_token: begin without one", field_path="page_token"
+            "page_token is not a token of this sidecar: start without it", field_path="page_token"
         )
     most_rows = min(size or ROWS_MAX, ROWS_MAX)
 
@@ -83,6 +83,6 @@ def _row(
         _log.exception("engine_not_shown", engine=engine_id)
         return unavailable(engine_id, why_not(error))
     if (size := row.ByteSize()) > most_bytes:
-        why = f"this engine cannot be shown: its row has {size} bytes, and {most_bytes} fit"
+        why = f"this engine cannot be shown: its row has {size} bytes: at most {most_bytes}"
         return unavailable(engine_id, why)
     return row

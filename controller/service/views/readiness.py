@@ -1,15 +1,15 @@
 """Decides which services are SERVING (grpc.health.v1), and explains why one is not.
 
     ""                        the process; SERVING from the end of its start to the drain, while
-                              its sockets are where they were bound
-    SpeculationService        once costs come from what the setting `ready_with` asks for
-    speculation.store         while the store behind the overrides can be used
+                              its socket files exist
+    SpeculationService        once costs come from the source that the setting `ready_with` requires
+    speculation.store         while the store of overrides can be used
     all others                as ""
 
 A service whose task has failed is NOT_SERVING until the task runs again (`_SERVICES_OF`).
 
-A service that is NOT_SERVING answers all the same: an engine is steered (by the prior), and
-`controller profile` has something to measure.
+A service that is NOT_SERVING still answers: engines are steered (by the prior), so that
+`controller profile` can measure them.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ STEERING = service_pb2.DESCRIPTOR.services_by_name["SpeculationService"].full_na
 POLICY = policy_pb2.DESCRIPTOR.services_by_name["PolicyService"].full_name
 INSPECTION = service_pb2.DESCRIPTOR.services_by_name["InspectionService"].full_name
 TRAINING = training_pb2.DESCRIPTOR.services_by_name["TrainingService"].full_name
-# What grpc.health.v1 calls the store behind the overrides.
+# The name of the store of overrides in grpc.health.v1.
 STORE = "speculation.store"
-# The services that depend on a task (`Sidecar._tasks`); "" are all.  Only what the whole sidecar
-# needs is in "": an orchestrator restarts a sidecar for which "" is NOT_SERVING.
+# The services that depend on each task (`Sidecar._tasks`); "" means all services.  Only tasks that
+# the whole sidecar needs have "": an orchestrator restarts a sidecar if "" is NOT_SERVING.
 _SERVICES_OF: Final = {
     "readiness": ("",),
     "expiry": ("",),
@@ -58,7 +58,7 @@ _SERVICES_OF_OTHERS: Final = (INSPECTION,)
 
 _LOOK_SECONDS = 0.5
 _LEAST = {"profile": 2, "roofline": 1, "guess": 0}
-# Engines that are named; a message has to end somewhere.
+# Engines that a message names.
 _NAMED = 3
 
 _log = structlog.get_logger(__name__)
@@ -79,7 +79,7 @@ class ServiceHealth:
 class Readiness:
     """Decides on readiness.
 
-    ready_with: the least that costs may come from.  servicer: what answers health checks.
+    ready_with: the lowest acceptable source of costs.  servicer: answers health checks.
     """
 
     registry: SessionRegistry
@@ -94,7 +94,7 @@ class Readiness:
         self._started = False
 
     def services(self) -> tuple[ServiceHealth, ...]:
-        """Every service's health now."""
+        """Returns the present health of every service."""
         return tuple(self._services())
 
     def why_no_profile(self, spec: EngineSpec) -> str:
@@ -102,12 +102,12 @@ class Readiness:
         return self.profiles.why_none(spec)
 
     async def started(self) -> None:
-        """The start is over."""
+        """Marks the end of the sidecar's start."""
         self._started = True
         await self.tell()
 
     async def tell(self) -> None:
-        """Has the servicer say what `services` says."""
+        """Updates the servicer with the present health of the services."""
         status = health_pb2.HealthCheckResponse
         for one in self._services():
             await self.servicer.set(
@@ -115,7 +115,7 @@ class Readiness:
             )
 
     async def watch(self) -> None:
-        """Tells again and again, until cancelled."""
+        """Updates the servicer periodically, until cancelled."""
         known = ""
         try:
             while True:
@@ -125,12 +125,12 @@ class Readiness:
                     _log.error("sockets_lost", detail=fault)
                 await asyncio.sleep(_LOOK_SECONDS)
         finally:
-            # What nobody watches is not vouched for.
+            # Without this task the health is unknown.
             for name in ("", *SERVICES, STORE):
                 await self.servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def leave(self) -> None:
-        """NOT_SERVING for good."""
+        """Sets all services to NOT_SERVING permanently."""
         self._started = False
         await self.servicer.enter_graceful_shutdown()
 
@@ -163,7 +163,7 @@ class Readiness:
         )
 
     def _steering_fault(self) -> str:
-        """Explains why the required source of costs is missing; "" when it is there."""
+        """Explains why the required source of costs is missing; "" if it is available."""
         least = _LEAST[self.ready_with]
         short = [session for session in self.registry if _rank(session) < least]
         if short:
@@ -172,7 +172,7 @@ class Readiness:
             first = short[0]
             return (
                 f"engine {named}{more}: costs are a {first.core.cost.prior} prior, and ready_with "
-                f"asks for a {self.ready_with}; {self.profiles.why_none(first.spec)}"
+                f"requires a {self.ready_with}; {self.profiles.why_none(first.spec)}"
             )
         if least and not len(self.registry) and not len(self.profiles):
             return "no engine has introduced itself, and no profile is loaded"

@@ -1,10 +1,10 @@
-"""Looks at the engines for everybody who looks: once a second at most, whoever asks.
+"""Caches the status of the engines for all viewers, at most one computation per second.
 
-    every second    a point of every engine's history, off its counters
-    when asked      estimates, one `explain` of the core for an engine; kept for a second, or
-                    longer where many engines would make that more than `_SHARE_MAX` of the time
+    every second    a point of every engine's history, from its counters
+    on request      estimates, one `explain` of the core per engine; cached for a second, or longer
+                    if that would take more than `_SHARE_MAX` of the time with many engines
 
-Everything runs on the event loop and yields between engines: steering goes on.
+Everything runs on the event loop and yields between engines, so that steering continues.
 """
 
 import asyncio
@@ -42,9 +42,9 @@ SECONDS: Final = 300.0
 
 Point = Sequence[float | None]
 _SECONDS = 1.0
-# The most of the event loop's time that looking takes.
+# The largest share of the event loop's time for views.
 _SHARE_MAX = 0.05
-# Engines between two yields of the background's work, each of a few microseconds.
+# Engines between two yields of the background task, a few microseconds each.
 _CHUNK = 32
 
 _log = structlog.get_logger(__name__)
@@ -55,14 +55,14 @@ def alternatives(
 ) -> dict[str, Any] | None:
     """Compares the plan with every arm held fixed, ready for JSON; None if nothing was reported.
 
-    The batch sizes of the last minutes are valued by the estimates of now, for each arm as if it
-    had run all along.  It is for people; no decision reads it.
+    The batch sizes of the last minutes are evaluated with the present estimates, for each arm as if
+    it had run all the time.  It is for people; no decision uses it.
 
     arms: of the table.  drafters: names, in the order of the points' indices.  points: of the
-    history (`FIELDS`), each with the same weight; those without a report are left out.  measured
-    and planned: tokens per second of step time under the plan, as measured and by the same
-    estimates as the arms'.  For an arm, share is the part of the seconds in which the plan named
-    it, and allowed the part in which overrides and the engine let it run.
+    history (`FIELDS`), all with the same weight; points without a report are skipped.  In the
+    result, measured and planned are tokens per second of step time under the plan, as measured and
+    by the estimates used for the arms.  For an arm, share is the share of seconds in which it was
+    planned, and allowed the share in which overrides and the engine allowed it.
     """
     seconds: Counter[tuple[int, int]] = Counter()
     measured: list[float] = []
@@ -70,7 +70,7 @@ def alternatives(
         if batch_size is None or tokens_per_second is None or gamma is None or drafter is None:
             continue
         arm = Arm(drafters[int(drafter)], int(gamma))
-        # A mixture that has been dropped is in the history and no longer in the table.
+        # A mixture that was dropped is in the history but no longer in the table.
         if arm in arms:
             seconds[arms.index(arm), _row(table.batch_sizes, batch_size)] += 1
             measured.append(tokens_per_second)
@@ -108,7 +108,7 @@ def _row(batch_sizes: Sequence[int], batch_size: float) -> int:
 
 @dataclass(eq=False, repr=False)
 class StatusCache:
-    """One per sidecar."""
+    """Caches lines and snapshots of the engines; there is one per sidecar."""
 
     registry: SessionRegistry
     override_registry: OverrideRegistry
@@ -116,17 +116,17 @@ class StatusCache:
     clock: Clock
 
     def __post_init__(self) -> None:
-        # Views that are still fresh, each with the time until which it is; `keep` drops the rest,
-        # so that no session is kept in memory for having been looked at.
+        # Fresh snapshots, each with its expiry; `keep` drops the others, so that the cache keeps no
+        # ended session in memory.
         self._views: dict[EngineSession, tuple[float, EngineSnapshot]] = {}
         self._lines: tuple[EngineLine, ...] = ()
         self._lines_until = -math.inf
-        # What making the newest lines took of the event loop.
+        # The event loop's time for making the newest lines.
         self.lines_seconds = 0.0
         self._looking = asyncio.Lock()
 
     async def lines(self) -> tuple[EngineLine, ...]:
-        """Every engine, by its id."""
+        """Returns the lines of all engines, ordered by id."""
         async with self._looking:
             if self.clock.now() < self._lines_until:
                 return self._lines
@@ -141,7 +141,7 @@ class StatusCache:
             return self._lines
 
     async def state(self) -> dict[str, Any]:
-        """The sidecar, its overrides and every engine's line, for JSON."""
+        """Returns the sidecar, its overrides and every engine's line, for JSON."""
         lines = await self.lines()
         store = self.override_registry.health
         return {
@@ -158,7 +158,7 @@ class StatusCache:
         }
 
     async def engine(self, engine_id: str, since: float) -> dict[str, Any]:
-        """One engine in full, with the points of its history after `since`, for JSON.
+        """Returns one engine's details and the points of its history after `since`, for JSON.
 
         Raises UnknownEngineError.
         """
@@ -191,7 +191,7 @@ class StatusCache:
         return view
 
     async def keep(self) -> None:
-        """Keeps the engines' histories, until cancelled."""
+        """Records the engines' histories, until cancelled."""
         while True:
             now = time.time()
             for number, session in enumerate(self.registry, 1):

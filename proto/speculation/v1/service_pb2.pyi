@@ -1121,7 +1121,7 @@ class ExplainResponse(_message.Message):
     """Share of step time that probing has cost so far."""
     kv_tokens_per_sequence: _builtins.float
     runner_up_drafter: _builtins.str
-    """The second best choice."""
+    """The second best of the choices that may run, empty if there is only one."""
     runner_up_gamma: _builtins.int
     policy: _builtins.str
     """The rule that decides: "goodput", "tide" or "sglang-ema"."""

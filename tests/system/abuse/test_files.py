@@ -125,7 +125,7 @@ def test_a_token_does_not_get_onto_an_open_line_by_a_change(tmp_path: Path):
                     timeout=PATIENCE_SECONDS,
                 )
         assert refused.value.code() is CODE.UNAUTHENTICATED
-    assert "they would go over an open line" in log.read_text()
+    assert "they would be sent unencrypted" in log.read_text()
 
 
 def test_no_policy_file_ends_its_watch_or_what_was_in_force(tmp_path: Path):

@@ -92,7 +92,7 @@ async def test_introductions_read_no_profile_of_another_engine(
         request = service_pb2.GetProfileRequest(engine_id="again")
         for _ in range(5):
             code, text = await failure(running.profiling.GetProfile(request))
-            assert (code, "none is of 'target'" in text) == (grpc.StatusCode.NOT_FOUND, True)
+            assert (code, "it has none for 'target'" in text) == (grpc.StatusCode.NOT_FOUND, True)
         assert parsed == {f"foreign-{n}": len(DAYS) + (n == 0) for n in range(FOREIGN)}
 
 

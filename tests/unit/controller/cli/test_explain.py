@@ -12,7 +12,12 @@ from typer.testing import CliRunner
 import controller as package
 from controller.cli import app
 from controller.cli.explain import line_text, paragraph_text
-from controller.cli.explain_numbers import counted, probing_text, resembles_text
+from controller.cli.explain_numbers import (
+    counted,
+    probe_budget_text,
+    probing_text,
+    resembles_text,
+)
 from controller.util.exit_codes import Exit
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2, service_pb2_grpc
 from tests.support.service_harness import (
@@ -194,6 +199,11 @@ def test_the_paragraph_names_overrides_bounds_and_troubles():
 def test_probes_that_gained_time_have_not_lost_any():
     assert probing_text(-0.29) == "0.29 s gained"
     assert probing_text(0.29) == "0.29 s lost"
+
+
+def test_a_negative_probe_credit_is_called_over_budget():
+    assert probe_budget_text(0.062) == "0.062 s to spend"
+    assert probe_budget_text(-0.012) == "0.012 s over budget"
 
 
 def test_past_traffic_is_named_by_the_time_of_day():

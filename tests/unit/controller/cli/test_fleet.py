@@ -155,7 +155,7 @@ def test_what_is_missing_is_said_below_the_table():
             engines=9, sidecars=4, steered=5, off=2, unsteered=1, silent=2, waiting=1, overridden=3,
             generated_per_second=12345.6, tokens_gained_per_second=-12.3,
         ),
-        trouble="the store is away: x", refused=7, left_out=8,
+        trouble="the store is unavailable: x", refused=7, left_out=8,
     )  # fmt: skip
     assert foot(answer) == [
         (
@@ -163,7 +163,7 @@ def test_what_is_missing_is_said_below_the_table():
             "overridden 3"
         ),
         "12,346 tokens/s, -12 against γ = 0 (estimated)",
-        "only the engines of this sidecar are shown: the store is away: x",
+        "only the engines of this sidecar are shown: the store is unavailable: x",
         "7 entries in the store cannot be used",
         "8 engines or sidecars do not fit into this view",
     ]

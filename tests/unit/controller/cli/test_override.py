@@ -154,7 +154,7 @@ def test_a_pin_at_three_in_the_morning(sidecar: SidecarProcess):
 
     other = command(sidecar, "set", "--engine", "night", "--off", "--id", "pin", "--reason", "x")
     assert other.returncode == 1
-    assert "exists with other content" in other.stderr
+    assert "exists with different content" in other.stderr
 
     ended = command(sidecar, "clear", "pin", "--reason", "well again", "--author", "bob")
     assert ended.returncode == 0, ended.stderr
@@ -270,7 +270,7 @@ def test_a_bound_is_told_with_what_it_does_and_does_not_reach(sidecar: SidecarPr
         (
             ["--engine", "day", "--off", "--id", "x", "--etag", "9-a"],
             Exit.NOT_FOUND,
-            "is not there",
+            "does not exist",
         ),
     ],
 )

@@ -43,7 +43,7 @@ async def test_without_an_access_list_tcp_reads_and_steers_and_never_overrides(t
                 policy_pb2_grpc.PolicyServiceStub(channel).SetOverride(asked(off=True))
             )
             assert code is DENIED
-            assert "takes the operators' socket, unix:" in text
+            assert "use the operators' socket, unix:" in text
         assert await Called(running.operators).override("o1") is OK
 
 
@@ -183,7 +183,7 @@ async def test_an_entry_acts_on_its_own_engines_only(tmp_path: Path):
         request = service_pb2.IntroduceRequest(engine=engine_message("pod-b-1"))
         code, text = await failure(stub.Introduce(request, metadata=metadata))
         assert code is DENIED
-        assert "pod-a may act on the engines pod-a-*, spare, and not on 'pod-b-1'" in text
+        assert "pod-a may act on the engines pod-a-*, spare, but not on 'pod-b-1'" in text
         measure: Any = service_pb2_grpc.ProfilingServiceStub(channel).Measure(metadata=metadata)
         asking = service_pb2.MeasureRequest(engine_id="pod-b-0", drafter="mtp", gamma=1)
         await soon(measure.write(asking))
@@ -276,7 +276,7 @@ async def test_tokens_do_not_go_over_an_open_line(tmp_path: Path):
     settings = {
         "address": f"unix:{tmp_path}/s", "metrics_port": 0, "tcp": "0.0.0.0:0", "access": access,
     }  # fmt: skip
-    with pytest.raises(StartRefusedError, match="over an open line"):
+    with pytest.raises(StartRefusedError, match="be sent unencrypted"):
         async with Sidecar(Settings.load(settings)):
             pass
 
@@ -290,10 +290,10 @@ async def test_tokens_do_not_go_over_an_open_line(tmp_path: Path):
         ("read token-sha256:abc", "64 digits"),
         ("read cert:a b c", "line 1: RIGHTS KEY"),
         ("steer cert:a b engine:pod/7", "line 1: engine:GLOBS are"),
-        ("install cert:a b engine:pod-7", "line 1: a profile is for every engine"),
-        ("read uid:1\nread cert:x\nsteer uid:1\n", "line 3: the key of line 1 again"),
-        ("read uid:1 ann\nread uid:2 ann\n", "line 2: the name of line 1 again"),
-        ("read uid:1\nread cert:x uid:1\n", "line 2: the name of line 1 again"),
+        ("install cert:a b engine:pod-7", "line 1: a profile applies to every engine"),
+        ("read uid:1\nread cert:x\nsteer uid:1\n", "line 3: repeats the key of line 1"),
+        ("read uid:1 ann\nread uid:2 ann\n", "line 2: repeats the name of line 1"),
+        ("read uid:1\nread cert:x uid:1\n", "line 2: repeats the name of line 1"),
         ("read uid:01\n", "line 1: the key is"),
         ("read uid:1 \x1b[31mann\n", "line 1: only printable characters"),
         # What is left of `steer cert:engine.example x engine:pod-7`, say.
@@ -386,7 +386,7 @@ def test_what_refuses_a_list_at_the_start_refuses_it_at_a_change(tmp_path: Path)
     path, check = tmp_path / "access", partial(tcp.require_no_open_token, settings)
     token = token_line("read", "x", "y")
     path.write_text(token)
-    with pytest.raises(StartRefusedError, match="over an open line"):
+    with pytest.raises(StartRefusedError, match="be sent unencrypted"):
         AccessList(path, check)
     path.write_text("read uid:1\n")
     access = AccessList(path, check)

@@ -112,13 +112,13 @@ async def test_an_access_list_with_users_decides_among_them(tmp_path: Path):
     async with serving(tmp_path, access=access) as running:
         path = opened_to_all(tmp_path)
         assert await Called(running.operators).override("o1") is OK
-        assert "guests has not the right to override" in await as_user(NOBODY, path, "o2")
+        assert "guests does not have the right to override" in await as_user(NOBODY, path, "o2")
         access.write_text("read uid:0 root\n")
         with structlog.testing.capture_logs() as lines:
             await until(lambda: lines)
         assert lines[0]["event"] == "access_read"
         assert await Called(running.operators).override("o3") is DENIED
-        assert "does not know uid 65534" in await as_user(NOBODY, path, "o4")
+        assert "has no entry for uid 65534" in await as_user(NOBODY, path, "o4")
 
 
 def names_in(folder: Path) -> set[str]:
@@ -228,7 +228,7 @@ async def test_a_file_where_the_link_would_be_refuses_the_start_and_stays(tmp_pa
 async def test_a_link_that_leads_to_itself_refuses_the_start_and_stays(tmp_path: Path):
     link = operators_path(tmp_path / "controller.sock")
     link.symlink_to(link)
-    with pytest.raises(SocketTakenError, match="cannot be looked at"):
+    with pytest.raises(SocketTakenError, match="cannot be checked"):
         async with serving(tmp_path, operators_directory=tmp_path / "operators"):
             pass
     assert link.is_symlink()

@@ -74,7 +74,7 @@ async def test_explain_without_a_batch_size_takes_that_of_the_last_report(tmp_pa
     ("engine_id", "batch_size", "code", "text"),
     [
         ("nobody", 0, grpc.StatusCode.NOT_FOUND, "introduced: engine-0"),
-        ("engine-0", 65_537, grpc.StatusCode.INVALID_ARGUMENT, "batch_size 65537 is outside"),
+        ("engine-0", 65_537, grpc.StatusCode.INVALID_ARGUMENT, "batch_size 65537 must be in"),
     ],
 )
 async def test_a_question_without_an_answer_is_refused(

@@ -187,7 +187,7 @@ async def test_too_many_losses_are_refused(tmp_path):
     async with serving(tmp_path) as running:
         code, text = await failure(introduced(running, *[DFLASH] * 300))
         assert code is INVALID
-        assert "300 losses are reported" in text
+        assert "300 lost capabilities are reported" in text
 
 
 async def test_a_measurement_of_what_gets_lost_ends_with_the_reason(tmp_path):

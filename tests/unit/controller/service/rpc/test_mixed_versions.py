@@ -158,4 +158,4 @@ async def test_a_first_drafter_that_is_not_known_is_refused(tmp_path: Path):
     async with serving(tmp_path) as running:
         code, message = await failure(running.speculation.Introduce(introduction(engine)))
     assert code is INVALID
-    assert "kind 77 is unspecified or not known here" in message
+    assert "kind 77 is unspecified or unknown" in message

@@ -172,7 +172,7 @@ async def test_a_bound_that_holds_the_engine_where_it_is_has_an_effect(tmp_path:
         # Without a profile an engine begins at gamma = 0.
         assert set(gammas((await running.status()).plan).values()) == {0}
         _, text = await refusal(running, dry_run=False, gamma_max=3)
-        assert text == "it would change nothing: engine engine-0: what it may run stays the same"
+        assert text == "it would change nothing: engine engine-0: its choices stay the same"
         effect = await effect_of(running, gamma_max=1, request=NEEDED)
         assert effect.constrains
         assert not effect.changes

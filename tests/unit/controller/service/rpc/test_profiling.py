@@ -261,7 +261,7 @@ async def test_a_profile_without_any_engine_is_refused(tmp_path: Path):
     async with serving(tmp_path) as running:
         code, message = await failure(install(running, make_profile()))
     assert code is PRECONDITION
-    assert "no engine has introduced itself yet" in message
+    assert "none has introduced itself yet" in message
 
 
 async def test_a_profile_that_cannot_be_kept_is_not_used_either(tmp_path: Path):
@@ -270,7 +270,7 @@ async def test_a_profile_that_cannot_be_kept_is_not_used_either(tmp_path: Path):
         await running.introduce()
         code, message = await failure(install(running, make_profile()))
         assert code is grpc.StatusCode.INTERNAL
-        assert "cannot be kept in" in message
+        assert "cannot be saved in" in message
         assert (await running.status()).profile_id == ""
         await running.introduce("later")
         assert (await running.status("later")).profile_id == ""

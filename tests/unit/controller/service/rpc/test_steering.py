@@ -118,7 +118,7 @@ MTP = engine_pb2.DRAFTER_KIND_MTP
         (contradiction(drafters=[]), "no drafter is listed"),
         (
             contradiction(drafters=[engine_pb2.Drafter(name="mtp", gammas=[0, 1])]),
-            "kind 0 is unspecified or not known here",
+            "kind 0 is unspecified or unknown",
         ),
         (
             contradiction(drafters=[engine_pb2.Drafter(name="mtp", kind=MTP, gammas=[1, 0])]),
@@ -142,7 +142,7 @@ MTP = engine_pb2.DRAFTER_KIND_MTP
         (with_shape(attention=[]), "every kind of attention needs at least one layer"),
         (
             with_shape(attention=[engine_pb2.AttentionShape(layers=2)]),
-            "attention is of no kind that is known here",
+            "attention of a layer has an unknown kind",
         ),
         (
             contradiction(drafters=2 * [engine_pb2.Drafter(name="mtp", kind=MTP, gammas=[0])]),
@@ -205,11 +205,11 @@ async def test_an_engine_that_never_introduced_itself_is_told_to(tmp_path: Path)
         await stream.send(report_message(1))
         code, message = await stream.end()
         assert code is PRECONDITION
-        assert "has to introduce itself" in message
+        assert "must introduce itself" in message
         request = service_pb2.DecideRequest(session_id="nobody", report=report_message(1))
         code, message = await failure(running.speculation.Decide(request))
         assert code is PRECONDITION
-        assert "has to introduce itself" in message
+        assert "must introduce itself" in message
 
 
 async def test_a_stream_belongs_to_one_session(tmp_path: Path):

@@ -33,7 +33,7 @@ def test_sessions_are_found_by_token_and_by_engine():
     session = sessions.introduce(spec())
     assert sessions.by_token(session.session_id) is session
     assert sessions.by_engine("engine-0") is session
-    with pytest.raises(NoSessionError, match="has to introduce itself"):
+    with pytest.raises(NoSessionError, match="must introduce itself"):
         sessions.by_token("guess")
     with pytest.raises(UnknownEngineError, match=r"'engine-1' .* introduced: engine-0$"):
         sessions.by_engine("engine-1")
@@ -67,7 +67,7 @@ def test_an_id_is_not_taken_from_an_engine_that_is_there(other: EngineIdentity):
     session = sessions.introduce(spec(), OWN)
     session.stream = object()
     clock.advance(99)
-    with pytest.raises(EngineTakenError, match="another engine steers under the id 'engine-0'"):
+    with pytest.raises(EngineTakenError, match="another engine is steered under the id 'engine-0'"):
         sessions.introduce(spec(), other)
     session.stream = None
     session.contact()
@@ -109,7 +109,7 @@ def test_one_engine_too_many_is_refused_but_an_old_one_may_come_again():
     sessions = registry(max_engines=2)
     sessions.introduce(spec("a"))
     sessions.introduce(spec("b"), OWN)
-    with pytest.raises(TooManyEnginesError, match="2 engines are being steered"):
+    with pytest.raises(TooManyEnginesError, match="2 engines are steered"):
         sessions.introduce(spec("c"))
     sessions.introduce(spec("b"), OWN)
 

@@ -39,7 +39,7 @@ async def test_few_replaced_sessions_have_a_record_each(tmp_path: Path):
     await plan_log.close()
     assert [record.action for record in await records(store)] == ["replace_session"] * 3
     assert {record.reason for record in await records(store)} == {
-        "the session before was silent for 10 s"
+        "the previous session was silent for 10 s"
     }
     await store.close()
 
@@ -53,7 +53,7 @@ async def test_a_flood_of_replaced_sessions_is_counted_in_one_record(tmp_path: P
     replace(plan_log, REPLACED)
 
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not any("changed hands" in record.reason for record in await records(store)):  # noqa: ASYNC110  # a file
+        while not any("were replaced" in record.reason for record in await records(store)):  # noqa: ASYNC110  # a file
             await asyncio.sleep(0.005)
     found = await records(store)
     assert len(found) < 100

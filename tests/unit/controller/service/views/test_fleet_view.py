@@ -201,7 +201,7 @@ async def test_without_redis_ones_own_engines_are_still_shown_and_nobody_waits(
         try:
             found = await seen(one, lambda f: f.trouble)
             assert ids(found) == ["engine-a"]
-            assert "the store is away" in found.trouble
+            assert "the store is unavailable" in found.trouble
             await until(lambda: counted(one).failed)
             assert (await one.status("engine-a")).engine.engine_id == "engine-a"
         finally:

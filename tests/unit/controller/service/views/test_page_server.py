@@ -255,10 +255,10 @@ async def test_the_fleet_comes_in_pages_that_a_filter_narrows(tmp_path: Path):
         for wrong, why in {
             "filter=speed=9": "the filter names the field 'speed'",
             "filter=" + "x" * 257: "256 are allowed",
-            "limit=0": "limit 0 is outside 1..1000",
-            "limit=1001": "limit 1001 is outside 1..1000",
+            "limit=0": "limit 0 must be in [1, 1000]",
+            "limit=1001": "limit 1001 must be in [1, 1000]",
             "limit=x": "invalid literal",
-            "after=" + "x" * 200: "this sidecar did not give this `after`",
+            "after=" + "x" * 200: "`after` is not a value of this sidecar",
         }.items():
             status, text = await fleet(f"?{wrong}")
             assert (status, why in text) == (400, True), text
