@@ -1,7 +1,7 @@
 """Draws how many drafts an engine without weights accepts, for each sequence, from a curve.
 
-SGLang can pretend acceptance (SGLANG_SIMULATE_ACC_LEN), with one number for a whole batch whoever
-drafted.  As an SGLang plugin of the check's own engines this puts a curve for each drafter in its
+SGLang can simulate acceptance (SGLANG_SIMULATE_ACC_LEN), with one number for a whole batch and for
+every drafter.  As an SGLang plugin of the check's own engines this puts a curve for each drafter in its
 place: draft j is accepted with the drafter's probability if those before it were.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 VARIABLE = "GPU_CHECK_ACCEPTANCE"
-# Of a chat load: about 3 tokens a step for EAGLE3 with 5 drafts, 5 for DFlash with 15.
+# Probabilities of a chat load: about 3 tokens a step for EAGLE3 with 5 drafts, 5 for DFlash with 15.
 ASSUMED: Mapping[str, float] = {"eagle3": 0.75, "dflash": 0.8}
 
 
 def variables(probabilities: Mapping[str, float] = ASSUMED) -> dict[str, str]:
-    """Makes the variables of an engine that accepts so."""
+    """Makes the variables of an engine that accepts drafts with these probabilities."""
     return {VARIABLE: ",".join(f"{name}={value}" for name, value in probabilities.items())}
 
 
@@ -65,7 +65,7 @@ class DrawnAcceptance:
         return write_accepted(accept_index, predict, num_correct_drafts, correct, spec_steps)
 
     def _was_block(self) -> bool:
-        """Whether DFlash drafted this step; the first step is before anybody looks."""
+        """Whether DFlash drafted this step; False in the first step, before the hook is set."""
         second = sys.modules.get("engine_shim.sglang.drafters.dual")
         if second is not None and not self._watching:
             self._watching = True
