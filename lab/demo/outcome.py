@@ -15,7 +15,7 @@ from lab.paced.lost_time import LostTime, Oracle
 from lab.paced.plays import StreamPlay
 from lab.paced.traffic import CLASSES, Stream
 
-# A sample of the steps for gamma over time: so many at most.
+# The most steps that are sampled for gamma over time.
 _SAMPLES_MAX = 2000
 
 

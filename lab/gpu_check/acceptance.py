@@ -1,8 +1,8 @@
 """Draws how many drafts an engine without weights accepts, for each sequence, from a curve.
 
 SGLang can simulate acceptance (SGLANG_SIMULATE_ACC_LEN), with one number for a whole batch and for
-every drafter.  As an SGLang plugin of the check's own engines this puts a curve for each drafter in its
-place: draft j is accepted with the drafter's probability if those before it were.
+every drafter.  As an SGLang plugin of the check's own engines this puts a curve for each drafter
+in its place: draft j is accepted with the drafter's probability if those before it were.
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 VARIABLE = "GPU_CHECK_ACCEPTANCE"
-# Probabilities of a chat load: about 3 tokens a step for EAGLE3 with 5 drafts, 5 for DFlash with 15.
+# Of a chat load: about 3 tokens a step for EAGLE3 with 5 drafts, 5 for DFlash with 15.
 ASSUMED: Mapping[str, float] = {"eagle3": 0.75, "dflash": 0.8}
 
 

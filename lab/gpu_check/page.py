@@ -22,7 +22,9 @@ def markdown(document: Mapping[str, Any]) -> str:
     found = {name: part for name, part in PARTS.items() if document.get(part.KEY)}
     texts = [f"# GPU check: {where(document)}", _facts(document)]
     if "stopped" in document:
-        texts.append(f"The check was stopped ({document['stopped']}); this page has its results so far.")
+        texts.append(
+            f"The check was stopped ({document['stopped']}); here are its results so far."
+        )
     if begun := unfinished(document):
         texts.append(f"Not finished when this page was written: {', '.join(begun)}.")
     if found:

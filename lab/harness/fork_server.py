@@ -70,7 +70,8 @@ class ForkClient:
     """Starts programs through the control socket of a fork server that another process owns.
 
     control: the server's, whose descriptor a child process can inherit.  A program is killed when
-    the server ends, and the server ends when the last process that holds its control socket closes it.
+    the server ends, and the server ends when the last process that holds its control socket closes
+    it.
     """
 
     def __init__(self, control: socket.socket) -> None:

@@ -1,9 +1,10 @@
 """Plays a stream of requests against one engine's HTTP API and keeps what it answered.
 
 A stream has phases.  A phase is a closed loop: a fixed number of requests run at a time, and the
-next one is sent when one is answered.  `play` begins a phase when the last answer of the one before is in, so the batch
-also shrinks at the end of each burst; in `play_overlapping` the next phase's limit holds as soon as
-all requests of a phase have begun, and what still runs ends beside it, as traffic does.
+next one is sent when one is answered.  `play` begins a phase when the last answer of the one before
+is in, so the batch also shrinks at the end of each burst; in `play_overlapping` the next phase's
+limit holds as soon as all requests of a phase have begun, and what still runs ends beside it, as
+traffic does.
 
 Token ids go in and come out, greedy and with `ignore_eos`, so that plays can be compared token by
 token.  Steps and accepted drafts are taken from SGLang's per-request counters; its

@@ -1,7 +1,8 @@
 """Starts paced engines: SGLang servers that differ in their speculation flags alone.
 
-Their weights are dummies, as small as SGLang accepts, because a step has to end within the pace of a
-GPU.  Their acceptance is drawn (see pace/).  Where the tokens matter, a small trained set is served.
+Their weights are dummies, as small as SGLang accepts, because a step has to end within the pace of
+a GPU.  Their acceptance is drawn (see pace/).  Where the tokens matter, a small trained set is
+served.
 """
 
 import json

@@ -246,7 +246,7 @@ def _encode(edits: Sequence[Edit], tokenizer: Tokenizer) -> Iterator[EncodedEdit
 class EditSampler:
     """Draws batches of edits of similar length, the kinds by their weights.
 
-    tokens: about so many in a batch, padding included.
+    tokens: the approximate number in a batch, padding included.
     """
 
     def __init__(

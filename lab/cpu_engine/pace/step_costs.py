@@ -111,7 +111,7 @@ class StepCosts:
         return self.surface.catch_up_seconds(tokens)
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Seconds of a pass that reads so many tokens of prompts."""
+        """Seconds of a pass that reads this many tokens of prompts."""
         surface = self.surface
         return surface.prefill_pass_seconds + surface.prefill_seconds_per_token * tokens
 
@@ -139,7 +139,9 @@ def load_step_costs(
     """
     wanted = tuple(sorted({0, *gammas}))
     if wanted[0] < 0 or wanted[-1] > MAX_GAMMA:
-        raise InvalidInputError(table, 0, f"draft lengths {list(gammas)} must be in [0, {MAX_GAMMA}]")
+        raise InvalidInputError(
+            table, 0, f"draft lengths {list(gammas)} must be in [0, {MAX_GAMMA}]"
+        )
     if not 1 <= max_batch_size <= MAX_BATCH_SIZE:
         raise InvalidInputError(
             table, 0, f"max_batch_size {max_batch_size} must be in [1, {MAX_BATCH_SIZE}]"
@@ -203,7 +205,7 @@ def _published(name: str, deepest: int, max_batch_size: int) -> CostSurface:
 
 
 def _of_file(path: Path, max_batch_size: int) -> tuple[CostSurface, str]:
-    """Reads the costs of a profile or a step-cost CSV; returns them and a sentence on the source."""
+    """Reads costs of a profile or a step-cost CSV; returns them and a sentence on the source."""
     if path.suffix != ".json":
         tables = {OWN: read_step_costs(path)}
         return table_surface(path.stem, tables, max_batch_size=max_batch_size), (

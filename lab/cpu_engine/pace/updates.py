@@ -127,7 +127,8 @@ class UpdateWatch:
     def end(self, seconds: float, dilation: float) -> float:
         """Ends a pass; returns by how many seconds of the model an update makes it longer.
 
-        seconds: of the pass without the update, in the model's time.  dilation: seconds of the machine for each of the model.
+        seconds: of the pass without the update, in the model's time.  dilation: seconds of the
+        machine for each of the model.
         """
         self._dilation = dilation
         lost = 0.0

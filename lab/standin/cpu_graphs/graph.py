@@ -1,9 +1,9 @@
 """Graphs that replay a recording on the memory of its capture, strictly.
 
 A replay sees no scalar and no buffer that has changed since the capture, because it runs no Python
-of the model.  It is stricter than a GPU in two ways: memory that the graph reads must be at the same
-address and still have an owner, and intermediate results are overwritten afterwards, as another
-graph in the same memory pool may do.
+of the model.  It is stricter than a GPU in two ways: memory that the graph reads must be at the
+same address and still have an owner, and intermediate results are overwritten afterwards, as
+another graph in the same memory pool may do.
 """
 
 from __future__ import annotations
