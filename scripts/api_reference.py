@@ -190,7 +190,7 @@ def _cell(comment: Iterable[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escapes what Markdown would take for its own, but for what stands between backticks."""
+    """Escapes Markdown's special characters, except between backticks."""
     parts = re.split(r"(`[^`]*`)", re.sub(r"\s+", " ", text))
     return "".join(p if p.startswith("`") else re.sub(r"([*\[\]<>|])", r"\\\1", p) for p in parts)
 

@@ -1,7 +1,7 @@
 """Lists known vulnerabilities of what the images install and are built with.
 
-This needs the advisories' service.  pip-audit says "no known vulnerabilities" even if it could look
-nothing up; here a package that it skipped counts as not audited.
+This needs the advisories' service.  pip-audit prints "no known vulnerabilities" even if its
+look-ups failed; here a package that it skipped counts as not audited.
 
 Exit codes: 0 no vulnerability is known, 1 some are known, 3 not every package could be audited.
 """
@@ -70,7 +70,7 @@ def audit(lock: Path) -> dict[str, Any] | str:
 
 
 def main() -> int:
-    """Prints what was found and returns the exit code."""
+    """Prints the vulnerabilities and returns the exit code."""
     findings = Findings()
     for lock in sorted(LOCKS.glob("*.txt")):
         answer = audit(lock)

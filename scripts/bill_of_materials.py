@@ -146,7 +146,7 @@ def vendored(folder: Path = VENDORED) -> list[Part]:
 
 
 def licence(distribution: importlib.metadata.Distribution) -> str:
-    """Returns an SPDX expression, or what the authors wrote instead; "" if they wrote nothing."""
+    """Returns the SPDX expression, or the authors' text; "" if the metadata has no licence."""
 
     def said(field: str) -> list[str]:
         return distribution.metadata.get_all(field) or []

@@ -1,7 +1,7 @@
-"""Holds the newest version of each engine against what the plugins use: `make upstream`.
+"""Compares the newest version of each engine with what the plugins use: `make upstream`.
 
 It fetches the newest wheels from the package index (0.4 GB for both), reads them without running
-anything, and prints what has moved since the newest version that is known.  It ends with 1 if
+anything, and prints what has changed since the newest known version.  The exit code is 1 if
 something has.
 """
 
@@ -35,7 +35,7 @@ def newest(package: str) -> str:
 
 
 def moved_in_sglang(wheel: Wheel) -> Iterator[str]:
-    """Yields what a version has otherwise than the newest one that is tested."""
+    """Yields what differs between a version and the newest one that is tested."""
     for target, expected in (contracts.HOOKS | contracts.USED).items():
         found = _ask(wheel.parameters, target)
         if found != expected:
@@ -51,7 +51,7 @@ def moved_in_sglang(wheel: Wheel) -> Iterator[str]:
 
 
 def moved_in_vllm(wheel: Wheel) -> Iterator[str]:
-    """Yields what a version has otherwise than the one that is tested."""
+    """Yields what differs between a version and the one that is tested."""
     table: list[dict[str, Any]] = json.loads(TABLE.read_text())
     (known,) = (row for row in table if vllm_api.TESTED[-1] in row["versions"])
     for kind, found in surface(wheel).items():
@@ -65,7 +65,7 @@ def moved_in_vllm(wheel: Wheel) -> Iterator[str]:
 
 
 def _ask(question: Callable[[str], Any], target: str) -> Any:
-    """Asks a wheel; what it cannot answer, as a text."""
+    """Asks a wheel; returns the reason as a text if it has no such name."""
     try:
         return question(target)
     except AssertionError as error:
@@ -73,7 +73,7 @@ def _ask(question: Callable[[str], Any], target: str) -> Any:
 
 
 def main() -> int:
-    """Returns 1 if something has moved."""
+    """Returns 1 if something has changed."""
     engines: dict[str, tuple[tuple[str, ...], Callable[[Wheel], Iterator[str]]]] = {
         "sglang": (versions.TESTED, moved_in_sglang),
         "vllm": ((*vllm_api.READ, *vllm_api.TESTED), moved_in_vllm),

@@ -1,4 +1,4 @@
-"""Writes what versions of vLLM have of all that the plugin uses.
+"""Writes which signatures, fields and code that the plugin uses each version of vLLM has.
 
 It fetches the wheel of each version from the package index (0.1 to 0.4 GB each).  The table is kept
 beside the contract test, which compares it with `engine_shim.vllm.vllm_api`.
@@ -19,7 +19,7 @@ from tests.support.installed_wheel import Wheel, fetched  # noqa: E402
 from tests.unit.engine_shim.vllm import contracts  # noqa: E402
 
 TABLE = ROOT / "tests" / "unit" / "engine_shim" / "vllm" / "signatures.json"
-# What decides when the choice is made: a change of it is to be read.
+# Code that decides when the draft length is chosen; a change of it has to be reviewed.
 CODE = tuple(
     f"{owner}._update_after_schedule" for owner in (vllm_api.SCHEDULER, vllm_api.ASYNC_SCHEDULER)
 )

@@ -110,7 +110,7 @@ def check_reports(
 
 
 def _check_taken(found: Findings, report: StepReport) -> None:
-    """Whatever else a sidecar checks: labels, widths, bounds of lists and numbers."""
+    """Checks what else a sidecar refuses: labels, widths, bounds of lists and numbers."""
     try:
         report_from_proto(report)
     except InvalidReportError as error:
@@ -188,7 +188,7 @@ def _check_choice(
         )
         asked = (row.probe.drafter, row.probe.gamma)
     if not (report.flags.unsteered or report.flags.mixed_choice):
-        # At gamma 0 nobody drafts, so either name will do.
+        # At gamma 0 no drafter runs, so the report may name either one.
         found.expect(
             ran == asked or ran[1] == asked[1] == 0,
             "a step runs what its plan asks for at its batch size",

@@ -19,7 +19,7 @@ _SHORT_LEASE_MS = 200
 
 
 class ShimCheck:
-    """Serves one engine.  say: takes a line for people at every part."""
+    """Serves one engine.  say: prints a line of progress for every part."""
 
     def __init__(self, address: str, say: Callable[[str], object], wait_seconds: float) -> None:
         self._server = ScriptedSidecar(address)
@@ -48,7 +48,7 @@ class ShimCheck:
 
     def _arms(self, engine: EngineSpec) -> list[tuple[str, int]]:
         drafters = {drafter.name: drafter.gammas for drafter in engine.drafters}
-        # A loss without draft lengths is of all that draft.
+        # A loss without draft lengths covers all lengths of the drafter above 0.
         lost = {
             (loss.drafter, gamma)
             for loss in engine.lost

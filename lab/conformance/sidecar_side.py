@@ -33,7 +33,7 @@ _REPORTS_A_MESSAGE = 32
 
 
 def engine_spec(engine_id: str) -> EngineSpec:
-    """An engine that nobody has profiled."""
+    """Describes an engine without a profile."""
     gammas = [0, 1, 3, 5]
     return EngineSpec(
         engine_id=engine_id,
@@ -55,7 +55,7 @@ def engine_spec(engine_id: str) -> EngineSpec:
 
 
 class PlayedEngine:
-    """Runs what plans ask for, in no time, and reports it."""
+    """Runs what its plans ask for, without computing anything, and reports each step."""
 
     def __init__(self, engine: EngineSpec, seed: int = 1) -> None:
         self.engine = engine
@@ -109,7 +109,7 @@ def _histogram(values: Sequence[int], gamma: int) -> list[int]:
 
 
 def check_sidecar(address: str, steps: int = 256) -> Findings:
-    """Plays and returns the rules that the sidecar broke.  Raises grpc.RpcError."""
+    """Plays an engine; returns the rules that the sidecar broke.  Raises grpc.RpcError."""
     found = Findings()
     with grpc.insecure_channel(address) as channel:
         stub = SpeculationServiceStub(channel)
@@ -138,7 +138,7 @@ def _play(
     while sent < steps:
         reports = [engine.step(plan) for _ in range(_REPORTS_A_MESSAGE)]
         if sent == 0:
-            # It cannot be true, and the rest of its message is still to be used.
+            # This report is invalid. The sidecar must still use the rest of its message.
             reports.append(StepReport(step=10**6, batch_size=1, drafter="mtp"))
         outgoing.put(SteerRequest(session_id=session, reports=reports))
         sent += len(reports)
@@ -147,7 +147,7 @@ def _play(
                 steps_refused = [rejection.step for rejection in response.rejections]
                 found.expect(
                     steps_refused == [10**6],
-                    "of a message, what cannot be true is refused and the rest is used",
+                    "an invalid report is refused and the rest of its message is used",
                     f"refused: {steps_refused}",
                 )
             if response.HasField("plan"):

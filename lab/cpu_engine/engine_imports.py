@@ -14,7 +14,7 @@ else:
     enter_cpu_environment()
 
 with warnings.catch_warnings():
-    # Of what a CPU has not.
+    # They are about features that a CPU lacks.
     warnings.simplefilter("ignore")
     import grpc  # noqa: F401
     import setproctitle

@@ -14,7 +14,7 @@ PACE_VARIABLE = "LAB_PACE"
 
 _SETTINGS = {
     "SGLANG_USE_CPU_ENGINE": "1",
-    # Dynamo would compile on the first request: half a minute, for nothing at these sizes.
+    # Dynamo would compile on the first request. That takes half a minute and gains nothing here.
     "TORCHDYNAMO_DISABLE": "1",
     # Triton's kernels run in Python, for an engine with `--attention-backend triton`.
     "TRITON_INTERPRET": "1",
@@ -22,7 +22,7 @@ _SETTINGS = {
     # slower.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # SGLang wants a NUMA node for each rank, or else to be told cores; the stand-in pins to none.
+    # SGLang needs a NUMA node or a list of cores for each rank; the stand-in ignores both.
     "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
     "TOKENIZERS_PARALLELISM": "false",
     # Models are given by folder; a look-up on the hub would only wait for its time-out.
@@ -41,7 +41,7 @@ _EMULATED_CUDA = {
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
     # The one in Rust makes tensors behind Python's back, on a real device.
     "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
-    # A crash would be looked into for a minute.
+    # Diagnosing a crash would take a minute.
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
 }

@@ -19,7 +19,7 @@ _FULL_SEEDS = 3
 
 
 class StreamName(Enum):
-    """The streams that there are: see lab/paced/traffic.py."""
+    """Names of the streams; lab/paced/traffic.py has their phases."""
 
     DAY = "day"
     UNSEEN = "unseen"

@@ -29,7 +29,7 @@ ARMS = (
 )
 _MAX_BATCH = 8
 _PROMPT_TOKENS, _NEW_TOKENS = 48, 40
-# So many requests of each domain at a time.
+# Concurrent requests in each phase.
 _CONCURRENCY = (1, 8)
 _READY_SECONDS = 240.0
 

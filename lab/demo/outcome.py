@@ -15,13 +15,13 @@ from lab.paced.lost_time import LostTime, Oracle
 from lab.paced.plays import StreamPlay
 from lab.paced.traffic import CLASSES, Stream
 
-# A sample of the steps for gamma over time: so many at most.
+# The most steps that are sampled for gamma over time.
 _SAMPLES_MAX = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOutcome:
-    """Everything of one run.
+    """Holds all results of one run.
 
     plays: policy -> its plays, one a repeat, in order; the last policy is the steered one.
     oracles: of the stream of each repeat.  lost: of each steered play.  exact: empty where the
@@ -74,10 +74,10 @@ class DemoOutcome:
         return self.phase_rates(policy, phase).over(best)
 
     def time_over_costs(self, policy: str) -> float:
-        """Seconds of the decode steps over what the costs say of them; arms without one left out.
+        """Seconds of the decode steps over those by the costs; arms without a cost are left out.
 
-        About 1 where the costs are imposed.  Elsewhere it tells how far the profile holds for an
-        engine: what a policy gains by it, it does not owe to its choices.
+        About 1 where the costs are imposed.  Elsewhere it tells how well the profile fits an
+        engine: a gain by this factor is not due to the policy's choices.
         """
         took = priced = 0.0
         for play in self.plays[policy]:

@@ -1,8 +1,8 @@
 """Draws how many drafts an engine without weights accepts, for each sequence, from a curve.
 
-SGLang can pretend acceptance (SGLANG_SIMULATE_ACC_LEN), with one number for a whole batch whoever
-drafted.  As an SGLang plugin of the check's own engines this puts a curve for each drafter in its
-place: draft j is accepted with the drafter's probability if those before it were.
+SGLang can simulate acceptance (SGLANG_SIMULATE_ACC_LEN), with one number for a whole batch and for
+every drafter.  As an SGLang plugin of the check's own engines this puts a curve for each drafter
+in its place: draft j is accepted with the drafter's probability if those before it were.
 """
 
 import os
@@ -16,7 +16,7 @@ ASSUMED: Mapping[str, float] = {"eagle3": 0.75, "dflash": 0.8}
 
 
 def variables(probabilities: Mapping[str, float] = ASSUMED) -> dict[str, str]:
-    """Makes the variables of an engine that accepts so."""
+    """Makes the variables of an engine that accepts drafts with these probabilities."""
     return {VARIABLE: ",".join(f"{name}={value}" for name, value in probabilities.items())}
 
 
@@ -65,7 +65,7 @@ class DrawnAcceptance:
         return write_accepted(accept_index, predict, num_correct_drafts, correct, spec_steps)
 
     def _was_block(self) -> bool:
-        """Whether DFlash drafted this step; the first step is before anybody looks."""
+        """Whether DFlash drafted this step; False in the first step, before the hook is set."""
         second = sys.modules.get("engine_shim.sglang.drafters.dual")
         if second is not None and not self._watching:
             self._watching = True

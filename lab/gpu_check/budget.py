@@ -20,7 +20,7 @@ Arm = tuple[str, int]
 
 
 class OutOfTimeError(HarnessError):
-    """The budget ends before the next step of a part would."""
+    """The remaining budget is too short for the next step of a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Work:
         return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Work)))
 
     def times(self, count: int) -> "Work":
-        """Returns the work of doing this so many times."""
+        """Returns the work of doing this `count` times."""
         return Work(*(getattr(self, f.name) * count for f in fields(Work)))
 
 
@@ -65,7 +65,7 @@ class Prices:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
-            raise HarnessError(f"{path} is no price list: {error}") from error
+            raise HarnessError(f"{path} is not a price list: {error}") from error
 
     def as_json(self) -> dict[str, Any]:
         """Returns the prices as the file has them."""
@@ -101,7 +101,7 @@ class Deadline:
         return self._seconds - self.elapsed
 
     def require(self, seconds: float, what: str) -> None:
-        """Raises OutOfTimeError unless so many seconds are left."""
+        """Raises OutOfTimeError if fewer seconds are left.  what: takes them, for the text."""
         if self.left < seconds:
             raise OutOfTimeError(
                 f"{what} takes about {seconds:.0f} s, and {max(self.left, 0.0):.0f} s are left"
@@ -120,9 +120,9 @@ class Tally:
         return {name: round(value, 3) for name, value in vars(self).items()}
 
     def prices(self, source: str, request_seconds: float) -> Prices | None:
-        """Makes a price list; None where too little was done to price everything.
+        """Makes a price list; None if the check did too little to price everything.
 
-        request_seconds: the price of a prompt, which plays do not show apart from their passes.
+        request_seconds: the price of a prompt, which cannot be separated from a play's passes.
         """
         if not (self.launches and self.captures and self.passes):
             return None
@@ -166,7 +166,7 @@ class Planner:
         self._running: tuple[str, ...] = ()
 
     def only(self, *policies: str) -> Work:
-        """Counts the starts of those of the engines that do not run; all others are stopped."""
+        """Counts the starts of these engines, except those that run; all others are stopped."""
         work = Work()
         for policy in policies:
             if policy in self._running:
@@ -208,7 +208,7 @@ class Planner:
 
 
 def _load_of(load: Load | StreamPhase) -> Load:
-    """Returns a phase as so many like requests; its prompts do not count."""
+    """Returns a phase as a load of equal requests, without their prompts."""
     if isinstance(load, Load):
         return load
     requests = len(load.requests)

@@ -31,7 +31,7 @@ from lab.harness.sidecar import Pin, SidecarHandle
 from lab.harness.terminal import Terminal
 
 Arm = tuple[str, int]
-# An engine and the arm that it is held to, None for what it does by itself.
+# An engine and the arm that it is pinned to; None if its arm is not pinned.
 Held = tuple[str, Arm | None]
 
 _STEERED_ENGINES = (STEERED, PINNED, PINNED_NO_OVERLAP, *small_engines.STEERED_SMALL)
@@ -67,7 +67,7 @@ class GpuCheckOptions:
 
 
 class Check(Harness):
-    """Starts and stops engines and plays streams on them; what was found is in `document`.
+    """Starts and stops engines and plays streams on them; the results are in `document`.
 
     save: writes the document and the page.
     """
@@ -106,7 +106,7 @@ class Check(Harness):
     # Engines.
 
     def only(self, *policies: str) -> None:
-        """Lets these engines run, and no other: stops what is not named, starts what is missing."""
+        """Stops all engines but these, and starts those of them that do not run."""
         for policy in [policy for policy in self._engines if policy not in policies]:
             self._note_losses(policy)
             self._engines.pop(policy).child.stop()
@@ -117,7 +117,7 @@ class Check(Harness):
                 self._start(policy)
 
     def abandon(self) -> None:
-        """Ends all engines, whatever state they are in; a sidecar that has died is forgotten."""
+        """Stops all engines, whatever their state; forgets a sidecar that has died."""
         while self._engines:
             self._engines.popitem()[1].child.stop()
         if self._sidecar_child is not None:
@@ -127,7 +127,7 @@ class Check(Harness):
                 self._sidecar_child = None
 
     def sidecar(self, policy: str) -> SidecarHandle:
-        """Returns the sidecar, as far as this engine is concerned."""
+        """Returns the handle with which a part reads and pins this engine at the sidecar."""
         if policy not in self._handles:
             handle = SidecarHandle(self.place.address, policy)
             self._handles[policy] = self._stack.enter_context(handle)
@@ -265,7 +265,7 @@ class Check(Harness):
         try:
             lost = self.status(policy)["lost"]
         except EngineFailedError as error:
-            # It is about to be stopped, which is no fault of what comes next.
+            # It is about to be stopped, so its failure does not matter to the next part.
             lost = [{"capability": "the engine", "reason": str(error)}]
         if lost:
             self.document.setdefault("lost", {})[policy] = lost

@@ -117,7 +117,10 @@ def top_two(url: str, context: Sequence[int]) -> dict[int, float]:
 
 
 def wrong_sentences(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the sentences of the differences that are no rounding; found: as in a result file."""
+    """Returns the sentences of the differences that are wrong tokens.
+
+    found: as in a result file.
+    """
     return [one["sentence"] for one in found if one["verdict"] == WRONG]
 
 

@@ -26,8 +26,8 @@ SHAPE_ENGINES = (
 )  # fmt: skip
 # Draft lengths that SGLang's adaptive mode prepares by default.
 _ADAPTIVE_GAMMAS = (1, 3, 7)
-# Of the GPU's free memory: for an engine that is alone, for the steered one where another engine
-# has to fit beside it, and for that other one.  The KV pools are equal, see --max-total-tokens.
+# Shares of the GPU's free memory: of a single engine, of the steered one if another engine has to
+# fit beside it, and of that other one.  The KV pools are equal, see --max-total-tokens.
 _ALONE, _STEERED_OF_TWO, _OTHER_OF_TWO = 0.85, 0.45, 0.75
 
 _EMULATED_OPTIONS = ("--attention-backend", "triton", "--sampling-backend", "pytorch")

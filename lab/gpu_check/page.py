@@ -1,4 +1,4 @@
-"""Writes the one page that somebody with a GPU sends: machine, verdicts, and every figure."""
+"""Writes the page of a check: machine, verdicts, and every figure."""
 
 import shlex
 from collections.abc import Mapping
@@ -22,7 +22,9 @@ def markdown(document: Mapping[str, Any]) -> str:
     found = {name: part for name, part in PARTS.items() if document.get(part.KEY)}
     texts = [f"# GPU check: {where(document)}", _facts(document)]
     if "stopped" in document:
-        texts.append(f"The check was stopped ({document['stopped']}); this is what it had found.")
+        texts.append(
+            f"The check was stopped ({document['stopped']}); here are its results so far."
+        )
     if begun := unfinished(document):
         texts.append(f"Not finished when this page was written: {', '.join(begun)}.")
     if found:
@@ -51,7 +53,7 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def unfinished(document: Mapping[str, Any]) -> list[str]:
-    """Names the parts that were still running, or had not begun, when the document was written."""
+    """Names the parts that were running or not started when the document was written."""
     ended = document.get("part_seconds", {})
     return [name for name in document.get("planned_seconds", {}) if name not in ended]
 

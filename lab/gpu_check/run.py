@@ -56,9 +56,9 @@ def choose_scale(options: GpuCheckOptions) -> Scale:
 def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
     """Runs the check; returns what it found, which is in result.json too.
 
-    A part that fails does not keep the next ones from running.  Raises HarnessError for what is no
-    part's, such as a folder that cannot be written, and SystemExit for SIGTERM; what was found by
-    then is written down.
+    A part that fails does not keep the next ones from running.  Raises HarnessError for a failure
+    outside the parts, such as a folder that cannot be written, and SystemExit for SIGTERM; the
+    results so far are written first.
     """
     deadline = Deadline(options.seconds - _SPARE_SECONDS)
     scale = choose_scale(options)
@@ -76,7 +76,7 @@ def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
     }
     save = _saver(document, options.output, deadline)
     try:
-        # Before anything starts; and nothing of an earlier check may be taken for this one's.
+        # Before anything starts.  Files of an earlier check must not pass for this one's.
         save()
         (options.output / PRICE_FILE.name).unlink(missing_ok=True)
         with ExitStack() as stack:
@@ -104,7 +104,7 @@ def _run_part(check: Check, planned: PlannedPart) -> None:
     left_out = check.document["left_out"]
     began = check.deadline.elapsed
     try:
-        # Half of what it may take is worth beginning: every part writes down what it has.
+        # A part is started if half of its time is left: every part writes its results as it goes.
         check.deadline.require(planned.seconds / 2, f"the part {planned.name}")
         PARTS[planned.name].run(check)
     except OutOfTimeError as error:

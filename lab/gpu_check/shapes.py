@@ -1,8 +1,8 @@
 """Defines what a check runs: on which device, models of which shape, at which scale.
 
-Shapes are models as far as their cost goes: published checkpoints without weights.  Each is a JSON
-file beside this module.  SGLang fills them in itself (`--load-format dummy`).  What such models say
-is noise, so how many drafts are accepted is drawn from a curve instead; see acceptance.py.
+Shapes have the cost of published models, and no weights.  Each is a JSON file beside this module.
+SGLang fills in dummy weights (`--load-format dummy`).  Such models write noise, so the number of
+accepted drafts is drawn from a curve instead; see acceptance.py.
 
 A scale fits a check to its budget: how many graphs, tokens and repeats the parts use.
 """
@@ -23,7 +23,7 @@ from lab.harness.measured import gpus
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One phase of the moving load: so many clients, each prompt and answer of so many tokens."""
+    """One phase of the moving load: clients, requests, and tokens of each prompt and answer."""
 
     concurrency: int
     requests: int
@@ -103,7 +103,7 @@ class ModelFolders:
 
 
 class UnknownShapeError(HarnessError):
-    """A shape was asked for that is neither known nor a readable file."""
+    """The requested shape is neither a known name nor a readable file."""
 
 
 def load_shape(given: str) -> Shape:
@@ -193,7 +193,7 @@ OnEmulatedCuda = Annotated[
 
 
 class UnknownScaleError(HarnessError):
-    """A scale was asked for that does not exist."""
+    """The requested scale does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +209,8 @@ class ExactSizes:
 class Scale:
     """Sizes of the parts.
 
-    graph_every: of the shape's batch sizes every so many-th has a graph and a row in the cost
-    table, and the largest.  answer_share: of the length of the shape's answers.  repeats: pairs of
+    graph_every: every n-th of the shape's batch sizes, and the largest, has a graph and a row in
+    the cost table.  answer_share: of the length of the shape's answers.  repeats: pairs of
     plays that are compared.  profile_seconds: for one cost table.  both_schedules: whether engines
     without the overlap schedule are compared too.
     """

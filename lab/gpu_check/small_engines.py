@@ -135,7 +135,7 @@ def captures(policy: str, device: Device) -> int:
 
 
 def chain_captures(gammas: Sequence[int], sizes: int) -> int:
-    """Counts the graphs of an EAGLE engine's draft lengths, for so many batch sizes.
+    """Counts the graphs of an EAGLE engine's draft lengths, for a number of batch sizes.
 
     Each length has graphs of the verification and of the pass in which the drafter reads what was
     verified; a chain of more than one draft has one for its further passes as well.

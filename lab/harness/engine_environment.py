@@ -1,4 +1,4 @@
-"""Makes what the processes of an engine find in their environment.
+"""Makes the environment variables of an engine's processes.
 
 Steering: the address of its sidecar, its name there, and its draft lengths.
 
@@ -6,8 +6,8 @@ Plugins: SGLang finds them by the entry points of installed distributions.  The 
 so a run writes the metadata of a distribution into a folder on the engines' path.
 
 Dumps: after a crash SGLang's launcher first waits 5 seconds, runs py-spy on its schedulers, asks
-CUDA for a core dump of each, and waits 60 seconds for those.  A run of the lab has its logs, and
-the memory of the device is wanted for the next engine.
+CUDA for a core dump of each, and waits 60 seconds for those.  A run of the lab has its logs
+instead, and the next engine needs the memory of the device.
 """
 
 import os

@@ -92,14 +92,14 @@ class Engine:
         progress: Progress | None = None,
         request_seconds: float = REQUEST_SECONDS,
     ) -> Play:
-        """Plays a stream on the engine; an error ends with the last lines of the engine's log.
+        """Plays a stream on the engine; an error's text ends with the last lines of its log.
 
         request_seconds: the longest that one may take.
         """
         return self._played(play(stream, self.url, progress, request_seconds))
 
     def play_overlapping(self, stream: Sequence[StreamPhase]) -> Play:
-        """Plays a stream whose phases overlap; an error ends as that of `play`."""
+        """Plays a stream whose phases overlap; an error's text ends as that of `play`."""
         return self._played(play_overlapping(stream, self.url))
 
     def _played(self, playing: Coroutine[Any, Any, Play]) -> Play:

@@ -2,7 +2,7 @@
 
 
 class HarnessError(Exception):
-    """The run cannot go on; the message says why and where to look."""
+    """The run cannot continue; the message says why and where to look."""
 
 
 class EngineFailedError(HarnessError):

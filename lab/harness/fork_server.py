@@ -61,7 +61,7 @@ class ForkedProcess:
             except (BlockingIOError, TimeoutError):
                 return None
             self._connection.close()
-            # A server that was killed says nothing, and its programs' fate is unknown.
+            # A server that was killed reports no exit codes.
             self.returncode = json.loads(message)["code"] if message else -signal.SIGKILL
         return self.returncode
 
@@ -70,7 +70,8 @@ class ForkClient:
     """Starts programs through the control socket of a fork server that another process owns.
 
     control: the server's, whose descriptor a child process can inherit.  A program is killed when
-    the server ends, and the server ends when nobody holds its control socket any longer.
+    the server ends, and the server ends when the last process that holds its control socket closes
+    it.
     """
 
     def __init__(self, control: socket.socket) -> None:
@@ -187,7 +188,7 @@ class _Server:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        # Told only now: whoever starts a program may signal its group, or prefer it, at once.
+        # Sent only now: the starter may signal the program's group at once.
         with contextlib.suppress(OSError), socket.socket(fileno=report) as starter:
             starter.send(json.dumps({"pid": os.getpid()}).encode())
         for descriptor in (1, 2):
@@ -213,7 +214,7 @@ class _Server:
 
 
 def _become(order: dict[str, Any], own_paths: set[str]) -> None:
-    """Makes this process the one that was ordered, but for what it has imported."""
+    """Gives this process the environment, folder, paths and arguments of an order."""
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
@@ -234,7 +235,7 @@ def main() -> None:
     gc.freeze()
     order = _Server(control).serve()
     if order is None:
-        # The server itself has nothing to clean up, and libraries that complain when they are.
+        # The server has nothing to clean up, and some libraries fail if their exit handlers run.
         os._exit(0)
     _become(order, own_paths)
     runpy.run_module(order["argv"][0], run_name="__main__", alter_sys=True)

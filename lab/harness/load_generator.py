@@ -1,9 +1,10 @@
 """Plays a stream of requests against one engine's HTTP API and keeps what it answered.
 
-A stream has phases.  A phase is a closed loop: so many requests at a time, the next one sent when
-one is answered.  `play` begins a phase when the last answer of the one before is in, so the batch
-also shrinks at the end of each burst; in `play_overlapping` the next phase's limit holds as soon as
-all requests of a phase have begun, and what still runs ends beside it, as traffic does.
+A stream has phases.  A phase is a closed loop: a fixed number of requests run at a time, and the
+next one is sent when one is answered.  `play` begins a phase when the last answer of the one before
+is in, so the batch also shrinks at the end of each burst; in `play_overlapping` the next phase's
+limit holds as soon as all requests of a phase have begun, and what still runs ends beside it, as
+traffic does.
 
 Token ids go in and come out, greedy and with `ignore_eos`, so that plays can be compared token by
 token.  Steps and accepted drafts are taken from SGLang's per-request counters; its
@@ -24,9 +25,9 @@ from lab.harness.measured import Spread
 
 # Nothing in a stream takes a tenth of these; a request that does is lost.
 REQUEST_SECONDS = 120.0
-# Where a pace stretches the steps, or many wait in the engine's queue.
+# For engines whose steps a pace stretches, or whose queue is long.
 PATIENT_REQUEST_SECONDS = 600.0
-# A phase that lost a request is played again so many times before the play fails.
+# How often a phase that loses requests is played again before the play fails.
 _REPLAYS_MAX = 2
 
 
@@ -83,7 +84,8 @@ class Answer:
 
     verify_steps: decode steps that verified drafts of this sequence, 0 without speculation;
     accepted: draft tokens accepted in them; seconds: from sending to the whole answer.
-    accepted_counts: [drafts] verifications that accepted so many; empty without speculation.
+    accepted_counts: [drafts + 1] verifications by the number of drafts that they accepted; empty
+    without speculation.
     """
 
     request: StreamRequest
@@ -191,8 +193,8 @@ async def play(
 
     The engine's prefix cache is emptied first, so that every play computes its prompts.  A phase
     that loses a request is played again from its beginning.
-    Raises EngineFailedError when the engine refuses a request, LostRequestError when the same phase
-    loses requests time and again.
+    Raises EngineFailedError when the engine refuses a request, LostRequestError when a phase loses
+    requests in every attempt.
     """
     async with engine_session(url, request_seconds) as session:
         await _flush_cache(session)
@@ -286,7 +288,7 @@ class _ClosedLoop:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        # When one request failed, the others must not go on beside what comes next.
+        # When one request has failed, the others must not run beside the next play.
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

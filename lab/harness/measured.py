@@ -1,4 +1,4 @@
-"""Tells how a result was measured: where, beside what, and with which spread.
+"""Records how a result was measured: the machine, its other load, and the spread of repeats.
 
 Other programs that keep cores busy make a measurement doubtful.
 """
@@ -24,7 +24,7 @@ _PACKAGES = (
     "protobuf", "numpy",
 )  # fmt: skip
 
-# Cores that others may use before a figure measured meanwhile is called doubtful.
+# Cores that other processes may use before a figure measured meanwhile is called doubtful.
 DOUBTFUL_CORES = 0.25
 
 
@@ -146,7 +146,7 @@ class Spread:
         return max(self.values)
 
     def over(self, other: Self) -> Self:
-        """These values over those of another figure, repeat by repeat."""
+        """These values divided by those of another figure, repeat by repeat."""
         pairs = zip(self.values, other.values, strict=True)
         return type(self)(tuple(one / another for one, another in pairs))
 

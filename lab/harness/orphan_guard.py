@@ -1,9 +1,9 @@
-"""Kills the children of this process when it is gone, however it ended.
+"""Kills the children of this process when it has ended, however it ended.
 
 Engines lead sessions of their own, so that nothing ends them when their parent is killed: they
-would go on holding the device's memory.  A guard is a small process that waits for the end of the
-one that started it, and then kills every process of the sessions that it was told of, grandchildren
-included.  It needs no help of the children, and does not mind which thread started them.
+would keep holding the device's memory.  A guard is a small process that waits for the end of the
+one that started it, and then kills every process of the sessions that were registered with it,
+grandchildren included.  It needs no cooperation of the children, and works for any thread.
 """
 
 import atexit
@@ -72,7 +72,7 @@ class OrphanGuard:
     def _tell(self, message: str) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        # A guard that was killed guards nothing, and a run does not fail of that.
+        # If the guard was killed, the run continues without one.
         with suppress(BrokenPipeError):
             self._process.stdin.write(message.encode())
 
@@ -89,7 +89,7 @@ def _running() -> list[tuple[int, int]]:
     """The id and the session of every process that has not ended."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        # It may end while it is looked at.
+        # The process may end while its files are read.
         with suppress(OSError):
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if fields[0] not in {"Z", "X"}:

@@ -30,10 +30,10 @@ _GUARD = OrphanGuard()
 
 # Returns a process with the attributes and methods of `subprocess.Popen`.
 Popen = Callable[..., Any]
-# Below what Linux gives away by itself (32768 and up), and below what SGLang takes (22000 to
-# 29999): a port from there can be in use by the time the server wants it.
+# Below the ports that Linux assigns (32768 and up), and below those that SGLang takes (22000 to
+# 29999): a port from those ranges may be in use before the server binds it.
 _PORTS = range(10_000, 20_000)
-# The last ones that this process has drawn: some are not listened on yet.
+# The last ports that this process has drawn: some may not be bound yet.
 _DRAWN_PORTS: deque[int] = deque(maxlen=1000)
 # Two test processes with the same seed would draw the same ports.
 _RANDOM = random.SystemRandom()
@@ -63,7 +63,7 @@ class Child:
             else:
                 variables[key] = value
         log.parent.mkdir(parents=True, exist_ok=True)
-        # A signal that raises between the fork and here would leave a child that nobody knows.
+        # A signal that raises between the fork and this point would leave an untracked child.
         with log.open("wb") as output, _signals_deferred():
             self._process: subprocess.Popen[bytes] = popen(
                 list(command),
@@ -81,9 +81,9 @@ class Child:
         return self._process.pid
 
     def prefer(self) -> bool:
-        """Lets the process, and those it will start, run before others; False if not permitted.
+        """Raises the priority of the process and its future children; False if not permitted.
 
-        To be called right after the start: a thread that runs already keeps its priority.
+        Call it right after the start: a thread that runs already keeps its priority.
         """
         return prefer(os.PRIO_PGRP, self.pid)
 
@@ -98,7 +98,7 @@ class Child:
         self._signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Asks the whole group to end, then makes it."""
+        """Asks the whole group to end, and kills it after two seconds."""
         self.terminate()
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -250,9 +250,9 @@ def answers_http(url: str) -> bool:
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on now, and that is unlikely to be taken soon.
+    """A port of this host that is free now, and is unlikely to be taken soon.
 
-    A process draws none of its last 1,000 ones again.
+    A process does not return any of its last 1,000 ports again.
     """
     for port in _RANDOM.sample(_PORTS, k=len(_PORTS)):
         if port in _DRAWN_PORTS:

@@ -36,8 +36,8 @@ from speculation.v1.service_pb2_grpc import (
     add_SpeculationServiceServicer_to_server,
 )
 
-# Once no report comes for so long, those of all steps that ran are here; an engine that never rests
-# is not waited for.
+# After this time without a report, those of all steps that ran have arrived; the longest wait for
+# an engine that never pauses.
 _REST_SECONDS: Final = 0.05
 _REST_SECONDS_MAX: Final = 2.0
 # A busy machine delays reports by a second or two.
@@ -53,8 +53,8 @@ Script = Callable[[int], Arm]
 class ScriptedSidecar(SpeculationServiceServicer):
     """Answers an introduction and every Steer message with the script's next plan.
 
-    Start, stop and start again on the same address.  `push` sends a plan unasked.  Whoever needs
-    other answers sets `first_plan` (of an introduction) and `answer` (of a message; None for none).
+    It can be started again on the same address.  `push` sends a plan at any time.  To change the
+    answers, set `first_plan` (of an introduction) and `answer` (of a message; None for none).
 
     stride: rounds between online updates, 0 for none.  collect: training signals are kept; a script
     may change it with each plan.  collecting: the epochs that asked for it.
@@ -132,7 +132,7 @@ class ScriptedSidecar(SpeculationServiceServicer):
     def variables(self) -> dict[str, str]:
         """Returns what its engine is started with.
 
-        Each report wakes the agent: no arm is passed over while reports wait to be looked for.
+        Each report wakes the agent, so that no arm of the script is skipped between two polls.
         """
         return {"SPECULATION_SIDECAR": self.target, "SPECULATION_REPORT_INTERVAL_MS": "0"}
 

@@ -24,9 +24,9 @@ _CALL_SECONDS = 5.0
 # A busy machine delays reports by a second or two.
 _REPORTS_SECONDS = 60.0
 _LOOK_SECONDS = 0.01
-# Only ends a hang.
+# Ends a command that hangs.
 _COMMAND_SECONDS: Final = 120.0
-# A name is not taken twice.
+# Numbers the overrides, so that no name is used twice.
 _numbers = count()
 
 
@@ -141,7 +141,7 @@ def row_for(plan: plan_pb2.Plan, batch_size: int) -> plan_pb2.PlanRow:
 
 
 class Pin:
-    """Holds an engine to one arm.  reports: its steps since, in order; of other arms too."""
+    """Pins an engine to an arm.  reports: its steps since then, in order, of other arms as well."""
 
     def __init__(
         self, requests: queue.SimpleQueue[service_pb2.MeasureRequest | None], engine_id: str

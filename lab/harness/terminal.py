@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lab.harness.errors import HarnessError
 
-# Of every command of the lab.
+# Exit code of every command of the lab.
 EXIT_FAILED = 1
 
 
@@ -30,12 +30,12 @@ class Terminal:
 
     def say_stopped(self, page: Path) -> None:
         """Prints that the run was told to end, and where its page is if there is one."""
-        where = f"  What was found by then is in {page}." if page.exists() else ""
+        where = f"  The results so far are in {page}." if page.exists() else ""
         self.say(f"\nStopped.{where}")
 
     @contextmanager
     def failing(self, text: str) -> Iterator[None]:
-        """Ends the command with the words and the reason where a run cannot go on."""
+        """Ends the command with this text and the reason if a run cannot continue."""
         try:
             yield
         except HarnessError as error:

@@ -66,7 +66,7 @@ def lab(
                 keep(name, found, setting.seeds, time.monotonic() - began, KEPT)
             document[name] = asdict(found)
             document["seconds"] = round(time.monotonic() - started, 1)
-            # After every claim: what was found is kept whatever comes next.
+            # Written after every claim, so that a later failure loses no result.
             write_result(document, output)
             (output / "report.html").write_text(headline.page(document), encoding="utf-8")
     terminal.say(f"\n{output / 'report.html'}  {output / 'result.json'}  {output / 'logs'}/")

@@ -1,4 +1,4 @@
-"""Measures what Test-Time Speculation (arXiv:2605.09329) says, in counted tokens and updates.
+"""Measures claims of Test-Time Speculation (arXiv:2605.09329), in counted tokens and updates.
 
 Every engine runs in lockstep with its trainer (LAB_LOCKSTEP of lab.cpu_engine.serve), so that an
 update of every S-th round lands before the next step: what is accepted does not depend on the
@@ -40,7 +40,7 @@ STRIDE: Final = 5
 _GAMMA: Final = 3
 # A DFlash drafter needs room for its whole block.
 _GAMMAS: Final = (0, _GAMMA, 7)
-# Drafts that an engine has to see before it learns, and some.
+# Slightly more than the drafts that an engine has to see before it learns.
 _BASELINE_DRAFTS: Final = 220
 _ENDLESS: Final = 1 << 20
 # Of Llama-3.1-8B and its EAGLE3 drafter (yuhuili/EAGLE3-LLaMA3.1-Instruct-8B).
@@ -122,7 +122,7 @@ def steps_of(reports: Sequence[engine_pb2.StepReport]) -> Answer:
 
 
 def last_play(reports: Sequence[engine_pb2.StepReport]) -> list[engine_pb2.StepReport]:
-    """Returns the steps of a request that ran alone, of its last play if it was lost before."""
+    """Returns the steps of a request that ran alone; of its last play if it was sent again."""
     alone = [report for report in reports if report.batch_size == 1]
     begins = [
         at for at, (one, two) in enumerate(pairwise(alone), 1) if two.kv_tokens < one.kv_tokens
@@ -253,7 +253,7 @@ def update_price(drafter: str, window: int, optimiser_steps: int = 1) -> float:
 
 
 def _student(drafter: str) -> tuple[Eagle3Student | DFlashStudent, int]:
-    """Makes a student, and says how many drafts an update is for; to be called on `meta`."""
+    """Makes a student on the `meta` device; returns it with the drafts of an update."""
     if drafter == "EAGLE3":
         embedding = torch.empty(_LLAMA.vocabulary, _LLAMA.hidden)
         return (

@@ -15,8 +15,8 @@ from lab.harness.measured import run_facts
 from lab.harness.terminal import Terminal
 
 KEPT: Final = Path(__file__).resolve().parents[2] / "docs/results"
-# Claims that no paper has measured: there is nothing to reproduce, so their verdicts are worded
-# otherwise.  The stride that adapts is future work in the paper, the predictor is a drafter that it
+# Claims that no paper has measured: there is nothing to reproduce, so their verdicts have other
+# words.  The stride that adapts is future work in the paper, the predictor is a drafter that it
 # does not look at, and the window is an approximation of this project.
 OWN_CLAIMS: Final = frozenset({"tts-choice", "tts-predictor", "tts-window"})
 
@@ -31,9 +31,9 @@ class Paper(StrEnum):
 
 
 class Verdict(StrEnum):
-    """Whether what was found here is what the paper says.
+    """Whether the results here agree with the paper's claim.
 
-    UNCHECKED: nothing that was found here confirms or contradicts it.
+    UNCHECKED: they neither confirm nor contradict it.
     """
 
     REPRODUCES = "reproduces"
@@ -43,7 +43,7 @@ class Verdict(StrEnum):
 
     @classmethod
     def of(cls, *, whole: bool, part: bool) -> Self:
-        """It reproduces if the whole claim was found, and in part if a part of it was."""
+        """Returns REPRODUCES if the whole claim holds, PARTLY if a part of it does, else NOT."""
         return cls.REPRODUCES if whole else cls.PARTLY if part else cls.NOT
 
 

@@ -3,7 +3,7 @@
 The drafter is half as wide as its target.  It is pretrained on all domains and then trained on two
 of them, so that the others show what it does with texts that its training never saw.
 
-What its blocks are accepted is counted by the paper's sampling (Fast Inference from Transformers
+Acceptance of its blocks is computed by the paper's sampling (Fast Inference from Transformers
 via Speculative Decoding, Leviathan et al., Algorithm 1), in plain torch.  Blocks begin at fixed
 positions of answers that the target gave at the same temperature, so every drafter is asked the
 same questions.
@@ -39,7 +39,7 @@ SEEN, UNSEEN = ("json", "prose"), ("code", "csv")
 TEMPERATURES = (0.0, 1.0)
 # The paper's k.
 DRAFTS = 8
-# What two ways of drawing offsets may differ by and still "only differ slightly".
+# Largest relative difference of two ways of drawing offsets that still "only differ slightly".
 SLIGHT = 0.05
 
 _HOW: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -151,8 +151,8 @@ def accepted(
 ) -> float:
     """Computes the mean number of drafts that are accepted of a block.
 
-    Each block is drafted at the temperature of the answers.  What counts is the probability that
-    the target accepts its tokens, so that no dice are thrown for the verification.
+    Each block is drafted at the temperature of the answers.  The sum is over the probabilities that
+    the target accepts its tokens, so that the verification needs no random draws.
     """
     tokens, features = answers.tokens, answers.features
     g = draft.steering(features) if steered else None
@@ -256,7 +256,10 @@ def judge_temperature(cells: Cells) -> tuple[Verdict, str]:
 
 
 def judge_frozen(cells: Cells) -> tuple[Verdict, str]:
-    """Asks for both steps up in every cell, and for a part in one of the means; never for twice."""
+    """Requires both improvements in every cell; for PARTLY, one of them in a mean.
+
+    The paper's factor of 2 is not required.
+    """
     alone = [_mean(cells[FROZEN], d) / _mean(cells[PRETRAINED], d) for d in TEMPERATURES]
     both = [_mean(cells[STEERED], d) / _mean(cells[FROZEN], d) for d in TEMPERATURES]
     ahead = [_ahead(cells[FROZEN], cells[PRETRAINED]), _ahead(cells[STEERED], cells[FROZEN])]
@@ -273,7 +276,7 @@ def judge_frozen(cells: Cells) -> tuple[Verdict, str]:
 
 
 def judge_offsets(cells: Cells) -> tuple[Verdict, str]:
-    """Asks that both differ by 5 % at most in the mean, and that drawing for each row is ahead."""
+    """Requires a difference of at most 5 % in the mean, with drawing for each row ahead."""
     ratios = [_mean(cells[BLOCKED], d) / _mean(cells[STEERED], d) for d in TEMPERATURES]
     because = (
         f"With blocks, the accepted tokens a block are {ratios[0]:.3f} times those with offsets "

@@ -18,11 +18,11 @@ from lab.learning.headline import Curve, Headline, Paper, Verdict
 
 # The student as published, and a more expensive one.
 SCALES: Final = (1.0, 4.0)
-# By how much an interior stride has to beat both ends to count as the best.
+# Factor by which an interior stride has to beat both ends to count as the best.
 _CLEARLY: Final = 1.01
 _GAMMA: Final = 3
 _PER_REQUEST: Final = {"SPECULATION_ONLINE_SCOPE": "request"}
-# Drafts that are seen before anything is learnt, and some.
+# Slightly more than the drafts that an engine has to see before it learns.
 _BASELINE_TOKENS: Final = 400
 _PACED: Final = (
     "The real SGLang with a small target, paced as an H100 that serves Llama-3.1-8B; an update has "
@@ -31,7 +31,7 @@ _PACED: Final = (
 
 OWN: Final = "chosen"
 _FIXED: Final = ("off", "online:50", "online:20", "online:5")
-# What the sidecar's choice is to reach of the best fixed stride, over whole streams.
+# Share of the best fixed stride's tokens/s that the sidecar's choice has to reach.
 BAR: Final = 0.97
 _PROFILE_SECONDS: Final = 10.0
 _SIDE_BY_SIDE: Final = 2
@@ -51,7 +51,7 @@ class _Stream:
     requests: int
 
 
-# Something to learn, nothing to learn, and updates that take many sequences' time.
+# A drafter that can improve, one that cannot, and a large batch that updates slow down.
 STREAMS: Final = {
     "learnable": _Stream("draft-code", "csv", 4, 56),
     "aligned": _Stream("draft-mixed", "json", 4, 40),

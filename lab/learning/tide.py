@@ -1,4 +1,4 @@
-"""Looks at what TIDE (arXiv 2602.05145) says of training, on signals of the real engine.
+"""Tests the claims of TIDE (arXiv 2602.05145) on training, with signals of the real engine.
 
 The drafter has seen code; the engine serves code, prose, json and csv, and collects.  Acceptance is
 counted.  Where a claim is of speed, it is counted work: floating-point operations, or the steps of
@@ -39,12 +39,12 @@ _SERVED: Final = (
 _LOSS: Final = (0.08, 0.32)
 # In the paper's Table 2 the prefills of SpecForge's online training take three times one prefill.
 _EPOCHS: Final = 3
-# Ratios of counted work from which time is saved, and saved as clearly as in Table 2.
+# Ratios of counted work from which training saves time, and saves it as clearly as in Table 2.
 _SAVES: Final = 1.05
 _SAVES_CLEARLY: Final = 1.3
 # The draft length of all of the paper's experiments.
 GAMMA: Final = 3
-# Every so many-th signal is for evaluation.
+# Every n-th signal is held out for evaluation.
 _HELD_OUT: Final = 4
 _DRAFT: Final = "draft-code"
 _TRIES: Final = 40

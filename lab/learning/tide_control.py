@@ -1,4 +1,4 @@
-"""Looks at what TIDE (arXiv 2602.05145) says of when speculation pays: Eq. 5, and control by it.
+"""Tests the claims of TIDE (arXiv 2602.05145) on when speculation pays: Eq. 5, and its control.
 
 The simulated engine prices every step by a published table, and counts what is accepted; so the
 figures are the same on any machine.  What the domains accept was counted on the real engine.
@@ -33,7 +33,7 @@ _ALPHA: Final = 0.6
 _MODEL: Final = "tide-gpt-oss-120b"
 _BATCH: Final = 32
 _TURNS: Final = 2
-# Nothing keeps a drafter in step where speculation is off in the paper.
+# In the paper the drafter does not run while speculation is off.
 _OPTIONS: Final = EngineOptions(warm_factor=1.0)
 _ALWAYS: Final = "always on"
 _ADAPTIVE: Final = "adaptive"

@@ -27,7 +27,7 @@ from lab.learning.headline import Curve, Headline, Paper, Verdict
 _WINDOW: Final = "SPECULATION_ONLINE_WINDOW"
 _WINDOWS: Final = (48, 256, 512, 1536)
 _OPTIMISER_STEPS: Final = (1, 2, 4)
-# Up to here an answer is short, and from here on it is long.
+# Tokens up to which a context is short, and from which on it is long.
 _SHORT: Final = 300
 _LONG: Final = 800
 _PARTS: Final = 4

@@ -46,8 +46,8 @@ _LEAST_SHOWN = 0.05
 class EditsOptions:
     """The options of a run.
 
-    requests: in a play.  gammas: draft lengths of the fixed arms.  dilation: None: the machine's.
-    late_share_max: a play of which more passes were late is rejected.
+    requests: in a play.  gammas: draft lengths of the fixed arms.  dilation: None to measure it.
+    late_share_max: a play with a larger share of late passes is rejected.
     """
 
     concurrency: int
@@ -62,9 +62,10 @@ class EditsOptions:
 def build_stream(
     name: str, edits: tuple[EncodedEdit, ...], concurrency: int, requests: int, seed: int
 ) -> Stream:
-    """Draws edits in random order, so many at a time; an edit comes again when all have come.
+    """Draws edits in random order; an edit is repeated when all have been drawn.
 
-    An answer is as long as the true one, whatever the model answers.
+    concurrency: requests at a time.  An answer is as long as the true one, whatever the model
+    writes.
     """
     rng = np.random.default_rng(seed)
     order: list[int] = []
@@ -183,7 +184,7 @@ def label(source: str) -> str:
 
 
 def show(outcome: EditsOutcome, source: str, terminal: Terminal) -> None:
-    """Prints the table and what follows from it."""
+    """Prints the table and a summary."""
     best = outcome.best.tokens_per_second
     rows = [("off", outcome.off)]
     rows += [(name_of(arm), play) for arm, play in outcome.singles.items()]

@@ -1,8 +1,8 @@
 """Starts paced engines: SGLang servers that differ in their speculation flags alone.
 
-Their weights are dummies, as small as SGLang takes them, because a step that is held to the pace of
-a GPU has to be done by then.  So many sequences, and their acceptance, are drawn (see pace/).
-Where the tokens matter, a small trained set is served.
+Their weights are dummies, as small as SGLang accepts, because a step has to end within the pace of
+a GPU.  Their acceptance is drawn (see pace/).  Where the tokens matter, a small trained set is
+served.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Finds what could have been gained on a stream, and where a steered engine lost time.
+"""Computes the best possible result on a stream, and where a steered engine lost time.
 
 What the imposed table makes of a stream, with every static arm and with an oracle's, is computed
 before anything runs: the simulator replays the stream with the engine's own draws, costs and order
@@ -40,7 +40,7 @@ from speculation.v1 import plan_pb2
 
 # An arm this near to the best one is a good one.
 _GOOD = 0.99
-# So many steps after a change the information is there: what is lost then is not for waiting.
+# Steps after a change within which a loss counts as waiting; later ones count as wrong estimates.
 _WAITING_STEPS_MAX = 100
 
 
@@ -87,7 +87,7 @@ def decided_plans(folder: Path, engine_id: str) -> tuple[DecidedPlan, ...]:
 
 
 class StepValues:
-    """Tells what every arm is worth in a step: tokens per second of the model, expected."""
+    """Computes the expected tokens per second, in the model's time, of every arm in a step."""
 
     def __init__(
         self, costs: StepCosts, curves: Mapping[str, Mapping[str, Sequence[float]]]
@@ -126,10 +126,10 @@ def lost_time(
     plans: Sequence[DecidedPlan],
     values: StepValues,
 ) -> LostTime:
-    """Attributes what a play's decode steps have lost.  plans: of the engine that played."""
+    """Attributes the lost time of a play's decode steps to causes.  plans: of that engine."""
     lost = dict.fromkeys((f.name for f in fields(LostTime)), 0.0)
     newest = _newest(steps, plans)
-    # The arm that was good when it last ran, and for how many steps none has been since.
+    # The last arm that was good when it ran, and the number of steps since without a good one.
     known, searching = -1, 0
     total = 0.0
     for step, plan in zip(steps, newest, strict=True):

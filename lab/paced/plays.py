@@ -10,7 +10,7 @@ from lab.cpu_engine.pace.step_log import LoggedStep, LogPart
 from lab.harness.load_generator import Play
 from lab.paced.traffic import Stream
 
-# A result with more late passes than this is no result.
+# A play with a larger share of late passes is rejected.
 LATE_SHARE_MAX = 0.01
 
 

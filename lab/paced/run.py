@@ -30,11 +30,11 @@ from lab.paced.traffic import Stream, warm_up_stream
 
 # Dilations to choose from.
 DILATIONS = (3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0)
-# Beside the work of a warm engine, whose 95th percentile counts: steering, and a busier machine.
+# Factor on the 95th percentile of a warm engine's work, for steering and a busier machine.
 _ROOM = 1.6
 # Two engines fit on two cores: each sleeps most of the time.
 _SIDE_BY_SIDE = 2
-# Constants of the sidecar's decision in seconds: it shall be as quick in the model's time.
+# Time constants of the sidecar's decisions, in seconds of the model's time.
 _PLANNER_SECONDS = {
     "REPLAN_SECONDS": 0.07,
     "LEASE_SECONDS": 5.0,
@@ -53,7 +53,7 @@ def profile_sizes(max_batch_size: int) -> tuple[int, ...]:
 
 
 def dilated_planner(dilation: float) -> dict[str, str]:
-    """The sidecar's variables that let its decisions pass as quickly in the model's time."""
+    """The sidecar's variables that scale its time constants to the model's time."""
     return {
         f"CONTROLLER_PLANNER__{name}": f"{seconds * dilation:g}"
         for name, seconds in _PLANNER_SECONDS.items()
@@ -75,7 +75,7 @@ class StreamHarness(Harness):
         self._sidecars: dict[str, SidecarHandle] = {}
 
     def sidecar(self, policy: str) -> SidecarHandle:
-        """The sidecar, as far as this engine is concerned."""
+        """The handle with which this engine is read and pinned at the sidecar."""
         return self._sidecars[policy]
 
     def profile(self, policy: str, seconds: float, batch_sizes: Sequence[int]) -> Mapping[str, Any]:
@@ -121,7 +121,7 @@ class PacedHarness(StreamHarness):
     trained: the folder of a trained set of models; None: dummies are made.
     """
 
-    # A play of which more passes were late is rejected.
+    # A play with a larger share of late passes is rejected.
     late_share_max: float = LATE_SHARE_MAX
 
     def __init__(
@@ -246,7 +246,7 @@ class PacedHarness(StreamHarness):
             running = {name: pool.submit(job) for name, job in jobs.items()}
             return {name: job.result() for name, job in running.items()}
         finally:
-            # After an error or a signal nobody waits for the others: their engines are ended.
+            # After an error or a signal the other jobs are abandoned: their engines are ended.
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _kinds(self) -> tuple[str, ...]:

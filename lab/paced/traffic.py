@@ -9,8 +9,8 @@ The curves "all" of the drafter "eagle" are those of code, math and chat, in thi
 sdb_sharegpt is that of hard; and "on csv" is that of unseen.
 
 A stream has classes, concurrencies and seeds; its phases overlap, see `play_overlapping`.  DAY was
-written down, with its seed, before any policy was run on it.  UNSEEN_DAY is for tests: nobody has
-looked at how it comes out.
+written down, with its seed, before any policy was run on it.  UNSEEN_DAY is held out for tests: no
+policy was tuned on it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -186,7 +186,7 @@ def drawn_request(kind: str, number: int, tokens: int, prompt: Sequence[int]) ->
 
 
 def warm_up_stream(kinds: Sequence[str], concurrency: int) -> Stream:
-    """Builds a stream of one request, then of so many at a time."""
+    """Builds a stream of one request, then of `concurrency` requests at a time."""
     plans = [
         PhasePlan("one", tuple(kinds), 1, 1, _WARM_UP_TOKENS),
         PhasePlan("all", tuple(kinds), concurrency, 1, _WARM_UP_TOKENS),
@@ -197,7 +197,7 @@ def warm_up_stream(kinds: Sequence[str], concurrency: int) -> Stream:
 def as_workload(
     stream: Stream, curves: Mapping[str, Mapping[str, Sequence[float]]], drafters: Sequence[str]
 ) -> ClosedLoop:
-    """The stream for the simulator, with the very draws that the paced engine makes.
+    """The stream for the simulator, with the same draws as the paced engine's.
 
     A request's first token comes from its prefill, so it decodes one token less.
     """

@@ -31,7 +31,7 @@ app = typer.Typer(
 
 @dataclass(frozen=True, slots=True)
 class _StatedGain:
-    """States the gain, as the paper has it, of a pool in which high serve and all of low train."""
+    """The gain that the paper states for a pool in which all of high serve and all of low train."""
 
     high: str
     high_cards: int

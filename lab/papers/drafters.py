@@ -86,8 +86,9 @@ def read_grid(path: Path) -> Mapping[str, Floats]:
 class EnvelopePoint:
     """Holds one concurrency.
 
-    best_gamma: drafter -> its best draft length.  goodput: tokens/s of the winner.  published_*: of
-    the same drafter and draft length, and of the best that there was; None without the grid.
+    best_gamma: drafter -> its best draft length.  goodput: tokens/s of the winner.
+    published_goodput: of the same drafter and draft length.  published_best: of the best of all.
+    Both are None without the grid.
     """
 
     concurrency: int

@@ -6,7 +6,7 @@ correlation), is fitted by
 
     rho(distance) = level + passage exp(-distance / tokens)
 
-and what is missing to 1 is the part of each token alone.  The correlation between two drafters is
+and the remainder to 1 is the part of each token alone.  The correlation between two drafters is
 that of their outcomes at the same positions.
 """
 

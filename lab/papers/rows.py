@@ -69,10 +69,10 @@ _COST = {
 }
 GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10)
 _WEIGHT = 0.1
-# What a running average begins with, tokens.
+# Initial values of the running averages, in tokens.
 _EAGLE_FIRST, _LOOKUP_FIRST = 1.0, 0.3
 _CONTEXT_TOKENS = 500
-# Takes what EAGLE and the lookup would have had accepted, the match length and gamma.
+# Arguments: drafts accepted if EAGLE drafts, and if the lookup does; match length; gamma.
 Step = Callable[[int, int, int, int], int]
 
 
@@ -101,7 +101,7 @@ def surface(max_batch_size: int) -> CostSurface:
 
 
 def in_pieces(trace: AcceptanceTrace, tokens: int = PIECE) -> AcceptanceTrace:
-    """Returns the trace with its requests cut into pieces of so many output tokens."""
+    """Returns the trace with its requests cut into pieces of `tokens` output tokens."""
     return replace(trace, recorded=tuple(p for r in trace.recorded for p in _pieces(r, tokens)))
 
 
@@ -122,7 +122,7 @@ def _shorter(trace: AcceptanceTrace, longest: int) -> AcceptanceTrace:
 
 
 def run_rows(trace: AcceptanceTrace, batch_size: int, steps: int, seed: int) -> RowRun:
-    """Runs the controller and the best static arms for about so many steps."""
+    """Runs the controller and the best static arms for about `steps` steps."""
     costs = surface(max(batch_size, 64))
     acceptance = in_pieces(trace)
     probe = acceptance.pool(np.random.default_rng(0), len(acceptance.recorded))
@@ -231,7 +231,7 @@ class Means:
 
 
 def _seen(would: int, accepted: int, gamma: int, expected: float) -> float:
-    """Returns what counts as seen of a proposal in a step that accepted so many drafts."""
+    """Returns the tokens that a proposal is credited with in a step that accepted `accepted`."""
     if would <= accepted or accepted + 1 >= gamma:
         return would
     return max(accepted + 1, expected)

@@ -173,7 +173,7 @@ def interpolated(table: Mapping[int, float], stride: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Earned:
-    """Adds up what a stream has earned.  rounds: by stride in force."""
+    """The expected tokens and the seconds of a stream.  rounds: by stride in force."""
 
     tokens: float
     seconds: float
@@ -200,7 +200,7 @@ class _Step:
 
 
 class _World:
-    """A stream as it goes on: what a step accepts and how long it takes."""
+    """The state of a stream: what its next step accepts and how long it takes."""
 
     def __init__(self, stream: Stream, seed: int) -> None:
         self._stream = stream
@@ -210,7 +210,7 @@ class _World:
             s: interpolated(stream.lengths, s) - self._off if s else 0.0 for s in STRIDES
         }
         self._lost = {s: stream.step_seconds[s] - stream.step_seconds[0] for s in STRIDES}
-        # The mean over a sequence, which is to be the table's, over what a stride settles at.
+        # The mean over a sequence (the table's value), relative to what a stride settles at.
         ratio = 1 / _ANSWER_SHARE
         self._reached = 1 - (1 - math.exp(-ratio)) / ratio
         self._round = self._since = self._beside = 0
@@ -225,7 +225,7 @@ class _World:
         """The next one."""
         stream = self._stream
         if self.begins:
-            # The drafter is as it was, and the text another one.
+            # The drafter is reset, and the text is a new one.
             self._state, self._beside = 0.0, 0
             self._shift = float(self._rng.normal(0, _SEQUENCE_DEVIATION))
         self._round += 1

@@ -56,7 +56,7 @@ class StrideReport:
 
 
 def streams() -> tuple[Stream, ...]:
-    """All that are played alone."""
+    """All streams that are played alone."""
     large, small = streams_of_table_3(), streams_of_table_7()
     easy = [aligned(table[i]) for table in (large, small) for i in (0, 4)]
     return (*large, *small, *easy, compute_bound(large[0]), compute_bound(small[0]))

@@ -9,7 +9,7 @@ import sys
 import traceback
 from typing import Any
 
-# How long a controller waits for a request before it sees to its watchdog.
+# How long a controller waits for a request before it serves its watchdog.
 _WAIT_MILLISECONDS = 100
 
 
@@ -140,9 +140,8 @@ def mask_for_triton() -> None:
 def draft_in_blocks() -> None:
     """Let DFlash draft on a CPU.
 
-    SGLang refuses it there only because nobody has tried.  What it lacks are an answer to which
-    attention backend to use, one attribute of a chain, and two operators that are written for GPUs
-    alone.
+    SGLang refuses it there.  It lacks only the choice of an attention backend, one attribute of a
+    chain, and two operators that are written for GPUs.
     """
     import torch
     from sglang.srt.arg_groups.choices import add_draft_attention_backend_choices

@@ -41,7 +41,7 @@ def is_made() -> bool:
 def vllm_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns a copy of ``base``, or of the current environment, with what vLLM needs on a CPU."""
     env = dict(os.environ if base is None else base)
-    # Of another virtual environment.
+    # It may name another virtual environment.
     env.pop("VIRTUAL_ENV", None)
     path = [str(ROOT), str(ROOT / "proto"), *filter(None, [env.get("PYTHONPATH")])]
     return env | _SETTINGS | {"PYTHONPATH": os.pathsep.join(path)}

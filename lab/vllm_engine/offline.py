@@ -6,7 +6,7 @@ JOB is a JSON file: `{"engines": [{"name": ..., "arguments": {...}, "overlap": f
 each engine the tokens of every request, the seconds of every phase, and vLLM's own counters of
 speculation and of tokens. Greedy decoding in float32; regex: a grammar, under which an answer may
 end. overlap: with async scheduling, which vLLM by itself never uses on a processor. answered: if it
-is named, each engine writes there what the output will have of it, and ends once somebody has
+is named, each engine writes its part of the output to this file, and ends once the caller has
 removed the file: the agent of an engine that ends sends no more reports.
 """
 
@@ -38,7 +38,7 @@ _PLAN_SECONDS = 60.0
 
 
 def set_overlap(wanted: bool) -> None:
-    """Has vLLM's platform keep or switch off async scheduling, whatever a processor's would do."""
+    """Makes vLLM's CPU platform switch async scheduling on or off; by default it is off."""
     from vllm.platforms.cpu import CpuPlatform
 
     original = getattr(CpuPlatform, "lab_original", CpuPlatform.check_and_update_config)
@@ -60,7 +60,7 @@ def wait_for_plan(steering: Any) -> None:
 
 
 def wait_for_reader(answered: Path, found: dict[str, Any]) -> None:
-    """Writes a file, and waits until it is gone."""
+    """Writes a file, and waits until the caller has removed it."""
     part = answered.with_suffix(".part")
     part.write_text(json.dumps(found))
     part.rename(answered)
@@ -134,7 +134,7 @@ def answer(llm: Any, requests: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def main() -> None:
-    """Runs the job; an engine that fails is written down as such."""
+    """Runs the job; the output has the error of an engine that fails."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     job = json.loads(Path(sys.argv[1]).read_text())

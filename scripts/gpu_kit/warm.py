@@ -1,4 +1,4 @@
-"""Compiles at once what the engines would compile one by one, and tries the kernel library.
+"""Compiles in parallel what the engines would compile one by one, and tests the kernel library.
 
 It takes as long as the slowest compilation.  A module that fails here is compiled again, or
 reported, by the engine that asks for it.  The exit code is 1 if the kernel library does not work.

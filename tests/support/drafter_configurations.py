@@ -1,4 +1,4 @@
-"""Configurations of targets and drafters as people publish them, of which nobody needs weights."""
+"""Configurations of published targets and drafters, for tests that need no weights."""
 
 import json
 from pathlib import Path

@@ -33,7 +33,7 @@ class LinkedEngine:
         )
 
     def run(self, steps: int, batch_size: int = 4, acceptance: float = 0.8) -> None:
-        """So many decode steps."""
+        """Runs `steps` decode steps."""
         for _ in range(steps):
             self.choice = choice = self.link.choose(batch_size)
             counts = [0] * (choice.gamma + 1)

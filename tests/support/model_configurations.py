@@ -1,4 +1,4 @@
-"""Configurations of models of which nobody needs weights."""
+"""Configurations of models, for tests that need no weights."""
 
 import json
 from pathlib import Path

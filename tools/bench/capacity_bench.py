@@ -199,7 +199,7 @@ class _Run:
 
 
 def _core_seconds(core: int) -> float:
-    """Seconds that a core has worked for anybody, niced or not, kernel included."""
+    """Seconds that a core has been busy, niced processes and kernel included."""
     times = psutil.cpu_times(percpu=True)[core]
     return float(sum(times[:8]) - times.idle - times.iowait)
 

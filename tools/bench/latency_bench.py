@@ -34,7 +34,7 @@ from tools.bench.serving import quiet_sidecar
 
 _GAMMAS = (0, 1, 3, 5, 7)
 _STARTUP_GAMMA = 3
-# Drafts are all accepted for so many steps, then all rejected for as many.
+# All drafts are accepted for this many steps, then all rejected for as many.
 _PHASE_STEPS = 40
 _STEP_SECONDS = 0.005
 _LOOK_SECONDS = 0.0002

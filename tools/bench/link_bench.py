@@ -6,9 +6,9 @@ that is what a busy engine's thread does.  Report out + plan in is timed for eve
 that find a new plan also by themselves.  Between the steps stand SGLang's adaptive policy, in its
 process, with the same counts; and the floor: a bare send and an empty receive, with a plain process
 waiting at the other end.  "warm" is the same code in a tight loop, on a socket pair that the
-benchmark empties itself: what is left when no cache was lost and nobody had to be woken.  So are
-measured the largest common report (three groups, four proposals, two classes), and plans of eight
-rows and of 32 with rules, renewed and new.  Then each
+benchmark empties itself: what is left when no cache was lost and no process had to be woken.  The
+largest common report (three groups, four proposals, two classes) is measured in this way, and plans
+of eight rows and of 32 with rules, renewed and new.  Then each
 report is answered by a plan, and the time from the one to the other is taken.  The agent is a
 process of its own and so takes nothing of the engine's interpreter; what it takes of a processor is
 given for 200 steps a second.

@@ -2,9 +2,9 @@
 
     python -m tools.bench.loop_bench
 
-A turn is what runs between two looks at the sockets' news by one callback; while it lasts nobody
-else is served.  It is measured in processor time of the loop's thread, so that other processes on
-the machine do not count.  The sidecar runs in this process, and the clients are calls on its loop.
+A turn is one callback between two polls of the sockets; while it lasts no other client is served.
+It is measured in processor time of the loop's thread, so that other processes on the machine do not
+count.  The sidecar runs in this process, and the clients are calls on its loop.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Two engines side by side, or one in two ways: answers in turn, compared pair by pair."""
+"""Compares two engines, or one engine in two configurations, by pairs of answers in turn."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Side = TypeVar("Side")
 def ratios(one: Side, other: Side, measure: Callable[[Side], float], repeats: int) -> list[float]:
     """measure(one) / measure(other), each pair one after the other, the order in turn.
 
-    Both are measured once before, for nothing.
+    Both are measured once before as a warm-up, which is left out.
     """
     measure(one), measure(other)
     found = []

@@ -8,8 +8,9 @@
     polled        a thread of the engine's gets the draft length by HTTP every second
 
 One process is the engine: its step is a fixed amount of Python work (5 ms or so), which is the
-hardest engine to be beside, since it never lets go of the interpreter.  Blocks of steps with each
-way follow one another, and one with none; a ratio is that of a block to the bare one of its round.
+hardest case for a way with a thread, since it never lets go of the interpreter.  Blocks of steps
+with each way, and one without any, take turns; a ratio is that of a block to the bare one of its
+round.
 The sidecar is a real `controller serve`.  How old a choice may be: for "polled" the time from a
 change at the server to the engine is measured; the link's is in latency_bench; the other two know
 of the step before.
@@ -52,7 +53,7 @@ def _work(rounds: int) -> None:
 
 
 def _rounds() -> int:
-    """So many take about a step's time on this machine."""
+    """The number of iterations that takes about a step's time on this machine."""
     began = time.perf_counter()
     _work(1000)
     return max(1, round(1000 * _STEP_SECONDS / (time.perf_counter() - began)))

@@ -5,7 +5,7 @@
 
 Every scenario has a number and depends on no other (`tests/support/random_scenarios.py`); it is
 scored by expected tokens (`tests/support/against_off.py`).  Results are kept in `--folder`, so that
-a run that was stopped goes on where it was, and further scenarios can be added with `--first`; a
+a run that was stopped can be continued, and further scenarios can be added with `--first`; a
 change of the controller or of the scenarios begins anew.  Scenarios below 0.98 are listed and
 written as files there, which `controller simulate --scenario` runs as well.
 """

@@ -1,4 +1,4 @@
-"""A real sidecar that says nothing, reports for it, and what it takes of the processors."""
+"""Starts a real sidecar that logs errors only, sends it reports, measures its processor time."""
 
 import contextlib
 import tempfile
@@ -14,7 +14,7 @@ from tests.support.sidecar_process import SidecarProcess, sidecar_process
 
 @contextlib.contextmanager
 def quiet_sidecar(environment: Mapping[str, str] | None = None) -> Iterator[SidecarProcess]:
-    """In a folder of its own; environment: further variables."""
+    """A sidecar in a folder of its own.  environment: further variables."""
     with tempfile.TemporaryDirectory() as name:
         flags = ("--log-level", "error")
         with sidecar_process(Path(name), *flags, environment=environment) as sidecar:
@@ -22,7 +22,7 @@ def quiet_sidecar(environment: Mapping[str, str] | None = None) -> Iterator[Side
 
 
 def introduced(channel: grpc.Channel, engine: EngineSpec) -> str:
-    """The engine's session."""
+    """Introduces the engine, and returns its session."""
     stub = service_pb2_grpc.SpeculationServiceStub(channel)
     request = service_pb2.IntroduceRequest(engine=engine)
     return str(stub.Introduce(request, wait_for_ready=True).session_id)
@@ -31,7 +31,7 @@ def introduced(channel: grpc.Channel, engine: EngineSpec) -> str:
 def messages_of(
     session_id: str, reports: Sequence[StepReport], each: int
 ) -> list[service_pb2.SteerRequest]:
-    """So many reports to a message."""
+    """Groups reports into messages of equal size."""
     return [
         service_pb2.SteerRequest(session_id=session_id, reports=reports[first : first + each])
         for first in range(0, len(reports), each)
@@ -39,13 +39,13 @@ def messages_of(
 
 
 def send(channel: grpc.Channel, messages: Sequence[service_pb2.SteerRequest]) -> None:
-    """On one stream, until the sidecar has ended it after the last one."""
+    """Sends the messages on one stream, and waits until the sidecar ends it after the last."""
     for _ in service_pb2_grpc.SpeculationServiceStub(channel).Steer(iter(messages)):
         pass
 
 
 def processor_seconds(pid: int) -> float:
-    """Of its threads that live, to the scheduler's nanosecond (`cpu_times` has ticks of 10 ms)."""
+    """Seconds of a process's live threads, to the nanosecond (`cpu_times` has ticks of 10 ms)."""
     spent = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile

@@ -9,7 +9,7 @@ SGLang's wrapping of it and without what it wraps; a step costs what its hooks c
 is left when nothing of it has to come from memory.  An engine on a GPU lies in between, because its
 thread runs SGLang's code between the hooks, but no model.
 
-In the same steps are timed a hook that does nothing, a send to a socket at which nobody waits, and
+Timed in the same steps: a hook that does nothing, a send to a socket on which no process waits, and
 SGLang's adaptive policy, at the place where SGLang asks it.
 """
 

@@ -1,4 +1,4 @@
-"""The engine's side while something breaks: which choices it ran, and what its sidecar promised."""
+"""Runs the engine's side of a fault: which choices the engine ran, and its sidecar's overrides."""
 
 import contextlib
 import time
@@ -19,24 +19,24 @@ from tests.support.eventually import eventually
 from tests.support.linked_engine import LinkedEngine, linked_engine
 from tests.support.sidecar_process import SidecarProcess, sidecar_process
 
-# On a machine with more to do than it can.
+# Long enough for an overloaded machine.
 PATIENCE_SECONDS = 60.0
 _PACE_SECONDS = 0.05
 PIN = "pinned"
 PINNED_GAMMA = 5
 # The safe default of a linked engine.
 SAFE_GAMMA = 1
-# Leases and graces that run out while somebody waits.
+# A lease and a grace short enough that a fault can wait for their end.
 SHORT = {"CONTROLLER_PLANNER__LEASE_SECONDS": "2"}
 SHORT_GRACE_SECONDS = 1.0
 
-# What an engine goes through without its sidecar, from the first step on.
+# The sources of an engine's choices after its sidecar fails, in order.
 LEFT_ALONE = [Source.PLAN, Source.GRACE, Source.SAFE_DEFAULT]
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What ran from a moment on (monotonic seconds)."""
+    """The choice that the engine ran from the moment `at` on (monotonic seconds)."""
 
     at: float
     source: Source
@@ -60,22 +60,22 @@ class Drive(BackgroundThread):
 
     @property
     def now(self) -> Ran:
-        """What ran last."""
+        """The choice that ran last."""
         return self.ran[-1]
 
     def since(self, moment: float) -> list[Ran]:
-        """What ran at the moment and after it."""
+        """The choice that ran at the moment, and those after it."""
         before = [one for one in self.ran if one.at <= moment]
         return [*before[-1:], *(one for one in self.ran if one.at > moment)]
 
     def sources(self, moment: float) -> list[Source]:
-        """Where choices came from since then, each once, in the order they first did."""
+        """The sources of the choices since the moment, each once, in order of appearance."""
         return list(dict.fromkeys(one.source for one in self.since(moment)))
 
     def wait_for(
         self, source: Source, after: float, other_session_than: int | None = None
     ) -> float:
-        """Seconds from the moment `after` until a choice came from there."""
+        """Seconds from the moment `after` until a choice came from the source."""
 
         def came() -> list[Ran]:
             return [
@@ -88,7 +88,7 @@ class Drive(BackgroundThread):
         return eventually(came, what=what)[0].at - after
 
     def wait_for_steps(self, count: int = 20) -> None:
-        """So many more of them."""
+        """Waits until `count` more steps have run."""
         enough = self.engine.step + count
         eventually(lambda: self.engine.step >= enough, what="steps")
 
@@ -112,7 +112,7 @@ def _differs(ran: Ran, choice: StepChoice) -> bool:
 def set_request(
     override_id: str, gamma: int, scope: policy_pb2.Scope, **lasts: Any
 ) -> policy_pb2.SetOverrideRequest:
-    """lasts: for how long, `ttl_seconds` or `for_ever`."""
+    """A request that pins `gamma`.  lasts: for how long, `ttl_seconds` or `for_ever`."""
     return policy_pb2.SetOverrideRequest(
         override=policy_pb2.Override(
             override_id=override_id,
@@ -126,7 +126,7 @@ def set_request(
 
 
 def clear_request(override_id: str, **more: Any) -> policy_pb2.ClearOverrideRequest:
-    """As the override's author."""
+    """A request to clear an override as its author.  more: other fields."""
     return policy_pb2.ClearOverrideRequest(
         override_id=override_id, author="ann", reason="the test is over", **more
     )
@@ -144,13 +144,13 @@ class Operator:
             yield policy_pb2_grpc.PolicyServiceStub(channel)
 
     def pin(self, override_id: str = PIN, gamma: int = PINNED_GAMMA, seconds: float = 600) -> None:
-        """Acknowledged when it returns.  Raises grpc.RpcError."""
+        """Pins a draft length; the override is acknowledged on return.  Raises grpc.RpcError."""
         request = set_request(override_id, gamma, policy_pb2.Scope(fleet=True), ttl_seconds=seconds)
         with self._policy() as policy:
             policy.SetOverride(request, timeout=PATIENCE_SECONDS)
 
     def refusal(self, override_id: str) -> str:
-        """Code and words with which an override is refused; "" when it is not."""
+        """Status code and message with which an override is refused; "" if it is not."""
         try:
             self.pin(override_id)
         except grpc.RpcError as error:
@@ -159,7 +159,7 @@ class Operator:
         return ""
 
     def clear(self, override_id: str) -> None:
-        """Raises grpc.RpcError."""
+        """Clears an override.  Raises grpc.RpcError."""
         with self._policy() as policy:
             policy.ClearOverride(clear_request(override_id), timeout=PATIENCE_SECONDS)
 
@@ -169,7 +169,7 @@ class Operator:
 
     def held(self) -> list[policy_pb2.HeldOverride]:
         """The overrides in force."""
-        # Whoever polls stays well below the hundred calls a second that a sidecar answers.
+        # Polling stays well below the hundred calls a second that a sidecar answers.
         time.sleep(_PACE_SECONDS)
         with self._policy() as policy:
             request = policy_pb2.ListOverridesRequest()
@@ -177,7 +177,7 @@ class Operator:
 
 
 def engines_at(address: str) -> service_pb2.ListEnginesResponse:
-    """What a sidecar says of its engines, and of itself."""
+    """What a sidecar reports of its engines and of itself."""
     with grpc.insecure_channel(address) as channel:
         return service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
             service_pb2.ListEnginesRequest(), timeout=PATIENCE_SECONDS
@@ -185,7 +185,7 @@ def engines_at(address: str) -> service_pb2.ListEnginesResponse:
 
 
 class Sidecars:
-    """One after the other, with the same state at the same address."""
+    """Sidecars that run one after the other, with the same state and address."""
 
     def __init__(self, place: Path, *flags: str, environment: dict[str, str]) -> None:
         self._place, self._flags, self._environment = place, flags, environment
@@ -196,22 +196,22 @@ class Sidecars:
 
     @property
     def pid(self) -> int:
-        """Process id of the one that lives."""
+        """Process id of the running sidecar."""
         return self.now.process.pid
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kills the sidecar (SIGKILL)."""
         self._life.close()
 
     def restart(self) -> float:
-        """Kills it if it lives, and starts the next one; when that was started."""
+        """Kills the sidecar if it runs, starts the next; returns when (monotonic seconds)."""
         self.kill()
         began = time.monotonic()
         self.now = self._start()
         return began
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the sidecar."""
         self._life.close()
 
     def _start(self) -> SidecarProcess:
@@ -241,7 +241,7 @@ def scene(
         sidecars.operator.pin()
         with (
             linked_engine(
-                # Of a starved agent nothing else could be said.
+                # At its usual niceness a busy machine would starve the agent and hide the fault.
                 address or sidecars.now.address,
                 grace_seconds=grace_seconds,
                 agent_nice=0,

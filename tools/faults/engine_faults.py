@@ -80,12 +80,12 @@ class Stage:
 
     @property
     def link(self) -> dict[str, Any]:
-        """How the engine says that it is steered."""
+        """The state of the link, as the engine reports it."""
         found: dict[str, Any] = self.engine.internal_state()["speculation_controller"]
         return found
 
     def wait_source(self, source: str) -> dict[str, Any]:
-        """Steps are taken meanwhile, or nothing changes."""
+        """Waits until choices come from the source; something must run steps meanwhile."""
 
         def reached() -> dict[str, Any] | None:
             link = self.link
@@ -107,12 +107,12 @@ class Stage:
         return time.monotonic() - began
 
     def agent(self) -> int:
-        """Its process id."""
+        """The agent's process id."""
         return int(self.link["agent_pid"])
 
 
 def plain_tokens(folder: Path) -> list[list[int]]:
-    """What an engine without speculation answers."""
+    """The answers of an engine without speculation."""
     with serving(folder) as engine:
         return [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)]
 
@@ -126,7 +126,7 @@ def staged(folder: Path, plain: Tokens) -> Iterator[Stage]:
         variables = {
             "SPECULATION_SIDECAR": address,
             "SPECULATION_GRACE_SECONDS": "1",
-            # Of a starved agent nothing else could be said.
+            # At its usual niceness a busy machine would starve the agent and hide the fault.
             "SPECULATION_AGENT_NICE": "0",
         }
         with (
@@ -159,7 +159,7 @@ QUICK: list[str] = []
 
 
 def _on_stage(name: str, expected: str, *, quick: bool = False) -> Callable[[_OnStage], _OnStage]:
-    """Keeps a function, whose docstring says what it injects, as a fault."""
+    """Registers a function as a fault; its docstring says what it injects."""
 
     def keep(inject: _OnStage) -> _OnStage:
         _ON_STAGE[name] = (expected, inject)
@@ -172,7 +172,7 @@ def _on_stage(name: str, expected: str, *, quick: bool = False) -> Callable[[_On
 
 @contextmanager
 def _answering(stage: Stage, seen: Seen) -> Iterator[Traffic]:
-    """Requests go on all the while; then what came of them, and of the pin."""
+    """Sends requests while the block runs; then checks their answers and the pin."""
     with Traffic(stage.engine, stage.plain) as traffic:
         yield traffic
         traffic.wait()
@@ -186,7 +186,7 @@ def _answering(stage: Stage, seen: Seen) -> Iterator[Traffic]:
 
 
 def _left_alone(stage: Stage, seen: Seen, traffic: Traffic) -> None:
-    """The safe default runs, and answers come."""
+    """Checks that the safe default runs and the engine still answers."""
     stage.wait_source("SAFE_DEFAULT")
     traffic.wait()
     state = stage.engine.internal_state()
@@ -341,7 +341,7 @@ def _trainer_killed(_: Path, seen: Seen) -> None:
 
 
 def engine_faults(stage: Callable[[], Stage]) -> tuple[Fault, ...]:
-    """At the real SGLang, under requests that never cease."""
+    """The faults that are injected beside the real SGLang while it serves requests."""
 
     def on(inject: _OnStage) -> Injection:
         return lambda _, seen: inject(stage(), seen)

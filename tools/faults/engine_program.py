@@ -1,10 +1,10 @@
-"""An engine's end of the link as a program: run from any version's tree, told what to do.
+"""Runs an engine's end of the link as a program, from the tree of any version.
 
     python engine_program.py ADDRESS [plain]
 
 plain: it introduces no mixture, which a sidecar from before mixtures would refuse.
-One line of JSON for every line on its standard input: after so many steps as the line says, where
-the last choice came from, and its draft length.
+Each line on its standard input is a number of steps.  After them it answers with one line of JSON:
+the source of the last choice, and its draft length.
 """
 
 import inspect

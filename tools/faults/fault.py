@@ -1,4 +1,4 @@
-"""A fault, and what was seen of it."""
+"""Defines a fault, and records what was observed when it was injected."""
 
 import tempfile
 import time
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from lab.harness.measured import Spread
 
-# Of an error's text, in characters.
+# The most characters of an error's text that are kept.
 _MOST_WORDS = 300
 COMMAND = "python -m tools.faults --only"
 
@@ -28,20 +28,20 @@ class Seen:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def that(self, text: str, holds: bool, otherwise: object = "") -> None:
-        """A statement; `otherwise` is what was seen in its place where it does not hold."""
+        """Adds a statement; `otherwise` is what was observed instead if it does not hold."""
         self.statements.append((text if holds else f"NOT: {text} ({otherwise})", holds))
 
     def figure(self, name: str, value: float | str) -> None:
-        """Names end with their unit."""
+        """Adds a figure; its name ends with its unit."""
         self.figures[name] = round(value, 4) if isinstance(value, float) else value
 
     def spread(self, name: str, values: Iterable[float]) -> None:
-        """A figure of several repeats."""
+        """Adds a figure of several repeats."""
         self.figures[name] = Spread(tuple(values)).as_json()
 
 
 Injection: TypeAlias = Callable[[Path, Seen], None]
-# What is expected of more than one fault.
+# Expectations that several faults share.
 ALONE = "plan to its lease's end, grace, safe default; then steered under what was acknowledged"
 ON = "the plan goes on, no safe default"
 

@@ -33,7 +33,7 @@ _WRITERS = 3
 _KEPT = 8
 # A quick machine's writers come upon the sidecar's limit of calls, and wait this long.
 _REFUSED_SECONDS = 0.05
-# One life in so many ends before it serves.
+# One life in this many ends before the sidecar serves.
 _STILLBORN = 4
 
 
@@ -91,7 +91,7 @@ class Writers:
         stub = policy_pb2_grpc.PolicyServiceStub(self._channels[number])
         known = self._known
         kept = [name for name in known.certain() if name.endswith(f"-{number}")]
-        # What was asked when a sidecar died may be in force: after many lives it would be too many.
+        # Overrides that were pending when a sidecar died may be in force: too many in time.
         for name in sorted(known.under_way - known.settled):
             if name.endswith(f"-{number}"):
                 self._clear(stub, name)
@@ -147,7 +147,7 @@ def _call(method: Callable[..., Any], request: Any) -> None:
 
 
 def killed_at_random(count: int) -> Fault:
-    """So many kills."""
+    """Makes the fault of `count` kills."""
 
     def inject(place: Path, seen: Seen) -> None:
         rng = random.Random()
@@ -218,7 +218,7 @@ def _killed_starting(place: Path, rng: random.Random) -> set[int]:
 
 
 async def _lost(place: Path, known: Acknowledged) -> list[str]:
-    """What is not as it was acknowledged."""
+    """Describes every difference between the store and what was acknowledged."""
     store = FileStore(place / "controller.sock.state")
     await store.open(lambda: None)
     try:
@@ -248,6 +248,6 @@ async def _lost(place: Path, known: Acknowledged) -> list[str]:
 
 
 def _left_files(place: Path) -> list[str]:
-    """Sockets, and files that were to become others."""
+    """Sockets and unfinished files that were left behind."""
     found = place.rglob("*")
     return [str(path) for path in found if path.is_socket() or path.suffix == ".part"]

@@ -40,7 +40,7 @@ _PILE_MEGABYTES = 16.0
 
 
 def went_on(here: Scene, seen: Seen, since: float) -> None:
-    """The engine was steered, or held its plan, all along."""
+    """Checks that the engine was steered, or kept its plan, all the time."""
     drive = here.drive
     drive.wait_for_steps()
     ran = drive.since(since)
@@ -52,7 +52,7 @@ def went_on(here: Scene, seen: Seen, since: float) -> None:
 
 
 def left_alone(here: Scene, seen: Seen, since: float) -> None:
-    """The engine went from its plan over the grace to the safe default."""
+    """Checks that the engine went from its plan through the grace to the safe default."""
     sources = here.drive.sources(since)
     seen.that("plan, then grace, then safe default", sources[:3] == LEFT_ALONE, sources)
     ran = here.drive.since(since)
@@ -69,7 +69,7 @@ def left_alone(here: Scene, seen: Seen, since: float) -> None:
 def steered_again(
     here: Scene, seen: Seen, moment: float, other_session_than: int | None = None
 ) -> None:
-    """A plan, under what was acknowledged before."""
+    """Checks that a plan steers again, under the override acknowledged before."""
     took = here.drive.wait_for(Source.PLAN, moment, other_session_than)
     seen.figure("steered_again_seconds", took)
     now = here.drive.now
@@ -79,9 +79,9 @@ def steered_again(
 
 
 def stopped_and_continued(here: Scene, seen: Seen, pid: int) -> None:
-    """A process of the two stands still for as long as lease and grace, and is then continued."""
+    """Stops agent or sidecar until lease and grace are over, then continues it."""
 
-    # These two to the end: another agent in its place would have an id of its own.
+    # The same two processes to the end: a new agent would have another id.
     processes = [psutil.Process(pid) for pid in (agent_of(here), here.sidecars.pid)]
 
     def megabytes() -> float:
@@ -98,14 +98,14 @@ def stopped_and_continued(here: Scene, seen: Seen, pid: int) -> None:
     ran = {(one.source, one.gamma) for one in here.drive.since(moment)}
     wanted = {(Source.PLAN, PINNED_GAMMA), (Source.SAFE_DEFAULT, SAFE_GAMMA)}
     seen.that("no other plan ran", ran <= wanted, ran)
-    # What came meanwhile took no memory that remains.
+    # What arrived meanwhile must not stay in memory.
     grown = megabytes() - before
     seen.figure("grown_megabytes", grown)
     seen.that("nothing has piled up", grown < _PILE_MEGABYTES, grown)
 
 
 def agent_of(here: Scene) -> int:
-    """Its process id."""
+    """The agent's process id."""
     pid = here.drive.engine.link.status().agent_pid
     assert pid is not None
     return pid
@@ -231,7 +231,7 @@ def socket_file_deleted(place: Path, seen: Seen) -> None:
     """rm of the sidecar's socket, then SIGKILL to the agent."""
     with scene(place, environment=SHORT, grace_seconds=SHORT_GRACE_SECONDS) as here:
         socket_file = place / "controller.sock"
-        # Another name of the socket, to ask it when nobody else can.
+        # A second name of the socket, to ask the sidecar after the first is deleted.
         hidden = place / "hidden.sock"
         hidden.hardlink_to(socket_file)
         moment, before = time.monotonic(), here.drive.now
@@ -249,7 +249,7 @@ def socket_file_deleted(place: Path, seen: Seen) -> None:
 
 
 def _health(address: str) -> str:
-    """Of the process as a whole."""
+    """The health status of the whole process."""
     with grpc.insecure_channel(address) as channel:
         answer = health_stub(channel).Check(
             health_pb2.HealthCheckRequest(), timeout=PATIENCE_SECONDS

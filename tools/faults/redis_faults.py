@@ -80,7 +80,7 @@ def _trouble(
     end: Callable[[], None],
     words: str,
 ) -> None:
-    """What must hold whatever the trouble is; words: of the refusal."""
+    """Checks what must hold in every outage.  words: part of the refusal's message."""
     with scene(place, environment={"CONTROLLER_REDIS_URL": redis.url}) as here:
         here.operator.pin("short", seconds=_SHORT_SECONDS)
         moment = time.monotonic()
@@ -91,7 +91,7 @@ def _trouble(
             seen.figure("refused_after_seconds", time.monotonic() - asked)
             seen.that(f"a new override is refused: {words}", words in refused, refused)
             new_session(here)
-            # Its end has the sidecar look at its store.
+            # When an override ends, the sidecar reads its store.
             eventually(lambda: "short" not in here.operator.in_force(), what="an override ends")
             went_on(here, seen, moment)
             in_force = here.operator.in_force()
@@ -107,7 +107,7 @@ def _trouble(
 
 @contextmanager
 def _namespace() -> Iterator[str]:
-    """A network namespace with one link to here."""
+    """A network namespace with one link to this one."""
     name = f"faults-{os.getpid()}"
     outside = f"flt{os.getpid()}"[:15]
     try:

@@ -1,4 +1,4 @@
-"""Faults of the sidecar's process: killed, stopped, twice there, again and again."""
+"""Faults of the sidecar's process: killed, stopped, started twice, restarted again and again."""
 
 import time
 from contextlib import ExitStack

@@ -59,7 +59,7 @@ def disk_full(place: Path, seen: Seen) -> None:
                 "UNAVAILABLE" in refused and "No space left" in refused,
                 refused,
             )
-            # Its session's last words go to the same disk.
+            # The ended session is written to the same disk.
             new_session(here)
             went_on(here, seen, moment)
             (disk / "filler").unlink()
@@ -76,7 +76,7 @@ def disk_full(place: Path, seen: Seen) -> None:
 
 
 def disk_full_at_random(count: int) -> Fault:
-    """So many disks that are full at some instant of a store's life."""
+    """Makes the fault of `count` disks that fill up at a random instant of a store's life."""
 
     def inject(place: Path, seen: Seen) -> None:
         rng = random.Random()
@@ -102,7 +102,7 @@ def disk_full_at_random(count: int) -> Fault:
 
 @asynccontextmanager
 async def _store(folder: Path) -> AsyncIterator[FileStore]:
-    """Raises StoreError where it is refused at its start."""
+    """An open store.  Raises StoreError if it refuses to start."""
     store = FileStore(folder)
     await store.open(lambda: None)
     try:
@@ -112,7 +112,7 @@ async def _store(folder: Path) -> AsyncIterator[FileStore]:
 
 
 async def _filled_life(disk: Path, rng: random.Random) -> tuple[int, int, list[str]]:
-    """Changes that were acknowledged and refused, and what is not as it was acknowledged."""
+    """Counts of acknowledged and of refused changes, and every difference from the former."""
     state, filler = disk / "state", disk / "filler"
     filler.write_bytes(b"\0" * rng.randrange(150_000))
     known: dict[str, tuple[int, str]] = {}
@@ -230,7 +230,7 @@ def _clock_of(here: Scene) -> float:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """For processes that inherit this one's: the agents."""
+    """Sets variables for processes that inherit this environment: the agents."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -279,10 +279,10 @@ def half_a_profile(place: Path, seen: Seen) -> None:
 
 
 _OVERRIDES = 150
-# Every so many overrides one is cleared, so that there are tombstones, too.
+# One override in this many is cleared, so that there are tombstones, too.
 _CLEARED_EVERY = 5
 _SECTOR = 512
-# Of SQLite here.
+# SQLite's page size here, in bytes.
 _PAGE = 4096
 
 Damage = Callable[[bytearray, random.Random], None]
@@ -320,7 +320,7 @@ DAMAGES: dict[str, Damage] = {
 
 
 def damaged(count: int) -> Fault:
-    """So many damages, each to a copy of one sound database."""
+    """Makes the fault of `count` damages, each to a copy of one sound database."""
 
     def inject(place: Path, seen: Seen) -> None:
         rng = random.Random()
@@ -366,7 +366,7 @@ async def _filled(folder: Path) -> Content:
 
 
 async def _judged(folder: Path, content: Content) -> str:
-    """Says what became of a damaged copy."""
+    """Says how a damaged copy behaves."""
     refused = "refused at the start"
     try:
         async with _store(folder) as store:
@@ -380,5 +380,5 @@ async def _judged(folder: Path, content: Content) -> str:
 
 
 def _plain(entries: Sequence[Entry]) -> set[tuple[str, int, str, str]]:
-    """What does not depend on the time."""
+    """The fields of the entries that do not depend on the time."""
     return {(it.override_id, it.revision, it.body, it.ended) for it in entries}

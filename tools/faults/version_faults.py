@@ -60,7 +60,7 @@ def old_sidecar(place: Path, seen: Seen) -> None:
 
 
 def _counted(address: str, seen: Seen) -> None:
-    """Its reports are taken, none refused."""
+    """Checks that the engine's reports are taken and none is refused."""
     with SidecarHandle(address, _ENGINE_ID) as sidecar:
         eventually(lambda: sidecar.status().reports >= _STEPS, what="reports are taken")
         rejected = sidecar.status().rejected_reports
@@ -68,7 +68,7 @@ def _counted(address: str, seen: Seen) -> None:
 
 
 def _steered(engine: "subprocess.Popen[str]") -> dict[str, Any]:
-    """What it runs once a plan steers it, some hundred steps on."""
+    """The engine's state `_STEPS` steps after a plan began to steer it."""
     asked = time.monotonic()
     while _told(engine, 10)["source"] != "plan":
         assert time.monotonic() - asked < PATIENCE_SECONDS, "no plan comes"
@@ -100,7 +100,7 @@ def _engine(address: str, tree: Path, *words: str) -> Iterator["subprocess.Popen
 
 
 def _environment(tree: Path) -> Mapping[str, str]:
-    """What runs a tree's own code, whatever is installed."""
+    """Variables that make a process run the tree's own code, whatever is installed."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("CONTROLLER_", "SPECULATION"))}
     return kept | {"PYTHONPATH": os.pathsep.join([str(tree / "proto"), str(tree)])}
 

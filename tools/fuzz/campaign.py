@@ -1,4 +1,4 @@
-"""Feeding a target: what is kept first, then ever new input; what it must not do is a finding."""
+"""Feeds a target its corpus, then new input; whatever it must not do is a finding."""
 
 import gc
 import hashlib
@@ -26,7 +26,7 @@ TARGETS: Mapping[str, Target] = {
     for target in module.TARGETS
 }
 CORPUS = Path(__file__).parent / "corpus"
-# What guided runs have learnt, and what they said.
+# The inputs that guided runs have learnt, and their logs.
 LEARNT = Path("build/fuzz")
 # Of one input, on a machine where others work.
 HANG_SECONDS = 20.0
@@ -63,7 +63,7 @@ class Watch:
     findings: dict[str, Finding] = field(default_factory=dict)
 
     def take(self, data: bytes) -> None:
-        """One input."""
+        """Feeds one input."""
         self.fed += 1
         before = _peak_bytes()
         try:
@@ -80,7 +80,7 @@ class Watch:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What is refused is logged by the thousand."""
+    """Silences logging: thousands of refusals would be logged."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     logging.disable(logging.CRITICAL)
@@ -92,7 +92,7 @@ def quiet() -> Iterator[None]:
 
 
 def kept(name: str) -> list[Path]:
-    """Inputs of a target that once did harm."""
+    """The target's inputs in the corpus: those that once were findings."""
     return sorted((CORPUS / name).glob("*"))
 
 
@@ -106,7 +106,7 @@ def keep(name: str, finding: Finding) -> Path:
 
 
 def replay(watch: Watch) -> None:
-    """What is right, and what once did harm."""
+    """Feeds the seeds and the corpus."""
     seeds = watch.target.seeds()
     for data in seeds:
         watch.take(data)
@@ -116,7 +116,7 @@ def replay(watch: Watch) -> None:
 
 
 def fuzz(watch: Watch, examples: int, seconds: float, seed: int = 0) -> None:
-    """New inputs, made of those that are right or once did harm, until there were enough."""
+    """Feeds inputs mutated from seeds and corpus, `examples` of them or for `seconds`."""
     seeds = [*watch.target.seeds(), *(path.read_bytes() for path in kept(watch.target.name))]
     until = time.monotonic() + seconds
     for number in itertools.count():
@@ -141,7 +141,7 @@ def _peak_bytes() -> int:
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
     def ring(number: int, frame: FrameType | None) -> None:
-        raise HungError(f"nothing came of it in {seconds} s")
+        raise HungError(f"the target did not return within {seconds} s")
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -2,7 +2,7 @@
 
 usage: python -m tools.fuzz.guided NAME SECONDS
 
-It keeps what it has learnt in `build/fuzz/NAME`, and goes on from there.
+It keeps what it has learnt in `build/fuzz/NAME`, and the next run continues from there.
 """
 
 import sys
@@ -21,12 +21,12 @@ with atheris.instrument_imports(include=["controller", "engine_shim", "simulator
     from tools.fuzz.mutation import MAX_BYTES
 
 _HANG_SECONDS = 10.0
-# Above what raises a Hung error: a loop in C that hears no signal.
+# More than the limit of HungError: for a loop in C, which handles no signal.
 _STUCK_SECONDS = 60
 
 
 def main(name: str, seconds: float) -> None:
-    """Ends the process."""
+    """Fuzzes one target; libFuzzer then ends the process."""
     warnings.simplefilter("error")
     target = TARGETS[name]
     learnt = LEARNT / name
@@ -50,7 +50,7 @@ def main(name: str, seconds: float) -> None:
 
 
 def _taking(watch: Watch) -> Callable[[bytes], Any]:
-    """Findings are written down as they come: libFuzzer ends the process itself."""
+    """A feed that saves each finding at once, because libFuzzer ends the process itself."""
 
     def take(data: bytes) -> None:
         known = len(watch.findings)

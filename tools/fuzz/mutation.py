@@ -1,4 +1,4 @@
-"""Bad input out of good: bytes, text, JSON and protobuf messages, changed where it hurts.
+"""Mutates good input into bad: bytes, text, JSON and protobuf messages.
 
 A mutator takes randomness, an input and all seeds, and gives another input: anything, but mostly
 what is nearly right.

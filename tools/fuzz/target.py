@@ -1,4 +1,4 @@
-"""What is fuzzed: a reader of bytes, with inputs to begin from and the errors that it may raise."""
+"""Defines a fuzz target: a reader of bytes, its seeds, and the errors that it may raise."""
 
 import os
 import tempfile
@@ -45,7 +45,7 @@ def reader(feed: Feed) -> Callable[[Path], AbstractContextManager[Feed]]:
 def folder_reader(
     file: str, store: Callable[[Path], Callable[[], object]]
 ) -> Callable[[Path], AbstractContextManager[Feed]]:
-    """Of a file in a folder with others.  store: fills the folder, and returns what reads it."""
+    """Reads a file in a folder with others.  store: fills the folder and returns the reader."""
 
     @contextmanager
     def opened(folder: Path) -> Iterator[Feed]:
@@ -63,7 +63,7 @@ def folder_reader(
 def file_reader(
     read: Callable[[Path], object], name: str
 ) -> Callable[[Path], AbstractContextManager[Feed]]:
-    """Of a file of that name."""
+    """Reads a file of that name."""
     return folder_reader(name, lambda folder: partial(read, folder / name))
 
 
@@ -73,7 +73,7 @@ def refusing_file(
 ) -> Target:  # fmt: skip
     """A target that reads a file of that name, and raises SpeculationErrors.
 
-    seeds: one text, or what gives them.
+    seeds: one text, or a function that returns the seeds.
     """
     return Target(name, _seeds(seeds), mutate, file_reader(read, file), (SpeculationError,))
 
@@ -109,14 +109,14 @@ def _seeds(given: Seeds | str) -> Seeds:
 
 @contextmanager
 def environment(prefix: str, values: Mapping[str, str]) -> Iterator[None]:
-    """Only these variables of that prefix."""
+    """Sets these variables, and removes all others with the prefix."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(prefix)}
     with mock.patch.dict(os.environ, {**kept, **values}, clear=True):
         yield
 
 
 def variables_of(data: bytes, prefix: str) -> dict[str, str]:
-    """Lines NAME=VALUE, as far as they can stand in an environment."""
+    """Parses lines NAME=VALUE, without what an environment cannot hold."""
     found = {}
     for line in data.decode("utf-8", "surrogateescape").splitlines():
         name, sign, value = line.partition("=")

@@ -1,8 +1,8 @@
 """The soak: `python -m tools.soak --minutes 30` (`make soak`).
 
 The real SGLang on the CPU, a real sidecar that records, serves its page and its metrics and has a
-real Redis, under moving load; every few seconds it is looked at what each process holds, and at
-the end every step that the engine ran is looked up on record.  Exit code 1: something was found.
+real Redis, under changing load.  Every few seconds what each process holds is sampled, and at the
+end every step that the engine ran is looked up on record.  Exit code 1: there are findings.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
 A real `controller serve` with its metrics and its page.  Every engine has a connection and a
 stream of its own, lives for a fifth of the run or so, and ends in one of three ways; then it comes
-back, under its own id or another one.  Beside them an operator sets and clears overrides, somebody
-lists and scrapes, and one honest engine asks for a decision ten times a second, whose delays are
-noted.
+back, under its own id or another one.  Beside them an operator sets and clears overrides, a client
+lists engines and scrapes metrics, and one honest engine asks for a decision ten times a second;
+the delays of these decisions are noted.
 
 Sampled are memory, descriptors, threads, sockets, the log and the tasks of the event loop.  The
 exit code is 1 if something grew, an engine was not steered, or a call failed that should not.
@@ -51,15 +51,15 @@ _HONEST: Final = "honest"
 _STEP_SECONDS: Final = 0.2
 # Of the whole run; introductions are what costs most, and engines seldom come back.
 _LIFE_SHARES: Final = (0.1, 0.3)
-# Every so many lives an engine has another id, so that sessions are left behind.
+# In one life of this many an engine has another id, so that sessions are left behind.
 _OTHER_ID_EVERY: Final = 3
 # They are removed in this time, so that their number is steady after it.
 _SESSION_IDLE_SECONDS: Final = 20.0
 _DECISION_SECONDS: Final = 0.1
 _OVERRIDE_SECONDS: Final = 3.0
-# Every so many overrides one is for the fleet, for which every engine is planned again.
+# One override in this many is for the fleet, for which every engine is planned again.
 _FLEET_EVERY: Final = 10
-# An engine that lived so long has had a plan on its stream.
+# An engine that lived this long must have had a plan on its stream.
 _PLANNED_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 5.0
 _SAMPLES: Final = 240
@@ -71,7 +71,7 @@ _ALONE: Final = (("grpc.use_local_subchannel_pool", 1),)
 
 @dataclass(slots=True)
 class Soaked:
-    """What a run has left.
+    """The result of a run.
 
     delays: (seconds since the start, milliseconds) of the honest engine's decisions.  tasks:
     (seconds, tasks of the event loop).  lives: of engines; plans: that they were sent; failures:
@@ -91,7 +91,7 @@ class Soaked:
 
     @property
     def findings(self) -> list[str]:
-        """What should not be."""
+        """Describes what went wrong."""
         found = [str(growth) for growth in self.growths if growth.is_too_much]
         if grown := self._tasks_grown():
             found.append(grown)
@@ -157,7 +157,7 @@ class _Crowd:
                     self._found.failures.append(f"the stream of {engine_id} has ended: {why}")
                     break
                 await asyncio.sleep(_STEP_SECONDS)
-            # By a word, by cancelling, or by closing the connection.
+            # By ending the stream, by cancelling it, or by closing the connection.
             how = rng.randrange(3)
             if how == 0:
                 await call.done_writing()

@@ -1,4 +1,4 @@
-"""What a real engine ran, written down on its own side; it knows nothing of the project's plugin.
+"""Logs on the engine's side what a real engine ran, independently of the project's plugin.
 
 An SGLang plugin that the soak loads beside ours: after every decode step a line of JSON goes to
 the file that SOAK_ENGINE_LOG names.  Steps are counted from 1, as they were run.

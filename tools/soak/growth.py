@@ -1,6 +1,6 @@
-"""Whether a process holds more and more, of what is sampled: a robust slope, and its tolerance.
+"""Judges whether what a process holds keeps growing: a robust slope, and its tolerance.
 
-Every few seconds it is looked at memory, descriptors, threads, sockets and log.  A process that is
+Every few seconds memory, descriptors, threads, sockets and log are sampled.  A process that is
 started again begins a series of its own.
 
 The first quarter of a process's life, 10 s at least, is its warm-up and left out.  The rest is cut
@@ -116,7 +116,7 @@ def child_named(pid: int, text: str) -> Callable[[], int | None]:
 
 
 _WARM_UP = 0.25
-# A process that starts on a busy machine takes up to so many seconds, whatever its life.
+# The most seconds that a process needs to start on a busy machine.
 _START_SECONDS = 10.0
 _WINDOWS = 8
 _LOW = 10

@@ -1,4 +1,4 @@
-"""Moving load: phases of 1 to 16 clients, texts that change, pauses, requests that are ended early.
+"""Plays changing load: phases of 1 to 16 clients, pauses, requests that are ended early.
 
 All requests are greedy and from a pool of prompts whose plain decoding is known, so that every
 token that comes back can be checked.
@@ -23,11 +23,11 @@ _PROMPT_TOKENS = (48, 56, 64, 64, 96, 384)
 # The first phases come in this order, so that a short run sees large and small batches too.
 _CLIENTS = (16, 1, 4, 8, 2)
 _MIXED = "mixed"
-# Every so many requests one is ended by its client, in turn by an abort and by hanging up.
+# One request in this many is ended by its client, in turn by an abort and by hanging up.
 _EARLY_EVERY = 7
 _PHASE_SECONDS = (5.0, 12.0)
 _PAUSE_SECONDS = (0.5, 3.0)
-# Every so many phases a pause that is longer than a plan's lease.
+# After one phase in this many the pause is longer than a plan's lease.
 _LONG_PAUSE_EVERY = 5
 _LONG_PAUSE_SECONDS = 7.0
 _REQUEST_SECONDS = 120.0
@@ -60,7 +60,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """So many clients for so long, then a pause."""
+    """A number of clients for some seconds, then a pause."""
 
     domain: str
     clients: int
@@ -83,7 +83,7 @@ def pool() -> tuple[Prompt, ...]:
 
 
 def phases(rng: random.Random) -> Iterator[Phase]:
-    """Without end; each number of clients comes as often as the others."""
+    """Endless phases; each number of clients comes as often as the others."""
     number = 0
     order = list(_CLIENTS)
     while True:
@@ -102,8 +102,8 @@ def phases(rng: random.Random) -> Iterator[Phase]:
 class Load:
     """Plays on the engine at `url`.
 
-    answers, aborted, hung_up: what became of requests so far.  lost: a sentence for each request
-    that the engine did not answer although nobody had ended it.
+    answers, aborted, hung_up: outcomes of the requests so far.  lost: a sentence for each request
+    that the engine did not answer although its client had not ended it.
     """
 
     def __init__(self, url: str, prompts: Sequence[Prompt], seed: int) -> None:
@@ -116,7 +116,7 @@ class Load:
         self.aborted = self.hung_up = self.phases = 0
 
     async def play(self, seconds: float) -> None:
-        """For so long, and until the last answer is in."""
+        """Plays for `seconds`, and until the last answer is in."""
         end = time.monotonic() + seconds
         async with engine_session(self._url, _REQUEST_SECONDS) as http:
             for phase in phases(self._rng):

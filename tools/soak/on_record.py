@@ -1,4 +1,4 @@
-"""What a sidecar has on record of an engine, over all its sessions."""
+"""Reads what a sidecar has recorded of an engine, over all its sessions."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from speculation.v1 import plan_pb2, record_pb2
 
 @dataclass(slots=True)
 class Told:
-    """A report, and the session that it was told in."""
+    """A report, and the session in which it was sent."""
 
     session: int
     report: StepReport
@@ -35,7 +35,7 @@ class OnRecord:
 
     @property
     def sessions(self) -> tuple[int, ...]:
-        """In which anything was reported, in order."""
+        """The sessions with reports, in order."""
         return tuple(dict.fromkeys(told.session for told in self.told))
 
 

@@ -1,6 +1,6 @@
-"""Whether what is on record is what really ran: step by step, plan by plan, token by token.
+"""Compares what is on record with what really ran, by step, by plan and by token.
 
-Every function gives findings, one line each; none means that nothing is wrong.
+Every function returns findings, one line each; an empty list means that nothing is wrong.
 """
 
 from collections import Counter, defaultdict
@@ -13,7 +13,7 @@ from tools.soak.engine_log import Ended, Step
 from tools.soak.load import Served
 from tools.soak.on_record import OnRecord
 
-# Of findings of one kind, so many are told.
+# The most findings of one kind that are reported.
 _SHOWN = 5
 
 
@@ -113,7 +113,7 @@ def tokens(answers: Iterable[Served]) -> list[str]:
 
 
 def overrides(record: OnRecord, gammas_of: dict[str, frozenset[int]]) -> list[str]:
-    """Each was in force, is over, and what ran under it obeys it.
+    """Each override was in force and has ended, and the steps under it obey it.
 
     gammas_of: the draft lengths that each allows, by its id.
     """

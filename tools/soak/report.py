@@ -17,7 +17,7 @@ _COLUMNS = ["process", "of it", "first", "last", "grown", "an hour", "allowed", 
 
 
 def show(found: Soaked, terminal: Terminal) -> None:
-    """For a person."""
+    """Prints the result for a person."""
     terminal.table(
         "What each process holds, from its warm-up to its end",
         _COLUMNS,
@@ -46,7 +46,7 @@ def show(found: Soaked, terminal: Terminal) -> None:
 
 
 def write(found: Soaked, options: Options) -> None:
-    """result.json and soak.png."""
+    """Writes result.json and soak.png."""
     document = {
         **run_facts(),
         "minutes": options.minutes,

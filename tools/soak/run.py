@@ -1,6 +1,6 @@
-"""The soak's story: a real engine, a real sidecar, a real Redis, moving load, and what is left.
+"""Runs the soak: a real engine, a real sidecar, a real Redis, changing load, and the judgement.
 
-0      load begins, everything is sampled; metrics, page and `explain` are looked at
+0      load begins, everything is sampled; metrics, page and `explain` are polled
 0.15   an override that ends by itself
 0.3    an override that outlives the sidecar's restart
 0.4    the sidecar is stopped and started again
@@ -104,7 +104,7 @@ def soak(options: Options, say: Callable[[str], None] = print) -> Soaked:
 
 
 def judge(found: Soaked, options: Options) -> None:
-    """Fills in what is to be said of it."""
+    """Fills in the findings and the facts that they are taken from."""
     record = options.output / "record"
     found.ran = list(read_steps(options.output / "engine" / "steps.jsonl"))
     found.record = read_record(record, ENGINE_ID)
@@ -139,7 +139,7 @@ def _plain(options: Options) -> list[Prompt]:
 
 
 class _Stage:
-    """The running processes, and what is done with them."""
+    """The running processes, and the operations on them."""
 
     def __init__(self, options: Options, stack: ExitStack) -> None:
         self._options = options
@@ -154,12 +154,12 @@ class _Stage:
 
     @property
     def address(self) -> str:
-        """Of the sidecar."""
+        """The sidecar's address."""
         return self._place.address
 
     @property
     def engine(self) -> EngineProcess:
-        """Once it runs."""
+        """The engine, once it runs."""
         assert self._engine is not None
         return self._engine
 
@@ -168,7 +168,7 @@ class _Stage:
         return Workplace(self._options.output / f"sidecar-{self._lives}", self._scratch)
 
     def start(self) -> None:
-        """Redis, sidecar, engine."""
+        """Starts Redis, sidecar and engine."""
         self._stack.enter_context(self._redis)
         self._start_sidecar()
         folder = self._options.output / "engine"
@@ -186,7 +186,7 @@ class _Stage:
         eventually(self._introduced, within=_SETTLE_SECONDS, what="the engine introduces itself")
 
     async def play(self, prompts: list[Prompt]) -> Soaked:
-        """The load, with everything that happens meanwhile."""
+        """Plays the load, with everything that happens meanwhile."""
         seconds = self._options.minutes * 60
         load = Load(f"http://127.0.0.1:{self.engine.port}", prompts, self._options.seed)
         every = min(max(seconds / _SAMPLES, _SAMPLE_SECONDS[0]), _SAMPLE_SECONDS[1])
@@ -213,7 +213,7 @@ class _Stage:
         )
 
     def settle(self, found: Soaked) -> None:
-        """Until nothing is on its way any more; then the sidecar writes its recording out."""
+        """Waits until every report has arrived; then the sidecar writes its recording out."""
         path = self._options.output / "engine" / "steps.jsonl"
         with SidecarHandle(self.address, ENGINE_ID) as sidecar:
             end = time.monotonic() + _SETTLE_SECONDS
@@ -266,7 +266,7 @@ class _Stage:
         child.wait(_SETTLE_SECONDS)
 
     async def _operate(self, seconds: float) -> None:
-        """Overrides and the restart, at their times."""
+        """Sets overrides and restarts the sidecar, at their times."""
         ttl = max(_EXPIRING_SECONDS_MIN, round(0.1 * seconds))
         began = time.monotonic()
 
@@ -302,7 +302,7 @@ class _Stage:
         return done.stdout
 
     async def _look(self) -> None:
-        """As dashboards and people do."""
+        """Polls metrics, page and `explain`, as dashboards and people do."""
         page = f"http://127.0.0.1:{self._page_port}"
         urls = (
             f"http://127.0.0.1:{self._metrics_port}/metrics",

@@ -11,8 +11,8 @@ An edit of each kind takes one function or class of the standard library:
   rename     one local name shall have another name
 
 The answer repeats the file, with changes, so most of it can be copied from the prompt.  What
-`describe`, `guard` and `licence` add is the same text in every file, as boilerplate is: nothing in
-the prompt says it, and whoever has learnt it can write it without a mistake.
+`describe`, `guard` and `licence` add is the same text in every file, as boilerplate is: the prompt
+does not contain it, and a model that has learnt it writes it without a mistake.
 """
 
 import ast
@@ -188,7 +188,7 @@ def _docstring(function: Function) -> list[str]:
 
 
 def _begun(kind: str, wish: str, bare: str, make: Callable[[Function], list[str]]) -> Edit | None:
-    """Makes an edit that begins every function with new lines; None if nothing was to add."""
+    """Makes an edit that begins every function with new lines; None if there is nothing to add."""
     lines = bare.split("\n")
     functions = [node for node in ast.walk(ast.parse(bare)) if isinstance(node, Function)]
     added = 0
@@ -246,7 +246,7 @@ def _encode(edits: Sequence[Edit], tokenizer: Tokenizer) -> Iterator[EncodedEdit
 class EditSampler:
     """Draws batches of edits of similar length, the kinds by their weights.
 
-    tokens: about so many in a batch, padding included.
+    tokens: the approximate number in a batch, padding included.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ from trainer.sd2 import save_sd2
 TARGET = "target"
 HELD_OUT = "held_out"
 TOKENIZER = "tokenizer.json"
-# The edits that are kept for requests: so many of each kind, with answers of such lengths.
+# The edits that are kept for requests: how many of each kind, and the answers' lengths in tokens.
 _KEPT_EDITS = 24
 _KEPT_LENGTHS = range(150, 451)
 

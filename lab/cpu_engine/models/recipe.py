@@ -60,7 +60,7 @@ _DRAFTS: Final = {
     "draft-code": DraftRecipe({"code": 1.0}, StepBudget(steps=350, seconds=420)),
 }
 _BLOCKS: Final = {
-    # Regular text is where a block of seven pays; the rest is there not to be foreign.
+    # A block of seven pays on regular text.  The drafter has to know the other domains as well.
     "dflash": DraftRecipe(
         {"json": 0.4, "csv": 0.3, "code": 0.2, "prose": 0.1}, StepBudget(steps=700, seconds=600)
     ),

@@ -1,8 +1,8 @@
 """Draws how many drafts each sequence accepts, by (request, position, drafter).
 
 An engine with dummy weights says nothing, so its acceptance is drawn.  A request's id names its
-class, and its draws depend on nothing but the id, the position and the drafter: every policy meets
-the same luck.  The seed of a stream is in its requests' numbers.  `accepted` is what the request
+class, and its draws depend on nothing but the id, the position and the drafter: every policy gets
+the same draws.  The seed of a stream is in its requests' numbers.  `accepted` is what the request
 pools of the simulator hold, so the two can be compared.
 
 The arithmetic of dummy models' layers, whose outputs are noise, is left out.  Everything around it
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from simulator.curves import Curves
 
-# What every accepted position then holds: a token that all vocabularies have.
+# The token id written at every accepted position; all vocabularies have it.
 _TOKEN = 100
 # Requests that are in no class, such as SGLang's own health probe.
 _NO_CLASS_TOKENS = 1

@@ -37,7 +37,7 @@ class ModelClock:
             self._stood += time.perf_counter() - began
 
     def wait_until(self, due: float) -> float:
-        """Waits until then; returns the time, which is later where `due` has passed."""
+        """Waits until `due`; returns the time, which is later if `due` has passed already."""
         if not self._held:
             self._now = max(self._now, due)
             return self._now

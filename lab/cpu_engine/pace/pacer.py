@@ -34,8 +34,8 @@ from lab.cpu_engine.pace.updates import UpdateCosts, UpdateWatch
 from simulator.errors import InvalidInputError
 
 VARIABLE = PACE_VARIABLE
-# A pass that was let go this much of its pace after it was due is late too; the next one makes up
-# for less, since it begins when this one was due.
+# A pass that ends later than due by this share of its duration is late too.  The next one makes up
+# for a smaller delay, since it begins when this one was due.
 _LATE_SHARE = 0.25
 _SECOND_MODEL = "SPECULATION_DFLASH_MODEL_PATH"
 _LOOKUP = "SPECULATION_LOOKUP"
@@ -60,7 +60,7 @@ class Pace:
     held: passes wait until they are due.  Otherwise nothing waits: what the engine reports is still
     the model's time, and no pass is late, but only the log's seconds say how long a stream took.
 
-    Raises ValueError for a dilation that is no finite number above 0.
+    Raises ValueError for a dilation that is not a finite number above 0.
     """
 
     table: str
@@ -297,7 +297,7 @@ class Pacer:
 
 
 def _read_dilation(path: Path) -> float:
-    """Reads the number in a file.  Raises OSError, or ValueError for no finite number above 0."""
+    """Reads the number in a file.  Raises OSError; ValueError unless it is finite and above 0."""
     text = path.read_text(encoding="utf-8").strip()
     try:
         dilation = float(text)

@@ -111,7 +111,7 @@ class StepCosts:
         return self.surface.catch_up_seconds(tokens)
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Seconds of a pass that reads so many tokens of prompts."""
+        """Seconds of a pass that reads this many tokens of prompts."""
         surface = self.surface
         return surface.prefill_pass_seconds + surface.prefill_seconds_per_token * tokens
 
@@ -139,10 +139,12 @@ def load_step_costs(
     """
     wanted = tuple(sorted({0, *gammas}))
     if wanted[0] < 0 or wanted[-1] > MAX_GAMMA:
-        raise InvalidInputError(table, 0, f"draft lengths {list(gammas)} leave 0..{MAX_GAMMA}")
+        raise InvalidInputError(
+            table, 0, f"draft lengths {list(gammas)} must be in [0, {MAX_GAMMA}]"
+        )
     if not 1 <= max_batch_size <= MAX_BATCH_SIZE:
         raise InvalidInputError(
-            table, 0, f"max_batch_size {max_batch_size} leaves 1..{MAX_BATCH_SIZE}"
+            table, 0, f"max_batch_size {max_batch_size} must be in [1, {MAX_BATCH_SIZE}]"
         )
     if table in published.names():
         source = _SOURCES[table]
@@ -203,7 +205,7 @@ def _published(name: str, deepest: int, max_batch_size: int) -> CostSurface:
 
 
 def _of_file(path: Path, max_batch_size: int) -> tuple[CostSurface, str]:
-    """Returns what a profile or a step-cost CSV says, and a sentence on where it is from."""
+    """Reads costs of a profile or a step-cost CSV; returns them and a sentence on the source."""
     if path.suffix != ".json":
         tables = {OWN: read_step_costs(path)}
         return table_surface(path.stem, tables, max_batch_size=max_batch_size), (
@@ -274,9 +276,9 @@ def _as_engine(surface: CostSurface, lookup: bool) -> CostSurface:
         if role is not None and role not in names.values():
             names[spec.name] = role
     if lookup and LOOKUP not in names.values():
-        raise InvalidInputError(surface.name, 0, "no drafter of it looks up n-grams")
+        raise InvalidInputError(surface.name, 0, "has no n-gram drafter")
     if OWN not in names.values():
-        raise InvalidInputError(surface.name, 0, "no drafter of it drafts in serial passes")
+        raise InvalidInputError(surface.name, 0, "has no drafter that drafts in serial passes")
     keep = [i for i, arm in enumerate(surface.arms) if arm.drafter in names]
     return replace(
         surface,

@@ -10,7 +10,7 @@ from typing import Any
 
 from lab.harness.errors import HarnessError
 
-# Lines are written together, when so many have come or the engine is idle.
+# Lines are written together: when there are this many, or when the engine is idle.
 _BLOCK = 256
 # The last lines are written as soon as the engine is idle.
 _IDLE_SECONDS, _LOOK_SECONDS = 10.0, 0.05
@@ -148,9 +148,9 @@ def read_log(path: Path, begin: int = 0) -> LogPart:
 
 
 def await_log(path: Path, begin: int, requests: int) -> LogPart:
-    """Reads from a byte offset on once so many requests that have ended are there.
+    """Waits until the log from a byte offset on has that many ended requests, and reads it.
 
-    Raises HarnessError when they do not come.
+    Raises HarnessError if they do not appear.
     """
     deadline = time.monotonic() + _IDLE_SECONDS
     while len((part := read_log(path, begin)).requests) < requests:

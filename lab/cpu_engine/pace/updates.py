@@ -52,7 +52,7 @@ DEVICE = "H100"
 # The longest that a pass waits for the trainer: it is slow, or it hangs.
 _ANSWER_SECONDS = 120.0
 _LOOK_SECONDS = 5e-4
-# Of a pass: a rounding error is no time that is left.
+# Share of a pass.  A smaller remainder of an update is a rounding error, and counts as 0.
 _NOTHING = 1e-9
 
 
@@ -60,10 +60,10 @@ _NOTHING = 1e-9
 class UpdateCosts:
     """Imposes what an update costs, in seconds of the model's time.
 
-    scale: the student is so many times as expensive as the published one.  share: by which share a
-    step beside an update takes longer.
+    scale: cost of the student relative to the published one.  share: by which share a step beside
+    an update takes longer.
 
-    Raises ValueError for one that is no finite number above 0.
+    Raises ValueError for one that is not a finite number above 0.
     """
 
     scale: float = 1.0
@@ -111,13 +111,13 @@ class UpdateWatch:
         self._clock = clock
         self._dilation = 1.0
         self.landed = 0
-        # Of the update under way: what it takes, and what of that is left; 0 without one.
+        # Seconds of the update under way, and how many of them remain; 0 without one.
         self._seconds = self._left = 0.0
-        # Of one that the present pass has handed over: it begins when the pass ends.
+        # Seconds of an update that this pass has handed over.  It begins when the pass ends.
         self._handed = 0.0
-        # Of the round that was written last, of the longest request.
+        # Positions of the longest request in the round that was written last.
         self._positions = 0
-        # The trainer has not answered yet; it begins by saying that it is ready.
+        # The trainer owes an answer.  Its first message says that it is ready.
         self._owes = True
 
     def begin(self, idle_seconds: float) -> None:
@@ -125,9 +125,10 @@ class UpdateWatch:
         self._left = max(0.0, self._left - idle_seconds)
 
     def end(self, seconds: float, dilation: float) -> float:
-        """Ends a pass that would take so many seconds of the model; returns what it takes longer.
+        """Ends a pass; returns by how many seconds of the model an update makes it longer.
 
-        dilation: seconds of the machine for each of the model.
+        seconds: of the pass without the update, in the model's time.  dilation: seconds of the
+        machine for each of the model.
         """
         self._dilation = dilation
         lost = 0.0
@@ -170,14 +171,14 @@ class UpdateWatch:
         setattr(Channel, "receive", received)  # noqa: B010
 
     def writing(self, tensors: "Mapping[str, Tensor]", requests: int) -> None:
-        """Takes note of how long the windows of a round are that is about to be handed over."""
+        """Notes how long the windows of the round are that the plugin hands over next."""
         from engine_shim.sglang.training.exchange import SPANS
 
         _, starts, ends = tensors[SPANS][:requests].unbind(-1)
         self._positions = int((ends - starts).max()) if requests else 0
 
     def sending(self, message: "Message") -> None:
-        """Takes note of what the plugin asks of the trainer."""
+        """Notes what the plugin asks of the trainer."""
         from engine_shim.sglang.training.exchange import MessageKind
 
         self._owes = True

@@ -1,8 +1,8 @@
 """Draws acceptance and logs passes in an engine whose steps take what they take.
 
 SGLang calls `register` as a plugin of this demo's engines.  The draws are those of the paced
-engines: they depend on the request, the position and the drafter alone, so every policy meets the
-same luck.
+engines: they depend on the request, the position and the drafter alone, so every policy gets the
+same draws.
 
 With the overlap schedule a step is launched before the last one's tokens have been read back, and
 nothing here may wait for the device.  It need not: a step gains what is drawn here, so positions

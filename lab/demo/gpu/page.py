@@ -6,19 +6,19 @@ from typing import Any
 from lab.demo.gpu.plan import STATIC_BEST
 from lab.gpu_check.parts.part import text_table
 
-# Of lost_time.py: what a switch takes is inside the step that ran it, and is not told apart.
+# Causes of lost_time.py.  The time of a switch is part of the step that ran it.
 _CAUSES = ("waiting", "probing", "estimates", "link")
 _MEANING = """\
 - Nothing is imposed: a step takes what kernels, graphs and schedule take on this machine.
-- Acceptance is drawn from measured curves by request, position and drafter, so every policy meets
-  the same luck. The weights are dummies: what the answers say is noise.
+- Acceptance is drawn from measured curves by request, position and drafter, so every policy gets
+  the same draws. The weights are dummies: the text of the answers is noise.
 - tokens/s: all tokens over the time from the first request to the last answer. In a phase: the
   tokens of steps that began in it, and the first tokens of requests, over its seconds.
 - Arm: a drafter and its draft length, as in eagle3 3; arm 0 decodes without drafts.
 - ÷ oracle: tokens/s over those of the best draft length of each phase. These are computed: the
   stream is replayed with the costs that `controller profile` measured on this machine.
-- time ÷ profile: what the decode steps took, over what that profile says of them. Where it is far
-  from 1, the oracle tells little.
+- time ÷ profile: the decode steps' time over their time by that profile. If it is far from 1, the
+  oracle is not reliable.
 - ms/token: percentiles over requests of the mean time between their tokens, by the engine's log of
   when it had read them. Latency: from sending a request to its whole answer, at the client."""
 

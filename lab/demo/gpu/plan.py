@@ -1,4 +1,4 @@
-"""Plans a run: what there is to do, in the order of its worth, and what each piece takes.
+"""Plans a run: its pieces, the most useful ones first, and the seconds of each.
 
 Everything is estimated from one price list a shape.  The day is made shorter until it fits: its
 requests stay, and their answers shrink alike.
@@ -18,7 +18,7 @@ STATIC_BEST = "static-best"
 ORDER = (STEERED, STATIC_BEST, ADAPTIVE, OFF)
 # Lengths of the day's answers, as shares of those written down.
 SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25)
-# Of the time, for what no price covers.
+# Share of the time that is reserved for what no price covers.
 RESERVE = 0.04
 # The first start may compile kernels that the others find compiled.
 _SLOWNESS_MAX = 1.5
@@ -154,7 +154,7 @@ def start_seconds(policy: str, setting: DaySetting) -> float:
 
 
 def play_seconds(stream: Stream, prices: Prices) -> float:
-    """Estimates the seconds of a play: no policy of any use is slower than plain decoding."""
+    """Estimates the seconds of a play as those of plain decoding: a useful policy is no slower."""
     seconds = prices.request * stream.requests
     for phase in stream.phases:
         size = phase.concurrency
@@ -202,9 +202,9 @@ def planned_share(setting: DaySetting, seconds: float, profile_seconds: float) -
 
 @dataclass(slots=True)
 class Forecast:
-    """Estimates what is left to do while a run goes on.
+    """Estimates the remaining work during a run.
 
-    slowness: what starts take on this machine, over what the price list says.
+    slowness: time of a start on this machine, over that of the price list.
     """
 
     day: DaySetting
@@ -217,8 +217,8 @@ class Forecast:
     def share_that_fits(self, left: float, day_seconds: float) -> float:
         """Chooses the share of the answers' lengths before the first play.
 
-        left: seconds.  day_seconds: of one play of the whole day.  The shortest day is chosen where
-        none fits: what there is no time for is then left out.
+        left: seconds.  day_seconds: of one play of the whole day.  If none fits, the shortest day
+        is chosen, and policies for which there is no time are left out.
         """
         fixed = sum(
             self.slowness * start_seconds(policy, self.day) + self._warm_up_seconds()

@@ -92,7 +92,7 @@ def run(options: GpuDemoOptions, terminal: Terminal) -> dict[str, Any]:
         try:
             _Day(options, place, terminal, stack, record).run()
         except BaseException as error:
-            # Before the engines end: whoever cuts a run off may not wait for that.
+            # Written before the engines end: the process may be killed before they have.
             record.cut_off(error)
             raise
     record.finish()
@@ -108,7 +108,7 @@ class _Record:
         self.document: dict[str, Any] = {
             **run_facts(),
             "complete": False,
-            "stopped": "the run was ended without notice, or goes on",
+            "stopped": "the run was killed, or has not ended yet",
             "shape": options.day.shape.name,
             "device": options.device.value,
             "seconds_allowed": options.seconds,
@@ -281,7 +281,7 @@ class _Day(StreamHarness):
     def _has_time(self, planned: str, policy: str, steered: StreamPlay) -> bool:
         """Whether an engine can start and play; otherwise the reason is in the record.
 
-        In doubt it can: a play that is cut off costs nothing but the time that is left.
+        If in doubt, the answer is True: a play that is cut off wastes only the remaining time.
         """
         needed, left = self._forecast.least_seconds(planned, steered.seconds), self._left()
         if needed <= left:

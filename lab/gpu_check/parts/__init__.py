@@ -26,7 +26,7 @@ PARTS: Mapping[str, Part] = {part.KEY: part for part in _ALL_PARTS}
 
 
 class UnknownPartError(HarnessError):
-    """A part was asked for that does not exist."""
+    """A requested part does not exist."""
 
 
 def parse_parts(given: str) -> tuple[str, ...]:

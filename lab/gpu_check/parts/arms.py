@@ -19,14 +19,14 @@ from lab.harness.load_generator import Play, paired_ratio, phase_rates
 from lab.harness.sidecar import decoded_rows
 from speculation.v1 import engine_pb2
 
-# So many of the best static arms are played against the steered engine in turns.
+# Number of the best static arms that are played against the steered engine in turns.
 _FINALISTS = 2
-# What a steered engine gains in a step, for the plan; between no draft and the best arm.
+# Tokens that a steered engine gains in a step, for the plan; between no draft and the best arm.
 _STEERED_TOKENS_A_STEP = 2.0
 _OTHERS = (ADAPTIVE, OFF)
 _ARM = ("eagle3", 0)
 _SEED = 9
-# Answers so many times as long as in the moving load: little but decoding.
+# Length of an answer, relative to the moving load: most of the time is decoding.
 _TIMES_AS_LONG = 2.0
 
 

@@ -18,14 +18,14 @@ from lab.gpu_check.parts.part import Document, Part, arm_name, table
 from lab.gpu_check.shapes import Shape
 from lab.harness.engines import measure_profile
 
-# Of the time for the first table, for the second one.
+# Time for the second table, as a share of that for the first.
 _LONG_SHARE = 0.5
 # `controller profile` needs this much besides its budget.
 _SPARE_SECONDS = 5.0
 _LEAST_SECONDS = 10.0
-# Of the pool that `controller profile` fills, and the tokens that a sequence has to grow by there.
+# Share of the pool that `controller profile` fills, and tokens that a sequence grows by meanwhile.
 _POOL_SHARE, _GROWTH_TOKENS = 0.8, 96
-# A grid of fewer steps a cell shows no median.
+# Steps of a cell, below which its median is not shown.
 _LEAST_STEPS = 3
 
 

@@ -17,7 +17,7 @@ from lab.gpu_check.parts.part import Document, Part, table
 from speculation.v1 import engine_pb2
 
 _SEED = 11
-# Of the moving load's answers: a few dozen steps show whether an arm runs eagerly.
+# Length of an answer, relative to the moving load: a few dozen steps show if an arm runs eagerly.
 _ANSWER_SHARE = 0.15
 _PLACES_SHOWN = 8
 

@@ -18,7 +18,7 @@ from lab.gpu_check.small_engines import LEARNING, LEARNING_GAMMA, PLAIN
 from lab.harness.load_generator import StreamPhase, acceptance_length
 from lab.harness.sidecar import overridden
 
-# What is asked of the sidecar: that draft length, and an update every few steps.
+# The override: this draft length, and an update every few steps.
 RULE = ("--gamma", str(LEARNING_GAMMA), "--regime", "online:2")
 
 _DOMAIN = "csv"
@@ -39,7 +39,10 @@ class LearningPart(Part):
     KEY = "learning"
 
     def plan(self, planner: Planner) -> Work:
-        """Counts the work; one play more ends the ledger's steps, and some wait for the trainer."""
+        """Counts the work.
+
+        One more play ends the ledger's steps, and some plays wait for the trainer.
+        """
         _, _, plays = _sizes(planner.device)
         stream = build_stream(planner.device)
         work = planner.only(PLAIN, LEARNING) + planner.play(stream)
@@ -104,7 +107,7 @@ class LearningPart(Part):
 
 
 def wait_for_trainer(check: Check, stream: Sequence[StreamPhase]) -> None:
-    """Waits until the trainer's process has started; it is taken in while the engine decodes."""
+    """Waits until the trainer's process has started, which needs an engine that decodes."""
     until = time.monotonic() + min(_TRAINER_SECONDS, check.deadline.left)
     first = stream[0].requests[:1]
     short = [StreamPhase("one request", 1, first)]

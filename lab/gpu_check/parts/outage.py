@@ -1,7 +1,7 @@
 """Kills the sidecar while the engine answers, and starts it again.
 
-Every request is answered with plain decoding's tokens, the engine goes on unsteered, and is steered
-again.
+Every request is answered with plain decoding's tokens.  The engine continues unsteered, and is
+steered again after the restart.
 """
 
 import time
@@ -128,7 +128,7 @@ def wait_until(check: Check, reached: Callable[[], bool], player: PlayAgain, wha
             raise player.error
         if time.monotonic() > until:
             check.deadline.require(0.0, f"the outage, until {what},")
-            raise HarnessError(f"waited in vain until {what}: {check.status(EXACT)}")
+            raise HarnessError(f"timed out waiting until {what}: {check.status(EXACT)}")
         time.sleep(_LOOK_SECONDS)
 
 

@@ -13,7 +13,7 @@ Document = Mapping[str, Any]
 class Part(ABC):
     """One part of the check.
 
-    KEY: its name, also of what it finds in the result file.
+    KEY: its name, which is also the key of its results in the result file.
     """
 
     KEY: ClassVar[str]
@@ -24,14 +24,14 @@ class Part(ABC):
 
     @abstractmethod
     def run(self, check: Check) -> None:
-        """Measures, and adds what was found to the check's document, bit by bit."""
+        """Measures, and adds each result to the check's document."""
 
     @abstractmethod
     def summary(self, document: Document) -> tuple[str, str]:
         """Returns the verdict and the details, for a line of the page."""
 
     def problems(self, document: Document) -> list[str]:  # noqa: ARG002 - for others
-        """Returns what is wrong, in sentences; a part that only yields figures finds nothing."""
+        """Returns what is wrong, in sentences; empty for a part that only yields figures."""
         return []
 
     def sections(self, document: Document) -> list[str]:  # noqa: ARG002 - for others

@@ -16,10 +16,11 @@ from lab.harness.sidecar import Pin
 from speculation.v1 import engine_pb2
 
 _SEED = 8
-# Answers of the moving load, so many times as long: hundreds of changes of the arm.
+# Length of an answer, relative to the moving load: enough for hundreds of changes of the arm.
 _ANSWER_SHARE = 4.0
 _TURN_SECONDS = 0.1
-# And so many steps, of which the first one changes the arm: on a CPU, one takes longer than that.
+# An arm also runs at least this many steps; the first one is the switch.  On a CPU a step is longer
+# than a turn.
 _TURN_STEPS = 4
 
 
@@ -103,8 +104,8 @@ def cost(
 ) -> dict[str, Any]:
     """Computes how many microseconds longer a step takes when it changed the arm (median).
 
-    into_drafting: of changes, those to a gamma above 0 alone.  switches: how many steps that was.
-    share: of a plain step.  All 0 without any.
+    into_drafting: only changes to a gamma above 0 count.  switches: number of such steps.  share:
+    of a plain step.  All are 0 if there was none.
     """
     plain: dict[Arm, list[float]] = defaultdict(list)
     changed: list[tuple[Arm, float]] = []

@@ -60,7 +60,7 @@ def envelope(
 
 
 def _kept(output: Path, *, quick: bool) -> tuple[Point, ...]:
-    """Returns the points of an earlier run in that folder; none if it has not come so far."""
+    """Returns the points of an earlier run in that folder; empty if it has written none."""
     path = output / "result.json"
     if not path.exists():
         return ()

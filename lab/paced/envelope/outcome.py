@@ -36,7 +36,7 @@ PLAIN = Arm(OWN, 0)
 _CLASS = "published"
 SEED = 2024
 _VOCABULARY = range(16, 120)
-# A step of so many sequences takes the machine twice as long as a step of one.
+# A step of this many sequences takes the machine twice as long as a step of one.
 _WORK_DOUBLES = 50.0
 _LEAST_DILATION = 1.0
 
@@ -257,7 +257,7 @@ def best_arm(rates: Mapping[Arm, float], drafter: str) -> Arm:
 
 
 def dilation_at(dilation: float, costs: StepCosts, concurrency: int) -> float:
-    """The dilation at a concurrency that leaves a step as much room as `dilation` leaves at one.
+    """The dilation that leaves a step at a concurrency the same headroom as `dilation` at one.
 
     The machine's own work grows more slowly with the batch than the imposed steps do at first, and
     faster in the end.
@@ -281,7 +281,7 @@ def closed_loop(
     requests = concurrency * ceil(least_tokens / (concurrency * output_tokens))
     rng = np.random.default_rng([SEED, concurrency])
     prompts = rng.integers(_VOCABULARY.start, _VOCABULARY.stop, (requests, prompt_tokens))
-    # Other streams draw other luck: a request's number is part of what its acceptance comes from.
+    # Other streams have other draws: acceptance is drawn by the request's number, among others.
     first = 0 if name == "envelope" else 1_000_000
     drawn = tuple(
         drawn_request(_CLASS, first + number, output_tokens, prompt)

@@ -73,7 +73,7 @@ class EnvelopeOptions:
 
     @property
     def least_tokens(self) -> int:
-        """The fewest output tokens of a run: with few of them, luck decides."""
+        """The fewest output tokens of a run: with fewer, the draws decide the result."""
         return 192 if self.quick else 4096
 
     @property
@@ -83,7 +83,7 @@ class EnvelopeOptions:
 
     @property
     def late_share_max(self) -> float:
-        """The largest share of late steps; a short run only shows that it works, so any will do."""
+        """The largest share of late steps; any share is accepted in a quick run."""
         return 1.0 if self.quick else LATE_SHARE_MAX
 
 
@@ -109,7 +109,7 @@ def run(options: EnvelopeOptions, terminal: Terminal) -> tuple[Point, ...]:
                 "quick": options.quick,
                 "points": as_json(points),
             }
-            # After every concurrency: what was found is kept whatever comes next.
+            # Written after every concurrency, so that a later failure loses no result.
             write_result(document, options.output)
         sweep.stop()
     shown.draw(points, options.grid, source, options.output / "envelope.png")
@@ -166,7 +166,7 @@ class _Sweep(PacedHarness):
         return Point(concurrency, self.dilation, rates, runs, load.cores)
 
     def _start_fresh_sidecar(self, stack: ExitStack) -> SidecarHandle:
-        """Starts a sidecar whose decisions take as long in the model's time as they do in life."""
+        """Starts a sidecar whose decisions take as long in the model's time as on a real GPU."""
         variables = dilated_planner(self.dilation)
         child = stack.enter_context(launch_sidecar(self._place, environment=variables))
         child.prefer()

@@ -70,7 +70,7 @@ def show(points: Sequence[Point], source: str, terminal: Terminal) -> None:
     if busiest > DOUBTFUL_CORES:
         terminal.say(
             f"Other programs kept up to {busiest:.1f} cores busy meanwhile. That delays what the "
-            "sidecar decides; steps that missed their pace for it are counted."
+            "sidecar decides; steps that missed their pace because of it are counted as late."
         )
 
 

@@ -1,9 +1,9 @@
 """Graphs that replay a recording on the memory of its capture, strictly.
 
 A replay sees no scalar and no buffer that has changed since the capture, because it runs no Python
-of the model.  It is stricter than a GPU in two ways: memory that the graph reads must be where it
-was and still belong to somebody, and what the graph computed on the way is overwritten afterwards,
-as another graph in the same memory pool may do.
+of the model.  It is stricter than a GPU in two ways: memory that the graph reads must be at the
+same address and still have an owner, and intermediate results are overwritten afterwards, as
+another graph in the same memory pool may do.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Graph:
         if recorder.current is not None:
             raise CaptureError("a graph was replayed inside a capture")
         self._check_inputs()
-        # The memory of the inputs has changed behind the back of what compares their versions.
+        # The memory of the inputs has changed without a change of the tensors' versions.
         _memo.begin_generation()
         with torch.no_grad():
             for node in recording.nodes:
@@ -69,7 +69,7 @@ class Graph:
         self._recording, self._inputs, self._intermediates = None, {}, None
 
     def __del__(self) -> None:
-        # An address that nobody counts any longer may be that of new memory.
+        # An address that is no longer counted may be that of new memory.
         self.reset()
 
     def pool(self) -> tuple[int, int]:

@@ -50,8 +50,7 @@ class LateEvent:
 class LateStream:
     """Takes the place of a stream of the plugin.
 
-    asks: how often its events have to be asked for until a new one has occurred.  asked: how often
-    they were.
+    asks: number of queries after which a new event has occurred.  asked: queries so far.
     """
 
     def __init__(self, asks: int) -> None:
@@ -61,17 +60,18 @@ class LateStream:
         self._given = self._ran = 0
 
     def wait_stream(self, _: object) -> None:
-        """Waits for nothing, as what other streams were given has run, and keeps that it did."""
+        """Notes the wait.  There is nothing to wait for: the work of other streams has run."""
         self._has_waited = True
 
     def record_event(self) -> LateEvent:
-        """Returns the event of all that was given so far."""
+        """Returns the event of all work that was given so far."""
         return LateEvent(self, self._given)
 
     def give(self, nodes: list[recorder.Node]) -> None:
         """Takes what is to run later.
 
-        Raises RuntimeError where another stream may not have made it yet, or not read it yet.
+        Raises RuntimeError if the stream has not waited for the steps' stream, which may not have
+        written the sources or read the targets yet.
         """
         if not self._has_waited:
             raise RuntimeError("a side stream was given work without waiting for the steps' stream")

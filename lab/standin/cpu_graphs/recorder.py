@@ -105,7 +105,7 @@ class Recording(TorchDispatchMode):
 
     @property
     def is_paused(self) -> bool:
-        """Whether an operator of the stand-in runs, whose inside is no matter of the graph."""
+        """Whether an operator of the stand-in runs, whose inner operators are not recorded."""
         return self._is_inside_kernel
 
     def __torch_dispatch__(
@@ -271,7 +271,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def garbage(kind: torch.dtype) -> float | int | bool:
-    """Returns a value that nobody takes for a result."""
+    """Returns a value that cannot be mistaken for a result."""
     if kind.is_floating_point:
         return float("nan")
     return True if kind == torch.bool else torch.iinfo(kind).min

@@ -1,7 +1,7 @@
 """Lists the lines of the plugin that would make the scheduler's thread wait for a device.
 
 On a CPU nothing waits, so the list names the functions that wait on a GPU.  What happens in
-SGLang's own steps is SGLang's matter; what SGLang does in a pass that the plugin adds is the
+SGLang's own steps is not listed; what SGLang does in a pass that the plugin adds counts as the
 plugin's.  Tensors whose names end in `_cpu` lie on the host, by SGLang's convention.
 """
 
@@ -25,7 +25,7 @@ _TORCH = "/torch/"
 _WRAPPERS = "around_"
 # What stands for kernels of a device, and what prepares their arguments on a CPU only.
 _DEVICE_CODE = ("/sgl_kernel/", "/intel_amx_backend.py")
-# An engine that starts serves nobody yet.
+# An engine that starts has no requests yet.
 _STARTS = ("around_init_model_worker",)
 # SGLang computes on CUDA in one kernel what this function does with several operators elsewhere.
 _ONE_KERNEL = ("set_kv_buffer_prefix_valid",)
@@ -71,7 +71,7 @@ def install(path: str) -> None:
 
 
 def _place(frame: FrameType | None, reason: str) -> str | None:
-    """Names the plugin's line that is to blame; None where none is."""
+    """Names the plugin's line that is responsible; None if there is none."""
     caller = found = None
     while frame is not None:
         code = frame.f_code

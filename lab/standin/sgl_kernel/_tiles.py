@@ -1,4 +1,4 @@
-"""Finds out by trying how this machine's matrix products round.
+"""Measures how this machine's matrix products round.
 
 Speculative decoding is exact only if a token's logits do not depend on how many tokens are computed
 beside it.  In float32 they do: a BLAS picks its kernel, and with it the order of its additions, by

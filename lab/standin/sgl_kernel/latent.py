@@ -16,7 +16,7 @@ def bmm_cpu(out: Tensor, x: Tensor, weight: Tensor, is_vnni: bool, scale: Tensor
     """Writes ``x @ weight.T`` of each head into ``out [heads, rows, outputs]``.
 
     ``x``: ``[heads, rows, inputs]``; ``weight``: ``[heads, outputs, inputs]``.  Rows have the same
-    bits in any company.
+    bits whatever other rows share the call.
 
     Raises:
         NotImplementedError: weights are quantized.

@@ -89,7 +89,7 @@ def test_told_to_stop_it_leaves_its_results_and_no_engine(tmp_path: Path):
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, said
-    assert f"Stopped.  What was found by then is in {tmp_path / 'page.md'}." in said
+    assert f"Stopped.  The results so far are in {tmp_path / 'page.md'}." in said
     document = json.loads((tmp_path / "result.json").read_text())
     assert document["stopped"] == "SystemExit: 143"
     assert "The check was stopped" in (tmp_path / "page.md").read_text()

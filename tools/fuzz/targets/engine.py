@@ -58,7 +58,7 @@ def _from_agent() -> Sequence[bytes]:
 
 
 def _read_from_agent(data: bytes) -> None:
-    """What was understood can be said again."""
+    """A packet that was read can be written and read again."""
     found = read_packet(data)
     if isinstance(found, ArrivedPlan):
         assert read_packet(plan_packet(found)) == found
@@ -74,14 +74,14 @@ def _from_engine() -> Sequence[bytes]:
 
 
 def _read_from_engine(data: bytes) -> None:
-    """As the first packet, and as a later one that is no report, which nobody reads here."""
+    """Reads it as the first packet, and as a later one, which must hold no report."""
     with suppress(PacketError):
         read_introduction(data)
     assert not read_request(data).reports
 
 
 def _steer(arrived: ArrivedPlan) -> None:
-    """Used, it gives only what the engine can run."""
+    """Checks that the plan yields only choices that the engine can run."""
     steering = PlanFollower(engine_spec().drafters, safe_choice(1), 10.0)
     now = 1.0
     if not steering.accept(arrived, now):
@@ -172,7 +172,7 @@ def _signal() -> Sequence[bytes]:
 
 
 def _read_signal(path: Path) -> None:
-    """Read, and as what it says it is."""
+    """Checks types, shapes and values of a signal that was read."""
     found = signals.load(path)
     assert found.tokens.dtype is torch.int64
     assert found.features.dtype is torch.bfloat16
@@ -189,7 +189,7 @@ _MADE = Made(0, 0.3, 0.6, 0.4, 50, 12.5)
 
 
 def _versions(folder: Path) -> Callable[[], None]:
-    """A base and a version of it, and what reads both."""
+    """Stores a base and a version of it; returns the reader of both."""
     student = make_student(make_target())
     parameters = {name: part.detach() for name, part in student.named_parameters()}
     found = Versions(folder)
@@ -234,7 +234,7 @@ def _server_info() -> Sequence[bytes]:
 
 
 def _read_server_info(data: bytes) -> None:
-    """What is taken is a list of plain words, and nothing that is loaded is among them."""
+    """The flags taken over are plain words, and none of them names a file to load."""
     flags = flags_in(data, "http://engine:30000").flags
     assert all(word.isascii() and word.isprintable() for word in flags)
     assert not any("path" in word or "/" in word for word in flags)

@@ -52,7 +52,7 @@ def _opened(setting: str) -> Callable[[Path], AbstractContextManager[Feed]]:
                 raise BadAnswerError(f"{setting}: {broken.pop()}")
             found = _STATUS.match(answer)
             if found is None:
-                # HTTP/0.9 has no status, and who asks nothing is told nothing.
+                # HTTP/0.9 has no status, and an empty request gets no answer.
                 raise RefusedError
             if int(found[1]) not in _SAID:
                 raise BadAnswerError(f"{setting}: {answer[:99]!r}")

@@ -60,7 +60,7 @@ class BadAnswerError(Exception):
 
 
 class _Served:
-    """A sidecar on a thread of its own; faults: what its loop could not hand to anybody."""
+    """A sidecar on a thread of its own.  faults: errors that reached its loop's handler."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.faults: list[str] = []
@@ -150,7 +150,7 @@ class _Served:
 @contextmanager
 def serving(folder: Path, **settings: Any) -> Iterator[_Served]:
     """With what the table's settings leave out."""
-    # How often somebody may ask is not the question here.
+    # Rate limits are not tested here.
     with mock.patch.object(guard, "LIMITS", _UNLIMITED):
         served = _Served(folder, settings)
         try:

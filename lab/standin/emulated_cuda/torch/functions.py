@@ -48,7 +48,7 @@ _running: Final = _Running()
 
 
 def runs_on_host() -> bool:
-    """Whether what reaches torch's dispatcher now is work of the host alone."""
+    """Whether the operator that reaches torch's dispatcher now runs on the host."""
     return not _running.on_device
 
 

@@ -11,7 +11,7 @@ from cpu_graphs import graph
 
 from emulated_cuda.torch import places, streams, waits
 
-# Of the images that SGLang 0.5.23 is published in.
+# CUDA version of the images of SGLang 0.5.23.
 _CUDA_VERSION: Final = "13.0"
 NAME: Final = "NVIDIA H100 80GB HBM3 (emulated on a CPU)"
 _CAPABILITY: Final = (9, 0)
@@ -73,7 +73,7 @@ def _peak(device: object = None) -> int:
     return places.ledger.peak
 
 
-# What the host registers with the driver is in reach anyway.
+# Registering host memory with the driver has no effect: all memory is the host's.
 _RUNTIME_LIBRARY: Final = SimpleNamespace(
     cudaHostRegister=lambda *_: 0,
     cudaHostUnregister=lambda *_: 0,

@@ -74,7 +74,7 @@ class Stream:
         return True
 
     def synchronize(self) -> None:
-        """Tells of a wait, as torch does."""
+        """Reports a wait, as torch does."""
         waits.synchronise()
 
 

@@ -1,4 +1,4 @@
-"""Names the calls that wait for the device, and tells of them as torch does.
+"""Names the calls that wait for the device, and reports them as torch does.
 
 torch warns of them, or refuses them, when `torch.cuda.set_sync_debug_mode` asks for it, and CUDA
 refuses them while a stream is captured.

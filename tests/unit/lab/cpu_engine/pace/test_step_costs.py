@@ -181,5 +181,5 @@ def test_a_drafter_that_reads_along_pays_a_pass() -> None:
 
 def test_a_lookup_is_priced_only_where_one_runs() -> None:
     assert {arm.drafter for arm in load_step_costs(H100, GAMMAS).surface.arms} == {"eagle3"}
-    with pytest.raises(InvalidInputError, match="no drafter of it looks up"):
+    with pytest.raises(InvalidInputError, match="has no n-gram drafter"):
         load_step_costs("tide-llama3.3-70b", GAMMAS, lookup=True)
