@@ -45,12 +45,12 @@ _NO_ACCEPTANCE_ADVICE = (
     "docs/failures.md, 'Engine warnings'"
 )
 _OTHER_WIDTH_ADVICE = (
-    "the engine does not follow the draft length of its plan: see docs/compatibility.md for its "
+    "the engine does not follow the draft length of its plan: see docs/engines.md for its "
     "version, method and model runner, and install one version of shim and sidecar; until then a "
     "choice has no effect"
 )
 _FLAT_ADVICE = (
-    "the engine may draft its full length whatever it is asked for (see docs/compatibility.md for "
+    "the engine may draft its full length whatever it is asked for (see docs/engines.md for "
     "its version, method and model runner), or its steps wait for something other than the GPU"
 )
 
