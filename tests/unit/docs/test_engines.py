@@ -10,6 +10,7 @@ from engine_shim.vllm import vllm_api
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+SUPPORTED = PAGE.partition("\n## Which versions are supported?\n")[2].partition("\n### ")[0]
 # A range of versions, as in "SGLang 0.5.21 to 0.5.23", states support.
 RANGE = re.compile(r"(?:SGLang|vLLM) \d+\.\d+(?:\.\d+)? to \d+\.\d+")
 # Where a range says in which versions something behaves in some way.
@@ -18,7 +19,7 @@ FACTS = {"engines.md", "losslessness.md"}
 
 def versions_of(engine: str) -> list[tuple[str, ...]]:
     """The versions in each cell of the engine's row."""
-    (row,) = re.findall(rf"^\| {engine} \| (.*) \|$", PAGE, re.MULTILINE)
+    (row,) = re.findall(rf"^\| {engine} \| (.*) \|$", SUPPORTED, re.MULTILINE)
     return [tuple(sorted(re.findall(r"\d+(?:\.\d+)+", cell))) for cell in row.split("|")]
 
 
