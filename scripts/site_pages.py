@@ -2,7 +2,7 @@
 
 MkDocs calls these functions while it builds.  Every document of the repository is a page, and
 README.md is the home page.  What else they link to, such as a manifest or a proto file, is copied.
-The navigation is the table under "Documents" in README.md.
+The navigation is the list under "Documents" in README.md.
 """
 
 import re
@@ -24,10 +24,10 @@ _HOME = "README.md"
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Makes the navigation."""
     readme = (_root(config) / _HOME).read_text(encoding="utf-8")
-    table = readme.partition("\n## Documents\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| ([\w ]+) \| (.*\]\(.*) \|$", table, re.MULTILINE)
+    listed = readme.partition("\n## Documents\n")[2].partition("\n## ")[0]
+    items = re.findall(r"^- \*\*([\w ]+):\*\* (.+(?:\n {2}.+)*)", listed, re.MULTILINE)
     config.nav = [{"Home": _HOME}] + [
-        {to.capitalize(): [{title: page} for title, page in _titled(links)]} for to, links in rows
+        {heading: [{title: page} for title, page in _titled(links)]} for heading, links in items
     ]
     return config
 

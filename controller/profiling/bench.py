@@ -236,7 +236,7 @@ class Bench:
         raise OtherWidthError(
             f"{wanted.drafter}: gamma {wanted.gamma} was asked for, and the engine verified {ran} "
             f"in {others.total()} steps in a row since then: it does not follow the draft length "
-            "(docs/compatibility.md has what its version, method and model runner can do; shim and "
+            "(docs/engines.md has what its version, method and model runner can do; shim and "
             "sidecar may be of different versions), and no profile is written"
         )
 

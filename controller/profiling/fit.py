@@ -168,7 +168,7 @@ def flat_drafters(cells: Sequence[ProfileCell], drafters: Sequence[DrafterSpec])
             yield (
                 f"a step of {drafter.name} takes no longer at gamma {longest} than at gamma 0, at "
                 "any batch size: the engine may draft its full length whatever it is asked for "
-                "(docs/compatibility.md has its version, method and model runner)"
+                "(docs/engines.md has its version, method and model runner)"
             )
 
 

@@ -46,12 +46,12 @@ _NO_ACCEPTANCE_ADVICE = (
     "match; see docs/failures.md, 'Engine warnings'"
 )
 _OTHER_WIDTH_ADVICE = (
-    "the engine does not follow the draft length of its plan: see docs/compatibility.md for its "
+    "the engine does not follow the draft length of its plan: see docs/engines.md for its "
     "version, method and model runner, and install one version of shim and sidecar; until then a "
     "choice has no effect"
 )
 _FLAT_ADVICE = (
-    "the engine may draft its full length whatever the plan is (see docs/compatibility.md for its "
+    "the engine may draft its full length whatever the plan is (see docs/engines.md for its "
     "version, method and model runner), or its steps wait for something other than the GPU"
 )
 

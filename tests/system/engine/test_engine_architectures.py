@@ -1,7 +1,7 @@
 """Models of the architectures that people serve, with their real structure at a small width.
 
 `architectures.json` has what each config has beside its sizes; the weights are random.
-docs/compatibility.md lists what is known about each architecture.  By default three
+docs/engines.md lists what is known about each architecture.  By default three
 run, which between them have latent attention, experts and recurrent layers; the others:
 
     ARCHITECTURES=llama,gemma3,qwen3_moe,qwen3_next \\

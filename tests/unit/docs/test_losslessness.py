@@ -57,5 +57,5 @@ def test_what_is_not_claimed_has_a_reason(row: list[str]) -> None:
 
 
 def test_the_claims_of_other_documents_point_here() -> None:
-    for page in ("README.md", "docs/compatibility.md"):
+    for page in ("README.md", "docs/engines.md"):
         assert "losslessness.md" in (ROOT / page).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""docs/measured.md: each table says which version it is of, and which day's code."""
+"""docs/measured.md: each table says which version and day it is of, and which bars are missed."""
 
 import re
 from collections.abc import Iterator
@@ -35,3 +35,15 @@ def test_every_figure_stands_with_version_and_day(table: tuple[str, str, list[st
 def test_no_row_is_marked_as_old_without_its_day() -> None:
     marked = [row for _, _, lines in tables() for row in lines if re.match(r"\| ?\* ", row)]
     assert not marked
+
+
+def test_no_cell_is_longer_than_a_sentence() -> None:
+    cells = [cell.strip() for _, _, lines in tables() for row in lines for cell in row.split("|")]
+    assert [cell for cell in cells if len(cell) > 120] == []
+
+
+def test_every_headline_has_a_bar_that_holds_or_is_missed_or_none() -> None:
+    (headlines,) = (lines for heading, _, lines in tables() if heading == "## Headlines 1")
+    for row in headlines[2:]:
+        _, bar, verdict, *_ = (cell.strip() for cell in row.strip("|").split("|"))
+        assert ("no bar" in verdict) if not bar else ("holds" in verdict or "missed" in verdict)

@@ -20,10 +20,9 @@ See [the guide](docs/guide.md#b--γ-and-more).
 
 ## Documents
 
-| to | read |
-|---|---|
-| get started | [Guide](docs/guide.md), [`controller` and others](docs/other.md) |
-| contribute | [The contract](proto/README.md) |
+- **Get started:** [Guide](docs/guide.md),
+  [`controller` and others](docs/other.md)
+- **Contribute:** [The contract](proto/README.md)
 """
 PAGES = {
     "README.md": README,
@@ -66,7 +65,7 @@ def test_the_site_is_laid_out_as_the_repository(project: Path):
     assert (site / "deploy/rules.yml").read_text() == PAGES["deploy/rules.yml"]
 
 
-def test_the_navigation_is_the_table_of_the_documents(project: Path):
+def test_the_navigation_is_the_list_of_the_documents(project: Path):
     menu = (built(project) / "index.html").read_text().partition('role="navigation"')[2]
     names = re.findall(r'(?:caption-text|class="reference internal").*?>([^<]+)<', menu)
     wanted = ["Get started", "Guide", "controller and others", "Contribute", "The contract"]

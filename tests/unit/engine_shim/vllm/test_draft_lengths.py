@@ -31,7 +31,7 @@ def config(method: str, runner: int, *, modules: int = 1, **drafter: Any) -> Any
     )
 
 
-PAGE = Path(__file__).parents[4] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[4] / "docs" / "engines.md"
 ROW = re.compile(
     r"^\| (?P<versions>0\.[0-9. to]+) \| (?P<runner>first|second) \| (?P<methods>[^|]+) "
     r"\| (?P<drafting>[^|]+) \| (?P<at_zero>[^|]+) \|$",
@@ -40,7 +40,7 @@ ROW = re.compile(
 
 
 def documented() -> dict[tuple[str, int, str], tuple[str, str]]:
-    """What docs/compatibility.md says of each version, runner and method."""
+    """What docs/engines.md says of each version, runner and method."""
     versions = list(DRAFT_LENGTHS)
     found: dict[tuple[str, int, str], tuple[str, str]] = {}
     for row in ROW.finditer(PAGE.read_text(encoding="utf-8")):
