@@ -98,8 +98,8 @@ REFUSED: list[tuple[Engine, str]] = [
     (("qwen3", "DFLASH", "dflash2-small-vocabulary"), "which its selector has no rows for"),
 ]
 UNREADABLE: list[tuple[Engine, str]] = [
-    (("qwen3", "EAGLE3", "a-list"), "a-list/config.json holds no JSON object"),
-    (("qwen3", "EAGLE3", "a-number"), "a-number/config.json holds no JSON object"),
+    (("qwen3", "EAGLE3", "a-list"), "a-list/config.json is not a JSON object"),
+    (("qwen3", "EAGLE3", "a-number"), "a-number/config.json is not a JSON object"),
     (("qwen3", "EAGLE3", "no-json"), "no-json/config.json cannot be read"),
     (("qwen3", "EAGLE3", "not-text"), "not-text/config.json cannot be read"),
     (("qwen3", "EAGLE3", "empty"), "SGLang refuses these flags itself"),

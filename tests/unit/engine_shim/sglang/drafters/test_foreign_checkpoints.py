@@ -90,7 +90,9 @@ def test_what_is_no_file_is_an_error_that_names_it(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     make(tmp_path / "config.json")
-    with pytest.raises(UnsupportedEngineError, match=r"config\.json cannot be read: it is no file"):
+    with pytest.raises(
+        UnsupportedEngineError, match=r"config\.json cannot be read: it is not a regular file"
+    ):
         raw_config(str(tmp_path))
 
 
