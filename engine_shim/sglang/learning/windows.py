@@ -94,7 +94,7 @@ class Windows:
         width = facts.gamma + 1
         if width > self._shape.positions - self._length:
             raise ValueError(
-                f"a canvas of {width} positions does not fit behind a window of {self._length} "
+                f"a step of {width} positions does not fit behind a window of {self._length} "
                 f"in a ring of {self._shape.positions}"
             )
         moved: list[_Window] = []
@@ -134,7 +134,7 @@ class Windows:
         return len(spans)
 
     def _make_room(self, request_ids: list[str]) -> None:
-        """Gives rings to new requests: free ones first, then those of requests that have left."""
+        """Gives new requests free rings first, then those of requests that left longest ago."""
         running = set(request_ids)
         new = [rid for rid in request_ids if rid not in self._windows]
         if not new:

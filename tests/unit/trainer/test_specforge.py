@@ -201,9 +201,9 @@ def test_a_drafter_that_specforge_does_not_train_is_not_exported(
 
 def test_without_a_drafter_the_export_says_what_is_missing(target: Path, tmp_path: Path):
     versions = Versions(tmp_path / FOLDER)
-    with pytest.raises(VersionError, match="no engine has left its drafter there"):
+    with pytest.raises(VersionError, match="no engine has stored its drafter there"):
         export_signals(tmp_path, versions, 0, target, tmp_path / "out")
-    with pytest.raises(VersionError, match="no engine has left its drafter there"):
+    with pytest.raises(VersionError, match="no engine has stored its drafter there"):
         import_draft(tmp_path, versions)
 
 

@@ -45,9 +45,9 @@ def test_online_updates_are_off_unless_asked_for() -> None:
     ("variable", "value", "message"),
     [
         ("ANCHORS", "256", "anchors 256 must be 1 or more, and fewer than window 256"),
-        ("LEARNING_RATE", "0", "learning rate 0.0 must lie in"),
+        ("LEARNING_RATE", "0", "learning rate 0.0 must be in"),
         ("LEARNING_RATE", "fast", "SPECULATION_ONLINE_LEARNING_RATE"),
-        ("DISCOUNT", "2", "discount 2.0 must lie in"),
+        ("DISCOUNT", "2", "discount 2.0 must be in"),
         ("PROXIMAL", "-1", "proximal weight -1.0 must be 0 or more"),
         ("STEPS", "0", "steps 0 and top 64 must be 1 or more"),
         ("SCOPE", "user", "SPECULATION_ONLINE_SCOPE"),

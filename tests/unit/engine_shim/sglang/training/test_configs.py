@@ -239,7 +239,7 @@ NESTED = {"mask_token_id": 39, "target_layer_ids": [1, 4]}
                 "dflash_config.backbone_rotary_base (5000000)",
                 "dflash_config.attention_value_scale (0.612)",
                 "dflash_config.attention_sink_bias (True)",
-                "rotates 0.5 of a head (partial_rotary_factor)",
+                "rotates only 0.5 of a head (partial_rotary_factor)",
             ],
         ),
         # Domino
@@ -304,7 +304,7 @@ NESTED = {"mask_token_id": 39, "target_layer_ids": [1, 4]}
         ({"block_size": 1}, ["drafts nothing"]),
         ({"block_size": "many"}, ["its block_size is 'many'"]),
         ({"layer_types": 3}, ["its config cannot be read"]),
-        ({"architectures": "DFlashDraftModel"}, ["no list of names"]),
+        ({"architectures": "DFlashDraftModel"}, ["not a list of names"]),
         ({"hidden_size": "32", "head_dim": None}, ["its config cannot be read"]),
     ],
 )
@@ -360,7 +360,7 @@ def test_layers_and_a_mask_that_the_config_does_not_name_are_those_of_the_engine
         ({"eagle_config": {"use_last_layernorm": False}}, "eagle_config.use_last_layernorm"),
         ({"eagle_config": {EAGLE_LAYERS: []}}, "an empty list of target layers"),
         ({EAGLE_LAYERS: [1, 2, 3, 4]}, "reads 3 hidden states, and 4 target layers"),
-        ({"eagle_config": [1]}, "its eagle_config is [1], no object"),
+        ({"eagle_config": [1]}, "its eagle_config is [1], not an object"),
         ({"speculators_config": {"algorithm": "eagle3"}}, "speculators_config"),
         ({"rope_scaling": 3}, "its config cannot be read"),
     ],
