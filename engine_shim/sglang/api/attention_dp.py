@@ -54,7 +54,7 @@ def check(args: ServerArgs, settings: PluginSettings, *, has_block: bool) -> Che
     from sglang.srt.environ import envs
 
     view = sglang_api.resolved(args)
-    topic, lead = "data-parallel attention", "data-parallel attention is to be steered, but "
+    topic, lead = "data-parallel attention", "data-parallel attention cannot be steered: "
     if not _differs.has_attention_dp(view):
         return Check(topic, "off")
     if not _differs.STEERS_ATTENTION_DP:

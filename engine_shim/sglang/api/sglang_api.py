@@ -232,7 +232,7 @@ def block_check(args: ServerArgs) -> Check:
         "options beside DFlash",
         "conflict" if any(obstacles.values()) else "fit",
         obstacles,
-        "a DFlash drafter is to be steered, but ",
+        "a DFlash drafter cannot be steered: ",
     )
 
 

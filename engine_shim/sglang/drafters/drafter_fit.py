@@ -134,7 +134,7 @@ def _class_obstacles(pair: Pair, model: type) -> Iterator[str]:
     name = model.__name__
     if wanted == DFLASH != drafts and drafts is not None:
         yield (
-            f"{pair.draft.model_path} is no DFlash checkpoint: its architectures are "
+            f"{pair.draft.model_path} is not a DFlash checkpoint: its architectures are "
             f"{list(pair.architectures)}; {_right_classes(DFLASH)}"
         )
     elif drafts == DSPARK:
@@ -210,7 +210,7 @@ def _head_obstacles(pair: Pair, _: type) -> Iterator[str]:
     if drafts is not None and drafts > max(draft.vocab_size, target.vocab_size):
         yield (
             f"it drafts {drafts} tokens (draft_vocab_size), and the target has "
-            f"{target.vocab_size}: it is no drafter for it"
+            f"{target.vocab_size}: the drafter does not fit this target"
         )
     if (
         pair.architectures[0] == "LlamaForCausalLMEagle3"
@@ -228,7 +228,7 @@ def _head_obstacles(pair: Pair, _: type) -> Iterator[str]:
 def _other_width(width: int, target: ModelConfig) -> str:
     return (
         f"it reads hidden states of {width} numbers, and the target's have {target.hidden_size}: "
-        "it is no drafter for it"
+        "the drafter does not fit this target"
     )
 
 
@@ -265,7 +265,7 @@ def _block_obstacles(pair: Pair, model: type) -> Iterator[str]:
     if config.mask_token_id is not None and config.mask_token_id >= target.vocab_size:
         yield (
             f"its mask_token_id is {config.mask_token_id}, and the target has {target.vocab_size} "
-            "tokens: it is no drafter for it"
+            "tokens: the drafter does not fit this target"
         )
     settings = getattr(draft.hf_config, "dflash_config", None) or {}
     if any(name.startswith("lilicorr_") for name in settings) and settings.get(
@@ -329,7 +329,7 @@ def drafter_checks(args: ServerArgs, settings: PluginSettings) -> tuple[Check, .
     """Checks each drafter of an engine against its target.
 
     args: SGLang's arguments, with their speculation resolved.  If SGLang can read a configuration
-    and it cannot be compared here, the engine starts all the same.
+    and it cannot be compared here, the engine starts nevertheless.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
 

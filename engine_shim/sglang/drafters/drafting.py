@@ -52,7 +52,7 @@ def fits(draft: Any, batch: Any) -> bool:
 def verification_of(draft: Any, batch: Any, tokens: torch.Tensor) -> Any:
     """Returns the `EagleVerifyInput` of tokens [B, gamma] for each request.
 
-    draft: the `EagleDraftWorker` (or what stands for it), set to gamma.
+    draft: the `EagleDraftWorker` (or its replacement), set to gamma.
     """
     gamma, size = draft.speculative_num_steps, batch.seq_lens.shape[0]
     return build_eagle_verify_input(

@@ -70,9 +70,7 @@ def cannot_sleep_reason(worker: Any) -> str | None:
             draft.seed_dsa_topk_from_draft_extend
         ),
         "multimodal rotary positions are not kept": draft.draft_runner.model_config.model_is_mrope,
-        "recurrent layers cannot catch up later": hasattr(
-            worker.req_to_token_pool, "mamba_pool"
-        ),
+        "recurrent layers cannot catch up later": hasattr(worker.req_to_token_pool, "mamba_pool"),
     }
     return next((reason for reason, is_so in obstacles.items() if is_so), None)
 

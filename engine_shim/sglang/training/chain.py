@@ -264,8 +264,8 @@ class Eagle3Shape:
             )
         if not 0 < self.drafts <= self.decoder.vocabulary:
             raise ValueError(
-                f"a draft vocabulary of {self.drafts} tokens must have 1 to the target's "
-                f"{self.decoder.vocabulary}"
+                f"a draft vocabulary of {self.drafts} tokens must be in [1, "
+                f"{self.decoder.vocabulary}], the target's vocabulary"
             )
         if not self.own_head and self.draft_vocabulary is not None:
             raise ValueError("a draft vocabulary needs its own head, and this drafter has none")

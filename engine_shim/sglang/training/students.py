@@ -262,7 +262,7 @@ def decoder_shape(config: Mapping[str, Any], *, may_stretch: bool = False) -> De
         {
             f"its rotary positions are scaled ({scaling}), which a student does not do": scaling
             is not None,
-            f"it rotates only {partial} of a head (partial_rotary_factor)": partial != 1,
+            f"it rotates {partial} of a head (partial_rotary_factor)": partial != 1,
             "it rotates pairs of neighbours (rope_is_neox_style is false)": not pairs_halves,
             f"its activation is {activation}, a student's silu": activation != "silu",
         }

@@ -66,7 +66,7 @@ def test_a_block_that_the_engine_keeps_no_room_for(tmp_path: Path) -> None:
 
 def test_a_second_drafter_of_another_kind(tmp_path: Path) -> None:
     words = last_words(tmp_path, EAGLE3, dflash_model_path=str(DRAFT))
-    assert "is no DFlash checkpoint" in words
+    assert "is not a DFlash checkpoint" in words
 
 
 def test_a_required_drafter_that_cannot_draft(tmp_path: Path) -> None:

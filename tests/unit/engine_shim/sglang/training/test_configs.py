@@ -113,7 +113,7 @@ def config(**changes: Any) -> dict[str, Any]:
         ({"attention_bias": True}, "biases"),
         ({"bias": True}, "biases"),
         ({"tie_word_embeddings": True, "draft_vocab_size": 30}, "drafts 30 of 40 tokens with the"),
-        ({"draft_vocab_size": 41}, "no part of the target's 40"),
+        ({"draft_vocab_size": 41}, r"must be in \[1, 40\]"),
         ({"model_type": "llama4_text"}, "Llama 4"),
         ({"hidden_act": "gelu"}, "its activation is gelu"),
         ({"partial_rotary_factor": 0.5}, "rotates 0.5 of a head"),
@@ -239,7 +239,7 @@ NESTED = {"mask_token_id": 39, "target_layer_ids": [1, 4]}
                 "dflash_config.backbone_rotary_base (5000000)",
                 "dflash_config.attention_value_scale (0.612)",
                 "dflash_config.attention_sink_bias (True)",
-                "rotates only 0.5 of a head (partial_rotary_factor)",
+                "rotates 0.5 of a head (partial_rotary_factor)",
             ],
         ),
         # Domino
