@@ -40,7 +40,7 @@ def is_on() -> bool:
 
 
 def around_adaptive_reason(original: Any, args: ServerArgs) -> str | None:
-    """Wraps `ADAPTIVE_REASON`; this module solves its objection that ranks could differ."""
+    """Wraps the function `ADAPTIVE_REASON`: ranks cannot differ, which is its objection."""
     with _differs.without_attention_dp():
         reason: str | None = original(args)
     return reason

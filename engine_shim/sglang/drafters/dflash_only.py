@@ -96,7 +96,7 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
         return self.block.chain(self, batch, block)
 
     def draft_extend(self) -> None:
-        """Does nothing: the method is abstract in SGLang and never called."""
+        """Implements a method that is abstract in SGLang and never called."""
 
     def _draft_extend_for_prefill(
         self, batch: Any, hidden: torch.Tensor, next_token_ids: torch.Tensor,

@@ -60,7 +60,7 @@ class BacklogRows(NamedTuple):
 
 
 class BacklogSteps:
-    """The buffer; it is full with `max_steps` steps, `max_positions` rows or `max_bytes` bytes."""
+    """Stores up to `max_steps` steps, `max_positions` rows or `max_bytes` bytes."""
 
     def __init__(
         self, max_steps: int, max_positions: int = MAX_POSITIONS, max_bytes: int = MAX_BYTES

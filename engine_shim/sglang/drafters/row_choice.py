@@ -67,7 +67,7 @@ class RowChoice:
             self._ratios.index_fill_(0, to_device(rows, self._device), 1.0)
 
     def rule(self, entries: Sequence[MixtureRule], mixture: str, gamma: int) -> DeviceRule | None:
-        """Returns the plan's rule for a mixture; None if there is none."""
+        """Returns the plan's rule for a mixture; None without a rule."""
         if entries is not self._entries:
             self._entries, self._rules = entries, {}
         found = self._rules.get((mixture, gamma))

@@ -22,7 +22,7 @@ class Role(NamedTuple):
     is_mixed: bool
 
 
-# Tokens of rows that were cut at the end of their answers, if there are none.
+# The argument `kept` if no row was cut at the end of its answer.
 NOT_CUT: Final[Mapping[int, int]] = {}
 
 

@@ -142,7 +142,7 @@ class RowDrafting(Attempts):
         return verification_of(draft, batch, free.tokens)
 
     def join(self, verify: Any, batch: Any, role: Role, rules: Sequence[MixtureRule]) -> None:
-        """Adds the lookup's proposals to the drafts in `verify`; mixes them if the role says so."""
+        """Adds the lookup's proposals to the drafts in `verify`; mixes them in a mixed role."""
         assert role.main is not None
         size = batch.seq_lens.shape[0]
         canvas = verify.draft_token.view(size, -1)

@@ -138,7 +138,7 @@ def carried_width(config: Any) -> int:
 def around_carried_width(
     original: Callable[..., tuple[int, int | None]], config: Any, *sizes: Any
 ) -> tuple[int, int | None]:
-    """Wraps `resolve_spec_hidden_size`: the width of what is passed between draft steps."""
+    """Wraps the function `resolve_spec_hidden_size`, for the width passed between draft steps."""
     width, flattened = original(config, *sizes)
     if STEERED.keys() & set(getattr(config, "architectures", None) or ()):
         width = carried_width(config)

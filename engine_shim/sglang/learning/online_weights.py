@@ -269,7 +269,7 @@ class OnlineWeights:
         if replaced:
             self._begin_with(self._weights.adopt)
         else:
-            # No weights were judged with the new target, so there are none to roll back to.
+            # No weights were judged with the new target, so a rollback has no destination.
             self._has_kept = self._has_changed = self._has_changed and not self._per_request
             self._write(self._weights.serve_first if self._per_request else self._weights.keep)
         return True

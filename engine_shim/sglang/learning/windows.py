@@ -186,7 +186,7 @@ class WeightChanges(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What the host knows about a step when it is launched.
+    """Holds what the host knows about a step when it is launched.
 
     request_ids: of B requests.  gamma: drafts of each.  drafted: whether the learner drafted them.
     undrafted: rows that must not be drafted for.  weights: those that served.  kept: the R rows of
@@ -203,11 +203,11 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class HostRound:
-    """What a step has verified, on the host.
+    """Holds on the host what a step has verified.
 
     accepted, starts: for the first `JUDGED` requests, the tokens that each gained, bonus included,
     and the position of its first verified token.  rows: the rows that are read back, [R, gamma + 1,
-    ...]; None if there are none.
+    ...]; None if R is 0.
     """
 
     facts: StepFacts

@@ -178,7 +178,7 @@ def architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def dflash_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns `dflash_config`; empty if it is missing or, as in SGLang, not an object."""
+    """Returns the field `dflash_config`; empty if it is missing or, as in SGLang, not an object."""
     try:
         return dict(config.get("dflash_config") or {})
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Makes students: trainable drafters in plain torch, by a drafter's config.
+"""Makes the student of a drafter, a trainable copy in plain torch, by the drafter's config.
 
 A config is a published `config.json`, or what transformers has made of it.  It is read like in
 SGLang's classes `LlamaForCausalLMEagle3`, `DFlashDraftModel` and `MiMoMTP`, with the same defaults.

@@ -80,7 +80,7 @@ def test_a_file_that_is_no_json_object_is_an_error_that_names_it(
 ) -> None:
     tmp_path.joinpath("config.json").write_bytes(content)
     with pytest.raises(
-        UnsupportedEngineError, match=r"config\.json (cannot be read|holds no JSON)"
+        UnsupportedEngineError, match=r"config\.json (cannot be read|is not a JSON)"
     ):
         raw_config(str(tmp_path))
 
