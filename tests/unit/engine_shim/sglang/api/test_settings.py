@@ -24,7 +24,7 @@ def test_graph_limits_are_read(
         ("7:8,7:9", "each gamma once"),
         ("7:many", "SPECULATION_GRAPH_LIMITS"),
         ("6:8", "6:8 is not a draft length of SPECULATION_GAMMAS 0,1,2,3,5,7"),
-        ("7:-1", "or no batch size"),
+        ("7:-1", "or not a batch size"),
         ("3:8", "limits 3, which SPECULATION_SAFE_GAMMA needs"),
     ],
 )
