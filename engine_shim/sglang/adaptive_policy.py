@@ -4,10 +4,10 @@ SGLang constructs the policy (in place of its own `AdaptiveSpeculativeParams`) b
 of the plugin exists in the scheduler's process.  `EngineHooks` decides at the start of each decode
 step; SGLang asks for the decision once inside it.
 
-Between two steps the length changes quietly and without building anything.  SGLang's own
+A switch between two steps writes no log line and builds nothing.  SGLang's own
 `apply_runtime_state` writes a log line and an entry of an unbounded log at each switch, and
-rebuilds two constant tensors.  Fine for a switch a minute; here one may come with every step.
-Everything else is as in SGLang 0.5.23; a contract test notices when that changes.
+rebuilds two constant tensors.  That is cheap for one switch a minute, but here every step may
+switch.  Everything else is as in SGLang 0.5.23; a contract test fails when that changes.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class SteeredPolicy:
         return list(self._gammas)
 
     def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
-        """Ignores the sizes, because `GraphStates` limits them where captures read them."""
+        """Ignores the sizes: `GraphStates` limits them in the configuration that captures read."""
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
-        """Returns None always, for all sizes: no capture reads what SGLang would do with others."""
+        """Always returns None, which means all sizes: no capture reads a limit from here."""
         return None
 
     def run(self, choice: StepChoice) -> None:
-        """Keeps the choice for the decode step that begins now; logs a change of its source."""
+        """Sets the choice of the decode step that begins now; logs a change of its source."""
         if choice.source is not self.choice.source:
             log_source(self.choice.source, choice.source)
         self.choice = choice
@@ -65,7 +65,7 @@ class SteeredPolicy:
     def on_verify_complete(
         self, num_correct_drafts_per_req: list[int], batch_size: int
     ) -> int | None:
-        """Returns None always: acceptance is reported, and gamma changes only as a step begins."""
+        """Always returns None: gamma changes only when a step begins."""
         return None
 
 
@@ -78,7 +78,7 @@ class RuntimeSwitch:
         self._logged: dict[str, int] = {}
 
     def prepare(self, worker: Any, gammas: tuple[int, ...]) -> None:
-        """Builds the constant tensors of every draft length, and leaves the worker as it is."""
+        """Builds the constant tensors of every draft length, and leaves the worker unchanged."""
         draft = worker.draft_worker
         steps, tokens = draft.speculative_num_steps, draft.speculative_num_draft_tokens
         for gamma in gammas:
@@ -129,8 +129,8 @@ class RuntimeSwitch:
     def _publish(self, gamma: int, tokens: int) -> None:
         """Writes both values into SGLang's configuration.
 
-        The first time through its front door, which logs them; from then on that one log entry is
-        kept up to date, so that `/server_info` shows what runs.
+        The first call uses SGLang's `override`, which adds a log entry.  Later calls update that
+        entry in place, so that `/server_info` shows the current values.
         """
         if self._spec is None:
             from sglang.srt.runtime_context import get_context, get_spec

@@ -1,9 +1,9 @@
-"""Notices the drafters' passes of a decode step that run without a CUDA graph.
+"""Detects drafter passes of a decode step that run without a CUDA graph.
 
-SGLang reports this of a step's verification only.  Its draft and its draft-extend fall back to
-eager execution without a word, and so does a DFlash block: its graphs are not even captured where
-less than 1 GB of the device's memory is free.  A step with such a pass takes longer than its shape
-costs.
+SGLang reports this for a step's verification only.  The draft and the draft-extend fall back to
+eager execution silently.  So does a DFlash block, whose graphs SGLang does not even capture if less
+than 1 GB of device memory is free.  A step with such a pass takes longer than the cost of its
+shape.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ NO_PASSES = Passes(0)
 class EagerPasses:
     """Watches the drafters of one engine and counts its eager passes.
 
-    captured: the passes that have graphs.  missing: those that the engine runs and has none for;
-    they run eagerly in every step, which is then the cost of that step.  counts: steps with an
-    eager pass of a kind that has graphs.  seen: the drafters' eager passes of the step that runs,
-    for the caller to clear before it.
+    captured: the passes that have graphs.  missing: the passes that the engine runs without having
+    graphs for them; they are eager in every step, so the step's cost includes that.  counts: steps
+    with an eager pass of a kind that has graphs.  seen: the drafters' eager passes of the current
+    step; the caller clears it before each step.
     """
 
     captured: Passes = NO_PASSES
@@ -53,8 +53,8 @@ class EagerPasses:
     def watch_chain(self, runner: Any) -> None:
         """Watches the `ModelRunner` of an EAGLE drafter.
 
-        Its `forward` is called for eager passes only, because graphs are executed beside it; and
-        for prefills and for catching up, whose passes have no graph by design.
+        Graphs are executed without a call of its `forward`.  So `forward` is called for eager
+        passes only, and for prefills and catch-ups, which have no graph by design.
         """
 
         def note(forward_batch: Any, _: Any) -> None:
@@ -67,7 +67,7 @@ class EagerPasses:
         _after_forward(runner, note)
 
     def watch_block(self, runner: Any) -> None:
-        """Watches the `ModelRunner` of a DFlash drafter, which tells how it ran a block."""
+        """Watches the `ModelRunner` of a DFlash drafter, whose output says how a block ran."""
 
         def note(_: Any, output: Any) -> None:
             if not output.can_run_graph:
@@ -85,7 +85,7 @@ class EagerPasses:
         return bool(fallbacks)
 
     def log(self) -> None:
-        """Writes one line where passes have no graph in an engine with graphs."""
+        """Logs one line if passes have no graph in an engine with graphs."""
         if self.missing:
             _log.warning(
                 "SGLang captured no graphs for %s: these passes run eagerly in every step; its log "
@@ -111,7 +111,7 @@ def watch(worker: Any, states: Iterable[Any], block: Any | None) -> EagerPasses:
     runs = Passes.VERIFICATION
     captured = _if(any(state.target_graph_runner for state in states), Passes.VERIFICATION)
     if has_chain:
-        # The draft of a single token comes out of the pass before it.
+        # A single draft token is an output of the preceding draft-extend.
         runs |= _if(any(state.speculative_num_steps > 1 for state in states), Passes.DRAFT)
         runs |= Passes.DRAFT_EXTEND
         captured |= _if(any(state.cuda_graph_runner for state in states), Passes.DRAFT)
@@ -121,7 +121,7 @@ def watch(worker: Any, states: Iterable[Any], block: Any | None) -> EagerPasses:
         runs |= Passes.BLOCK
         graphs = getattr(drafts.runner.decode_cuda_graph_runner, "capture_bs", None)
         captured |= _if(bool(graphs), Passes.BLOCK)
-    # Without any graph nothing is missing: the engine was started so.
+    # An engine without any graphs was started that way, so no graph counts as missing.
     missing = runs & ~captured if captured & Passes.VERIFICATION else NO_PASSES
     found = EagerPasses(captured if captured & Passes.VERIFICATION else NO_PASSES, missing)
     if found.captured:
@@ -137,7 +137,7 @@ def _if(condition: bool, found: Passes) -> Passes:
 
 
 def _after_forward(runner: Any, note: Callable[[Any, Any], None]) -> None:
-    """Has `note` see the batch and the output of each pass of a `ModelRunner`."""
+    """Calls `note` with the batch and the output after each pass of a `ModelRunner`."""
     original = runner.forward
 
     def forward(forward_batch: Any, *arguments: Any, **named: Any) -> Any:

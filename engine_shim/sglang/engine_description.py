@@ -1,11 +1,11 @@
 """Describes an engine to the sidecar: the EngineSpec of a scheduler that is ready to serve.
 
-What the loaded models weigh is counted from their modules: the sidecar's costs until a profile.
-Only what is certain is reported.  A model with layers that are no plain or latent attention, with
-weights packed by quantization, or of several modalities has no shape here, and the sidecar says
-that it guesses.  A rank of several holds its share of each model, and all shares are alike; with
-data-parallel attention they are not, and there is no shape.  Nothing of this can keep an engine
-from starting.
+The sizes of the loaded models are counted from their modules.  The sidecar estimates costs from
+them until there is a profile.  Only certain values are reported.  A model has no shape here if it
+has layers other than plain or latent attention, weights packed by quantization, or several
+modalities; the sidecar then reports that its costs are guesses.  With several ranks each holds an
+equal share of each model.  With data-parallel attention the shares differ, so there is no shape.
+No failure here prevents an engine from starting.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 # The name of a DFlash drafter beside the engine's own.
 DFLASH_NAME: Final = "dflash"
-# Of a prompt lookup.  A mixture is called after both of its drafters.
+# The name of the prompt lookup.  A mixture's name joins those of its two drafters.
 LOOKUP_NAME: Final = "ngram"
 
-# One number is one weight in these; others pack several.
+# In these, one stored number is one weight; other quantizations pack several into one.
 _PLAIN_QUANTIZATION = ("", "fp8")
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def introduce(
 ) -> engine_pb2.EngineSpec:
     """Describes the engine of a scheduler after its `init_model_worker`.
 
-    learner: place of the drafter that learns.
+    learner: index of the drafter that learns.
     """
     spec = engine_pb2.EngineSpec(
         engine_id=settings.engine_id or default_engine_id(scheduler.server_args.port),
@@ -95,7 +95,7 @@ def introduce(
 
 
 def learner_of(scheduler: Any, name: str, *, has_second: bool) -> int:
-    """Returns the place of the drafter with this name, of which "" is the engine's own.
+    """Returns the index of the drafter with this name; "" means the engine's own.
 
     Raises UnsupportedEngineError for another name.
     """
@@ -103,7 +103,7 @@ def learner_of(scheduler: Any, name: str, *, has_second: bool) -> int:
     names += [DFLASH_NAME] if has_second else []
     if name and name not in names:
         raise UnsupportedEngineError(
-            f"SPECULATION_LEARNER: {name[:64]!r} is no drafter of this engine that could learn: "
+            f"SPECULATION_LEARNER: {name[:64]!r} is not a drafter of this engine that can learn: "
             f"there is {' and '.join(names)}"
         )
     return names.index(name) if name else 0
@@ -112,7 +112,7 @@ def learner_of(scheduler: Any, name: str, *, has_second: bool) -> int:
 def add_lookup(spec: engine_pb2.EngineSpec) -> dict[str, Role]:
     """Adds a prompt lookup, and a mixture of it with every drafter of the engine.
 
-    Returns what each drafter of the introduction drafts with, by its name and in its order.
+    Returns the role of each drafter in the description, by name and in that order.
     """
     mains = list(spec.drafters)
     lengths = sorted({gamma for main in mains for gamma in main.gammas if gamma})
@@ -201,15 +201,15 @@ def _device_name(device: str) -> str:
 def set_shapes(
     spec: engine_pb2.EngineSpec, target_runner: Any, draft_runners: Sequence[Any]
 ) -> None:
-    """Adds the shapes of target and drafters to an introduction, where all are known."""
+    """Adds the shapes of target and drafters to a description, if all are known."""
     if spec.fingerprint.data_parallel_size > 1:
-        _log.info("the models' shapes stay unknown to the sidecar: ranks hold unlike shares")
+        _log.info("the models' shapes stay unknown to the sidecar: the ranks' shares differ")
         return
     ranks = max(1, spec.fingerprint.tensor_parallel_size)
     try:
         target = _model_shape(target_runner, ranks)
         shapes = [_drafter_shape(runner, ranks) for runner in draft_runners]
-    except Exception as error:  # noqa: BLE001  # whatever a model looks like, the engine starts
+    except Exception as error:  # noqa: BLE001  # an unknown model must not stop the engine
         _log.warning("the models' shapes stay unknown to the sidecar: %r", error)
         return
     known = [shape for shape in shapes if shape is not None]
@@ -241,7 +241,7 @@ def _drafter_shape(runner: Any, ranks: int) -> engine_pb2.DrafterShape | None:
     attention, weights = _attention(runner, ranks), _Weights(runner, ranks)
     if attention is None or not weights.known:
         return None
-    # A head that is borrowed from the target, or tied to the embedding, is read all the same.
+    # A head that is borrowed from the target or tied to the embedding is read in each pass, too.
     head = weights.head or runner.model_config.hidden_size * runner.model_config.vocab_size
     return engine_pb2.DrafterShape(
         dense_params=weights.dense + head,
@@ -252,10 +252,10 @@ def _drafter_shape(runner: Any, ranks: int) -> engine_pb2.DrafterShape | None:
 
 
 class _Weights:
-    """Counts of a model's parameters, by what reads them; `runner` holds one of `ranks` shares.
+    """Counts of a model's parameters by kind; `runner` holds one of `ranks` shares.
 
-    known: they can be relied on.  dense: everything but embedding, head and routed experts.
-    head: the LM head's own.
+    known: whether the counts are reliable.  dense: all parameters but embedding, head and routed
+    experts.  head: parameters of the LM head.
     """
 
     def __init__(self, runner: Any, ranks: int) -> None:
@@ -287,7 +287,7 @@ class _Weights:
 
 
 def _experts(layers: Sequence[Any], ranks: int) -> engine_pb2.ExpertShape | None:
-    """Describes MoE layers that are all alike; None when they are not."""
+    """Describes MoE layers that are all alike; returns None when they differ."""
     kinds = {
         (
             moe.num_experts - moe.num_fused_shared_experts,
@@ -310,7 +310,7 @@ def _experts(layers: Sequence[Any], ranks: int) -> engine_pb2.ExpertShape | None
 
 
 def _attention(runner: Any, ranks: int) -> list[engine_pb2.AttentionShape] | None:
-    """Layers by kind; None where a layer keeps something else than keys and values."""
+    """Returns layers by kind; None if a layer caches anything but keys and values."""
     layers = {
         module.layer_id: module
         for module in runner.model.modules()
@@ -343,7 +343,7 @@ def _attention(runner: Any, ranks: int) -> list[engine_pb2.AttentionShape] | Non
 
 
 def _cached(layers: engine_pb2.AttentionShape) -> int:
-    """Numbers in the cache per context token."""
+    """Returns the numbers that the cache holds for each context token."""
     if layers.HasField("latent"):
         return layers.layers * (layers.latent.latent_dim + layers.latent.rope_dim)
     full = layers.grouped_query

@@ -1,9 +1,9 @@
-"""Prepares the draft lengths: a state for each, with graphs for its batches, and its cost.
+"""Records and limits the runtime states that SGLang prepares for the draft lengths.
 
 SGLang builds the states of all draft lengths in the drafter's scope.  With data-parallel attention
 an EAGLE3 drafter runs on fewer ranks than its target (each rank drafts for itself), and a graph of
 the target that was captured there would gather from one rank only.  `around_init_cuda_graphs`
-builds the states when that scope is left, and the drafter's own part of each enters it again.
+builds the states after that scope was left, and enters it again for the drafter's part of each.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ DRAFT_PARTS: Final = ("init_attention_backend", "_capture_cuda_graphs")
 
 @dataclass(frozen=True, slots=True)
 class GraphState:
-    """Describes one state.
+    """Describes the prepared state of one draft length.
 
-    seconds: of its capture; device_bytes: 0 on a CPU; predicted_bytes: of the device, as
-    `engine_shim.sglang.memory` predicts it; largest_batch: that its graphs were captured for, None
-    where it is the engine's.
+    seconds: duration of its capture; device_bytes: memory it took, 0 on a CPU; predicted_bytes:
+    memory that `engine_shim.sglang.memory` predicted; largest_batch: the largest batch with a
+    graph, None if that is the engine's largest.
     """
 
     seconds: float
@@ -43,17 +43,17 @@ class GraphState:
 
 
 class GraphStates:
-    """One for each draft length but the one that the engine starts with, which is its own."""
+    """The states of all draft lengths but the one that the engine starts with."""
 
     def __init__(self, limits: Mapping[int, int] | None = None) -> None:
-        """Takes the largest batch to capture, by draft length; lengths without one have all."""
+        """Takes the largest batch to capture by draft length; other lengths capture all."""
         self._limits = dict(limits or {})
         self._states: dict[int, GraphState] = {}
         self._has_graphs = False
         self._predicted: dict[int, int] = {}
 
     def expect(self, prediction: Prediction) -> None:
-        """Takes what the draft lengths are predicted to take, to show it beside what they took."""
+        """Takes the predicted memory of the draft lengths, to show it beside the measured one."""
         self._predicted = {row.gamma: round(row.total * MIB) for row in prediction.reserves}
 
     def around_build(
@@ -93,9 +93,9 @@ class GraphStates:
 
     @property
     def batch_limits(self) -> dict[int, int]:
-        """Draft lengths captured for small batches only, and for how large ones.
+        """Returns the largest captured batch of draft lengths captured for small batches only.
 
-        Where the engine has no graphs at all, these are the limits as they were set.
+        If the engine has no graphs at all, these are the limits as they were set.
         """
         if not self._has_graphs:
             return dict(self._limits)
@@ -106,7 +106,7 @@ class GraphStates:
         }
 
     def log(self) -> None:
-        """One line over all of them."""
+        """Logs one line about all states."""
         states = self._states.values()
         _log.info(
             "prepared %d more draft lengths in %.1f s, %.2f GiB (%.2f GiB were predicted)",
@@ -123,7 +123,7 @@ class GraphStates:
 
 @contextmanager
 def _captured_up_to(limit: int | None, everything: tuple[int, ...]) -> Iterator[None]:
-    """Has captures inside the block take the sizes up to a limit only; without one, all of them.
+    """Limits captures inside the block to batch sizes up to `limit`; None: no limit.
 
     everything: the sizes that the engine's own graphs have, ascending; empty without graphs.
     """
@@ -134,8 +134,8 @@ def _captured_up_to(limit: int | None, everything: tuple[int, ...]) -> Iterator[
 
     decode = sglang_api.decode_graphs()
     saved = decode.bs, decode.backend
-    # SGLang shares the list between configurations: it is replaced, never changed.  The largest
-    # batch (`max_bs`) stays, because buffers beside the graphs have its size.
+    # SGLang shares the list between configurations, so it is replaced and never changed.  The
+    # largest batch (`max_bs`) stays, because other buffers have its size.
     decode.bs = [size for size in everything if size <= limit]
     if not decode.bs:
         decode.backend = Backend.DISABLED
@@ -178,7 +178,7 @@ def around_init_cuda_graphs(original: Callable[[Any], None], worker: Any) -> Non
 
 @contextmanager
 def _parts_in_scope(draft: Any) -> Iterator[None]:
-    """Has the drafter's parts enter its scope, inside the block."""
+    """Makes the drafter's parts enter its scope, inside the block."""
 
     def run(part: str) -> None:
         with sglang_api.draft_pass(draft):

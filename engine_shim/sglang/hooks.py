@@ -2,18 +2,19 @@
 
 One decode step, in SGLang's order:
 
-  own_requests              several ranks: what came from the sidecar, for all (see link/ranks.py)
-    after_received          with data-parallel attention it joins the requests here
-  around_forward            take in what came; decide; catch up a drafter that slept; launch
-    AdaptiveController      asks the policy, puts gamma's runtime state into use (RuntimeSwitch)
+  own_requests              several ranks: adds the sidecar's updates for all (see link/ranks.py)
+    after_received          data-parallel attention: adds them to the received requests instead
+  around_forward            adopts updates; decides; catches up a drafter that slept; launches
+    AdaptiveController      asks the policy, applies gamma's runtime state (RuntimeSwitch)
     draft, verify
-    around_draft_extend     asleep: keep what the drafter would have read
-  around_resolve            the result is on the CPU: read it
-  after_working_in          SGLang has added its tokens to the answers: report
+    around_draft_extend     asleep: stores what the drafter would have read
+  around_resolve            the result is on the CPU: reads it
+  after_working_in          SGLang has added the tokens to the answers: reports the step
 
-Nothing here may end an engine: what only serves telemetry or the drafter's speed is guarded, and
-switches itself off with one log line.  Only of several ranks none may go on differently from the
-others: there an error in the drafter's part ends the engine, as one in SGLang's own drafter does.
+No error here may end an engine.  Code that only serves telemetry or the drafter's speed is guarded,
+and after an error it is switched off with one log line.  Several ranks are the exception, because
+no rank may continue differently from the others: there an error in the drafter's part ends the
+engine, like one in SGLang's own drafter.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ if TYPE_CHECKING:
     from engine_shim.sglang.request_wishes import RequestWishes
 
 
-# Places in the introduction: the engine's own drafter's, and a second one's.
+# Indices in the engine's description: the engine's own drafter, and a second one.
 OWN, SECOND = 0, 1
 OWN_ALONE = Role(OWN, is_mixed=False)
-# What an engine says of its learning where nothing learns.
+# The status of learning in an engine without learning.
 NOTHING_LEARNS = {"online": None, "signals": None, "draft": None}
 
 _log = logging.getLogger(__name__)
@@ -66,14 +67,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class EngineHooks:
-    """Joins the steps of one engine to its link; made once the engine's workers are built.
+    """Joins the steps of one engine to its link; made after the engine's workers are built.
 
-    ranks, orders: what this rank has adopted.  several: other ranks must not differ from this one.
-    attention_dp: they have batches of their own (see api/attention_dp.py).
+    ranks, orders: what this rank has adopted.  several: whether other ranks must agree with this
+    one.  attention_dp: each rank has its own batch (see api/attention_dp.py).
     link, tap: of rank 0 only.  block: the engine's DFlash drafter, `dual`'s or the only one.
-    rows: the prompt lookup, which may draft single rows.  wishes: what requests ask for.
+    rows: the prompt lookup, which may draft single rows.  wishes: the options of requests.
     learning: of one drafter, beside the steps.
-    What an engine does not have is None, and what has failed is set to None.
+    Parts that the engine does not have are None, and parts that have failed are set to None.
     """
 
     policy: SteeredPolicy
@@ -92,10 +93,10 @@ class EngineHooks:
     rows: RowDrafting | None = None
     wishes: RequestWishes | None = None
     learning: LearningSteps | None = None
-    # The step between its launch and the end of its draft-extend; the scheduler launches one at a
-    # time.
+    # The step from its launch to the end of its draft-extend.  The scheduler launches one step at
+    # a time.
     _launching: Launch | None = field(default=None, init=False)
-    # What this iteration of the scheduler is to broadcast, with data-parallel attention.
+    # With data-parallel attention: updates to broadcast in this iteration of the scheduler.
     _outgoing: list[RankUpdate | Order] = field(default_factory=list, init=False)
 
     def register(self) -> None:
@@ -116,7 +117,10 @@ class EngineHooks:
             hook_check.after(attention_dp.RECEIVED, self.after_received)
 
     def own_requests(self, aborts: list[Any], _: Any) -> list[Any]:
-        """After `Scheduler._poll_timeout_aborts`, on rank 0: the sidecar's part of a broadcast."""
+        """Adds the sidecar's updates to a broadcast.
+
+        Runs after `Scheduler._poll_timeout_aborts`, on rank 0.
+        """
         updates: list[RankUpdate | Order] = [*self.ranks.outgoing(), *self.orders.outgoing()]
         if not self.attention_dp:
             return [*aborts, *updates]
@@ -137,8 +141,9 @@ class EngineHooks:
     ) -> Any:
         """Wraps `EAGLEWorkerV2.forward_batch_generation`, prefills included.
 
-        What an engine has not, or a step does not need, is not called: on a busy engine's thread
-        most of a call's price is that nothing of it is in a cache.
+        Calls no function for parts that the engine does not have or the step does not need.  On
+        the thread of a busy engine a call costs much, mostly because its code and data are not in
+        the processor's caches.
         """
         if self.several:
             self.orders.carry_out()
@@ -187,7 +192,7 @@ class EngineHooks:
         """Runs a prefill, or an empty batch beside other ranks' batches."""
         if batch.forward_mode.is_idle():
             if self.attention_dp and not batch.is_extend_in_batch:
-                # Others decode, and this rank takes part with an empty batch.
+                # Other ranks decode, and this one takes part with an empty batch.
                 self.policy.run(self.ranks.choose(attention_dp.largest_batch(batch)))
             return original(worker, batch, *args, **kwargs)
         if self.sleep is not None:
@@ -240,7 +245,7 @@ class EngineHooks:
         return verify
 
     def _role_of(self, launch: Launch) -> Role:
-        """Returns what a step drafts with."""
+        """Returns the role that a step drafts in."""
         index = launch.choice.drafter_index
         if self.rows is not None:
             return self.rows.roles[index]
@@ -266,7 +271,7 @@ class EngineHooks:
                     launch.slept = sleep.sleep_through(batch, result, width)
                     return
                 launch.slept = sleep.keep(batch, result, width, is_read=True)
-            except Exception as error:  # out of memory, say: then as if awake
+            except Exception as error:  # for example out of memory: continue as if awake
                 if self.several:
                     raise
                 launch.asleep = False
@@ -316,12 +321,12 @@ class EngineHooks:
         """Runs after SGLang has filled in the `internal_states` of `/server_info`."""
         if self.link is not None:
             if not self.several:
-                self.ranks.take_in()  # there may have been no step for long
+                self.ranks.take_in()  # the engine may have been idle for a long time
             state = sglang_api.internal_state(result, arguments)
             state["speculation_controller"] = self.status()
 
     def status(self) -> dict[str, Any]:
-        """The state of the link and the counters of idling, as plain values."""
+        """Returns the state of the link and the counters of all parts, as plain values."""
         return link_status(self.link) | {
             "sleep": None if self.sleep is None else asdict(self.sleep.counters),
             **(NOTHING_LEARNS if self.learning is None else self.learning.status()),
@@ -339,10 +344,10 @@ class EngineHooks:
             self.learning.stop(block.over)
 
     def _catch_up(self, sleep: IdleDrafter, batch: Any, asleep: bool, unread: int) -> bool:
-        """True when the drafter may sleep through the step that begins."""
+        """Returns whether the drafter can sleep through the step that begins."""
         try:
             sleep.before_step(batch, asleep=asleep, unread_tokens=unread)
-        except Exception as error:  # out of memory, say: then it drafts cold
+        except Exception as error:  # for example out of memory: the drafter drafts cold
             if self.several:
                 raise
             self._stop_sleeping(error)
@@ -350,7 +355,7 @@ class EngineHooks:
         return asleep
 
     def _while_waiting(self, choice: StepChoice) -> StepChoice:
-        """Returns what runs while the drafter that is wanted cannot draft yet."""
+        """Returns the choice that runs while the planned drafter is still waking up."""
         if self.rows is None or choice.gamma == 0:
             return choice
         return choice._replace(drafter_index=self.rows.lookup, probe_id=0)
@@ -358,17 +363,19 @@ class EngineHooks:
     def _stop_sleeping(self, error: Exception) -> None:
         self.sleep = None
         self.losses.lose(engine_pb2.CAPABILITY_SLEEP, reason_of(error))
-        _log.exception("the drafter stays awake from now on; requests that it missed draft cold")
+        _log.exception(
+            "the drafter stays awake from now on; it drafts cold for requests that it missed"
+        )
 
 
 def lose_block(losses: Losses, block: DFlashDrafter, rows: RowDrafting | None) -> None:
-    """Reports a DFlash drafter that no longer drafts, and its mixture with the lookup."""
+    """Reports to the sidecar that a DFlash drafter, and its mixture with the lookup, are lost."""
     losses.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, DFLASH_NAME)
     if rows is not None and (mixture := rows.mixture_of(DFLASH_NAME)):
         losses.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, mixture)
 
 
 def lose_lookup(losses: Losses, rows: RowDrafting) -> None:
-    """Reports a lookup that no longer drafts, and all mixtures with it."""
+    """Reports to the sidecar that the lookup, and all mixtures with it, are lost."""
     for name in rows.names:
         losses.lose(engine_pb2.CAPABILITY_DRAFTER, rows.over, name)

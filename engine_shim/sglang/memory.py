@@ -1,10 +1,10 @@
-"""Calculates what one further draft length takes on the device, in bytes.
+"""Calculates the device memory of one further draft length, in bytes.
 
 SGLang builds a set of attention backends for each draft length: one that verifies (the target's),
-one that reads what was verified (the drafter's), and one for each further pass that drafts.  What
-these allocate and keep was read off SGLang 0.5.23 (`layers/attention/*_backend.py`), and the
-wrappers' sizes off FlashInfer 0.7.2, which that version requires.  What takes a few numbers for
-each request is left out.
+one that reads what was verified (the drafter's), and one for each further draft pass.  Their
+allocations were read from the source of SGLang 0.5.23 (`layers/attention/*_backend.py`), and the
+sizes of the wrappers from FlashInfer 0.7.2, which that version requires.  Buffers of a few numbers
+for each request are left out.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from enum import Enum, auto
 from typing import Final
 
 MIB: Final = 2**20
-# FlashInfer's integer workspace, which every wrapper has for itself, and a paged wrapper's lengths.
+# FlashInfer's integer workspace, which every wrapper has of its own, and the lengths buffer of a
+# paged wrapper.
 WRAPPER: Final = 8 * MIB
 LENGTHS: Final = 32768 * 4
-# Rows for which TensorRT-LLM's counters are allocated at least.
+# TensorRT-LLM allocates counters for at least so many rows.
 COUNTED_ROWS: Final = 8192
-# More than any GPU has that these backends run on (a B200 has 148): none may be available here.
+# More than any GPU has on which these backends run (a B200 has 148).  The real number is unknown
+# here, because this may run on a machine without a GPU.
 MULTIPROCESSORS: Final = 160
 # Rows of the partial results of Triton's persistent decode kernel, for each multiprocessor.
 LEAN_ROWS: Final = 16
@@ -35,7 +37,7 @@ GRAPH_MIB_PER_SEQUENCE: Final = 2
 
 
 class Place(Enum):
-    """Names what an instance of a backend does for a draft length."""
+    """The task of a backend instance for a draft length."""
 
     VERIFY = auto()
     EXTEND = auto()
@@ -46,12 +48,12 @@ class Place(Enum):
 class Attention:
     """Describes one model's attention, for one rank.
 
-    latent: it is multi-head latent attention; context: longest sequence in tokens; page: tokens of
-    one; heads, all_heads: of queries on one rank and on all; value_size: numbers of a value as the
-    cache has it, for latent attention the latent's; kv_splits: partial results that Triton keeps of
-    a token; cache_numbers, cache_bytes: of a latent and of one number; requests: most at once;
-    workspace: bytes of FlashInfer's; windowed: layers with a sliding window have a pool of their
-    own.
+    latent: whether it is multi-head latent attention; context: longest sequence in tokens; page:
+    tokens of a KV cache page; heads, all_heads: query heads on one rank and on all; value_size:
+    numbers of a cached value (of the latent, for latent attention); kv_splits: partial results of
+    a token in Triton's kernel; cache_numbers: numbers of a cached latent; cache_bytes: bytes of one
+    cached number; requests: most requests at once; workspace: bytes of FlashInfer's workspace;
+    windowed: whether layers with a sliding window have their own pool.
     """
 
     latent: bool
@@ -69,13 +71,16 @@ class Attention:
 
     @property
     def pages(self) -> int:
-        """Pages of the longest sequence."""
+        """Returns the pages of the longest sequence."""
         return -(-self.context // self.page)
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Describes an instance.  batches: sizes that graphs are captured for; () without graphs."""
+    """Describes a backend instance.
+
+    batches: batch sizes for which graphs are captured; () without graphs.
+    """
 
     place: Place
     gamma: int
@@ -83,23 +88,23 @@ class Use:
 
     @property
     def batch(self) -> int:
-        """The largest batch that is captured."""
+        """Returns the largest batch that is captured."""
         return max(self.batches, default=0)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the largest pass that is captured."""
+        """Returns the tokens of the largest pass that is captured."""
         return self.batch * self.width
 
     @property
     def width(self) -> int:
-        """Tokens of one sequence in a pass."""
+        """Returns the tokens of one sequence in a pass."""
         return 1 if self.place is Place.STEP else self.gamma + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Describes sizes in bytes.  built: with or without graphs; captured: for graphs only."""
+    """Allocations in bytes.  built: with or without graphs; captured: for graphs only."""
 
     built: int = 0
     captured: int = 0
@@ -109,8 +114,9 @@ class Size:
 class Backend:
     """Describes one of SGLang's backends.
 
-    size: of one instance; index_bytes: of a context token's index, in the rows that the passes of a
-    draft share; exact: read off line by line, not approximated.
+    size: allocations of one instance; index_bytes: bytes of a context token's index, in the rows
+    that the passes of a draft share; exact: whether `size` follows SGLang's source and is not an
+    approximation.
     """
 
     size: Callable[[Attention, Use], Size]
@@ -119,7 +125,7 @@ class Backend:
 
 
 def backend(name: str, model: Attention) -> Backend:
-    """Returns a backend by SGLang's name; for those that were not read, an approximation."""
+    """Returns a backend by SGLang's name; an approximation for unknown backends."""
     if model.latent and name == "flashinfer":
         return _FLASHINFER_LATENT
     return _BACKENDS.get(name, _UNREAD)
@@ -175,7 +181,7 @@ def _flash_attention(model: Attention, use: Use) -> Size:
 
 
 def _trtllm_mha(model: Attention, use: Use) -> Size:
-    # Rows of the widest pass, whatever the place; heads are not divided by the ranks.
+    # Rows of the widest pass for every task; heads are not divided by the ranks.
     counters = _counters((model.requests + 1) * (use.gamma + 1), model.all_heads)
     tables = 4 * use.batch * model.pages * 4 * _pools(model)
     # It extends FlashInfer's backend, whose wrappers it has and does not use.
@@ -202,17 +208,17 @@ def _flashmla(model: Attention, use: Use) -> Size:
 
 
 def _sparse(model: Attention, use: Use) -> Size:
-    """Counts page tables of single tokens, and leaves out the metadata of its kernels."""
+    """Counts page tables with pages of one token; leaves out the metadata of the kernels."""
     return Size(0, use.tokens * model.context * 4)
 
 
 def _unread(model: Attention, use: Use) -> Size:
-    """Takes it to be like FlashAttention with pages of one token."""
+    """Approximates a backend by FlashAttention with pages of one token."""
     return Size(0, 4 * use.batch * model.context * 4 * _pools(model))
 
 
 def _pools(model: Attention) -> int:
-    """Counts a second pool's tables as if they were as large as the first one's."""
+    """Returns the number of pools; the tables of a second one count as large as the first's."""
     return 2 if model.windowed else 1
 
 
@@ -238,7 +244,10 @@ _BACKENDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class DrafterAttention:
-    """Describes a drafter's attention.  extend, steps: names of backends, to read and to draft."""
+    """Describes a drafter's attention.
+
+    extend, steps: names of the backends that read verified tokens and that draft.
+    """
 
     model: Attention
     extend: str
@@ -249,8 +258,8 @@ class DrafterAttention:
 class AttentionShape:
     """Describes the attention of an engine's models.
 
-    built: names of the target's backends; captured: of those that graphs are captured with.
-    drafter: None where draft lengths share one backend of the drafter, as with DFlash.
+    built: names of the target's backends; captured: names of those with captured graphs.
+    drafter: None if all draft lengths share one backend of the drafter, as with DFlash.
     """
 
     target: Attention
@@ -260,7 +269,7 @@ class AttentionShape:
 
     @property
     def names(self) -> str:
-        """The backends in words, for people."""
+        """Returns the names of the backends as text for logs and the command line."""
         words = [f"{'+'.join(self.built)} (target)"]
         if self.drafter is not None:
             names = dict.fromkeys((self.drafter.extend, self.drafter.steps))
@@ -269,7 +278,7 @@ class AttentionShape:
 
     @property
     def exact(self) -> bool:
-        """Whether all sizes were read off the source, and none is approximated."""
+        """Whether all sizes follow SGLang's source, and none is approximated."""
         found = [(name, self.target) for name in self.built]
         if self.drafter is not None:
             model = self.drafter.model
@@ -279,10 +288,10 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Describes what one draft length takes, in MiB.
+    """Device memory of one draft length, in MiB.
 
-    batch: the largest one with a graph, 0 without graphs.  backends: what attention backends
-    allocate with or without graphs; tables: what they allocate for graphs.
+    batch: the largest batch with a graph, 0 without graphs.  graphs: by SGLang's rule.  backends:
+    allocations of attention backends with or without graphs; tables: their allocations for graphs.
     """
 
     gamma: int
@@ -293,15 +302,15 @@ class Reserve:
 
     @property
     def total(self) -> float:
-        """The sum, in MiB."""
+        """Returns the sum, in MiB."""
         return self.graphs + self.backends + self.tables
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Describes what the draft lengths beside the first take, and the plugin's own parts.
+    """Predicted device memory of the draft lengths but the first, and of the plugin's own parts.
 
-    start: the first draft length.  parts: MiB by what they are for.
+    start: the first draft length.  parts: MiB by purpose.
     """
 
     shape: AttentionShape
@@ -311,11 +320,11 @@ class Prediction:
 
     @property
     def total(self) -> float:
-        """Sum over all of it, in MiB."""
+        """Returns the sum of all parts, in MiB."""
         return sum(row.total for row in self.reserves) + sum(self.parts.values())
 
     def __str__(self) -> str:
-        """One sentence for the log."""
+        """Returns one sentence for the log."""
         each = ", ".join(f"{row.gamma}: {row.total:.0f}" for row in self.reserves)
         parts = "".join(f", and {size:.1f} for {name}" for name, size in self.parts.items())
         return (
@@ -326,9 +335,9 @@ class Prediction:
 
 
 def reserve(gamma: int, batches: Sequence[int], shape: AttentionShape) -> Reserve:
-    """Returns what a draft length takes whose graphs are captured for these batch sizes.
+    """Returns the memory of a draft length.
 
-    () where none are captured.
+    batches: batch sizes for which its graphs are captured, () for none.
     """
     sizes = [*_of_target(gamma, batches, shape), *_of_drafter(gamma, batches, shape.drafter)]
     batch = max(batches, default=0)
@@ -351,7 +360,7 @@ def _of_target(gamma: int, batches: Sequence[int], shape: AttentionShape) -> lis
 
 
 def draft_passes(name: str, gamma: int, batches: Sequence[int], model: Attention) -> Size:
-    """Returns what the further passes of a draft take; the first one is that which reads."""
+    """Returns the allocations of a draft's passes after the first, which is the draft-extend."""
     if gamma <= 1:
         return Size()
     steps, use = backend(name, model), Use(Place.STEP, gamma, batches)

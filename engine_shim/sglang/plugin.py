@@ -1,7 +1,7 @@
 """Entry point `speculation_controller` of the group `sglang.srt.plugins`.
 
-SGLang calls `register` in every process it starts, before it builds anything.  Errors that SGLang
-would only log end the process here: a server that looks steered and is not must not start.
+SGLang calls `register` in every process it starts, before it builds anything.  SGLang would only
+log an error of a plugin; here it ends the process, so that no server starts unsteered by mistake.
 """
 
 import os

@@ -1,13 +1,13 @@
-"""Reads from requests whether they must not be drafted for, and which class they are of.
+"""Reads two options of each request: whether drafting is forbidden, and the request's class.
 
-A client says that a request must not be drafted for in SGLang's `custom_params`, which the
-OpenAI-compatible API hands on:
+A client forbids drafting for a request in SGLang's `custom_params`, which the OpenAI-compatible API
+passes on:
 
     {"custom_params": {"speculation": false}}
 
-Requests are divided into classes so that the sidecar can estimate the acceptance of each.  What a
-class is called is all that a report says of a request.  By which traits requests are divided is a
-setting (SPECULATION_CLASSES):
+Requests are divided into classes so that the sidecar can estimate the acceptance of each class.
+The name of the class is all that a report contains about a request.  The setting
+SPECULATION_CLASSES lists the traits by which requests are divided:
 
     grammar      the kind of grammar in use: JSON schema, tool call, any other one
     temperature  greedy, below 0.7, above
@@ -15,9 +15,10 @@ setting (SPECULATION_CLASSES):
     adapter      the name of the LoRA adapter in use
     label        what the client sends: {"custom_params": {"speculation_class": "invoices"}}
 
-The scheduler sees a prompt as token ids.  Where its system part ends, only the chat template in the
-server's other process knows, so the hash is of a fixed number of first tokens.  It is a class only
-once a second request begins alike: a beginning that is unique says something of one request.
+The scheduler sees a prompt as token ids.  Only the chat template, in another process of the server,
+knows where the system part ends, so the hash covers a fixed number of first tokens.  A hash becomes
+a class when a second request begins with the same tokens.  A unique beginning would describe a
+single request.
 """
 
 from __future__ import annotations
@@ -33,24 +34,25 @@ from engine_shim.common.errors import PluginError
 from engine_shim.common.row_groups import SPECULATION
 from engine_shim.sglang.api.transfer import to_device
 
-# Where a request's wishes are kept on SGLang's request.
+# Attributes of SGLang's request that hold its options.
 _UNDRAFTED: Final = "speculation_undrafted"
 _LABEL: Final = "speculation_label"
 
 # The key of `custom_params`.
 CLASS: Final = "speculation_class"
-# Classes that are kept apart; requests of further ones count as OTHER.
+# The most classes that are counted separately; requests of further classes count as OTHER.
 LABELS_MOST: Final = 32
-# Requests without a class after which another one takes its place.
+# A class that has not occurred in so many requests can be replaced by another one.
 UNUSED_REQUESTS: Final = 1000
 OTHER: Final = "other"
-# What the contract allows a label, and what a client's own and an adapter's name may have of it.
+# Characters that the contract allows for a label, and the parts of them that a client's label and
+# an adapter's name may take.
 _CHARACTERS: Final = 64
 _LABEL_CHARACTERS: Final = 40
 _ADAPTER_CHARACTERS: Final = 20
-# Beginnings that have come once; the oldest is forgotten for a new one.
+# The most beginnings seen once that are remembered; a new one replaces the oldest.
 _ONCE_MOST: Final = 1024
-# Hexadecimal digits of a hash: too few to tell a prompt by, enough for a few classes.
+# Hexadecimal digits of a hash: too few to identify a prompt, enough to separate a few classes.
 _DIGITS: Final = 8
 KEY_BYTES_LEAST: Final = 16
 
@@ -58,12 +60,12 @@ _log = logging.getLogger(__name__)
 
 
 class RequestWishes:
-    """Keeps what the requests of one engine ask for.
+    """Keeps the options of the requests of one engine.
 
     classes: name the class of each request.
-    filler: the token that rows get which must not be drafted for; it is accepted only where the
-    target writes just that.  without_prefills: requests come from another server, which has read
-    their prompts.  is_asked: whether any request has asked for anything so far.
+    filler: the token that replaces the drafts of rows that must not be drafted for; it is accepted
+    only if the target chooses the same token.  without_prefills: requests come from another server,
+    which has read their prompts.  is_asked: whether any request has set an option or has a class.
     """
 
     def __init__(
@@ -71,12 +73,12 @@ class RequestWishes:
     ) -> None:
         self._classes = classes
         self._filler = filler
-        # Nothing is looked for before a request has asked for something.
+        # Until a request sets an option or has a class, steps skip this part.
         self.is_asked = self._has_undrafted = self._has_labels = False
         self.without_prefills = without_prefills
 
     def before_prefill(self, requests: Sequence[Any]) -> None:
-        """Reads the wishes of a prefill's requests."""
+        """Reads the options of a prefill's requests."""
         for request in requests:
             if not hasattr(request, _LABEL):
                 self._read(request)
@@ -93,7 +95,7 @@ class RequestWishes:
     def of(self, requests: Sequence[Any]) -> tuple[list[int], list[str]]:
         """Returns the rows that must not be drafted for, and the class of each row.
 
-        A class is "" for a row without one; the list is empty where no request has one.
+        The class is "" for a row without one; the list is empty if no request has a class.
         """
         if self.without_prefills:
             self.before_prefill(requests)
@@ -102,7 +104,7 @@ class RequestWishes:
         if self._has_undrafted:
             undrafted = [row for row, r in enumerate(requests) if getattr(r, _UNDRAFTED, False)]
         if self._has_labels:
-            # A row without drafts says nothing of its class.
+            # A row without drafts has no acceptance to count for its class.
             left = set(undrafted)
             labels = [
                 "" if row in left else getattr(request, _LABEL, "")
@@ -111,15 +113,15 @@ class RequestWishes:
         return undrafted, labels
 
     def withhold(self, verify: Any, rows: Sequence[int]) -> None:
-        """Takes the drafts of these rows out of a verification."""
+        """Replaces the drafts of these rows by the filler token in a verification."""
         canvas = verify.draft_token.view(verify.retrieve_next_token.shape)
         canvas[:, 1:].index_fill_(0, to_device(rows, canvas.device), self._filler)
 
 
 def read_key(path: str) -> bytes:
-    """Returns the key in a file, without white space around it; b"" for no path.
+    """Returns the key in a file, without surrounding white space; b"" if the path is empty.
 
-    Raises PluginError for a file that cannot be read, and for a key that could be guessed.
+    Raises PluginError if the file cannot be read, or if the key is too short.
     """
     if not path:
         return b""
@@ -136,13 +138,13 @@ def read_key(path: str) -> bytes:
 
 
 def params_of(request: Any) -> Mapping[str, Any]:
-    """Returns the `custom_params` of a request, empty for what is no mapping."""
+    """Returns the `custom_params` of a request; empty if they are not a mapping."""
     found = request.sampling_params.custom_params
     return found if isinstance(found, Mapping) else {}
 
 
 class _Places:
-    """Gives places to so many names; the longest unused one makes room for a new one."""
+    """Keeps up to `most` names; a new one replaces the one that was not used for longest."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -154,7 +156,7 @@ class _Places:
         return name in self._used_at
 
     def take(self, name: str) -> bool:
-        """Counts a request that has this name; False if all places are in use by others."""
+        """Counts a request with this name; returns False if other names use all places."""
         self._requests += 1
         if name in self._used_at:
             del self._used_at[name]
@@ -170,8 +172,9 @@ class _Places:
 class RequestClasses:
     """Names the class of each request of one engine.
 
-    traits: by which requests are divided; empty for no classes.  key, prompt_tokens: of the hash of
-    a prompt's first tokens.  adapters: SGLang's `LoRARef` of each adapter, by its id.
+    traits: the traits that divide requests; empty for no classes.  key, prompt_tokens: key of the
+    hash of a prompt's first tokens, and how many tokens it covers.  adapters: SGLang's `LoRARef` of
+    each adapter, by its id.
     """
 
     def __init__(
@@ -182,7 +185,7 @@ class RequestClasses:
         prompt_tokens: int = 1,
         adapters: Mapping[str, Any] | None = None,
     ) -> None:
-        # Short ones first: what is too long for a label is cut at its end.
+        # Short traits come first, because a label that is too long is cut at its end.
         known: Mapping[str, Callable[[Any], str]] = {
             "grammar": _grammar,
             "temperature": _temperature,
@@ -202,7 +205,7 @@ class RequestClasses:
         self._repeated = _Places(LABELS_MOST)
 
     def label(self, request: Any) -> str:
-        """Names the class of a request, "" for none.  Once for each request."""
+        """Names the class of a request, "" for none.  Must be called once for each request."""
         try:
             named = " ".join(filter(None, (trait(request) for trait in self._traits)))
         except Exception:  # noqa: BLE001 - telemetry must not end an engine
@@ -227,7 +230,7 @@ class RequestClasses:
         return ""
 
     def _adapter(self, request: Any) -> str:
-        """Names a request's adapter as the operator does, by the end of a long name."""
+        """Returns the operator's name of a request's adapter; only the end of a long name."""
         found = request.lora_id
         if found is None:
             return ""

@@ -1,8 +1,8 @@
-"""The engine's configuration: candidate draft lengths from one setting, adaptive mode switched on.
+"""Completes and checks the engine's configuration.
 
 SGLang sizes its buffers from the file that `--speculative-adaptive-config` names, in several places
-and apart from its policy object.  Here all of them read SPECULATION_GAMMAS instead, and the user
-writes neither the file nor `--speculative-adaptive`.
+outside its policy object.  Here all of them read SPECULATION_GAMMAS instead.  The plugin switches
+`--speculative-adaptive` on, and the user writes neither that option nor the file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SteeredConfiguration:
         require(kind_checks(config, self._settings))
         has_block = self._settings.dflash_model_path != "" or sglang_api.is_dflash_only(config)
         if sglang_api.is_dflash_only(config):
-            # An engine for chains of any length, in which the block stands where a head would.
+            # SGLang builds an engine for chains of any length; the block replaces its EAGLE head.
             declare_resolution(
                 args,
                 "speculation_controller",
@@ -66,25 +66,25 @@ class SteeredConfiguration:
     def reserve_for_graphs(
         self, original: Callable[[ServerArgs], float], args: ServerArgs
     ) -> float:
-        """Wraps SGLang's `reserve_for_graph_mb`: every further draft length has its own of all.
+        """Wraps SGLang's `reserve_for_graph_mb` (MiB): adds what further draft lengths take.
 
-        In MiB.  SGLang asks only where it chooses --mem-fraction-static.
+        SGLang calls it only if it chooses --mem-fraction-static itself.
         """
         prediction = self.predict(args)
         _log.info("%s", prediction)
         return original(args) + prediction.total
 
     def predict(self, args: ServerArgs) -> Prediction:
-        """Returns what each draft length takes but the first, and what the plugin's parts take.
+        """Predicts the memory of each draft length but the first, and of the plugin's parts.
 
-        Within the limits of SPECULATION_GRAPH_LIMITS.
+        Respects SPECULATION_GRAPH_LIMITS.
         """
         view = sglang_api.resolving(args)
         batches, limits = sglang_api.captured_batches(args), self._settings.graph_limits
-        # SGLang sizes its memory before it settles the speculation that nobody set.
+        # SGLang sizes its memory before it fills in a draft length that the user has not set.
         start = view.speculative_num_steps or sglang_api.DEFAULT_STEPS
-        # DFlash alone drafts its block with one backend, whatever the draft length.  As the user
-        # wrote it: to SGLang, it becomes an EAGLE engine.
+        # DFlash alone drafts its block with one backend for all draft lengths.  The check reads the
+        # arguments as the user wrote them, because SGLang resolves them to an EAGLE engine.
         shape = attention_shape(args, has_drafter_backends=not sglang_api.is_dflash_only(args))
         return Prediction(
             shape,
@@ -98,7 +98,7 @@ class SteeredConfiguration:
         )
 
     def _parts(self, view: Any, context: int) -> dict[str, float]:
-        """Returns what the plugin's own parts take of the device, in MiB by what they are for."""
+        """Returns the device memory of the plugin's own parts, in MiB by purpose."""
         settings = self._settings
         parts = {}
         if settings.signals_folder:
@@ -113,7 +113,7 @@ class SteeredConfiguration:
 
 
 def wish_checks(config: Any, settings: PluginSettings) -> tuple[Check, ...]:
-    """Checks what a user asked for that conflicts with a steered draft length.
+    """Checks that the user set no option that conflicts with a steered draft length.
 
     config: SGLang's arguments as the user wrote them, before they are resolved.
     """
@@ -180,10 +180,10 @@ def wish_checks(config: Any, settings: PluginSettings) -> tuple[Check, ...]:
 
 
 def kind_checks(config: Any, settings: PluginSettings) -> tuple[Check, ...]:
-    """Checks that no drafter is of a kind that SGLang cannot run, by the folders' config.json.
+    """Checks by their config.json that all drafters are of kinds that SGLang can run.
 
     config: SGLang's arguments as the user wrote them, before they are resolved.  Raises
-    UnsupportedEngineError for a config.json that is no JSON object.
+    UnsupportedEngineError for a config.json that is not a JSON object.
     """
     paths = {
         "kind of drafter": config.speculative_draft_model_path,
@@ -209,7 +209,7 @@ def flag_checks(
 
 
 def resolution_checks(args: ServerArgs, settings: PluginSettings) -> tuple[Check, ...]:
-    """Checks what SGLang has made of the flags; meant for after its speculation step."""
+    """Checks the flags as SGLang has resolved them; must run after its speculation step."""
     config = sglang_api.resolving(args)
     start = config.speculative_num_steps
     limited = {

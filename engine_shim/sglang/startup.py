@@ -1,7 +1,7 @@
-"""Builds everything of one steered engine as its scheduler starts, and checks it.
+"""Builds and checks all parts of one steered engine when its scheduler starts.
 
-Nothing is half on: where a part is missing, or SGLang prepared something else than was asked for,
-the engine does not start.
+If a part is missing, or SGLang prepared other draft lengths than requested, the engine does not
+start.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from engine_shim.sglang.learning.signal_collector import SignalCollector
 
 # Settings by which every rank builds its drafters, chooses its steps, reads versions or takes part
-# in online updates.  The others concern rank 0 alone (the link, signals, the trainer), or only
-# decide whether a rank starts (SPECULATION_REQUIRE_DRAFTERS), without which no rank serves.
+# in online updates.  All other settings concern rank 0 alone (the link, signals, the trainer), or
+# only decide whether a rank starts (SPECULATION_REQUIRE_DRAFTERS).
 AGREED_SETTINGS: Final = (
     "gammas",
     "graph_limits",
@@ -88,7 +88,7 @@ class EngineStartup:
 
     def around_init_model_worker(self, original: Callable[..., None], scheduler: Any) -> None:
         """Hooks the worker before it exists, and its steps when it is ready to serve."""
-        # Only here: SGLang's models want a machine that can run them.
+        # Imported here, because SGLang's models import only on a machine that can run them.
         from engine_shim.sglang.drafters import sd2_model
 
         require(drafter_checks(scheduler.server_args, self._settings))
@@ -117,29 +117,29 @@ class EngineStartup:
         self._predict_memory(scheduler.server_args)
         _apply_hooks()
         for target in sglang_api.STEP_TARGETS:
-            # What SGLang has moved is missed before the weights are read, not after.
+            # Fails on a name that SGLang has moved before the weights are loaded.
             pkgutil.resolve_name(target)
         original(scheduler)
         self._start(scheduler, dual).register()
         _apply_hooks()
 
     def _predict_memory(self, server_args: Any) -> None:
-        """Predicts what the draft lengths take; a prediction that fails is left out and logged."""
+        """Predicts the memory that draft lengths take; logs an error and continues without it."""
         try:
             self._graph_states.expect(SteeredConfiguration(self._settings).predict(server_args))
-        except Exception:  # noqa: BLE001 - a figure for people must not end an engine
-            _log.exception("the memory of the draft lengths is not predicted")
+        except Exception:  # noqa: BLE001 - an informational figure must not end an engine
+            _log.exception("the memory of the draft lengths cannot be predicted")
 
     def _start(self, scheduler: Any, dual: DualDrafter | None) -> EngineHooks:
         """Checks what was built, introduces the engine, starts the link.  Raises PluginError."""
         worker, settings = scheduler.draft_worker, self._settings
-        # Before anything that all ranks have to do together.
+        # Comes before any collective operation of the ranks.
         self._orders = Orders(several=ranks.are_several())
         ranks.require_agreement(facts_to_agree_on(settings, engine_shim.__version__))
         policy = _policy_of(worker)
         gammas = tuple(policy.candidate_steps)
         self._switch.prepare(worker, gammas)
-        # A DFlash drafter that cannot draft with its graphs is found before there is traffic.
+        # Detects a DFlash drafter that cannot draft with its graphs before there is traffic.
         block = sglang_api.dflash_only(worker.draft_worker) if dual is None else dual.block
         found = Losses()
         if block is not None:
@@ -148,7 +148,7 @@ class EngineStartup:
                 found.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, DFLASH_NAME)
         sleepless = cannot_sleep_reason(worker)
         if gammas[0] > 0 or settings.sleep_positions == 0:
-            sleepless = "the settings leave no room for it"
+            sleepless = "the settings exclude it"
         sleep = None
         if sleepless is None:
             sleep = IdleDrafter(worker, settings.sleep_positions, dual)
@@ -243,15 +243,15 @@ class EngineStartup:
     def _online_updates(
         self, worker: Any, scheduler: Any, second: DFlashDrafter | None, losses: Losses
     ) -> tuple[OnlineUpdates | None, OnlineWeights | None]:
-        """Makes rank 0's updates, or what another rank has of them.
+        """Makes the online updates of rank 0, or the weights that another rank keeps for them.
 
-        second: the drafter that learns, if that is not the engine's own.  losses: take the reason
-        where that one does not draft, or has no student.
+        second: the drafter that learns, if it is not the engine's own.  losses: receives the reason
+        if that drafter no longer drafts, or has no student.
         """
         if not self._settings.online_updates:
             return None, None
         if second is not None and (over := next(filter(None, ranks.peers().told(second.over)), "")):
-            # On one rank, say: all of them have to know.
+            # It may have failed on one rank only, and all ranks have to know.
             losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, over)
             return None, None
         from engine_shim.sglang.learning.learning_steps import updates_for
@@ -272,10 +272,10 @@ class EngineStartup:
     def _collection(
         self, worker: Any, scheduler: Any, second: DFlashDrafter | None, losses: Losses
     ) -> tuple[SignalCollector | None, Deployment | None]:
-        """Makes both, or neither: signals are of use only for a drafter that takes versions.
+        """Makes both, or neither: signals are useful only for a drafter that takes versions.
 
-        second: as for `_online_updates`.  losses: take the reason where the drafter has no student.
-        Rank 0 has both; the others only do as its deployment orders.
+        second: as for `_online_updates`.  losses: receives the reason if the drafter has no
+        student.  Rank 0 has both; the other ranks carry out the orders of its deployment.
         """
         if not self._settings.signals_folder:
             return None, None
@@ -306,13 +306,13 @@ class EngineStartup:
 
 
 def _learning(found: LearningSteps) -> LearningSteps | None:
-    """Returns None where nothing learns, so that a step asks nothing else."""
+    """Returns None if the engine has no part that learns, so that steps skip all of it."""
     parts = found.online, found.follower, found.collector, found.deployment
     return None if all(part is None for part in parts) else found
 
 
 def facts_to_agree_on(settings: PluginSettings, shim_version: str) -> dict[str, Any]:
-    """Returns what must be alike on all ranks, under the names that an error shows."""
+    """Returns the values that must be equal on all ranks, by the names that an error shows."""
     return {"the installed plugin": shim_version} | {
         f"SPECULATION_{name.upper()}": getattr(settings, name) for name in AGREED_SETTINGS
     }
@@ -330,7 +330,7 @@ def _waiting_prompts(scheduler: Any) -> WaitingPrompts:
 def _policy_of(worker: Any) -> SteeredPolicy:
     """Returns the policy that SGLang constructed.
 
-    Raises HookError where that is not the plugin's, or SGLang prepared other draft lengths.
+    Raises HookError if it is not the plugin's, or if SGLang prepared other draft lengths.
     """
     controller: Any = getattr(worker, "adaptive_controller", None)
     policy = getattr(controller, "params", None)

@@ -1,16 +1,18 @@
 """Reports each decode step.
 
-It is read when SGLang has the step's tokens on the CPU, and reported when SGLang has worked them
-in: only then is it known which answers have ended, and where.
+A step is read when SGLang has its tokens on the CPU.  It is reported after SGLang has processed
+them, because only then is it known which answers have ended, and where.
 
-A step is known from its launch (what was decided, how large the batch was) and from its result
-(what really ran, what was accepted, when it ended).  With SGLang's overlap schedule the next step
-is launched before this one's result is read, so the launch's facts travel on the result object.
+The facts of a step come from its launch (the choice, the batch size) and from its result (the
+draft length that ran, the accepted drafts, the time of its end).  With SGLang's overlap schedule
+the next step is launched before the result of this one is read, so the launch is attached to the
+result object.
 
-step_seconds runs from the reading of the previous decode step's result to that of this one's.
-Where another forward (a prefill) or an idle time lies between, it runs from this step's own launch
-and is flagged AFTER_GAP.  So is a step that took as long as a larger batch of another rank, with
-data-parallel attention: what it accepted counts, and its seconds do not.
+step_seconds runs from the time when the previous decode step's result was read to the time when
+this one's was read.  If another forward (a prefill) or an idle time lies between, it runs from this
+step's own launch and is flagged AFTER_GAP.  With data-parallel attention, a step that took as long
+as a larger batch of another rank has that flag as well: its acceptance counts, and its seconds do
+not.
 """
 
 from __future__ import annotations
@@ -38,15 +40,16 @@ class Launch:
     """A decode step that was launched.
 
     `forward_iter`: SGLang's counter of forwards, prefills included.  `kv_tokens`: sum of context
-    lengths before the step; None while only the requests know it.  `largest_batch`: sequences of
-    the rank that has most, 0 where ranks share one batch.  `started`, and `read_at` of its result:
-    perf_counter seconds.  `tokens`: what it gives each row, which a grammar only has cut; `ended`:
-    rows of requests that had ended or left by then.
+    lengths before the step; None until the requests have been read.  `largest_batch`: sequences of
+    the rank with the largest batch, 0 where ranks share one batch.  `started`, and `read_at` of its
+    result: perf_counter seconds.  `tokens`: what the step gives each row, cut only by a grammar;
+    `ended`: rows of requests that had ended or been retracted when the result was read.
     `update_status`: of the drafter's online updates.  `eager`: the drafters' passes that ran
     without a graph.  `is_read_back`: whether the scheduler has counted what the step accepted.
-    `waits`: the drafter that is wanted will draft from the next step on.
-    `slept`: what a drafter slept through, whose counts the host has yet to read, if anything.
-    `undrafted`: rows that must not be drafted for.  `labels`: class of each row, or none at all.
+    `waits`: the planned drafter is waking up and drafts from the next step on.
+    `slept`: the step as the sleeping drafter's backlog holds it, whose accepted counts the host has
+    not read yet; None if no drafter slept.  `undrafted`: rows that must not be drafted for.
+    `labels`: class of each row; empty if no row has a class.
     """
 
     __slots__ = (
@@ -79,7 +82,7 @@ class Launch:
 
 
 def kv_tokens_at_launch(batch: Any) -> int | None:
-    """Sum of context lengths, from what is on the CPU; None when it is on the device only."""
+    """Returns the sum of context lengths; None if only the device has it."""
     if batch.seq_lens_sum is not None:
         return int(batch.seq_lens_sum)
     if batch.seq_lens_cpu is not None:
@@ -88,9 +91,9 @@ def kv_tokens_at_launch(batch: Any) -> int | None:
 
 
 def ended_rows(requests: list[Any]) -> list[int]:
-    """Returns the rows whose tokens SGLang throws away.
+    """Returns the rows whose tokens SGLang discards.
 
-    With the overlap schedule, a request can end while its next step is on its way.
+    With the overlap schedule, a request can end while its next step is running.
     """
     return [
         row
@@ -100,7 +103,7 @@ def ended_rows(requests: list[Any]) -> list[int]:
 
 
 def kept_tokens(launch: Launch, requests: list[Any]) -> list[int]:
-    """Returns how many tokens of a step each answer has taken, once SGLang has worked it in."""
+    """Returns how many tokens of a step each answer has taken, after SGLang has processed it."""
     kept = [*map(len, launch.tokens)]
     for row, request in enumerate(requests):
         if request.finished_reason is not None and request.finished_len is not None:
@@ -111,14 +114,14 @@ def kept_tokens(launch: Launch, requests: list[Any]) -> list[int]:
 
 
 def prompt_tokens(request: Any) -> int:
-    """Returns the length of a waiting request's prompt; 0 if it has been read, and retracted."""
+    """Returns the prompt length of a waiting request; 0 if it was read and then retracted."""
     return 0 if request.output_ids else len(request.origin_input_ids)
 
 
 def kv_tokens_before(requests: list[Any], tokens: list[list[int]]) -> int:
-    """The same from the requests, once SGLang has counted the step's result.
+    """Returns the sum of context lengths before a step, after SGLang has counted its result.
 
-    tokens: what the step gave each of them; those that had ended or left got nothing.
+    tokens: what the step gave each request; those that had ended or been retracted got nothing.
     """
     return sum([
         request.kv.kv_committed_len
@@ -133,7 +136,8 @@ class StepTap:
 
     `graph_batch_sizes`: ascending; batches are padded up to the next one, and a larger batch runs
     eagerly.  Empty: the engine has no graphs.  `eager`: counts the passes without a graph.  `rows`:
-    knows which drafter each row used.  `waiting`: counts prompts; None where none is read here.
+    knows which drafter each row used.  `waiting`: counts the tokens of waiting prompts; None on a
+    server that reads no prompts.
     """
 
     def __init__(
@@ -153,7 +157,7 @@ class StepTap:
         self._last_end = 0.0
 
     def settle(self, launch: Launch, result: Any, kept: list[int]) -> None:
-        """Reports a step whose result SGLang has worked in.
+        """Reports a step whose result SGLang has processed.
 
         kept: tokens that each answer has taken of it (`kept_tokens`).
         """
@@ -217,23 +221,24 @@ class StepTap:
             report.flags.eager_fallback = True
 
     def _timed(self, launch: Launch, batch_size: int) -> tuple[float, bool]:
-        """Returns the seconds of a step, and whether they are not those of its shape."""
+        """Returns the seconds of a step, and whether they are not the cost of its shape."""
         iteration, last = launch.forward_iter, self._last_iter
         is_gap = iteration is None or last is None or iteration != last + 1
         seconds = launch.read_at - (launch.started if is_gap else self._last_end)
         self._last_iter, self._last_end = iteration, launch.read_at
         largest, padded = launch.largest_batch, self._arms_run.padded
         if largest > batch_size and padded(largest) > padded(batch_size):
-            # Its seconds are those of another rank's batch.
+            # The step took as long as another rank's larger batch.
             is_gap = True
         return seconds, is_gap
 
     def _count_apart(
         self, report: StepReport, launch: Launch, result: Any, cut: Mapping[int, int]
     ) -> list[int]:
-        """Adds counts of rows that are not alike; returns accepted drafts, none where none count.
+        """Adds counts of rows that differ in what was verified.
 
-        cut: tokens that the answers took of rows that were cut at their end.
+        cut: tokens that the answers took, for rows that were cut at the end of an answer.  Returns
+        accepted drafts by row, 0 for rows that do not count.
         """
         accepted: list[int] = result.num_correct_drafts_per_req_cpu
         ended, index, gamma = launch.ended, launch.choice.drafter_index, report.gamma
@@ -250,7 +255,7 @@ class StepTap:
         if left:
             main_name = self._names[main if gamma else 0]
             add_left(report, undrafted, ended, main_name, accepted, gamma)
-        # A lookup that drafts alone has its evidence among its proposals already.
+        # A lookup that drafts alone has already added its evidence as proposals.
         if cut and gamma and all(entry.drafter != report.drafter for entry in report.proposals):
             shows = Evidence(gamma)
             for row, length in enumerate(accepted):
@@ -262,7 +267,7 @@ class StepTap:
 
 
 def _add_update(report: StepReport, status: UpdateStatus) -> None:
-    """Adds what online updates have done to the drafter that served the step."""
+    """Adds the status of online updates of the drafter that served the step."""
     if status.updating:
         report.flags.updating = True
     if status.reset:

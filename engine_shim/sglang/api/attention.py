@@ -32,7 +32,7 @@ LARGE_WORKSPACE: Final = frozenset(
 )
 LARGE_MIB: Final = 512
 DETERMINISTIC_MIB: Final = 2048
-# Page sizes that a backend accepts; the last one is what SGLang replaces any other one by.
+# Page sizes that a backend accepts; SGLang replaces any other page size by the last one.
 PAGES: Final = {
     "flashmla": (64,),
     "trtllm_mla": (32, 64),
@@ -40,17 +40,17 @@ PAGES: Final = {
     "trtllm_mha": (16, 32, 128, 64),
 }
 FA4_PAGE: Final = 128
-# Tokens of one of Triton's partial results for latent attention, at least, and by default of a
-# deterministic engine.
+# The fewest tokens of one of Triton's partial results for latent attention, and the tokens of one
+# in a deterministic engine.
 LATENT_SPLIT: Final = 32
 DETERMINISTIC_SPLIT: Final = 256
 
 
 def attention_shape(args: ServerArgs, *, has_drafter_backends: bool) -> AttentionShape:
-    """Returns the shape under these arguments.
+    """Returns the attention shape of an engine with these arguments.
 
-    has_drafter_backends: each draft length has backends of the drafter's, too.  Where SGLang has
-    not chosen a backend yet, it is asked for its default.
+    has_drafter_backends: whether each draft length has its own backends of the drafter.  If SGLang
+    has not chosen a backend yet, its default is taken.
     """
     from sglang.srt.arg_groups import model_override_base as base
 
@@ -99,8 +99,8 @@ def _draft_model(args: ServerArgs, view: Any, target: Any) -> Any:
         )
     except Exception as error:  # noqa: BLE001 - SGLang reports it when it loads the drafter
         _log.warning(
-            "the drafter's configuration is unreadable (%r): its memory is taken to be what its "
-            "attention would take with the target's shape",
+            "the drafter's configuration is unreadable (%r): its memory is estimated with the "
+            "target's shape",
             error,
         )
         return target
@@ -126,7 +126,7 @@ def _attention(view: Any, model: Any, page: int, workspace: int) -> Attention:
 
 
 def _page(view: Any, names: tuple[str, ...], latent: bool) -> int:
-    """Returns the page size that SGLang settles on, which it does after it sizes its memory."""
+    """Returns the page size that SGLang will choose after it has sized its memory."""
     page: int = view.page_size or 1
     for name in names:
         accepted = PAGES.get(name, (FA4_PAGE,) if name == "fa4" and not latent else ())
@@ -136,7 +136,7 @@ def _page(view: Any, names: tuple[str, ...], latent: bool) -> int:
 
 
 def _kv_splits(view: Any, model: Any, *, latent: bool) -> int:
-    """Returns the partial results that Triton keeps of a token, by the rules of its backend."""
+    """Returns the number of partial results of a token in Triton's kernel, by SGLang's rules."""
     splits: int = view.triton_attention_num_kv_splits
     if latent:
         ceiling = min(MULTIPROCESSORS, -(-model.context_len // LATENT_SPLIT))

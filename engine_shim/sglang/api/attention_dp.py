@@ -1,13 +1,13 @@
-"""Brings ranks with different batches to one draft length, for data-parallel attention.
+"""Makes ranks with different batches run one draft length, for data-parallel attention.
 
-With it every rank runs the attention of its own batch, and all ranks run the other layers together.
-So they must launch the same passes in each step, an idle rank too.  Before each step SGLang gathers
-how many sequences every rank has (`MLPSyncBatchInfo.all_gather`).  That is the vote: all ranks look
-up one plan, adopted before the same step, for the largest of these batches, by which SGLang pads
-the others.  No collective is added.
+With data-parallel attention every rank runs the attention of its own batch, and all ranks run the
+other layers together.  So all ranks, idle ones included, must launch the same passes in each step.
+Before each step SGLang gathers the number of sequences of every rank
+(`MLPSyncBatchInfo.all_gather`).  Every rank looks up the same plan, adopted before the same step,
+for the largest of these batches, to which SGLang pads the others.  No collective is added.
 
-SGLang keeps what a rank's scheduler adds to the incoming requests within that rank's group; only
-what rank 0 receives as a control request reaches all ranks.  Plans travel as such.
+Requests that a rank's scheduler adds stay within that rank's group.  Only control requests that
+rank 0 receives reach all ranks, so plans travel as control requests.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 _differs: Any = versions.module_for(versions.sglang_version())
 _COMPONENTS: Final = "sglang.srt.managers.scheduler_components"
 
-# SGLang's own reason against adaptive speculation.
+# Returns SGLang's own reason against adaptive speculation.
 ADAPTIVE_REASON: Final = "sglang.srt.speculative.adaptive_spec_params.adaptive_unsupported_reason"
 # Writes what was gathered into a rank's batch.
 GATHERED: Final = f"{_COMPONENTS}.dp_attn._update_gather_batch"
-# What has arrived at a rank, control requests included.
+# Returns the requests that have arrived at a rank, control requests included.
 RECEIVED: Final = f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver._pull_raw_reqs"
 
 
@@ -40,21 +40,21 @@ def is_on() -> bool:
 
 
 def around_adaptive_reason(original: Any, args: ServerArgs) -> str | None:
-    """Wraps ADAPTIVE_REASON, whose objection (that ranks might differ) is met here."""
+    """Wraps the function `ADAPTIVE_REASON`: ranks cannot differ, which is its objection."""
     with _differs.without_attention_dp():
         reason: str | None = original(args)
     return reason
 
 
 def check(args: ServerArgs, settings: PluginSettings, *, has_block: bool) -> Check:
-    """Checks whether data-parallel attention can be steered, where it is on.
+    """Checks whether an engine with data-parallel attention can be steered.
 
     has_block: the engine has a DFlash drafter.
     """
     from sglang.srt.environ import envs
 
     view = sglang_api.resolved(args)
-    topic, lead = "data-parallel attention", "data-parallel attention is to be steered, but "
+    topic, lead = "data-parallel attention", "data-parallel attention cannot be steered: "
     if not _differs.has_attention_dp(view):
         return Check(topic, "off")
     if not _differs.STEERS_ATTENTION_DP:
@@ -82,14 +82,14 @@ def check(args: ServerArgs, settings: PluginSettings, *, has_block: bool) -> Che
 
 
 def keep_sizes(_: None, batch: Any, gathered: Any, *__: Any, **___: Any) -> None:
-    """Runs after GATHERED: keeps how many sequences each rank's batch has, for the step."""
+    """Runs after `GATHERED`: stores the number of sequences of each rank for the step."""
     batch.speculation_sizes = gathered.global_num_tokens
 
 
 def largest_batch(batch: Any) -> int:
-    """Returns the number of sequences that a decode step's choice is looked up for.
+    """Returns the number of sequences for which a decode step's choice is looked up.
 
-    With data-parallel attention that is the largest rank's, and otherwise the batch's own.
+    With data-parallel attention that is the largest rank's number, otherwise the batch's own.
     """
     sizes: list[int] | None = getattr(batch, "speculation_sizes", None)
     own: int = batch.seq_lens.shape[0]

@@ -1,6 +1,6 @@
-"""The weights of all layers that SGLang keeps side by side, for a DFlash drafter's keys and values.
+"""The fused key and value weights of all layers of a DFlash drafter.
 
-SGLang makes them of the layers' weights as it starts, in a `FusedKVMaterializeHelper`.
+SGLang builds them from the layers' weights when it starts, in a `FusedKVMaterializeHelper`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 
 
 def refresh(helper: Any, layers: Iterable[Any]) -> None:
-    """Makes them again in place, once the layers' weights have changed; waits for no device.
+    """Rebuilds the fused weights in place after the layers' weights have changed.
 
-    A new helper would be made with numbers of the host, for which the host waits.
+    Does not wait for the device.  Building a new helper would copy numbers from the host and wait.
     """
     with torch.no_grad():
         for number, layer in enumerate(layers):

@@ -1,8 +1,9 @@
-"""Hooks that are registered with SGLang, and the check that every one of them took.
+"""Registers hooks with SGLang, and checks that SGLang applied every one of them.
 
 SGLang logs an error in a hook and continues without it; this plugin refuses to start instead.  The
-check runs from both ends (the configuration step in the launcher; the policy's constructor and the
-scheduler's start in the scheduler's process), so that no single missing hook can hide itself.
+check runs in two processes: in the configuration step of the launcher, and in the policy's
+constructor and the start of the scheduler.  So a missing hook is detected even if the code that it
+would run is never called.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _registered: Final[dict[str, tuple[HookType, Callable[..., Any]]]] = {}
 
 
 def register(target: str, hook: Callable[..., Any], kind: HookType) -> None:
-    """Registers a hook with SGLang, for `require_hooks` to look for."""
+    """Registers a hook with SGLang and remembers it for `require_hooks`."""
     HookRegistry.register(target, hook, kind)
     _registered[target] = (kind, hook)
 
@@ -31,7 +32,7 @@ replace: Final = partial(register, kind=HookType.REPLACE)
 
 
 def registered_targets() -> tuple[str, ...]:
-    """Everything this process has registered, in order."""
+    """Returns all targets that this process has hooked, in order."""
     return tuple(_registered)
 
 

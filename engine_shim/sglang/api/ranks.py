@@ -1,7 +1,7 @@
-"""The ranks of an SGLang engine: which one this is, how an update reaches all, what they exchange.
+"""The ranks of an SGLang engine: which one this is, how updates reach all, and their collectives.
 
-What they adopt and how they choose: engine_shim/link/ranks.py.  SGLang may leave a broadcast out
-(--scheduler-recv-interval) or hold it back (a pause).
+engine_shim/link/ranks.py defines what ranks adopt and how they choose.  SGLang may skip a broadcast
+(--scheduler-recv-interval) or delay it (a pause).
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _Told = TypeVar("_Told")
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The ranks that share an engine's drafter, over the host's network.
+    """The ranks that share an engine's drafter; they communicate over the host's network.
 
-    Each method is a collective: every rank calls it, in the same order, or all of them hang.  A
-    lone rank asks nobody.  rank: of this one, from 0.  size: their number.  group: of torch.
+    Each method is a collective: every rank must call it in the same order, or all of them hang.
+    With a single rank nothing is sent.  rank: this rank, from 0.  size: number of ranks.  group:
+    torch's process group.
     """
 
     rank: int = 0
@@ -36,11 +37,11 @@ class Peers:
 
     @property
     def several(self) -> bool:
-        """Whether there are others."""
+        """Whether there is more than one rank."""
         return self.size > 1
 
     def told(self, value: _Told) -> list[_Told]:
-        """Returns what each rank has called this with, by rank."""
+        """Returns the value of each rank, by rank."""
         if not self.several:
             return [value]
         found: list[Any] = [None] * self.size
@@ -48,7 +49,7 @@ class Peers:
         return found
 
     def any_of(self, *flags: bool) -> tuple[bool, ...]:
-        """Returns of each flag whether some rank has set it."""
+        """Returns for each flag whether at least one rank has set it."""
         if not self.several:
             return flags
         found = torch.tensor(flags, dtype=torch.int32)
@@ -56,7 +57,10 @@ class Peers:
         return tuple(bool(flag) for flag in found)
 
     def collected(self, held: torch.Tensor) -> list[torch.Tensor]:
-        """Returns on rank 0, on the host, what the ranks hold; all of one shape.  [] elsewhere."""
+        """Returns the ranks' tensors on rank 0, on the host; [] elsewhere.
+
+        All tensors must have one shape.
+        """
         part = held.detach().cpu().contiguous()
         if not self.several:
             return [part]
@@ -67,7 +71,7 @@ class Peers:
         return found
 
     def spread(self, tensor: torch.Tensor) -> None:
-        """Fills this tensor of the host, contiguous, with what rank 0's holds."""
+        """Fills this contiguous tensor on the host with the values of rank 0's tensor."""
         if self.several:
             torch.distributed.broadcast(_bytes(tensor), self._first, group=self.group)
 
@@ -76,7 +80,7 @@ class Peers:
         return torch.distributed.get_global_rank(self.group, 0)
 
 
-# Of an engine that shares nothing.
+# The peers of an engine with a single rank.
 ALONE = Peers()
 
 
@@ -89,7 +93,7 @@ def peers() -> Peers:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, for a library that does not know every type."""
+    """Returns the same memory as bytes, because the communication library lacks some types."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -99,14 +103,14 @@ def is_first() -> bool:
 
 
 def are_several() -> bool:
-    """Whether there are others, which this rank must not differ from."""
+    """Whether the engine has other ranks, with which this one must agree."""
     return bool(get_parallel().tp_size > 1)
 
 
 def require_agreement(facts: dict[str, Any]) -> None:
-    """Compares what must be alike on all ranks; every rank calls it as it starts.
+    """Compares values that must be equal on all ranks; every rank calls it at its start.
 
-    Raises UnsupportedEngineError on all of them: on two hosts, the variables may differ.
+    Raises UnsupportedEngineError on all ranks if values differ, as they may on two hosts.
     """
     if not are_several():
         return
@@ -123,6 +127,9 @@ def require_agreement(facts: dict[str, Any]) -> None:
 def add_handler(
     scheduler: Any, adopt: Callable[[RankUpdate], None], obey: Callable[[Order], None]
 ) -> None:
-    """Lets a scheduler's dispatcher know updates and orders; after `init_request_dispatcher`."""
+    """Registers updates and orders with a scheduler's dispatcher.
+
+    Must be called after `init_request_dispatcher`.
+    """
     kinds: list[Any] = [(RankUpdate, adopt), (Order, obey)]
     scheduler._request_dispatcher += TypeBasedDispatcher(kinds)

@@ -26,24 +26,25 @@ class PluginSettings(ShimSettings):
     default the engine starts with its own drafter alone, logs an error, and tells the sidecar."""
     lookup: bool = False
     """Draft by prompt lookup (n-gram) too: alone, and in a mixture with every drafter of the
-    engine, in which each row of a step gets the proposal that promises more. A request is compared
-    with its own tokens only."""
+    engine. In a mixture each row of a step gets the proposal with the higher expected acceptance.
+    A request is compared with its own tokens only."""
     classes: Annotated[
         tuple[Literal["grammar", "temperature", "prompt", "adapter", "label"], ...], NoDecode
     ] = ()
-    """By what requests are divided into classes, so that the sidecar estimates the acceptance of
+    """Traits that divide requests into classes, so that the sidecar estimates the acceptance of
     each class: grammar (JSON schema, tool call, other grammars), temperature (greedy, below 0.7,
     above), prompt (a keyed hash of the first tokens), adapter (name of the LoRA adapter), label
     (what the client sends as speculation_class), separated by commas."""
     class_key_file: str = ""
-    """File with the key of that hash, 16 bytes or more. Who knows the key and a label can try out
-    which prompt it is."""
+    """File with the key of that hash, 16 bytes or more. With the key and a label, a prompt can be
+    found by trying candidates."""
     class_prompt_tokens: int = Field(default=64, ge=8, le=4096)
-    """First tokens of a prompt that the hash is of. Shorter prompts have no such class."""
+    """Number of first tokens of a prompt that the hash covers. Shorter prompts have no such
+    class."""
     graph_limits: Annotated[dict[int, int], NoDecode] = Field(default={})
-    """Draft lengths that shall get graphs for small batches only, as gamma:largest batch, separated
-    by commas: less memory, and a quicker start. The sidecar plans them for no larger batch.
-    `controller profile show` prints those that a profile gives reason for."""
+    """Draft lengths that get graphs for small batches only, as gamma:largest batch, separated by
+    commas. This saves memory and shortens the start. The sidecar does not plan them for larger
+    batches. `controller profile show` prints the limits that a profile recommends."""
     sleep_positions: int = Field(default=32, ge=0, le=4096)
     """Steps that a sleeping drafter may miss before it catches up in one pass. 0: the drafter never
     sleeps."""
@@ -51,47 +52,47 @@ class PluginSettings(ShimSettings):
     online_updates: bool = False
     """Start a trainer that updates the drafter while it serves, when the plan asks for it."""
     online_scope: Literal["shared", "request"] = "shared"
-    """`request`: the drafter is as it was loaded when a request begins, and learns only while one
-    request runs alone."""
+    """`shared`: all requests train the drafter. `request`: each request begins with the drafter as
+    it was loaded, and the drafter learns only while a single request runs."""
     online_learning_rate: float = 1e-3
     """Learning rate of AdamW in online updates."""
     online_proximal: float = 0.0
-    """Weight of staying near the drafter as it was when the round began; counts from the second
-    optimiser step of a round on."""
+    """Weight of the proximal term, which keeps the drafter near its state at the start of the
+    round. It takes effect from the second optimiser step of a round on."""
     online_discount: float | None = None
-    """Weight of a draft position, relative to the one before it. Unset: as the drafter was trained,
-    0.8 for EAGLE3 and MTP, exp(-2 / block) for DFlash."""
+    """Weight of a draft position in the loss, relative to the previous position. Unset: the value
+    of the drafter's own training, 0.8 for EAGLE3 and MTP, exp(-2 / block) for DFlash."""
     online_steps: int = 1
-    """Optimiser steps of a round of online updates."""
+    """Optimiser steps in each round of online updates."""
     online_anchors: int = 16
-    """Positions of each request that a round drafts from, the newest."""
+    """Number of newest positions of each request from which a round drafts."""
     online_window: int = 256
-    """Positions of each request, the newest, that a round's drafts attend to; those of at most 16
-    requests are kept."""
+    """Number of newest positions of each request to which a round's drafts attend. They are kept
+    for at most 16 requests."""
     online_megabytes: int = Field(default=1024, ge=1)
-    """Most megabytes of the host's memory that these positions may take. A window that needs more
-    is refused at the start."""
+    """Limit of the host's memory for these positions, in megabytes. A window that needs more is
+    refused at the start."""
 
     online_device: str = Field(default="", pattern=r"^(|cpu|cuda(:\d+)?)$")
-    """Where the trainer of online updates computes, as torch names it. Empty: where the engine
-    does, which then needs free memory there for 16 bytes a parameter and more."""
+    """Device of the trainer of online updates, as torch names it. Empty: the engine's device, which
+    then needs free memory for at least 16 bytes a parameter."""
 
     learner: str = ""
-    """Name of the drafter that learns, by online updates or from a trainer: `dflash` for the second
-    one beside the engine's own. Empty: the engine's own."""
+    """Name of the drafter that learns, by online updates or from a trainer: `dflash` for a second
+    drafter beside the engine's own. Empty: the engine's own."""
     signals_folder: str = ""
-    """Where training signals are written when the plan asks for it (`controller override set
-    --regime collect`). Empty: nowhere."""
+    """Folder to which training signals are written when the plan asks for it (`controller override
+    set --regime collect`). Empty: no signals are written."""
     signals_megabytes: int = Field(default=1024, ge=1)
-    """Most megabytes that the folder may hold. Beyond them the oldest signals are deleted."""
+    """Limit of the folder's size in megabytes. Beyond it the oldest signals are deleted."""
     signals_device_megabytes: int = Field(default=256, ge=1)
-    """Most megabytes of the device's memory that rounds may take until they have been read. Rounds
-    that find no room are dropped and counted."""
+    """Limit of the device's memory, in megabytes, for rounds that have not been read yet. Rounds
+    beyond the limit are dropped and counted."""
     signals_top: int = Field(default=64, ge=1, le=1024)
-    """Number of the target's likeliest tokens that are kept of a position."""
+    """Number of the target's likeliest tokens that are kept for each position."""
     signals_final_states: bool = False
-    """Keep the target's last hidden states too, which SpecForge's offline trainer of EAGLE3
-    drafters asks for."""
+    """Also keep the target's last hidden states, which SpecForge's offline trainer of EAGLE3
+    drafters needs."""
 
     @property
     def online(self) -> OnlineSettings:
@@ -130,8 +131,8 @@ class PluginSettings(ShimSettings):
         for gamma, size in self.graph_limits.items():
             if gamma not in self.gammas or size < 0:
                 raise ValueError(
-                    f"SPECULATION_GRAPH_LIMITS: {gamma}:{size} is no draft length of "
-                    f"SPECULATION_GAMMAS {','.join(map(str, self.gammas))}, or no batch size"
+                    f"SPECULATION_GRAPH_LIMITS: {gamma}:{size} is not a draft length of "
+                    f"SPECULATION_GAMMAS {','.join(map(str, self.gammas))}, or not a batch size"
                 )
         if self.safe_gamma in self.graph_limits:
             raise ValueError(
@@ -149,5 +150,5 @@ class PluginSettings(ShimSettings):
 
 
 def load_settings() -> PluginSettings:
-    """Settings from the environment.  Raises PluginError."""
+    """Reads the settings from the environment.  Raises PluginError."""
     return PluginSettings.load_or_refuse()

@@ -1,8 +1,8 @@
 """Collects what is specific to SGLang: the names the plugin hooks, and the facts it reads.
 
-Every other module of this package speaks of SGLang's objects through what is written here or
-through attributes that the contract tests pin down, for each version of `versions.TESTED`.  A new
-SGLang version means: run those tests on it, and write what differs into a module of `versions`.
+All other modules of this package access SGLang through this module, or through attributes that the
+contract tests check for each version of `versions.TESTED`.  To support a new SGLang version, run
+those tests on it, and write the differences into a module of `versions`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ _differs: Any = versions.module_for(versions.sglang_version())
 
 # Algorithms as users write them; NEXTN is an alias of EAGLE once SGLang has resolved it.
 ALGORITHMS: Final = ("EAGLE", "EAGLE3", "NEXTN", "DFLASH")
-# The one whose engine verifies chains of any length for a drafter that reads hidden states.
+# The algorithm whose engine verifies chains of any length for a drafter that reads hidden states.
 CHAIN_ALGORITHM: Final = "EAGLE"
-# Draft length that SGLang starts adaptive speculation with without another value.
+# SGLang's default of the draft length with which adaptive speculation starts.
 DEFAULT_STEPS: Final = 3
-# Requests at once to which SGLang limits an engine that speculates, without another value.
+# SGLang's default limit of concurrent requests in an engine that speculates.
 DEFAULT_REQUESTS: Final = 48
-# Up to so many, a decode server makes room for twice as many further ones.
+# Up to so many requests, a decode server has slots for twice as many further ones.
 _FEW_REQUESTS: Final = 32
 # Begins the errors of an engine that starts.
 _LEAD: Final = "SPECULATION_SIDECAR is set, but "
-# What SGLang may yet replace a page size by.
+# The largest page size by which SGLang may still replace the configured one.
 _LARGEST_PAGE: Final = 128
 
 _PARAMS: Final = "sglang.srt.speculative.adaptive_spec_params"
 _EAGLE: Final = "sglang.srt.speculative.eagle_worker_v2"
 
-# Every process that resolves or uses the configuration.
+# Hooked in every process that resolves or uses the configuration.
 CANDIDATE_STEPS: Final = f"{_PARAMS}.resolve_candidate_steps_from_config"
 POLICY_CLASS: Final = f"{_PARAMS}.AdaptiveSpeculativeParams"
 # MiB that SGLang leaves free for graphs when it chooses the share of memory for its KV cache.
 RESERVE_FOR_GRAPHS: Final = "sglang.srt.arg_groups.memory_hook.reserve_for_graph_mb"
-# The scheduler's process only.
+# Hooked in the scheduler's process only.
 SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
 INIT_MODEL_WORKER: Final = f"{SCHEDULER_MODULE}.Scheduler.init_model_worker"
 # Requests that rank 0 adds to its broadcast, and what every rank does with each kind.
@@ -54,11 +54,11 @@ INIT_GRAPHS: Final = f"{_EAGLE}.EAGLEWorkerV2.init_cuda_graphs"
 BUILD_STATE: Final = f"{_EAGLE}.EAGLEWorkerV2.build_adaptive_runtime_state"
 DRAFT_EXTEND: Final = f"{_EAGLE}.EagleDraftWorker._draft_extend_for_decode"
 DRAFT: Final = f"{_EAGLE}.EagleDraftWorker.draft"
-# What is read back of a step.
+# Copies a step's results to the host.
 COPY_RESULT: Final = "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu"
-# With DFlash alone.
+# Hooked if DFlash is the only drafter.
 DRAFT_WORKER: Final = f"{_EAGLE}.EagleDraftWorker"
-# With a second drafter.
+# Hooked with a second drafter.
 DRAFT_CONSTRUCT: Final = f"{_EAGLE}.EagleDraftWorker.__init__"
 DRAFT_MEMORY: Final = f"{_EAGLE}.EagleDraftWorker.alloc_memory_pool"
 DRAFT_BACKENDS: Final = f"{_EAGLE}.EagleDraftWorker.init_attention_backends"
@@ -90,11 +90,11 @@ RESOLUTION_STEP: Final = "handle_speculative_decoding"
 
 # Source of the log entry that SGLang's own runtime switch writes.
 SWITCH_SOURCE: Final = "adaptive_spec.restore"
-# With it SGLang skips the draft-extend of every step at gamma 0, and keeps nothing.
+# If it is set, SGLang skips the draft-extend of every step at gamma 0 and stores nothing of it.
 SKIP_VARIABLE: Final = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 
 
-# What a call of INTERNAL_STATE has filled in.
+# Returns the state that a call of INTERNAL_STATE has filled in.
 internal_state: Final[Callable[[Any, tuple[Any, ...]], dict[str, Any]]] = _differs.internal_state
 # The ranks' scope of an `EagleDraftWorker`, for passes of its model.
 draft_scope: Final[Callable[[Any], AbstractContextManager[Any]]] = _differs.draft_scope
@@ -102,19 +102,19 @@ draft_scope: Final[Callable[[Any], AbstractContextManager[Any]]] = _differs.draf
 with_draft_config: Final[Callable[[Any, Any], AbstractContextManager[None]]] = (
     _differs.with_draft_config
 )
-# Has a draft worker lie on the ranks as a `DFlashWorkerV2` does.
+# Gives a draft worker the rank layout of a `DFlashWorkerV2`.
 lie_like: Final[Callable[[Any, Any], None]] = _differs.lie_like
 
 
 def resolving(args: ServerArgs) -> Any:
-    """Returns SGLang's view of its arguments while it settles them."""
+    """Returns SGLang's view of its arguments while it resolves them."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return resolving_view(args)
 
 
 def resolved(args: ServerArgs) -> Any:
-    """Returns SGLang's view of arguments that it has settled."""
+    """Returns SGLang's view of arguments that it has resolved."""
     from sglang.srt.arg_groups.overrides import resolved_view
 
     return resolved_view(args)
@@ -129,7 +129,7 @@ def draft_moe_scopes() -> tuple[AbstractContextManager[Any], ...]:
 
 @contextmanager
 def draft_pass(draft: Any) -> Iterator[None]:
-    """Sets up what SGLang does around a pass of an `EagleDraftWorker`'s model."""
+    """Enters the scopes that SGLang uses around a pass of an `EagleDraftWorker`'s model."""
     with ExitStack() as stack:
         for scope in (draft_scope(draft), *draft_moe_scopes()):
             stack.enter_context(scope)
@@ -137,9 +137,9 @@ def draft_pass(draft: Any) -> Iterator[None]:
 
 
 def flag_checks(args: ServerArgs) -> tuple[Check, ...]:
-    """Checks what the flags of an engine say about how it runs.
+    """Checks the flags that decide how an engine runs.
 
-    Reads what resolution has decided so far; meant for after the speculation step.
+    Reads what SGLang has resolved so far; must run after its speculation step.
     """
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
@@ -174,8 +174,8 @@ def flag_checks(args: ServerArgs) -> tuple[Check, ...]:
             "a prefill-only server never drafts: leave SPECULATION_SIDECAR unset there",
             view.disaggregation_mode == "prefill",
         ),
-        # They are captured with the attention backend of the draft length that the engine starts
-        # with, and a change of the draft length puts another one into the target.
+        # These graphs are captured with the attention backend of the first draft length, and a
+        # change of the draft length gives the target another backend.
         _flag(
             "prefill graphs",
             prefill_graphs or "not settled",
@@ -183,8 +183,8 @@ def flag_checks(args: ServerArgs) -> tuple[Check, ...]:
             "the first prefill after a change of it would fail; breakable or disabled is needed",
             prefill_graphs == Backend.FULL,
         ),
-        # SGLang derives one from the other only later, and would then name --speculative-adaptive,
-        # which nobody gave: LoRA's metadata for graphs are not made for other draft lengths.
+        # SGLang itself would refuse later, and would name --speculative-adaptive, which the user
+        # has not set.  It builds LoRA's metadata for graphs for one draft length only.
         _flag(
             "adapters",
             "LoRA" if has_lora else "none",
@@ -196,9 +196,9 @@ def flag_checks(args: ServerArgs) -> tuple[Check, ...]:
 
 
 def own_check(args: ServerArgs) -> Check:
-    """Checks what SGLang itself wants of an engine whose draft length changes.
+    """Checks SGLang's own conditions for an engine whose draft length changes.
 
-    For after the speculation step.
+    Must run after the speculation step.
     """
     from sglang.srt.speculative.adaptive_spec_params import adaptive_unsupported_reason
 
@@ -213,9 +213,9 @@ def _flag(topic: str, found: object, obstacle: str, is_so: object) -> Check:
 
 
 def block_check(args: ServerArgs) -> Check:
-    """Checks what keeps a DFlash drafter from being steered; meant for an engine that has one.
+    """Checks the options that prevent steering an engine with a DFlash drafter.
 
-    For after the speculation step; the other checks were made before.
+    Must run after the speculation step and after the other checks.
     """
     view = resolved(args)
     obstacles = {
@@ -232,18 +232,18 @@ def block_check(args: ServerArgs) -> Check:
         "options beside DFlash",
         "conflict" if any(obstacles.values()) else "fit",
         obstacles,
-        "a DFlash drafter is to be steered, but ",
+        "a DFlash drafter cannot be steered: ",
     )
 
 
 def adapters(model_runner: Any) -> Mapping[str, Any]:
-    """Returns the `LoRARef` of each adapter that a target can use, by its id, as it changes."""
+    """Returns the live mapping from adapter id to the `LoRARef` of each adapter of a target."""
     found: Mapping[str, Any] = getattr(getattr(model_runner, "lora_manager", None), "lora_refs", {})
     return found
 
 
 def copy_to_host(tensor: Any) -> Any:
-    """Copies a tensor as SGLang copies a step's results: without a wait, for its own event."""
+    """Copies a tensor to the host like SGLang's step results: without waiting for the device."""
     from sglang.srt.utils.common import async_d2h
 
     return async_d2h(tensor)
@@ -260,36 +260,40 @@ def dflash_only(draft: Any) -> Any | None:
 
 
 def config_leaf(name: str) -> Any:
-    """A resolved configuration value of this process, by its flat name."""
+    """Returns a resolved configuration value of this process, by its flat name."""
     from sglang.srt.runtime_context import get_context
 
     return get_context().config_leaf(name)
 
 
 def data_parallel_size() -> int:
-    """Returns the number of batches that the engine of this process runs side by side."""
+    """Returns the number of batches that the engine of this process runs in parallel."""
     size: int = config_leaf("dp_size")
     return size * config_leaf("attn_dp_size") if _differs.STEERS_ATTENTION_DP else size
 
 
 def widest_step() -> int:
-    """Tokens of one sequence in a step that SGLang has sized its buffers for."""
+    """Returns the tokens of one sequence in a step for which SGLang has sized its buffers."""
     from sglang.srt.runtime_context import max_speculative_num_draft_tokens
 
     return max_speculative_num_draft_tokens() or 0
 
 
 def most_requests(view: Any) -> int:
-    """The most requests that an engine that speculates runs at once; `view`: its arguments."""
+    """Returns the most requests that an engine that speculates runs at once.
+
+    view: its arguments.
+    """
     return view.max_running_requests or DEFAULT_REQUESTS
 
 
 def most_request_rows(view: Any) -> int:
-    """The rows that SGLang's request pool will have, at most; `view`: the engine's arguments."""
+    """Returns the most rows that SGLang's request pool will have; view: the engine's arguments."""
     requests = most_requests(view)
     if view.disaggregation_mode != "decode":
         return requests + 1
-    # For requests that the other server is still sending; SGLang settles it later than its memory.
+    # For requests that the prefill server is still sending.  SGLang resolves the number after it
+    # has sized its memory.
     further = view.disaggregation_decode_extra_slots
     if further is None:
         further = 2 * requests if requests <= _FEW_REQUESTS else 0
@@ -297,19 +301,19 @@ def most_request_rows(view: Any) -> int:
 
 
 def longest_row(view: Any, context: int, widest: int) -> int:
-    """The tokens that a row of the request pool has room for, at most, with a step behind them.
+    """Returns the most tokens for which a row of the request pool has room, one step included.
 
-    context: the longest one.  widest: tokens of one sequence in a step.  As SGLang's
-    `get_req_to_token_extra_context_len` has it.
+    context: longest context in tokens.  widest: tokens of one sequence in a step.  Follows SGLang's
+    `get_req_to_token_extra_context_len`.
     """
     page = max(view.page_size or 1, _LARGEST_PAGE)
     return context + max(4 + widest, 2 * widest + page - 1) + widest
 
 
 def captured_batches(args: ServerArgs) -> tuple[int, ...]:
-    """Batch sizes that decode graphs will be captured for, ascending; () when none will.
+    """Returns the batch sizes for which decode graphs will be captured, ascending; () for none.
 
-    As SGLang's `get_batch_sizes_to_capture` has it, for an engine without data parallelism.
+    Follows SGLang's `get_batch_sizes_to_capture` for an engine without data parallelism.
     """
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
@@ -331,5 +335,5 @@ def decode_graphs() -> Any:
 
 
 def graph_batch_sizes(model_runner: Any) -> tuple[int, ...]:
-    """Batch sizes with a captured decode graph, ascending; empty without captured graphs."""
+    """Returns the batch sizes with a captured decode graph, ascending; () without graphs."""
     return tuple(sorted(getattr(model_runner.decode_cuda_graph_runner, "capture_bs", None) or ()))

@@ -9,7 +9,7 @@ import torch
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Whether a device does its work after the call that asks for it has returned."""
+    """Whether calls return before the device has done the work that they launch."""
     return device.type != "cpu"
 
 
@@ -18,20 +18,21 @@ def to_device(
     device: torch.device | str,
     dtype: torch.dtype = torch.int64,
 ) -> torch.Tensor:
-    """Returns `values` as a tensor on `device`, which work launched from now on finds there.
+    """Returns `values` as a tensor on `device`; work that is launched later can read it.
 
-    `torch.tensor(values, device=...)` copies from pageable memory and therefore waits until the
-    device has done everything that was launched before.
+    `torch.tensor(values, device=...)` would copy from pageable memory and wait until the device has
+    finished all earlier work.
     """
     pinned = torch.device(device).type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 
 
 def keep_for_this_stream(tensor: torch.Tensor) -> None:
-    """Keeps the memory of a tensor that another stream has made from being reused too early.
+    """Prevents too early reuse of the memory of a tensor that another stream has made.
 
-    torch gives freed memory back to the stream that allocated it, even if another one has yet to
-    read it; here, until all that the current stream has launched so far has run.
+    torch returns freed memory to the stream that allocated it, even if another stream has not read
+    it yet.  After this call the memory is not reused before the work that the current stream has
+    launched so far is done.
     """
     if tensor.device.type != "cpu":
         streams = torch.get_device_module(tensor.device)
@@ -39,9 +40,9 @@ def keep_for_this_stream(tensor: torch.Tensor) -> None:
 
 
 def launched(device: torch.device) -> torch.Event | None:
-    """Returns an event that has occurred once all that the current stream was given has run.
+    """Returns an event that occurs when the work of the current stream so far is done.
 
-    None where everything has run already.
+    Returns None on a device whose work is already done.
     """
     if not is_asynchronous(device):
         return None
@@ -49,15 +50,15 @@ def launched(device: torch.device) -> torch.Event | None:
 
 
 def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Makes memory of the host that a device can write to while the host does something else."""
+    """Allocates host memory that a device can write to asynchronously."""
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def lock_pages(memory: torch.Tensor, device: torch.device) -> None:
-    """Has a device reach memory of the host by itself, for the rest of the process's life.
+    """Pins host memory, so that a device can access it, until the process ends.
 
-    memory: contiguous.  Raises RuntimeError where the driver refuses.
+    memory: contiguous.  Raises RuntimeError if the driver refuses.
     """
     if device.type == "cuda":
         address, size = memory.data_ptr(), memory.nbytes
@@ -74,13 +75,13 @@ class SideStream:
         self._stream = self._module.Stream(device)
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event:
-        """Copies into the first tensor of each pair what the second holds by now.
+        """Copies the second tensor of each pair into the first.
 
-        Exactly one of the two lies on the host, in memory that the device can reach (`host_buffer`,
-        `lock_pages`).  Nothing may write to either until the event that is returned has occurred.
-        Values change their type on the device: on the host, the caller would have to wait for that.
-        Raises ValueError for a part that is not contiguous: torch would copy it by way of pageable
-        memory of the host, which takes until the device has done it.
+        Exactly one of the two is on the host, in memory that the device can access (`host_buffer`,
+        `lock_pages`).  Neither may be written to until the returned event has occurred.  Types are
+        converted on the device, because the caller would have to wait for a conversion on the host.
+        Raises ValueError for a tensor that is not contiguous: torch would copy it through pageable
+        host memory and wait for the device.
         """
         pairs = list(pairs)
         if not all(part.is_contiguous() for pair in pairs for part in pair):
@@ -98,5 +99,5 @@ class SideStream:
 
 
 def side_stream(device: torch.device) -> SideStream | None:
-    """Makes one for a device; None for the CPU, which shares its memory with the host."""
+    """Makes the side stream of a device; None for the CPU, which shares the host's memory."""
     return SideStream(device) if is_asynchronous(device) else None

@@ -1,7 +1,7 @@
-"""DFlash inside an EAGLE-shaped engine: it drafts its block, and EAGLE's parts verify.
+"""DFlash inside an EAGLE engine: DFlash drafts its block, and EAGLE's parts verify.
 
-SGLang's `DFlashWorkerV2` drafts and verifies in one long method.  Its drafting half is run as it
-is; where it would build the verification, it is stopped, and its block lies in its buffer.
+SGLang's `DFlashWorkerV2` drafts and verifies in one long method.  Its drafting half runs unchanged.
+An exception stops it where it would build the verification; the block is then in its buffer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine_shim.sglang.drafters.drafting import Attempts, verification_of
 
 
 class _DraftedError(Exception):
-    """The block is drafted; nothing has gone wrong."""
+    """Signals that the block is drafted; it is not a failure."""
 
 
 def _stop(*_: object, **__: object) -> Never:
@@ -34,22 +34,23 @@ def _stop(*_: object, **__: object) -> Never:
 
 
 class _DraftingHalf(dflash_worker_v2.DFlashWorkerV2):
-    """Omits what would change the target."""
+    """The drafting half of SGLang's worker, without the parts that would change the target."""
 
     def _defer_target_verify_gather(self) -> None:
         return None
 
     def _maybe_merge_trained_mask_embedding(self) -> None:
-        """It would write into the target's embedding."""
+        """Refuses a trained mask, because SGLang would write it into the target's embedding."""
         reason = dflash_checkpoint.trained_mask(get_spec().speculative_draft_model_path or "")
         if reason:
             raise UnsupportedEngineError(reason)
 
 
 class DFlashDrafter(Attempts):
-    """Owns the drafting half, from its construction on.
+    """Builds and runs the drafting half.
 
-    over: why it no longer drafts; "" while it does.  It has then missed something of the stream.
+    over: why it no longer drafts, "" while it does.  After an error it has missed positions, so it
+    never drafts again.
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class DFlashDrafter(Attempts):
     ) -> None:
         """Builds the drafter.
 
-        config: `ModelConfig` of the checkpoint at model_path.  outer: the `EagleDraftWorker` it
-        lives in, or stands for.  fallback: tells the log what happens without it.  Raises
-        PluginError.
+        config: `ModelConfig` of the checkpoint at model_path.  outer: the `EagleDraftWorker` that
+        it is part of, or that it replaces.  fallback: tells the log what happens without it.
+        Raises PluginError.
         """
         super().__init__(f"DFlash no longer drafts; {fallback}")
         self._model_path, self._revision = model_path, revision
@@ -80,13 +81,13 @@ class DFlashDrafter(Attempts):
         if self._worker.lilicorr is not None:
             raise UnsupportedEngineError(
                 "a DFlash checkpoint with a LiLiCorr head is untested where the draft length is "
-                "steered: it wants to know each step as it is read"
+                "steered: it must see each step when it is read"
             )
         self._offsets: dict[int, torch.Tensor] = {}
         self._device = outer.device
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Gives SGLang the configuration of an engine with this drafter alone, inside the block."""
+        """Gives SGLang the configuration of a DFlash-only engine, inside the `with` block."""
         found: AbstractContextManager[Any] = get_spec().override(
             speculative_algorithm="DFLASH",
             speculative_draft_model_path=self._model_path,
@@ -99,41 +100,41 @@ class DFlashDrafter(Attempts):
 
     @property
     def runner(self) -> Any:
-        """The `ModelRunner` of the drafter."""
+        """Returns the `ModelRunner` of the drafter."""
         return self._worker.draft_model_runner
 
     @property
     def mask_token(self) -> int:
-        """The id that stands for the tokens of a block that are to come."""
+        """Returns the token id that stands for the unknown tokens of a block."""
         found: int = self._worker._mask_token_id
         return found
 
     def refresh(self) -> None:
-        """Derives again what SGLang derives from the weights: keys and values side by side."""
+        """Rebuilds what SGLang derives from the weights: the fused key and value weights."""
         if self._worker._fused_kv_helper is not None:
             fused_keys.refresh(self._worker._fused_kv_helper, self._worker.draft_model.layers)
 
     def lend_layout(self, draft: Any) -> None:
-        """Has a draft worker lie on the ranks as this drafter does."""
+        """Gives a draft worker the rank layout of this drafter."""
         sglang_api.lie_like(draft, self._worker)
 
     def build(self, part: str, *arguments: Any, **named: Any) -> None:
-        """Has the drafting half build what this method of a draft worker does, by its name."""
+        """Calls the method of the drafting half that builds `part`, by its name."""
         with self.scope():
             getattr(self._worker, part)(*arguments, **named)
 
     def capture(self, *, required: bool) -> None:
-        """Captures the block's graphs, after a block was drafted without them.
+        """Captures the block's graphs after drafting a first block without them.
 
-        A drafter that cannot draft is given up or refused by that block.  A capture that fails
-        itself ends the start: what it leaves of torch's memory pools is unknown, and a graph could
-        come to overwrite tensors that are in use.  Raises UnsupportedEngineError.
+        If that block fails, the drafter is given up, or refused if it is required.  If the capture
+        fails, the start ends: the state of torch's memory pools is then unknown, and a graph could
+        overwrite tensors that are in use.  Raises UnsupportedEngineError.
         """
         worker = self._worker._draft_worker
         original = worker.init_cuda_graphs
 
         def after_a_block(*, capture_decode_cuda_graph: bool) -> None:
-            # SGLang registers its users' forward hooks each time: they must not be in the graphs.
+            # SGLang registers its users' forward hooks in each call; graphs must not contain them.
             if capture_decode_cuda_graph and not sglang_api.config_leaf("forward_hooks"):
                 original(capture_decode_cuda_graph=False)
                 self.rehearse(required=required)
@@ -155,9 +156,9 @@ class DFlashDrafter(Attempts):
             worker.init_cuda_graphs = original
 
     def draft(self, batch: Any) -> torch.Tensor:
-        """The block [B, block_size] after the newest tokens, which come first in it.
+        """Returns the block [B, block_size]; its first column has the newest tokens.
 
-        Raises HookError when SGLang drafted and went on.
+        Raises HookError if SGLang continued after drafting.
         """
         keep = batch.spec_info
         batch.spec_info = make_draft_input_v2(
@@ -175,7 +176,7 @@ class DFlashDrafter(Attempts):
     def rehearse(self, *, required: bool) -> None:
         """Drafts a block before there is traffic.
 
-        One that cannot draft is given up, or raises UnsupportedEngineError where it is required.
+        If that fails, the drafter is given up; raises UnsupportedEngineError if it is required.
         """
         if self.over:
             return
@@ -195,8 +196,8 @@ class DFlashDrafter(Attempts):
     def _rehearse(self) -> None:
         """Reads one position and drafts one block.
 
-        It reads and writes where the padding of a batch does (row 0 of the requests, slot 0 of the
-        KV cache), which no request ever owns, so it leaves no trace.
+        Uses row 0 of the requests and slot 0 of the KV cache, like the padding of a batch.  No
+        request ever owns these, so no request is affected.
         """
         model = self._worker.draft_model
         nothing = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -212,11 +213,11 @@ class DFlashDrafter(Attempts):
             seq_lens=nothing + 1,
             seq_lens_cpu=torch.ones(1, dtype=torch.int64),
         )
-        # Reading the block back waits for the device, whose errors come late.
+        # Reading the block back waits for the device, whose errors are asynchronous.
         self.draft(batch).tolist()
 
     def chain(self, draft: Any, batch: Any, block: torch.Tensor) -> Any:
-        """Has the first gamma tokens of a block verified; see `verification_of`."""
+        """Returns the verification of the first gamma tokens of a block; see `verification_of`."""
         return verification_of(draft, batch, block[:, 1 : draft.speculative_num_steps + 1])
 
     def read_prompt(self, batch: Any, hidden: torch.Tensor, kv_loc_plan: Any) -> None:

@@ -23,7 +23,7 @@ def draft_config(server_args: Any, model_path: str, revision: str | None) -> Mod
 
 
 def block_config(config: ModelConfig) -> DFlashConfig:
-    """Reads what a checkpoint's configuration says of blocks.  Raises UnsupportedEngineError."""
+    """Reads the block settings of a checkpoint's configuration.  Raises UnsupportedEngineError."""
     try:
         return read_dflash(config.hf_config.to_dict())
     except DrafterConfigError as error:
@@ -31,7 +31,7 @@ def block_config(config: ModelConfig) -> DFlashConfig:
 
 
 def block_size(config: ModelConfig) -> int:
-    """Returns the tokens of a block, the request's newest included; as `block_config` raises."""
+    """Returns the tokens of a block, the newest one included.  Raises like `block_config`."""
     return block_config(config).block
 
 
@@ -44,7 +44,7 @@ def emitted_layers(config: ModelConfig, target: ModelConfig) -> tuple[int, ...]:
 
 
 def layer_count(target: ModelConfig) -> int:
-    """Returns the layers that a target runs one after the other, as SGLang counts them."""
+    """Returns the number of layers that a target runs in sequence, as SGLang counts them."""
     config = target.hf_text_config
     return int(config.num_hidden_layers) * loops(config)
 
@@ -63,16 +63,16 @@ def lengths_of_block(gammas: Iterable[int], size: int) -> tuple[int, ...]:
 
 
 def no_room(size: int, widest: int) -> str:
-    """Explains why blocks of this size find no room; "" if they do.
+    """Explains why the engine has no room for blocks of this size; "" if it has.
 
-    widest: tokens of one sequence in a step.  The block is written behind the context, where room
-    is kept for the widest step.
+    widest: tokens of one sequence in a step.  The block is written behind the context, where the
+    engine reserves room for the widest step.
     """
     if widest >= size:
         return ""
     return (
-        f"the DFlash drafter drafts blocks of {size}, for which the engine keeps no room: let "
-        f"SPECULATION_GAMMAS reach {size - 1}"
+        f"the DFlash drafter drafts blocks of {size}, for which the engine keeps no room: add "
+        f"{size - 1} to SPECULATION_GAMMAS"
     )
 
 

@@ -1,8 +1,9 @@
 """DFlash as an engine's only drafter, steered.
 
-SGLang's own DFLASH engine verifies whole blocks and nothing else.  Here the engine is built as an
-EAGLE one, whose parts can verify any gamma + 1 tokens, and this drafter stands where its EAGLE head
-would: it drafts its whole block (a shorter block is a worse one) and hands on the first gamma.
+SGLang's own DFLASH engine can only verify whole blocks.  Here the engine is built as an EAGLE
+engine, whose parts can verify any gamma + 1 tokens, and this drafter replaces its EAGLE head.  It
+drafts its whole block, because a shorter block is accepted less, and passes on the first gamma
+tokens.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from engine_shim.sglang.drafters.hidden_states import emit_for_block
 class DFlashOnlyWorker(EagleDraftWorkerBase):
     """Takes the place of `EagleDraftWorker`.
 
-    When its drafter fails, the sidecar plans plain decoding.  Until that plan has come, blocks of
-    nothing are drafted: every token is verified, none is accepted.
+    When its drafter fails, the sidecar plans plain decoding.  Until that plan arrives, it drafts
+    blocks of zeros, of which almost nothing is accepted.
     """
 
-    # What the EAGLE parts around it ask for, and a block has not.
+    # Attributes that the EAGLE parts around it read, and that a block does not have.
     topk = 1
     seed_dsa_topk_from_draft_extend = False
     cuda_graph_runner = cuda_graph_runner_for_draft_extend = draft_extend_attn_backend = None
@@ -66,11 +67,11 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
         return self.block.runner
 
     def alloc_memory_pool(self, **arguments: Any) -> None:
-        """Does what SGLang asks of its draft worker."""
+        """Allocates the memory pool of the drafter."""
         self.block.build("alloc_memory_pool", **arguments)
 
     def init_attention_backends(self) -> None:
-        """Does what SGLang asks of its draft worker."""
+        """Builds the attention backends of the drafter."""
         self.block.build("init_attention_backends")
         self.init_attention_backend()
 
@@ -80,14 +81,14 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
         self.draft_runner.draft_attn_backend = self.draft_attn_backend
 
     def init_cuda_graphs(self) -> None:
-        """Does what SGLang asks of its draft worker."""
+        """Captures the graphs of the drafter."""
         self.block.capture(required=True)
 
     def _capture_cuda_graphs(self) -> None:
-        """Captures nothing for a draft length, since the block has graphs of its own."""
+        """Captures nothing for a draft length, because the block has its own graphs."""
 
     def draft(self, batch: Any, **_: Any) -> Any:
-        """Inputs of a verification of gamma + 1 tokens for each request."""
+        """Returns the inputs of a verification of gamma + 1 tokens for each request."""
         block = self.block.attempt(lambda: self.block.draft(batch))
         if block is None:
             size = batch.seq_lens.shape[0], self.block.block_size
@@ -95,7 +96,7 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
         return self.block.chain(self, batch, block)
 
     def draft_extend(self) -> None:
-        """Abstract in SGLang, and called by nothing."""
+        """Implements a method that is abstract in SGLang and never called."""
 
     def _draft_extend_for_prefill(
         self, batch: Any, hidden: torch.Tensor, next_token_ids: torch.Tensor,
@@ -119,7 +120,7 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
         self.block.attempt(lambda: self.block.read(hidden, slots, positions))
 
     def _fill(self, draft_input: Any, size: int) -> None:
-        """Fills in what an EAGLE head would leave; a block begins from the cache alone."""
+        """Fills in placeholders for an EAGLE head's outputs; a block needs only the cache."""
         config, device = self.draft_runner.model_config, self.device
         draft_input.topk_p = torch.zeros((size, 1), device=device)
         draft_input.topk_index = torch.zeros((size, 1), dtype=torch.int64, device=device)
@@ -128,11 +129,11 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
 
 
 def register() -> None:
-    """Hooks it in, before the engine's workers are built."""
+    """Registers the hooks; must run before the engine's workers are built."""
     hook_check.around(sglang_api.RESOLVE_CAPTURE, around_resolve)
     hook_check.around(sglang_api.CONFIGURE_CAPTURE, target_capture.around_configure)
     hook_check.replace(sglang_api.DRAFT_WORKER, DFlashOnlyWorker)
-    # The last to read what the scheduler shares is the verification, as in a DFLASH engine.
+    # The verification is the last reader of the scheduler's shared buffers, as in a DFLASH engine.
     eagle_worker_v2.EAGLEWorkerV2.last_shared_read_runner = property(
         lambda worker: worker.target_worker.model_runner
     )

@@ -1,7 +1,7 @@
-"""Says whether a drafter fits its target, by both configurations as SGLang reads them.
+"""Checks whether a drafter fits its target, by both configurations as SGLang reads them.
 
-What SGLang could not load or run is an obstacle.  What it would run without a gain is one with
-which an engine starts all the same.  Each was seen on SGLang 0.5.23.
+A drafter that SGLang cannot load or run stops the engine's start.  For a drafter that SGLang would
+run without a gain, the engine starts and logs the reason.  Each case was observed on SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from engine_shim.sglang.api.settings import PluginSettings
 
 
-# Rows by which vocabularies of one tokenizer differ: they are padded to multiples of up to 512, and
-# fine-tuning adds some hundred tokens.  Other tokenizers differ by thousands.
+# The most rows by which vocabularies of one tokenizer differ: they are padded to multiples of up to
+# 512, and fine-tuning adds a few hundred tokens.  Different tokenizers differ by thousands.
 SAME_TOKENIZER_ROWS: Final = 1024
-# The number of predictors, as configs call it.
+# Fields of configs with the number of predictors.
 _PREDICTORS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 # How SGLang names classes that draft from the target's hidden states.
 _DRAFT_NAMES: Final = ("Eagle", "NextN", "MTP")
 _OWN_MODELS: Final = "sglang.srt.models."
-# What SGLang drafts with by the algorithm, in its order of flags; "" drafts by none.
+# Algorithms by which SGLang drafts, in its order of flags; "" for a class that drafts by none.
 EAGLE3, EAGLE, DFLASH, DSPARK, NONE = "EAGLE3", "EAGLE", "DFLASH", "DSPARK", ""
 
 
 class Pair(NamedTuple):
-    """A drafter's configuration beside its target's.
+    """A drafter's configuration and its target's.
 
     algorithm: EAGLE, EAGLE3 or DFLASH, as SGLang resolves it.
     """
@@ -54,18 +54,18 @@ class Pair(NamedTuple):
 
     @property
     def architectures(self) -> Sequence[str]:
-        """Returns the names of the drafter's classes, as SGLang rewrites them for a draft."""
+        """Returns the names of the drafter's classes, as SGLang rewrites them for a drafter."""
         found: Sequence[str] = self.draft.hf_config.architectures or []
         return found
 
     @property
     def is_one_model(self) -> bool:
-        """Whether the drafter is looked for in the target's own checkpoint."""
+        """Whether the drafter is a part of the target's own checkpoint."""
         return bool(self.draft.model_path == self.target.model_path)
 
     @property
     def eagle3(self) -> Eagle3Config:
-        """Returns what an EAGLE3 checkpoint says of the target.  Raises DrafterConfigError."""
+        """Returns the EAGLE3 part of the drafter's configuration.  Raises DrafterConfigError."""
         return read_eagle3(self.draft.hf_config.to_dict())
 
 
@@ -73,11 +73,11 @@ def fit_check(topic: str, pair: Pair) -> Check:
     """Compares a drafter with its target."""
     found = f"{pair.draft.model_path} ({', '.join(pair.architectures) or 'no architecture'})"
     if STEERED.keys() & set(pair.architectures):
-        # A class of ours, which SGLang's registry has once the engine starts.
+        # A class of this plugin, which is added to SGLang's registry when the engine starts.
         return Check(topic, found, next(_steered_obstacles(pair), ""))
     model = model_class(pair.architectures)
     if model is None:
-        # A class that only this machine cannot import is judged where the engine starts.
+        # A class that cannot be imported on this machine is checked when the engine starts.
         declared = is_declared(pair.architectures)
         return Check(topic, found, "" if declared else _no_class(pair))
     sizes = _block_obstacles if pair.algorithm == DFLASH else _head_obstacles
@@ -89,7 +89,7 @@ def fit_check(topic: str, pair: Pair) -> Check:
 
 
 def _steered_obstacles(pair: Pair) -> Iterator[str]:
-    """Finds what an SD2 drafter, a small language model of ours, was made for and is not there."""
+    """Yields why an SD2 drafter, a small steered language model, does not fit the target."""
     draft, target = pair.draft, pair.target
     if pair.algorithm != EAGLE3:
         yield f"{pair.algorithm} does not run an SD2 drafter: set --speculative-algorithm {EAGLE3}"
@@ -100,7 +100,7 @@ def _steered_obstacles(pair: Pair) -> Iterator[str]:
     ):
         if wanted != found:
             yield f"the SD2 drafter was made for {part} {wanted}, the target has {found}"
-    # SGLang reads the output of a layer on entering the next one.
+    # SGLang emits the output of a layer as the input of the next one.
     last, read = layer_count(target) - 2, pair.eagle3.captured_layers or ()
     if not read:
         yield f"the SD2 drafter's {NO_EAGLE_LAYERS}"
@@ -129,12 +129,12 @@ def _right_classes(algorithm: str) -> str:
 
 
 def _class_obstacles(pair: Pair, model: type) -> Iterator[str]:
-    """Finds what SGLang would call of the drafter or its target and their classes lack."""
+    """Yields what the classes of the drafter or its target lack and SGLang would call."""
     drafts, wanted = drafts_by(model), pair.algorithm
     name = model.__name__
     if wanted == DFLASH != drafts and drafts is not None:
         yield (
-            f"{pair.draft.model_path} is no DFlash checkpoint: its architectures are "
+            f"{pair.draft.model_path} is not a DFlash checkpoint: its architectures are "
             f"{list(pair.architectures)}; {_right_classes(DFLASH)}"
         )
     elif drafts == DSPARK:
@@ -172,7 +172,7 @@ def _has(model: type, *methods: str) -> bool:
 
 
 def _no_drafter(pair: Pair, model: type) -> str:
-    """Says that a checkpoint is a language model, not a drafter."""
+    """Explains that a checkpoint is a language model and not a drafter."""
     if pair.is_one_model:
         return (
             f"the target has no predictor that SGLang knows, so {model.__name__} itself would "
@@ -182,22 +182,22 @@ def _no_drafter(pair: Pair, model: type) -> str:
     if _is_eagle3_head(pair):
         return (
             "its config.json has a draft_vocab_size, as EAGLE3 drafters have, and names "
-            f"{model.__name__}, which reads nothing of the target: write LlamaForCausalLMEagle3 "
+            f"{model.__name__}, which does not read the target: write LlamaForCausalLMEagle3 "
             "into its architectures, and set --speculative-algorithm EAGLE3"
         )
     return (
-        f"{model.__name__} is a language model, which reads nothing of the target: "
+        f"{model.__name__} is a language model, which does not read the target: "
         f"{_right_classes(pair.algorithm)}"
     )
 
 
 def _is_eagle3_head(pair: Pair) -> bool:
-    """Whether it is laid out as EAGLE3 drafters whose config.json names a language model."""
+    """Whether it looks like an EAGLE3 drafter whose config.json names a language model."""
     return getattr(pair.draft.hf_config, "draft_vocab_size", None) is not None
 
 
 def _head_obstacles(pair: Pair, _: type) -> Iterator[str]:
-    """Finds what SGLang could not load or run of an EAGLE, EAGLE3 or MTP drafter."""
+    """Yields why SGLang cannot load or run an EAGLE, EAGLE3 or MTP drafter."""
     draft, target, config = pair.draft, pair.target, pair.draft.hf_text_config
     width = draft.hidden_size
     if pair.algorithm == EAGLE3:
@@ -210,7 +210,7 @@ def _head_obstacles(pair: Pair, _: type) -> Iterator[str]:
     if drafts is not None and drafts > max(draft.vocab_size, target.vocab_size):
         yield (
             f"it drafts {drafts} tokens (draft_vocab_size), and the target has "
-            f"{target.vocab_size}: it is no drafter for it"
+            f"{target.vocab_size}: the drafter does not fit this target"
         )
     if (
         pair.architectures[0] == "LlamaForCausalLMEagle3"
@@ -228,7 +228,7 @@ def _head_obstacles(pair: Pair, _: type) -> Iterator[str]:
 def _other_width(width: int, target: ModelConfig) -> str:
     return (
         f"it reads hidden states of {width} numbers, and the target's have {target.hidden_size}: "
-        "it is no drafter for it"
+        "the drafter does not fit this target"
     )
 
 
@@ -247,7 +247,7 @@ def _layer_obstacles(pair: Pair) -> Iterator[str]:
 
 
 def _block_obstacles(pair: Pair, model: type) -> Iterator[str]:
-    """Finds what SGLang could not load or run of a DFlash drafter, or what is not steered."""
+    """Yields why SGLang cannot load or run a DFlash drafter, or why it cannot be steered."""
     from sglang.srt.models.dflash import DFlash2DraftModel
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
@@ -265,7 +265,7 @@ def _block_obstacles(pair: Pair, model: type) -> Iterator[str]:
     if config.mask_token_id is not None and config.mask_token_id >= target.vocab_size:
         yield (
             f"its mask_token_id is {config.mask_token_id}, and the target has {target.vocab_size} "
-            "tokens: it is no drafter for it"
+            "tokens: the drafter does not fit this target"
         )
     settings = getattr(draft.hf_config, "dflash_config", None) or {}
     if any(name.startswith("lilicorr_") for name in settings) and settings.get(
@@ -287,7 +287,7 @@ def _other_vocabulary(pair: Pair) -> str:
 
 
 def _useless(pair: Pair, model: type) -> Iterator[str]:
-    """Finds what SGLang would run without a gain."""
+    """Yields why SGLang would run the drafter without a gain."""
     drafts, draft, target = drafts_by(model), pair.draft, pair.target
     if (drafts, pair.algorithm) == (EAGLE3, EAGLE) and pair.eagle3.uses_features:
         yield (
@@ -310,7 +310,7 @@ def _useless(pair: Pair, model: type) -> Iterator[str]:
 
 
 def _may_be_eagle(pair: Pair) -> bool:
-    """Whether it is laid out as its authors publish first-generation EAGLE checkpoints."""
+    """Whether it looks like a published first-generation EAGLE checkpoint."""
     is_short = pair.draft.num_hidden_layers < pair.target.num_hidden_layers
     return is_short and not pair.is_one_model and not _is_eagle3_head(pair)
 
@@ -328,8 +328,8 @@ def _advice(pair: Pair, model: type) -> str:
 def drafter_checks(args: ServerArgs, settings: PluginSettings) -> tuple[Check, ...]:
     """Checks each drafter of an engine against its target.
 
-    args: whose speculation SGLang has settled.  A configuration that SGLang reads and that cannot
-    be compared ends no start.
+    args: SGLang's arguments, with their speculation resolved.  If SGLang can read a configuration
+    and it cannot be compared here, the engine starts nevertheless.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
@@ -352,7 +352,7 @@ def _checked(
     args: ServerArgs, target: ModelConfig, topic: str, path: str | None, revision: str | None,
     algorithm: str,
 ) -> Check:  # fmt: skip
-    """Reads a drafter's configuration as the start will, and compares it with the target's."""
+    """Reads a drafter's configuration like SGLang's start, and compares it with the target's."""
     from sglang.srt.configs.model_config import ModelConfig
 
     found = path or target.model_path
@@ -361,7 +361,7 @@ def _checked(
             args, model_path=path, model_revision=revision, is_draft_model=True,
             context_length=target.context_len,
         )  # fmt: skip
-    except Exception as error:  # noqa: BLE001 - a file of others, which may hold anything
+    except Exception as error:  # noqa: BLE001 - a foreign file, which may contain anything
         words = " ".join(str(error).split())
         if isinstance(error, ValueError) and "context_length" in words:
             obstacle = (
@@ -369,7 +369,7 @@ def _checked(
                 f"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, or lower --context-length ({words})"
             )
             return Check(topic, found, obstacle)
-        # SGLang reads it in the same way when it starts, and ends.
+        # SGLang reads it in the same way and would end with the same error.
         return Check(topic, found, _unreadable(error))
     try:
         return fit_check(topic, Pair(draft, target, algorithm))
@@ -383,7 +383,7 @@ def _unreadable(error: Exception) -> str:
 
 
 def model_class(architectures: Sequence[str]) -> type | None:
-    """Returns the class that SGLang's registry has for the first architecture that it knows."""
+    """Returns the class that SGLang's registry has for the first known architecture."""
     from sglang.srt.models.registry import ModelRegistry
 
     known = ModelRegistry.get_supported_archs()
@@ -392,7 +392,7 @@ def model_class(architectures: Sequence[str]) -> type | None:
 
 
 def is_declared(architectures: Sequence[str]) -> bool:
-    """Whether SGLang's package has a class that this machine lacks a library for."""
+    """Whether SGLang's source has one of these classes, even if it cannot be imported here."""
     from sglang.srt import models
 
     declarations = tuple(f"class {name}(" for name in architectures)
@@ -405,13 +405,13 @@ def is_declared(architectures: Sequence[str]) -> bool:
 
 
 def drafts_by(model: type) -> str | None:
-    """Returns the algorithm that SGLang drafts by with a class, NONE for a language model.
+    """Returns the algorithm by which SGLang drafts with a class, NONE for a language model.
 
-    None for a class from elsewhere (SGLANG_EXTERNAL_MODEL_PACKAGE), of which nothing is known.
+    Returns None for an external class (SGLANG_EXTERNAL_MODEL_PACKAGE), whose algorithm is unknown.
     """
     from sglang.srt.models.dflash import DFlashDraftModel
 
-    # Its classes build on DFlash's.
+    # DSpark's classes derive from DFlash's, so they are checked first.
     if "DSpark" in model.__name__:
         return DSPARK
     if issubclass(model, DFlashDraftModel):
@@ -424,7 +424,7 @@ def drafts_by(model: type) -> str | None:
 
 
 def drafters_of(algorithm: str) -> list[str]:
-    """Returns the names of SGLang's classes that draft by an algorithm."""
+    """Returns the names of SGLang's drafter classes for an algorithm."""
     from sglang.srt.models.registry import ModelRegistry
 
     return sorted(

@@ -1,4 +1,4 @@
-"""Gives the plugin's own drafters an end at their first error, and SGLang's verification."""
+"""Switches the plugin's own drafters off after their first error, and builds verifications."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _log = logging.getLogger(__name__)
 
 
 class Attempts:
-    """Is the base of what an engine can do without.
+    """Base of optional parts of an engine, which are switched off after their first error.
 
-    over: why it no longer works; "" while it does.
+    over: why the part no longer works; "" while it does.
     """
 
     def __init__(self, end: str) -> None:
-        """Takes what the log says when it ends."""
+        """Takes the log message for the first error."""
         self.over, self._end = "", end
 
     def attempt(self, part: Callable[[], Found]) -> Found | None:
-        """Runs a part of the work; returns None once one has failed.
+        """Runs a part of the work; returns None if this or an earlier part has failed.
 
-        After the first error nothing of it runs any more.  Raises the error where other ranks would
-        continue with it.
+        After the first error no part runs any more.  With several ranks the error is raised,
+        because the other ranks would continue.
         """
         if not self.over:
             try:
@@ -52,7 +52,7 @@ def fits(draft: Any, batch: Any) -> bool:
 def verification_of(draft: Any, batch: Any, tokens: torch.Tensor) -> Any:
     """Returns the `EagleVerifyInput` of tokens [B, gamma] for each request.
 
-    draft: the `EagleDraftWorker` (or what stands for it), set to gamma.
+    draft: the `EagleDraftWorker` (or its replacement), set to gamma.
     """
     gamma, size = draft.speculative_num_steps, batch.seq_lens.shape[0]
     return build_eagle_verify_input(

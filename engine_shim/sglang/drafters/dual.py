@@ -1,9 +1,9 @@
-"""A DFlash drafter beside the engine's own EAGLE, EAGLE3 or MTP one; either may draft any step.
+"""A DFlash drafter beside the engine's own EAGLE, EAGLE3 or MTP drafter; either can draft any step.
 
-Both keep up with the stream: after every prefill and every verification each reads the hidden
-states of what was accepted, so that the other can take over at the next step.  One set of prepared
-draft lengths serves both: whoever drafts, a chain of gamma tokens is verified.  DFlash always
-drafts its whole block, of which the first gamma tokens are used.
+Both drafters stay up to date: after every prefill and every verification each reads the hidden
+states of the accepted tokens, so either can draft the next step.  Both use the same prepared draft
+lengths, because a chain of gamma tokens is verified in either case.  DFlash always drafts its whole
+block, of which the first gamma tokens are used.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from engine_shim.sglang.drafters.hidden_states import SharedCapture
 class DualDrafter:
     """Hooks around one engine's draft worker.
 
-    gammas: draft lengths that the engine prepares.  required: the engine does not start without
-    this drafter.
+    gammas: draft lengths that the engine prepares.  required: whether the engine refuses to start
+    without this drafter.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class DualDrafter:
 
     @property
     def block(self) -> DFlashDrafter:
-        """Returns the DFlash drafter, once the draft worker was built."""
+        """Returns the DFlash drafter; only after the draft worker was built."""
         assert self._block is not None
         return self._block
 
     @property
     def gammas(self) -> tuple[int, ...]:
-        """Draft lengths above 0 that its block can fill."""
+        """Returns the draft lengths above 0 that its block can fill."""
         return tuple(g for g in lengths_of_block(self._gammas, self.block.block_size) if g)
 
     def around_construct(
@@ -99,17 +99,17 @@ class DualDrafter:
         return original(draft, batch, own, *arguments, **named)
 
     def draft(self, draft: Any, batch: Any) -> Any | None:
-        """Drafts instead of `EagleDraftWorker.draft`; None when the other drafter must."""
+        """Drafts instead of `EagleDraftWorker.draft`; None if the other drafter must draft."""
         if not fits(draft, batch):
             return None
         return self.block.attempt(lambda: self.block.chain(draft, batch, self.block.draft(batch)))
 
     def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The columns of `hidden` that the other drafter reads, and this one's."""
+        """Returns the columns of `hidden` for the other drafter, and those for this one."""
         return self._capture.split(hidden)
 
     def follow(self, batch: Any, result: Any, kv_loc_plan: Any) -> None:
-        """Reads what a step accepted, and leaves in `result` what the other drafter reads."""
+        """Reads what a step accepted; leaves only the other drafter's columns in `result`."""
         output = result.logits_output
         output.hidden_states, others = self._capture.split(output.hidden_states)
         self.block.attempt(lambda: self.block.read_step(batch, result, others, kv_loc_plan))
@@ -117,13 +117,13 @@ class DualDrafter:
     def catch_up(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Reads positions that were slept through; the other drafter's columns of `hidden`."""
+        """Reads positions that were slept through; returns the other drafter's columns."""
         own, others = self._capture.split(hidden)
         self.block.attempt(lambda: self.block.read(others, slots, positions))
         return own
 
     def _extend_properties(self) -> None:
-        """Adds this drafter's part to what SGLang asks its workers for."""
+        """Adds this drafter to the properties that SGLang reads from its workers."""
         draft_class, worker_class = eagle_worker_v2.EagleDraftWorker, eagle_worker_v2.EAGLEWorkerV2
         runners = draft_class.draft_runners.fget
         backends = worker_class.spec_v2_attn_backends.fget
@@ -136,7 +136,7 @@ class DualDrafter:
             return (*backends(worker), self.block.runner.attn_backend)
 
         def weight_update_runners(worker: Any) -> list[tuple[str, Any]]:
-            # "draft" is the engine's own: another drafter's weights fit no DFlash.
+            # "draft" names the engine's own drafter, whose weights do not fit a DFlash drafter.
             return [("draft", worker.draft_worker.draft_runner)]
 
         draft_class.draft_runners = property(draft_runners)

@@ -1,9 +1,9 @@
-"""Recognises checkpoints of drafters that SGLang cannot run, by what is in their config.json.
+"""Recognises checkpoints of drafters that SGLang cannot run, by their config.json.
 
-And has an EAGLE3 drafter that names no layers of its target read the default ones.  A checkpoint
-may name an empty list (`eagle_aux_hidden_state_layer_ids: []`, as NVIDIA's ModelOpt writes it).
-SGLang's drafter takes that for the three default layers, its targets for none, and the first pass
-would end the engine.
+It also makes an EAGLE3 drafter that names no layers of its target read the default layers.  A
+checkpoint may have an empty list (`eagle_aux_hidden_state_layer_ids: []`, as NVIDIA's ModelOpt
+writes it).  SGLang's drafter then expects the three default layers, its targets emit none, and the
+first pass would end the engine.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ _INSTEAD: Final = (
     "use an EAGLE, EAGLE3 or DFlash checkpoint that was trained for this target, or NEXTN with a "
     "target that has a predictor of its own"
 )
-# A part of a name: of CamelCase, or between other characters than letters and digits.
+# A part of a name: a word of CamelCase, or a run of letters or digits.
 _PART: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 
 
 class _Kind(NamedTuple):
     """One kind of drafter.
 
-    fields: counts, switches and sections of config.json, or of its `eagle_config`, any of which
-    names the kind unless it is null or 0.  ids: tokens there, of which 0 is one.  words: any of
-    them does at which a part of its architectures, model_type or spd_type begins; they are written
-    in lower case and without what separates parts.  instead: what to use.
+    A config.json is of this kind if any of these applies.  fields: one of these fields of
+    config.json, or of its `eagle_config`, is neither null nor 0.  ids: one of these fields is a
+    token id, which may be 0.  words: its architectures, model_type or spd_type contain one of these
+    words, at the beginning of a part; words are in lower case and without separators.
+    instead: what to use instead.
     """
 
     name: str
@@ -42,7 +43,7 @@ class _Kind(NamedTuple):
     instead: str = _INSTEAD
 
 
-# The first that fits counts.
+# The first kind that matches counts.
 _KINDS: Final = (
     _Kind("P-EAGLE drafter", ("parallel_drafting",), ("ptd_token_id",), ("peagle",)),
     _Kind("PARD drafter", ids=("pard_token", "pard_token_id"), words=("pard",)),
@@ -78,20 +79,20 @@ _KINDS: Final = (
 def raw_config(model_path: str) -> Mapping[str, Any]:
     """Reads the config.json of a local folder; {} if file or folder is missing.
 
-    Raises UnsupportedEngineError for a file that is no JSON object, or no file, such as a pipe,
-    which would be waited for.
+    Raises UnsupportedEngineError if it is not a JSON object, or not a regular file: reading a pipe,
+    for example, could block.
     """
     path = Path(model_path, "config.json")
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise UnsupportedEngineError(f"{path} cannot be read: it is no file")
+            raise UnsupportedEngineError(f"{path} cannot be read: it is not a regular file")
         found = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise UnsupportedEngineError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise UnsupportedEngineError(f"{path} holds no JSON object: it begins with {found!r:.40}")
+        raise UnsupportedEngineError(f"{path} is not a JSON object: it begins with {found!r:.40}")
     return found
 
 
@@ -113,7 +114,7 @@ def foreign_kind(config: Mapping[str, Any]) -> str:
 
 
 def _has_word(name: str, words: tuple[str, ...]) -> bool:
-    """Whether a part of a name begins with any of the words, or parts in a row do."""
+    """Whether one of the words begins at a part of the name; it may span several parts."""
     parts = [part.lower() for part in _PART.findall(name)]
     begins = accumulate(map(len, parts), initial=0)
     joined = "".join(parts)

@@ -1,8 +1,9 @@
-"""One pass of the target, the hidden states that both drafters want of it.
+"""Captures the hidden states for two drafters in one pass of the target.
 
 EAGLE3 and DFlash read the outputs of different target layers, and SGLang's two settings for them
 overwrite each other.  Here the target emits the union, in layer order, and each drafter gets its
-own columns; a drafter that reads the last hidden state (EAGLE, MTP) gets it as one more group.
+own columns.  A drafter that reads the last hidden state (EAGLE, MTP) gets it as an additional
+group.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ class SharedCapture:
         self._revision = revision
         self._config: ModelConfig | None = None
         self._hidden_size = 0
-        # Groups of columns that each drafter reads, on the target's device once that was built.
+        # Groups of columns that each drafter reads; on the target's device after it was built.
         self._own = torch.empty(0, dtype=torch.int64)
         self._block = torch.empty(0, dtype=torch.int64)
         self._appends_last = False
 
     @property
     def block_config(self) -> ModelConfig:
-        """Returns the configuration of the DFlash checkpoint, once the target was built."""
+        """Returns the configuration of the DFlash checkpoint; only after the target was built."""
         assert self._config is not None
         return self._config
 
@@ -89,13 +90,13 @@ class SharedCapture:
         """Wraps `LogitsProcessor._get_hidden_states_to_store`, to add the last hidden state."""
         mode = rest[-1].capture_hidden_mode
         if self._appends_last and aux is not None and mode.is_full():
-            # SGLang would store either of them, and a model may say that its last one is another.
+            # SGLang would store only one of both.  A model may return its last state before a norm.
             last = hidden if before_norm is None else before_norm
             return torch.cat([pack_aux_hidden_states(aux), last], dim=-1)
         return original(processor, hidden, before_norm, aux, *rest)
 
     def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[rows, groups * H] to what the engine's own drafter reads, and what DFlash reads."""
+        """Splits [rows, groups * H] into the columns of the engine's own drafter and DFlash's."""
         groups = hidden.view(hidden.shape[0], -1, self._hidden_size)
         # Indexing with a list would copy the list to the device, and wait for that.
         return (
@@ -105,10 +106,10 @@ class SharedCapture:
 
 
 def emit_for_block(found: Any, block: ModelConfig, target: ModelConfig) -> int:
-    """Has a target emit what a DFlash checkpoint reads; the drafter's number of layers.
+    """Makes a target emit what a DFlash checkpoint reads; returns the drafter's number of layers.
 
-    found: SGLang's `SpecAuxHiddenStateConfig`.  Whether the checkpoint fits the target was checked
-    before the target was built.  Raises UnsupportedEngineError for a config without its layers.
+    found: SGLang's `SpecAuxHiddenStateConfig`.  The start has already checked that the checkpoint
+    fits the target.  Raises UnsupportedEngineError for a config without its number of layers.
     """
     layers = dflash_checkpoint.block_config(block).layers
     if layers is None:

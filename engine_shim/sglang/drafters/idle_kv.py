@@ -1,23 +1,23 @@
-"""A drafter that sleeps while nothing of it is used, and wakes up without having missed anything.
+"""Lets a drafter sleep while its drafts are not used, and catch up before it drafts again.
 
-Awake, the drafter reads every position the target has passed (the target's hidden state at p, and
-token p + 1), in one draft-extend per step, so that its KV cache keeps up.  At gamma = 0 that is
-most of what speculation still costs.  Asleep, at gamma = 0 or while a lookup drafts alone, the
-step's hidden states and tokens are kept instead, and one draft-extend of as many positions as were
-missed catches up
+An awake drafter reads every position that the target has passed (the target's hidden state at p,
+and token p + 1), in one draft-extend per step, so that its KV cache is up to date.  At gamma = 0
+that is most of the remaining cost of speculation.  While the drafter sleeps, at gamma = 0 or while
+a lookup drafts alone, the step's hidden states and tokens are stored instead.  One draft-extend
+over all missed positions catches up
 
-  - before the first step with the drafter awake, which also gives the state drafting begins from;
-  - while asleep, whenever the buffer is full: late and in bulk, far cheaper for each position.
+  - before the first step with the drafter awake; it also gives the state for the next draft;
+  - while asleep, whenever the buffer is full: in bulk, which is far cheaper for each position.
 
-With the overlap schedule, the host learns a step later how many drafts of a lookup were accepted.
-So a drafter that is to wake up then stays idle for one more step, in which the lookup drafts and it
-reads along: that step's draft-extend gives the state drafting begins from, and what was missed is
-read in the next one.
+With the overlap schedule, the host learns one step later how many drafts of a lookup were accepted.
+A drafter that wakes up then waits for one more step, in which the lookup drafts and the drafter
+reads the accepted tokens.  That step's draft-extend gives the state for the next draft, and the
+missed positions are read in the next step.
 
-So the buffer is bounded and no request goes cold, however long the sleep.  What is not caught up is
-the tail (at most one buffer) of a request that finishes asleep: its target KV may be found again
-through the prefix cache, with the drafter's KV of that tail being whatever lay there.  That costs
-acceptance, never a wrong token, and is counted as unread.
+So the buffer is bounded, and no request drafts cold, however long the sleep.  One case is not
+caught up: the tail (at most one buffer) of a request that finishes while the drafter sleeps.  The
+prefix cache may reuse the target's KV of that tail, for which the drafter's KV was never written.
+That costs acceptance, never a wrong token, and is counted as unread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class IdleCounters:
     """Counts since the engine started.
 
     `slept`: steps; `passes`: catch-up forwards; `caught_up`: positions they read; `cold`: requests
-    that had to draft from nothing; `unread`: positions that were never read.
+    that had to draft without the missed positions; `unread`: positions that were never read.
     """
 
     slept: int = 0
@@ -53,7 +53,7 @@ class IdleCounters:
 
 
 def cannot_sleep_reason(worker: Any) -> str | None:
-    """Explains why the drafter of this `EAGLEWorkerV2` cannot be put to sleep; None when it can."""
+    """Explains why the drafter of this `EAGLEWorkerV2` cannot sleep; None if it can."""
     from sglang.srt.utils.common import is_cpu, is_cuda
 
     draft = worker.draft_worker
@@ -70,15 +70,13 @@ def cannot_sleep_reason(worker: Any) -> str | None:
             draft.seed_dsa_topk_from_draft_extend
         ),
         "multimodal rotary positions are not kept": draft.draft_runner.model_config.model_is_mrope,
-        "recurrent layers cannot be caught up out of step": hasattr(
-            worker.req_to_token_pool, "mamba_pool"
-        ),
+        "recurrent layers cannot catch up later": hasattr(worker.req_to_token_pool, "mamba_pool"),
     }
     return next((reason for reason, is_so in obstacles.items() if is_so), None)
 
 
 class IdleDrafter:
-    """Keeps what one `EAGLEWorkerV2`'s drafter sleeps through, and catches it up.
+    """Stores what the drafter of one `EAGLEWorkerV2` sleeps through, and makes it catch up.
 
     `max_steps`: the buffer's length in steps.  `second`: another drafter that sleeps with it.
     `is_behind`: whether it has missed steps.
@@ -88,7 +86,7 @@ class IdleDrafter:
         self._worker = worker
         self._dual = second
         self._backlog = BacklogSteps(max_steps)
-        # Of the step that begins: context lengths, and by how much they may be larger.
+        # Of the step that begins: known context lengths, and by how much each may be larger.
         self._lengths: tuple[list[int], int] = ([], 0)
         self.is_behind = False
         self.counters = IdleCounters()
@@ -97,16 +95,16 @@ class IdleDrafter:
     def must_wait(self) -> bool:
         """Whether a drafter that wakes up can only draft from the next step on.
 
-        To be asked between `before_step` and the step.
+        Valid between `before_step` and the step.
         """
         newest = self._backlog.newest
         return newest is not None and newest.counts is None and not newest.is_read
 
     def before_step(self, batch: Any, *, asleep: bool, unread_tokens: int = 0) -> None:
-        """To be called as a decode step begins, before anything drafts.
+        """Must be called when a decode step begins, before drafting.
 
-        unread_tokens: the most that the step before has added to a request, where the scheduler has
-        not read that back; 0 where it has.
+        unread_tokens: the most tokens that the previous step has added to a request, if the
+        scheduler has not read them back; 0 if it has.
         """
         if not asleep and not self.is_behind:
             return
@@ -118,14 +116,14 @@ class IdleDrafter:
             self._catch_up(batch)
 
     def forget(self, requests: Sequence[Any]) -> None:
-        """To be called with the requests of a prefill, which the drafter reads as well."""
+        """Must be called with the requests of a prefill, which the drafter reads as well."""
         self._backlog.forget([request.rid for request in requests])
 
     def sleep_through(self, batch: Any, result: Any, width: int = 1) -> BacklogStep:
-        """Replaces a step's draft-extend: keeps what it would have read.
+        """Replaces a step's draft-extend: stores what it would have read.
 
-        `batch` and `result` as SGLang hands them to `_draft_extend_for_decode`; width: tokens that
-        it has verified of each request.  Returns the step, whose counts the host knows later.
+        `batch` and `result`: as SGLang passes them to `_draft_extend_for_decode`; width: verified
+        tokens of each request.  Returns the step, whose accepted counts the host learns later.
         """
         step = self.keep(batch, result, width)
         self._worker._stub_skipped_draft_extend(batch, result)
@@ -133,7 +131,7 @@ class IdleDrafter:
         return step
 
     def keep(self, batch: Any, result: Any, width: int, *, is_read: bool = False) -> BacklogStep:
-        """Keeps a step; is_read: its draft-extend runs all the same."""
+        """Stores a step; is_read: whether its draft-extend runs nevertheless."""
         rows = len(batch.reqs) * width
         step = BacklogStep(
             [request.rid for request in batch.reqs],
@@ -149,21 +147,21 @@ class IdleDrafter:
         return step
 
     def _count_newest(self, batch: Any) -> None:
-        """Counts what the newest step has accepted, where the host has lengths already."""
+        """Counts what the newest step has accepted, if the host already has its lengths."""
         newest = self._backlog.newest
         if newest is None or newest.counts is not None or batch.seq_lens_cpu is None:
             return
         lengths = batch.seq_lens_cpu.tolist()
         ends = {r.rid: end for r, end in zip(batch.reqs, lengths, strict=True)}
         begun = zip(newest.request_ids, newest.known, strict=True)
-        # Of a request that has left nothing is read.
+        # Nothing is read for a request that has left.
         newest.counts = [ends.get(rid, known + 1) - known for rid, known in begun]
 
     def _known_lengths(self, batch: Any, unread_tokens: int) -> tuple[list[int], int]:
-        """Each request's context length and by how much it may be larger, without any wait.
+        """Returns each request's context length and by how much it may be larger, without waiting.
 
-        Where SGLang keeps no lengths on the host (FlashAttention, TensorRT-LLM), they follow from
-        what its requests have committed, and from what the step before has added since.
+        If SGLang keeps no lengths on the host (FlashAttention, TensorRT-LLM), they follow from the
+        committed lengths of its requests and from what the previous step has added since.
         """
         if batch.seq_lens_cpu is not None:
             return batch.seq_lens_cpu.tolist(), 0
@@ -172,7 +170,7 @@ class IdleDrafter:
             return committed, 0
         newest = self._backlog.newest
         if newest is not None and newest.counts is not None:
-            # It added one token to each.
+            # The newest step added one token to each of its requests.
             ids = frozenset(newest.request_ids)
             found = zip(batch.reqs, committed, strict=True)
             return [length + (request.rid in ids) for request, length in found], 0
@@ -180,7 +178,7 @@ class IdleDrafter:
 
     def _catch_up(self, batch: Any) -> None:
         part = self._backlog.take_counted()
-        # What is left was not read, and is slept through with what follows it.
+        # The remaining steps are not read yet; they stay in the backlog.
         self.is_behind = len(self._backlog) > 0
         backlog = part.of_batch([request.rid for request in batch.reqs], self._lengths[0])
         self.counters.cold += backlog.cold
@@ -224,10 +222,11 @@ def _extend_batch(
     positions: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> Any:
-    """A `ScheduleBatch` of the requests that are behind, extending by what they missed.
+    """Returns a `ScheduleBatch` that extends the requests that are behind by what they missed.
 
-    rows: their places in the batch; owner: that of each of the missed positions; seq_lens: where
-    these end.  The slots it writes are those the target has filled already: nothing is allocated.
+    rows: their rows in the batch; owner: row of each missed position; seq_lens: end of the missed
+    positions of each request.  It writes the slots that the target has already filled, so nothing
+    is allocated.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -258,7 +257,7 @@ def _extend_batch(
 
 
 def _read(draft: Any, extend: Any, tokens: torch.Tensor, hidden: torch.Tensor) -> Any:
-    """One pass of the drafter over the missed positions, as after a prefill.
+    """Runs one pass of the drafter over the missed positions, as after a prefill.
 
     `draft`: the `EagleDraftWorker`.  Returns its logits output: one row for each request, at its
     last missed position.
@@ -279,17 +278,17 @@ def _read(draft: Any, extend: Any, tokens: torch.Tensor, hidden: torch.Tensor) -
         )
         forward_batch.return_logprob = False
         output = draft.draft_runner.forward(forward_batch).logits_output
-    # The scheduler waits on this event for the step's last reader of shared buffers, and this pass
-    # is not the last one.
+    # The scheduler waits on this event for the step's last reader of shared buffers, which is not
+    # this pass.
     draft.draft_runner.shared_read_done_event = None
     return output
 
 
 def _install(draft_input: Any, rows: torch.Tensor, output: Any) -> None:
-    """Gives the requests that were caught up the state that their next draft begins from.
+    """Sets the state from which the next draft of the caught-up requests begins.
 
-    As SGLang does after a draft-extend: greedy, for a chain.  In new tensors, because the old ones
-    may be views of what the scheduler still holds.
+    Does what SGLang does after a draft-extend: greedy, for a chain.  Makes new tensors, because the
+    old ones may be views of tensors that the scheduler still uses.
     """
     index = torch.argmax(output.next_token_logits, dim=-1, keepdim=True)
     state = {

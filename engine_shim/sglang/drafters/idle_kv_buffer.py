@@ -1,4 +1,4 @@
-"""The steps that a sleeping drafter has missed: a bounded buffer over all requests."""
+"""A bounded buffer of the steps that a sleeping drafter has missed, over all requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 # Catching up has a prefill's shape, and SGLang's default for those is a chunk of 8192 tokens.
 MAX_POSITIONS: Final = 8192
-# On the device: twice as much while a catch-up sorts it.
+# Device memory of the buffer; a catch-up needs as much again while it sorts the rows.
 MAX_BYTES: Final = 256 * 2**20
 
 
@@ -19,11 +19,12 @@ class BacklogStep:
     """One step that the drafter slept through; `width` rows for each request.
 
     tokens: int[B * width], what the target chose (for position + 1); hidden: [B * width, H], its
-    hidden states at the positions that it read, in the form the drafter takes.  Both are on the
-    device.  known: the first positions as the host knew them, which may each be up to `slack` too
-    small while the step before was not read back.  counts: how many of a request's rows the target
-    has accepted; None until the host has read that back.  A step without drafts has one each.
-    is_read: the drafter was awake and has read it; it is kept for what may follow it.
+    hidden states at the positions that it read, in the form that the drafter reads.  Both are on
+    the device.  known: the first position of each request as the host knew it; it may be up to
+    `slack` too small if the previous step was not read back.  counts: how many of a request's rows
+    the target has accepted; None until the host has read that back.  In a step without drafts, each
+    count is 1.  is_read: the drafter was awake and has read the step; it is stored because earlier
+    steps are still missed.
     """
 
     request_ids: list[str]
@@ -36,7 +37,7 @@ class BacklogStep:
     is_read: bool = False
 
     def __post_init__(self) -> None:
-        """Counts a step without drafts."""
+        """Fills in the counts of a step without drafts."""
         if self.width == 1 and self.counts is None:
             self.counts = [1] * len(self.request_ids)
 
@@ -44,10 +45,10 @@ class BacklogStep:
 class BacklogRows(NamedTuple):
     """Describes what the requests of one batch have missed, request after request.
 
-    rows: their indices in the batch; starts, lengths: the first missed position and how many there
-    are; order: rows of the concatenated buffer, in the order of the catch-up.
-    cold: requests whose missed positions do not lead up to the present, so that their drafter
-    starts from nothing.  unread: positions of those, and of requests that have left.
+    rows: indices of the requests in the batch; starts, lengths: first missed position and number of
+    missed positions of each; order: rows of the concatenated buffer, in the order of the catch-up.
+    cold: number of requests whose missed positions do not end at their context length, so that they
+    draft without them.  unread: missed positions of those, and of requests that have left.
     """
 
     rows: list[int]
@@ -59,7 +60,7 @@ class BacklogRows(NamedTuple):
 
 
 class BacklogSteps:
-    """The buffer is full with `max_steps` steps, `max_positions` rows, or `max_bytes` of them."""
+    """Stores up to `max_steps` steps, `max_positions` rows or `max_bytes` bytes."""
 
     def __init__(
         self, max_steps: int, max_positions: int = MAX_POSITIONS, max_bytes: int = MAX_BYTES
@@ -69,25 +70,25 @@ class BacklogSteps:
         self._max_bytes = max_bytes
         self._steps: list[BacklogStep] = []
         self._positions = 0
-        # Of rows of the present steps, which are all of one size.
+        # Limit for the rows of the stored steps, which all have one size.
         self._most_rows = max_positions
-        # Request -> number of the first step that still counts for it.
+        # Request -> number of the first step that counts for it.
         self._valid_from: dict[str, int] = {}
-        # Steps that have left the buffer.
+        # Number of steps that were removed from the buffer.
         self._left = 0
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def is_full_for(self, rows: int) -> bool:
-        """True when one more step of so many rows would not fit."""
+        """Returns whether one more step of so many rows would not fit."""
         if not self._steps:
             return False
         too_many = self._positions + rows > self._most_rows
         return too_many or len(self._steps) >= self._max_steps
 
     def add(self, step: BacklogStep) -> None:
-        """One more missed step, or a step that was read behind missed ones."""
+        """Adds a missed step, or a step that was read after missed ones."""
         if not self._steps:
             row_bytes = step.hidden.nbytes // step.hidden.shape[0]
             self._most_rows = min(self._max_positions, self._max_bytes // row_bytes)
@@ -95,7 +96,7 @@ class BacklogSteps:
         self._positions += step.hidden.shape[0]
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """These requests were prefilled, and the drafter with them: it has missed nothing."""
+        """Drops the backlog of requests that were prefilled, because the drafter read them, too."""
         if self._steps:
             for request_id in request_ids:
                 self._valid_from[request_id] = self._left + len(self._steps)
@@ -112,9 +113,9 @@ class BacklogSteps:
         return self._steps[-1] if self._steps else None
 
     def take_counted(self) -> BacklogPart:
-        """Takes out the steps of which the host knows what was accepted, oldest first.
+        """Removes and returns the oldest steps, up to the first without known counts.
 
-        What is left is forgotten if the drafter has read it.
+        The remaining steps are dropped if the drafter has read all of them.
         """
         kept = len(self._steps)
         while kept and self._steps[kept - 1].counts is None:
@@ -132,7 +133,7 @@ class BacklogPart:
     """The steps that a catch-up reads.
 
     first: number of the first one.  valid_from: request -> number of the first step that counts.
-    is_latest: no step was kept behind these.
+    is_latest: whether no later step remains in the buffer.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class BacklogPart:
         self.is_latest = is_latest
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens (int64) and hidden states of all missed steps, step after step."""
+        """Returns tokens (int64) and hidden states of all these steps, step after step."""
         return (
             torch.cat([step.tokens for step in self._steps]).to(torch.int64),
             torch.cat([step.hidden for step in self._steps]),
@@ -156,8 +157,9 @@ class BacklogPart:
     def of_batch(self, request_ids: Sequence[str], lengths: Sequence[int]) -> BacklogRows:
         """Describes what each request of a batch has missed.
 
-        lengths: its context lengths behind these steps.  The missed positions lead up to them,
-        unless a request went on unseen: then the oldest of them is not where the host saw it.
+        lengths: the context lengths after these steps.  The missed positions of a request end
+        there, unless the request continued unobserved.  Then its oldest step did not start where
+        the host saw it, and the request counts as cold.
         """
         backlog: dict[str, list[int]] = {request_id: [] for request_id in request_ids}
         oldest: dict[str, tuple[int, int]] = {}

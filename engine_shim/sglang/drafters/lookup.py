@@ -1,12 +1,13 @@
-"""Prompt lookup on the device: the newest tokens of a request, found again in what it holds.
+"""Prompt lookup on the device: searches a request's own tokens for its newest tokens.
 
-Drafts what followed the latest earlier occurrence of the longest suffix of 2 to 5 tokens (prompt
-lookup decoding, Saxena 2023).  With the overlap schedule the host is one step behind, so each
-request's tokens are kept in a buffer on the device, and nothing here waits for it: the operations
-have fixed shapes for a given batch size, draft length and width, and can be captured in a graph.
+Drafts the tokens that followed the latest earlier occurrence of the longest suffix of 2 to 5 tokens
+(prompt lookup decoding, Saxena 2023).  With the overlap schedule the host is one step behind, so
+each request's tokens are kept in a buffer on the device.  Nothing here waits for the device.  The
+operations have fixed shapes for a given batch size, draft length and width, and can be captured in
+a graph.
 
-A request is only ever compared with its own tokens.  Those of others, even of earlier requests in
-the same row, are out of reach: their text could otherwise be observed through the time of a step.
+A request is compared only with its own tokens, never with those of other requests, not even of
+earlier ones in the same row.  Otherwise the time of a step could reveal the text of others.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from engine_shim.sglang.api.transfer import to_device
 # Lengths of suffixes that are looked up.
 LEAST_MATCH: Final = 2
 LONGEST_MATCH: Final = 5
-# The narrowest part of the buffer that is searched; wider ones are doubled until they suffice.
+# The narrowest part of the buffer that is searched; the width is doubled until it suffices.
 _WIDTH_LEAST: Final = 256
-# No token: where nothing is known about a request, and in front of its first one, so that a suffix
-# can be compared with what ends at any token.
+# Marks unknown tokens, and the padding before a request's first token, with which a suffix can be
+# compared at any position.
 _UNKNOWN: Final = -1
 _NOTHING: Final = -2
 _FRONT: Final = LONGEST_MATCH - 1
-# What a search may take of the device's memory beside the buffer; larger batches are searched part
-# by part.  A token takes up to 38 bytes at the peak.
+# Device memory that a search may take in addition to the buffer; larger batches are searched in
+# parts.  A token takes up to 38 bytes at the peak.
 _WORK_BYTES: Final = 64 << 20
 _BYTES_A_TOKEN: Final = 40
 _HELD_BYTES: Final = 4
-# Where a request's number is kept on SGLang's request (clients choose request ids, and may do so
-# twice), and the row that it was read into.
+# Attributes of SGLang's request: a unique number (clients choose request ids and may repeat one),
+# and the row into which the request was read.
 _NUMBER: Final = "speculation_number"
 _ROW: Final = "speculation_row"
 
 
 def _ids(tokens: Sequence[int]) -> np.ndarray:
-    """Copies token ids: SGLang's array cannot grow while another object looks into it."""
+    """Copies token ids, because SGLang's array cannot grow while another object has a view."""
     return np.array(tokens, dtype=np.int64)
 
 
@@ -54,8 +55,8 @@ def _most_rows(width: int) -> int:
 class Proposal(NamedTuple):
     """Drafts of B requests.
 
-    tokens: int64 [B, gamma].  match: int64 [B], tokens of the suffix that was found again; 0: none
-    was, and the tokens are only there to fill the shape.
+    tokens: int64 [B, gamma].  match: int64 [B], length of the matched suffix in tokens; 0: no
+    match, and the tokens are only padding.
     """
 
     tokens: torch.Tensor
@@ -63,16 +64,16 @@ class Proposal(NamedTuple):
 
 
 def device_bytes(rows: int, width: int) -> int:
-    """Returns what a `TokenHistory` of this shape and its searches take of a device's memory."""
+    """Returns the device memory of a `TokenHistory` of this shape and of its searches."""
     return rows * (_FRONT + width) * _HELD_BYTES + max(_WORK_BYTES, _BYTES_A_TOKEN * width)
 
 
 class TokenHistory:
     """Holds the tokens of all running requests: int32 [rows, width] on the device.
 
-    rows: the requests' places in SGLang's request pool.  width: the longest context, with the
-    widest step behind it.  vocabulary: tokens that the target knows; others, which stand for parts
-    of images, are never proposed.
+    rows: rows of SGLang's request pool.  width: the longest context plus the widest step.
+    vocabulary: tokens of the target; other ids, which stand for parts of images, are never
+    proposed.
     """
 
     def __init__(self, rows: int, width: int, vocabulary: int, device: torch.device | str) -> None:
@@ -82,32 +83,31 @@ class TokenHistory:
         self._tokens = torch.full(shape, _UNKNOWN, dtype=torch.int32, device=device)
         self._offsets = torch.arange(width, dtype=torch.int32, device=device)
         self._back = torch.arange(-_FRONT, 1, device=device)
-        # Which of the five tokens agree, as a number, the newest one in the highest bit; and how
-        # many do without a gap from the newest one on.
+        # The agreement of the five tokens as a bit field, the newest token in the highest bit; and
+        # for each bit field the number of agreeing tokens before the first difference.
         self._bits = 2 ** torch.arange(LONGEST_MATCH, dtype=torch.uint8, device=device)
         lengths = [f"{bits:0{LONGEST_MATCH}b}".find("0") for bits in range(2**LONGEST_MATCH)]
         lengths[-1] = LONGEST_MATCH
         self._lengths = to_device(lengths, device, torch.int32)
-        # By row: the number of the request whose tokens it holds, and how many of them the host
-        # has written.
+        # By row: the number of the request in it, and how many of its tokens the host has written.
         self._held: dict[int, tuple[int, int]] = {}
 
     @property
     def bytes(self) -> int:
-        """The device memory that it takes."""
+        """Returns the device memory of the buffer, in bytes."""
         return self._tokens.nbytes
 
     def read_prompt(self, requests: Sequence[Any]) -> list[int]:
-        """Takes the prompts (or the next parts of them) of a prefill's requests.
+        """Writes the prompts (or the next parts of them) of a prefill's requests.
 
-        Returns the rows that have changed hands.
+        Returns the rows that now belong to another request.
         """
         return self._read([(r, _ids(r.get_fill_ids())) for r in requests])
 
     def meet(self, requests: Sequence[Any]) -> list[int]:
-        """Takes what the host knows of requests that decode without a prefill here.
+        """Writes the known tokens of requests that decode without a prefill in this engine.
 
-        Returns the rows that have changed hands.
+        Returns the rows that now belong to another request.
         """
         held = self._held
         news = [
@@ -132,7 +132,7 @@ class TokenHistory:
                 setattr(request, _NUMBER, number)
             before = getattr(request, _ROW, row)
             if before != row and self._held.get(before, (0, 0))[0] == number:
-                # Should it come back there, it has gone on elsewhere.
+                # If the request returns to that row, the tokens there are outdated.
                 del self._held[before]
             setattr(request, _ROW, row)
             owner, written = self._held.get(row, (0, 0))
@@ -156,7 +156,7 @@ class TokenHistory:
     def add(self, rows: torch.Tensor, begins: torch.Tensor, tokens: torch.Tensor) -> None:
         """Writes tokens [B, n] of requests, from the positions `begins` [B] on.
 
-        What lies behind a request's newest token is never read, so it may be anything.
+        Values after a request's newest token are never read, so they may be arbitrary.
         """
         places = begins[:, None] + self._offsets[: tokens.shape[1]]
         places = places.clamp_(max=self.width - 1).add_(_FRONT)
@@ -167,13 +167,13 @@ class TokenHistory:
     ) -> Proposal:
         """Looks up B requests.
 
-        rows: [B].  newest: [B], the position of each one's newest token.  furthest: B positions
-        behind which it does not lie, as the host knows.
+        rows: [B].  newest: [B], the position of each request's newest token.  furthest: the host's
+        upper bound of each of these positions.
         """
         width = self._width_for(max(furthest) + 1)
         if len(furthest) <= _most_rows(width):
             return self._search(rows, newest, gamma, width)
-        # The longest ones first, so that few rows are searched as far as these.
+        # Longest requests first, so that few rows are searched with a large width.
         order = sorted(range(len(furthest)), key=furthest.__getitem__, reverse=True)
         places = [0] * len(order)
         for place, row in enumerate(order):
@@ -194,17 +194,17 @@ class TokenHistory:
         held = self._tokens[:, : _FRONT + width].index_select(0, rows)
         newest = newest.to(torch.int64).clamp(max=width - 1)[:, None]
         suffix = held.gather(1, newest + _FRONT + self._back)
-        # What is unknown agrees with nothing, not even with what is unknown elsewhere.
+        # Unknown tokens match nothing, not even other unknown tokens.
         suffix = suffix.masked_fill(suffix < 0, _NOTHING)
         same = held.unfold(1, LONGEST_MATCH, 1) == suffix[:, None]
         length = self._lengths[(same * self._bits).sum(dim=2, dtype=torch.int32)]
-        # The longest match, and of those the latest, in one number.
+        # Orders by the length of the match, then by its position, in one number.
         places = self._offsets[:width]
         score = length * width + places
         ends = (length >= LEAST_MATCH) & (places < newest)
         best = score.masked_fill_(~ends, 0).amax(dim=1, keepdim=True).to(torch.int64)
         match, end = best // width, best % width
-        # A copy of what is still being written continues from its own beginning.
+        # If the match reaches the newest token, the copied text repeats from its beginning.
         period = (newest - end).clamp_(min=1)
         ahead = end + 1 + self._offsets[:gamma].to(torch.int64) % period
         tokens = held.gather(1, ahead.clamp_(max=width - 1).add_(_FRONT)).to(torch.int64)

@@ -1,12 +1,12 @@
-"""Chooses a drafter for every row of a step, on the device, and counts what each would have given.
+"""Chooses a drafter for every row of a step, on the device, and counts each proposal's acceptance.
 
-Two drafters propose tokens for the same positions, and a verification has one shape whoever
-proposed a row.  So in a mixture's step each row gets the proposal that the plan's rule takes for
-the better one (proto `MixtureRule`).  What the rule knows of a request are two running means: what
-the main drafter's proposals, and the lookup's, were really accepted for there, divided by what the
-plan expects of them.  Both are updated from what each step has verified, without the host.
+Two drafters propose tokens for the same positions, and a verification has the same shape for both.
+So in a step of a mixture each row gets the proposal that the plan's rule prefers (proto
+`MixtureRule`).  For each request the rule uses two running means, one for the main drafter and one
+for the lookup: the accepted tokens of its proposals, divided by the number that the plan expects.
+Both are updated on the device from what each step has verified.
 
-Any choice is exact: the target verifies all tokens, whoever proposed them.
+The choice never changes the output, because the target verifies all tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EXPECTED_LEAST: Final = 1e-3
 
 
 class DeviceRule(NamedTuple):
-    """A rule as the device reads it: free_expected has an entry for each match length from 0 on."""
+    """A rule on the device; free_expected has one entry for each match length from 0 on."""
 
     main_expected: float
     free_expected: torch.Tensor
@@ -36,10 +36,10 @@ class DeviceRule(NamedTuple):
 class Drafted(NamedTuple):
     """Holds what was proposed for the B rows of a step.
 
-    rows: [B] of the request pool.  main: [B, gamma] of the main drafter, None where it has not
-    drafted.  free: of the lookup.  chose: [B], rows for which the rule prefers the lookup, None
-    without a rule.  is_mixed: whether the step does what the rule says.  is_verified: whether the
-    step verifies any of it; at gamma 0 proposals are compared, and none is verified.
+    rows: [B], rows of the request pool.  main: [B, gamma], proposals of the main drafter, None if
+    it has not drafted.  free: proposals of the lookup.  chose: [B], whether the rule prefers the
+    lookup, None without a rule.  is_mixed: whether the step follows the rule.  is_verified: whether
+    the step verifies one of the proposals; at gamma 0 they are only compared.
     """
 
     rows: torch.Tensor
@@ -62,12 +62,12 @@ class RowChoice:
         self._rules: dict[tuple[str, int], DeviceRule] = {}
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Starts again for these rows of the request pool, whose requests are new."""
+        """Resets the means of these rows of the request pool, whose requests are new."""
         if rows:
             self._ratios.index_fill_(0, to_device(rows, self._device), 1.0)
 
     def rule(self, entries: Sequence[MixtureRule], mixture: str, gamma: int) -> DeviceRule | None:
-        """Returns the plan's rule for a mixture, if it has one."""
+        """Returns the plan's rule for a mixture; None without a rule."""
         if entries is not self._entries:
             self._entries, self._rules = entries, {}
         found = self._rules.get((mixture, gamma))
@@ -90,7 +90,7 @@ class RowChoice:
         self, rows: torch.Tensor, main: torch.Tensor, free: Proposal, rule: DeviceRule | None, *,
         is_mixed: bool,
     ) -> tuple[torch.Tensor, Drafted]:  # fmt: skip
-        """Returns the tokens [B, gamma] that are to be verified, and what was proposed."""
+        """Returns the tokens [B, gamma] to verify, and what was proposed."""
         gamma, chose = main.shape[1], None
         if rule is not None:
             ratios = self._ratios.index_select(0, rows)
@@ -104,10 +104,10 @@ class RowChoice:
     def learn(self, drafted: Drafted, verified: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
         """Compares the proposals with what a step has verified, and updates the running means.
 
-        verified: [B, gamma + 1] tokens, of which the first known [B] (accepted drafts and one
-        more) are the request's.  Returns int16 [B, 5]: whether the rule prefers the lookup (-1:
-        there is no rule), the length of its match, for how many tokens the main drafter's proposal
-        (-1: none) and the lookup's were shown to be accepted, and how many drafts were accepted.
+        verified: [B, gamma + 1] tokens, of which the first `known` [B] (accepted drafts and one
+        more) belong to the request.  Returns int16 [B, 5]: whether the rule prefers the lookup (-1:
+        no rule), the length of its match, the leading tokens of the main drafter's proposal (-1: no
+        proposal) and of the lookup's that agree with the answer, and the accepted drafts.
         """
         main, free = drafted.main, drafted.free
         known = known.to(torch.int64)
@@ -117,7 +117,8 @@ class RowChoice:
             main_shown = torch.full_like(accepted, -1)
         else:
             main_shown = _agreed(main, verified, known)
-        # What was verified is known: sampling may reject a draft and draw it again.
+        # The real count holds for the verified proposal: sampling may reject a draft token and then
+        # draw the same token.
         if drafted.is_mixed and drafted.chose is not None:
             main_shown = torch.where(drafted.chose, main_shown, accepted)
             free_shown = torch.where(drafted.chose, accepted, free_shown)
@@ -147,7 +148,8 @@ class RowChoice:
             dim=1,
         )
         shown = torch.stack((main_shown, free_shown), dim=1)
-        # A proposal that agrees with all that is known, and is longer, is worth that at least.
+        # A longer proposal that agrees with all known tokens is censored: its true value is at
+        # least that number.
         is_censored = (shown == known[:, None]) & (known[:, None] < gamma)
         shown = shown.to(ratios.dtype)
         shown = torch.where(is_censored, torch.maximum(shown, ratios * expected), shown)
@@ -157,6 +159,6 @@ class RowChoice:
 
 
 def _agreed(tokens: torch.Tensor, verified: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Returns [B], the leading tokens of a proposal that agree with what is known."""
+    """Returns [B], the number of leading tokens of a proposal that agree with the known ones."""
     agree = (tokens == verified[:, : tokens.shape[1]]).cumprod(dim=1).sum(dim=1)
     return torch.minimum(agree, known)

@@ -1,4 +1,4 @@
-"""Counts, for a step's report, which drafter the rows used and what each would have given."""
+"""Counts for a step's report which drafter the rows used, and the acceptance of each proposal."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from speculation.v1.engine_pb2 import StepReport
 
 
 class Role(NamedTuple):
-    """Names what a step drafts with.
+    """Says which drafters a step uses.
 
-    main: the drafter that drafts, by its place in the introduction; None: the lookup alone.
-    is_mixed: the lookup's proposal may be used in its place, row by row.
+    main: index of the drafter that drafts; None: the lookup alone.  is_mixed: whether the lookup's
+    proposal may replace the main drafter's in single rows.
     """
 
     main: int | None
     is_mixed: bool
 
 
-# Rows that were cut at the end of their answers: none.
+# The argument `kept` if no row was cut at the end of its answer.
 NOT_CUT: Final[Mapping[int, int]] = {}
 
 
@@ -39,17 +39,17 @@ def count_rows(
     """Adds the counts of a step's rows to its report.
 
     outcome_cpu: [B, 5], as `RowChoice.learn` returns it.  accepted: [B] accepted drafts, as the
-    host counts them.  lookup, mixture: places in the introduction; mixture: of the main drafter's,
-    None if it has none.  names: of all drafters.  kept: tokens that the answers took of rows that
-    were cut at their end.
+    host counts them.  lookup, mixture: indices of drafters; mixture: the main drafter's mixture,
+    None if it has none.  names: of all drafters.  kept: tokens that the answers took, for rows that
+    were cut at the end of an answer.
     """
     gamma = report.gamma
     chose, match, main_shown, free_shown, found = np.asarray(outcome_cpu, dtype=np.int64).T
-    # Without a rule nobody knows what the mixture would have done.
+    # Without a rule it is unknown what the mixture would have chosen.
     has_rule, chose = bool((chose >= 0).all()), chose > 0
     counted = np.array(accepted, dtype=np.int64)
     if kept:
-        # What lies behind the end of an answer shows nothing: a step shows found + 1 tokens.
+        # Tokens after the end of an answer are no evidence: a step compares `found` + 1 tokens.
         found = found.copy()
         for row, tokens in kept.items():
             found[row] = tokens - 1
@@ -69,7 +69,7 @@ def count_rows(
 def count_watched(report: StepReport, outcome_cpu: Any, main: str, lookup: str) -> None:
     """Adds the counts of a step at gamma 0, in which only first tokens were compared.
 
-    main: the drafter that reads along; its column is -1 where it proposes nothing.
+    main: the drafter that reads the tokens; its column is -1 if it proposes nothing.
     """
     _, match, main_shown, free_shown, found = np.asarray(outcome_cpu, dtype=np.int64).T
     _count_lookup(report, lookup, match, free_shown, found, 1)
@@ -85,13 +85,13 @@ def _count_lookup(
     found: np.ndarray,
     gamma: int,
 ) -> None:
-    """Adds what a lookup's proposals would have given, by the length of what it found again."""
+    """Adds the acceptance of a lookup's proposals, by the length of the match."""
     for length in np.unique(match):
         if length:
             rows = match == length
             _count_proposals(report, lookup, int(length), shown[rows], found[rows], gamma)
     if without := int((match == 0).sum()):
-        # Where nothing was found again nothing would have been accepted.
+        # Without a match, no draft would have been accepted.
         add_proposals(report, lookup, 0, (without, *[0] * gamma))
 
 
@@ -103,7 +103,7 @@ def _count_proposals(
     accepted: np.ndarray,
     gamma: int,
 ) -> None:
-    # A step shows accepted + 1 tokens.
+    # A step compares `accepted` + 1 tokens.
     is_censored = (shown == accepted + 1) & (shown < gamma)
     censored = np.bincount(shown[is_censored], minlength=gamma)
     add_proposals(report, drafter, match, _histogram(shown[~is_censored], gamma), censored.tolist())

@@ -1,8 +1,8 @@
 """A prompt lookup beside an engine's drafters: alone, or in mixtures that choose row by row.
 
-The lookup runs in every step that drafts, so that each step shows what it would have given.  All of
-its work is launched on the device behind the drafter's, and only its counts come back, with the
-result that SGLang copies anyway.
+The lookup runs in every step that drafts, so that each step measures its acceptance.  All of its
+work is launched on the device after the drafter's.  Only its counts return to the host, together
+with the result that SGLang copies anyway.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from engine_shim.sglang.memory import MIB
 from speculation.v1.engine_pb2 import StepReport
 from speculation.v1.plan_pb2 import MixtureRule
 
-# Where a step's counts are on its result.
+# The attribute of a step's result that holds its counts.
 _OUTCOME: Final = "speculation_rows"
-# The engine's own drafter's place in the introduction.
+# Index of the engine's own drafter.
 _OWN: Final = 0
 
 _log = logging.getLogger(__name__)
 
 
 def cannot_look_up_reason() -> str | None:
-    """Explains why no lookup can draft in this engine; None when one can."""
+    """Explains why no lookup can draft in this engine; None if one can."""
     obstacles = {
         "--speculative-use-rejection-sampling needs the distribution it drafts from": (
             sglang_api.config_leaf("speculative_use_rejection_sampling")
@@ -47,12 +47,12 @@ def cannot_look_up_reason() -> str | None:
 class RowDrafting(Attempts):
     """Drafts with a lookup, and chooses the drafter of each row; one object per engine.
 
-    roles: of each drafter in the introduction.  lookup: its place there.  names: of the lookup and
-    the mixtures.
+    roles: role of each drafter, in the order of the engine's description.  lookup: index of the
+    lookup in it.  names: of the lookup and the mixtures.
     """
 
     def __init__(self, worker: Any, roles: Mapping[str, Role]) -> None:
-        """Makes room for the tokens of all requests.  Raises UnsupportedEngineError."""
+        """Allocates the token buffer for all requests.  Raises UnsupportedEngineError."""
         if (reason := cannot_look_up_reason()) is not None:
             raise UnsupportedEngineError(f"SPECULATION_LOOKUP: {reason}")
         pool = worker.req_to_token_pool.req_to_token
@@ -73,7 +73,7 @@ class RowDrafting(Attempts):
         )
         self._choice = RowChoice(pool.shape[0], pool.device)
         self._drafted: Drafted | None = None
-        # By row: its newest token lies no further.
+        # Upper bound of the position of each row's newest token.
         self._furthest: Sequence[int] = ()
         _log.info(
             "prompt lookup keeps %.1f MiB of tokens, and takes %.1f MiB with its searches",
@@ -83,11 +83,11 @@ class RowDrafting(Attempts):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Returns the names of what ends with it: the lookup and all mixtures."""
+        """Returns the names of the drafters that need it: the lookup and all mixtures."""
         return tuple(self._all_names[i] for i in (self.lookup, *self._mixtures.values()))
 
     def is_alone(self, index: int) -> bool:
-        """Whether no other drafter drafts beside the lookup where this one runs."""
+        """Whether the drafter with this index is the lookup, which then drafts alone."""
         return index == self.lookup and not self.over
 
     def mixture_of(self, main: str) -> str:
@@ -96,14 +96,14 @@ class RowDrafting(Attempts):
         return "" if index is None else self._all_names[index]
 
     def before_prefill(self, batch: Any) -> None:
-        """Takes the prompts of a prefill."""
+        """Reads the prompts of a prefill."""
         self._choice.forget(self._history.read_prompt(batch.reqs))
 
     def before_decode(self, batch: Any, unread_tokens: int) -> None:
-        """Gets ready for a decode step.
+        """Prepares for a decode step.
 
-        unread_tokens: the most that the step before has added to a request, where the scheduler has
-        not read that back.
+        unread_tokens: the most tokens that the previous step has added to a request, if the
+        scheduler has not read them back.
         """
         self._drafted = None
         self._choice.forget(self._history.meet(batch.reqs))
@@ -115,7 +115,7 @@ class RowDrafting(Attempts):
     def watch(self, batch: Any, draft: Any) -> None:
         """Compares, in a step at gamma 0, the first token that each drafter would propose.
 
-        draft: the `EagleDraftWorker` (or what stands for it), which reads along.
+        draft: the `EagleDraftWorker` (or its replacement), which reads the tokens of each step.
         """
         known = batch.spec_info
         if known is None or not hasattr(known, "topk_index"):
@@ -131,7 +131,7 @@ class RowDrafting(Attempts):
         )
 
     def draft_alone(self, draft: Any, batch: Any) -> Any | None:
-        """Has the lookup's tokens verified; None when another drafter must draft."""
+        """Returns the verification of the lookup's tokens; None if another drafter must draft."""
         if not fits(draft, batch):
             return None
         gamma = draft.speculative_num_steps
@@ -142,7 +142,7 @@ class RowDrafting(Attempts):
         return verification_of(draft, batch, free.tokens)
 
     def join(self, verify: Any, batch: Any, role: Role, rules: Sequence[MixtureRule]) -> None:
-        """Looks up beside the drafter that has drafted `verify`, and mixes if that is the role."""
+        """Adds the lookup's proposals to the drafts in `verify`; mixes them in a mixed role."""
         assert role.main is not None
         size = batch.seq_lens.shape[0]
         canvas = verify.draft_token.view(size, -1)
@@ -160,12 +160,12 @@ class RowDrafting(Attempts):
 
     def _propose(self, batch: Any, gamma: int) -> Proposal:
         rows, lengths = batch.req_pool_indices, batch.seq_lens
-        # The newest token is not in the cache yet, so that it stands where the cache ends.
+        # The newest token is not in the cache yet, so its position is the length of the cache.
         self._history.add(rows, lengths, batch.spec_info.bonus_tokens.view(-1, 1))
         return self._history.propose(rows, lengths, gamma, self._furthest)
 
     def after_verify(self, batch: Any, result: Any, *, reports: bool) -> None:
-        """Takes what a step has verified.  reports: leave the counts on the result."""
+        """Reads what a step has verified.  reports: whether to store the counts on the result."""
         size = batch.seq_lens.shape[0]
         verified = result.next_token_ids.view(size, -1)
         self._history.add(batch.req_pool_indices, batch.seq_lens + 1, verified)
@@ -186,10 +186,10 @@ class RowDrafting(Attempts):
     ) -> None:
         """Adds the counts of the rows of a step, whose result is on the CPU, to its report.
 
-        At gamma 0 these are the watched ones.
+        At gamma 0 these are the compared first tokens.
 
-        left: rows that are left out.  kept: tokens that the answers took of rows that were cut at
-        their end.  index: of the drafter that ran, by its place in the introduction.
+        left: rows that are left out.  kept: tokens that the answers took, for rows that were cut at
+        the end of an answer.  index: of the drafter that ran.
         """
         outcome_cpu = getattr(result, _OUTCOME, None)
         if outcome_cpu is None:
@@ -208,14 +208,14 @@ class RowDrafting(Attempts):
         count_rows(report, outcome_cpu, accepted, role, self.lookup, mixture, names, kept)
 
     def verified_by(self, index: int) -> int:
-        """Returns the place of the drafter that a step uses where it does not mix."""
+        """Returns the index of the drafter that a step uses without mixing."""
         main = self.roles[index].main
         return self.lookup if main is None else main
 
     def around_copy(
         self, original: Callable[..., None], result: Any, *arguments: Any, **named: Any
     ) -> None:
-        """Sends a step's counts with its other results (wraps `copy_to_cpu` of the result)."""
+        """Copies a step's counts with its other results (wraps `copy_to_cpu` of the result)."""
         outcome = getattr(result, _OUTCOME, None)
         if outcome is not None:
             setattr(result, _OUTCOME, self.attempt(lambda: sglang_api.copy_to_host(outcome)))

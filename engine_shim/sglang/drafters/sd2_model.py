@@ -1,10 +1,11 @@
 """SD2 drafters as models that SGLang serves, beside SGLang's own.
 
-An independent language model that travels the road of an EAGLE3 drafter: SGLang hands that the
-verifier's hidden states, and carries what it returns from one draft step to the next.  What this
-one returns is its steering vector, so that all drafts of a round are steered by the last verified
-position.  SGLang carries vectors as wide as the drafter; `around_carried_width` makes that the
-verifier's width, which the steering vector has.  Equations: trainer.sd2.
+An SD2 drafter is an independent language model that SGLang runs like an EAGLE3 drafter.  SGLang
+gives such a drafter the verifier's hidden states, and passes the hidden states that it returns from
+one draft step to the next.  This drafter returns its steering vector there, so that all drafts of a
+round are steered by the last verified position.  SGLang passes vectors of the drafter's width;
+`around_carried_width` changes that to the verifier's width, which the steering vector has.
+Equations: trainer.sd2.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from engine_shim.sglang.training.blocks import STEERED
 
 
 class Sd2Mlp(nn.Module):
-    """An MLP of SGLang with Eq. 2's bias; steering: g of each row, set before every pass."""
+    """An MLP of SGLang with the bias of Eq. 2.
+
+    steering: g of each row, set before every pass.
+    """
 
     def __init__(self, plain: Any, width: int, inner: int) -> None:
         super().__init__()
@@ -37,20 +41,20 @@ class Sd2Mlp(nn.Module):
         self.steering: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, forward_batch: Any = None) -> torch.Tensor:
-        """[rows, hidden] in and out."""
+        """Maps [rows, hidden] to the same shape."""
         gate_up, _ = self.gate_up_proj(x)
         gate, up = gate_up.chunk(2, dim=-1)
         if self.steering is not None:
             up = up + self.steer(self.steering)
         inner = functional.silu(gate) * up
-        # SGLang's Llama and its Qwens of some versions hand over no batch.
+        # In some versions of SGLang, Llama and Qwen models pass no batch.
         named = {} if forward_batch is None else {"forward_batch": forward_batch}
         output, _ = self.down_proj(inner, **named)
         return output
 
 
 class SteeredModel(nn.Module):
-    """Added to one of SGLang's models, makes it a steered one with its own embedding and head."""
+    """Mixin that makes one of SGLang's models a steered one with its own embedding and head."""
 
     config: Any
     model: Any
@@ -66,11 +70,11 @@ class SteeredModel(nn.Module):
         self.mix = nn.Linear(len(layers) * self.target_width, self.target_width, bias=False)
         for layer in self.model.layers:
             layer.mlp = Sd2Mlp(layer.mlp, self.target_width, config.intermediate_size)
-        # As SGLang asks of a drafter: its tokens are the target's.
+        # SGLang reads this of a drafter; None: its token ids are the target's.
         self.hot_token_id = None
 
     def set_embed(self, embed: torch.Tensor) -> None:
-        """The target's embedding, which this drafter has no use for."""
+        """Ignores the target's embedding, because this drafter has its own."""
 
     @torch.no_grad()
     def forward(
@@ -110,7 +114,7 @@ _MODELS: Final = (SteeredLlamaForCausalLM, SteeredQwen2ForCausalLM, SteeredQwen3
 
 
 def register() -> None:
-    """Lets SGLang of this process find the classes by their checkpoints' architecture."""
+    """Adds the classes to SGLang's registry in this process."""
     for model in _MODELS:
         ModelRegistry.models[model.__name__] = model
 
@@ -134,7 +138,7 @@ def carried_width(config: Any) -> int:
 def around_carried_width(
     original: Callable[..., tuple[int, int | None]], config: Any, *sizes: Any
 ) -> tuple[int, int | None]:
-    """Wraps `resolve_spec_hidden_size`, which sizes what SGLang carries between draft steps."""
+    """Wraps the function `resolve_spec_hidden_size`, for the width passed between draft steps."""
     width, flattened = original(config, *sizes)
     if STEERED.keys() & set(getattr(config, "architectures", None) or ()):
         width = carried_width(config)

@@ -1,11 +1,11 @@
-"""Has a target emit the hidden states that a DFlash drafter reads, where SGLang's model does not.
+"""Makes a target emit the hidden states that a DFlash drafter reads, if SGLang's model does not.
 
-SGLang asks a target for `set_dflash_layers_to_capture`.  Several models that have an MTP head of
-their own lack it: some offer the same for EAGLE3 (GLM-4.5, LongCat), and MiMo's layers can emit
-their inputs, but its outer model does not pass them on.
+SGLang calls `set_dflash_layers_to_capture` of a target.  Several models with their own MTP head
+lack it: some have the equivalent for EAGLE3 (GLM-4.5, LongCat), and MiMo's layers can emit their
+inputs, but its outer model does not pass them on.
 
-A model emits the inputs of layers, so that the output of its last layer is missing.  Several models
-emit that as well, most do not (Llama, Qwen): here the final norm of any model gives it.
+A model emits the inputs of layers, so the output of its last layer is missing.  Some models emit
+that as well, most do not (Llama, Qwen).  Here it is taken from the final norm of the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.sglang.drafters.dflash_checkpoint import loops
 
-# Models whose `forward` hands on what the layers return as it is, be it one tensor or two parts.
+# Models whose `forward` passes on unchanged what the layers return, one tensor or two parts.
 _HANDS_ON = frozenset({"MiMoForCausalLM"})
 
 
@@ -39,7 +39,7 @@ def holder_of(model: nn.Module) -> Any:
 
 
 def emittable(holder: Any) -> int:
-    """Returns how many layers a target runs: a looped one counts its layers once for each loop."""
+    """Returns how many layers a target runs; a looped target counts them once for each loop."""
     return len(holder.layers) * loops(getattr(holder, "config", None))
 
 
@@ -59,10 +59,10 @@ def configure_block(
     original: Callable[..., None], *, model: Any, dflash_target_layer_ids: Sequence[int],
     **arguments: Any,
 ) -> list[int]:  # fmt: skip
-    """Has a target emit what DFlash reads; returns the layers of which that is the input.
+    """Makes a target emit what DFlash reads; returns the layers whose inputs are emitted.
 
-    A layer behind the last one stands for the last one's output, which the final norm gives.
-    Raises UnsupportedEngineError for a target whose final norm is unknown.
+    The layer number after the last one stands for the last layer's output, which the final norm
+    provides.  Raises UnsupportedEngineError for a target whose final norm is unknown.
     """
     holder = holder_of(model)
     count = emittable(holder)
@@ -79,7 +79,7 @@ def configure_block(
 def enable(model: Any) -> None:
     """Gives a target `set_dflash_layers_to_capture` if it lacks it.
 
-    Raises UnsupportedEngineError for a target of which it is unknown how.
+    Raises UnsupportedEngineError if it is unknown how the target can emit hidden states.
     """
     if hasattr(model, "set_dflash_layers_to_capture"):
         return
@@ -88,8 +88,8 @@ def enable(model: Any) -> None:
     if not passes_on:
         if name not in _HANDS_ON:
             raise UnsupportedEngineError(
-                f"{name} does not pass on what its layers emit, and how it could is unknown: a "
-                "DFlash drafter has nothing to read"
+                f"{name} does not pass on what its layers emit, and how to change that is unknown: "
+                "a DFlash drafter has nothing to read"
             )
         model.logits_processor.register_forward_pre_hook(_pass_on)
         # DFlash embeds its block with what SGLang's method returns without an argument.
@@ -105,7 +105,7 @@ def enable(model: Any) -> None:
 
 
 def _pass_on(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Gives `LogitsProcessor.forward` both parts of what the layers have returned."""
+    """Passes both parts of what the layers have returned to `LogitsProcessor.forward`."""
     tokens, returned, *rest = arguments
     if not isinstance(returned, tuple):
         return None
@@ -114,7 +114,7 @@ def _pass_on(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None
 
 
 def _emit_last(model: nn.Module, holder: Any) -> None:
-    """Has the layers return, behind what they emit, the last one's output: what is normed at last.
+    """Appends the last layer's output, the input of the final norm, to what the layers emit.
 
     Raises UnsupportedEngineError for layers without a final norm.
     """
@@ -127,8 +127,8 @@ def _emit_last(model: nn.Module, holder: Any) -> None:
     normed: list[torch.Tensor] = []
 
     def keep(_: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:
-        # A fused norm adds the residual to what the layer gives, and returns the sum as well.  It
-        # may lie where the next pass writes.
+        # A fused norm adds the residual to the layer's output, and returns the sum as well.  The
+        # next pass may overwrite that memory, so it is copied.
         normed[:] = [(result[1] if isinstance(result, tuple) else arguments[0]).clone()]
 
     def append(_: nn.Module, _arguments: tuple[Any, ...], result: Any) -> Any:
@@ -138,7 +138,7 @@ def _emit_last(model: nn.Module, holder: Any) -> None:
                 f"{type(model).__name__} does not call its final norm, so that the output of its "
                 "last layer is unknown: use a DFlash drafter whose target_layer_ids leave it out"
             )
-        # SGLang skips the norm of no tokens.
+        # SGLang skips the norm if there are no tokens.
         last = normed.pop() if normed else hidden
         before = [pack_aux_hidden_states(emitted)] if len(emitted) else []
         return hidden, [*before, last]

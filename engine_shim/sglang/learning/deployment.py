@@ -1,21 +1,22 @@
-"""Versions of the drafter that a trainer has made, put into service between two steps.
+"""Puts a trainer's versions of the drafter into service between two steps.
 
-    before_step     has the version that the plan names read on a thread; once it is there, its
-                    values are copied into the serving drafter, in place
+    before_step     has a thread read the version that the plan names; once it is read, its values
+                    are copied into the serving drafter, in place
 
-No request is stopped or flushed, and nothing waits for the disk.  A version that cannot be used is
-reported, and the current one keeps serving; it is tried again later, since files may come late.
+No request is stopped or flushed, and no step waits for the disk.  If a version cannot be used, this
+is reported and the current version keeps serving.  The version is tried again later, because its
+file may arrive late.
 
-Where ranks share the drafter, rank 0 decides, and all ranks do the same before the same step (see
-link/orders.py): each reads the version and keeps its share.  Once rank 0 has read it, they tell
-each other, and switch together if all of them can.  If one cannot, none does.
+If ranks share the drafter, rank 0 decides, and all ranks do the same before the same step (see
+link/orders.py).  Each rank reads the version and keeps its share.  Once rank 0 has read it, the
+ranks exchange their states, and switch together if all of them can.
 
-`LearntVersions` makes versions of what online updates have made of the drafter, while signals are
-collected.  A trainer's rounds begin from a version, and a version that fails goes back to one:
-weights that no file holds could be neither.  So what was learnt is stored in the trainer's folder,
-on a thread, as soon as updates rest and its acceptance has been judged.  The served weights stay as
-they are.  A trainer deletes old versions after each round, but there may be none: so each time that
-something is stored, the engine does, too.
+While signals are collected, `LearntVersions` stores the result of online updates as versions.  A
+trainer's rounds start from a version, and a failing version is rolled back to one, so the served
+weights must exist as a file.  They are stored in the trainer's folder, on a thread, as soon as
+updates rest and their acceptance has been judged.  The served weights do not change.  A trainer
+deletes old versions after each round.  If no trainer runs, nothing else deletes them, so the engine
+also deletes old versions whenever it stores one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Whole = dict[str, torch.Tensor]
 _Result = TypeVar("_Result")
 
 _RETRY_SECONDS: Final = 10.0
-# Between two questions whether the other ranks have read a version, too.
+# Seconds between two questions whether the other ranks have read a version.
 _ASK_SECONDS: Final = 0.1
 
 _log = logging.getLogger(__name__)
@@ -55,8 +56,8 @@ _log = logging.getLogger(__name__)
 class DeploymentCounters:
     """Counts the deployments.
 
-    version: that serves, 0 as loaded.  deployed: changes so far.  state: what it does.
-    learnt_from: as in proto StepReport.
+    version: the serving version, 0 as loaded.  deployed: changes so far.  state: "ready" or the
+    reason why a version cannot be used.  learnt_from: as in proto StepReport.
     """
 
     version: int = 0
@@ -68,13 +69,13 @@ class DeploymentCounters:
 class Deployment:
     """Deploys a trainer's versions in one engine; every rank has one.
 
-    signals_folder: which the trainer reads.  orders: of this rank.
+    signals_folder: the folder that the trainer reads.  orders: of this rank.
     """
 
     def __init__(
         self, signals_folder: Path, drafter: LiveDrafter, orders: Orders | None = None
     ) -> None:
-        """Leaves the drafter in the folder, on rank 0.  Raises OSError, VersionError."""
+        """Stores the drafter as the base version, on rank 0.  Raises OSError, VersionError."""
         self.counters = DeploymentCounters()
         self._shares = drafter.shares
         self._ranks = self._shares.peers
@@ -84,9 +85,9 @@ class Deployment:
         self._like = {name: part.to("meta") for name, part in drafter.parameters.items()}
         self._weights = DrafterWeights(self._shares.live, drafter.refresh)
         self._learnt = LearntVersions(self._versions)
-        # The version in whose place a plan may still name the one that was learnt from it.
+        # The version from which the serving one was learnt; a plan may still name it.
         self._replaced: int | None = None
-        # The version that served before the last deployment, to which a plan may go back.
+        # The version that served before the last deployment; a plan may return to it.
         self._before = 0
         self._reading: _Work[Whole] | None = None
         self._retry_at = self._ask_at = 0.0
@@ -97,10 +98,10 @@ class Deployment:
         self._orders.register(OrderKind.SERVE, self._serve)
 
     def before_step(self, wanted: int | None) -> bool:
-        """Runs on rank 0 as a decode step begins.
+        """Runs on rank 0 when a decode step begins.
 
-        wanted: the plan's version, None without a plan.  Returns whether other weights serve the
-        step than the one before.  Raises what has kept a rank from writing them.
+        wanted: the plan's version, None without a plan.  Returns whether the serving weights have
+        changed since the previous step.  Raises the error that kept a rank from writing them.
         """
         if self._error is not None:
             error, self._error = self._error, None
@@ -115,10 +116,10 @@ class Deployment:
     def keep_learnt(
         self, online: OnlineUpdates, *, collecting: bool, others_serve: bool = False
     ) -> None:
-        """Runs after `before_step`: says what online updates have made of the version that serves.
+        """Runs after `before_step`: tracks what online updates have made of the serving version.
 
-        collecting: and stores it as a version of its own, which serves from then on.  others_serve:
-        what `before_step` returned.
+        collecting: whether to store the result as a new version, which then counts as serving.
+        others_serve: the value that `before_step` returned.
         """
         counters = self.counters
         if others_serve:
@@ -135,12 +136,12 @@ class Deployment:
         counters.learnt_from = counters.version if online.has_learnt else self._replaced
 
     def _needed(self) -> set[int]:
-        """Returns the versions besides the serving one that a plan may name."""
+        """Returns the versions that a plan may still name, without the serving one."""
         reading = self._reading
         return {self._before, self._replaced or 0, 0 if reading is None else reading.version}
 
     def stop(self, why: str) -> None:
-        """Ends the deployments; the present weights keep serving, and are reported."""
+        """Ends the deployments; the current weights keep serving and are still reported."""
         self._stopped = True
         self.counters.state = why
 
@@ -160,7 +161,7 @@ class Deployment:
             self._orders.propose(OrderKind.SERVE, wanted)
 
     def _read(self, version: int) -> None:
-        """Begins to read a version, on every rank."""
+        """Starts reading a version, on every rank."""
         work = partial(self._loaded, version)
         self._reading = _Work("speculation-draft", version, work, (VersionError, OSError))
 
@@ -185,22 +186,22 @@ class Deployment:
         if why := self._of_ranks(failures):
             self._error = error or RuntimeError(why)
             if self._ranks.several:
-                # Some have written it, and no rank may be left with another version.
+                # Some ranks have written it, and all ranks must serve one version: the first one.
                 self._written(None)
                 self.counters.version = 0
             return
         self._changed(version)
 
     def _answer(self, reading: _Work[Whole] | None, version: int) -> str | None:
-        """Returns "" if this rank can serve the version, None if it reads yet, or else why not."""
+        """Returns "" if this rank can serve the version, None while it reads, else the reason."""
         if self._stopped:
             return self.counters.state
         if reading is None or reading.version != version:
-            return "it was not asked to read it"
+            return "this rank was not ordered to read it"
         return reading.why if reading.is_done else None
 
     def _of_ranks(self, answers: list[str | None] | list[str]) -> str:
-        """Joins the reasons, with the rank of each where there are several."""
+        """Joins the reasons; names the rank of each if there are several ranks."""
         found = [(rank, why) for rank, why in enumerate(answers) if why]
         if not self._ranks.several:
             return found[0][1] if found else ""
@@ -214,13 +215,13 @@ class Deployment:
         self.counters.state = state
 
     def _written(self, weights: Whole | None) -> Exception | None:
-        """Writes this rank's weights, None for the first ones; returns what went wrong."""
+        """Writes this rank's weights, None for the first ones; returns the error, if any."""
         try:
             if weights is None:
                 self._weights.serve_first()
             else:
                 self._weights.serve(weights)
-        except Exception as error:  # noqa: BLE001 - out of memory, say
+        except Exception as error:  # noqa: BLE001 - for example out of memory
             return error
         return None
 
@@ -238,10 +239,10 @@ class Deployment:
 
 
 class _Work(Generic[_Result]):
-    """Does something with a version on a thread of its own.
+    """Runs a task for a version on its own thread.
 
-    result: what `work` returned, None until then and where it failed.  why: the reason, in words.
-    expected: errors whose message says enough.
+    result: what `work` returned; None until then, and if it failed.  why: the reason of a failure.
+    expected: errors whose message is sufficient without their type.
     """
 
     def __init__(
@@ -263,7 +264,7 @@ class _Work(Generic[_Result]):
 
     @property
     def is_done(self) -> bool:
-        """It is done, or cannot be."""
+        """Whether the task has ended or could not start."""
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -271,7 +272,7 @@ class _Work(Generic[_Result]):
             self.result = self._work()
         except self._expected as error:
             self.why = str(error)
-        except Exception as error:  # noqa: BLE001 - no memory for it, a full disk, say
+        except Exception as error:  # noqa: BLE001 - for example out of memory, or a full disk
             self.why = reason_of(error)
 
 
@@ -288,11 +289,10 @@ class LearntVersions:
         self._retry_at = 0.0
 
     def before_step(self, online: OnlineUpdates, serving: int, needed: set[int]) -> int | None:
-        """Runs as a decode step begins, while signals are collected.
+        """Runs when a decode step begins, while signals are collected.  Does not wait.
 
-        serving: the version from which was learnt.  needed: others that must not be deleted.
-        Returns the version that the served weights are from now on, once they are stored; waits
-        for nothing.
+        serving: the version from which the weights were learnt.  needed: other versions that must
+        not be deleted.  Returns the new version of the served weights, once they are stored.
         """
         storing = self._storing
         if storing is None:
@@ -308,21 +308,22 @@ class LearntVersions:
         if storing.result is None:
             self._retry_at = monotonic() + _RETRY_SECONDS
             if storing.why != self.failing:
-                _log.error("what online updates have made cannot be stored: %s", storing.why)
+                _log.error("the result of online updates cannot be stored: %s", storing.why)
             self.failing = storing.why
             return None
         self.failing = ""
-        # Otherwise they have changed meanwhile, and are stored again.
+        # If they have changed in the meantime, the new weights are stored again.
         return storing.result if online.were_stored() else None
 
     def _store(self, weights: Whole, copied: torch.Event | None, kept: set[int], base: int) -> int:
         """Writes weights that were learnt from version `base`, and returns their version's number.
 
-        copied: when a GPU has made this copy.  kept: versions that must not be deleted.
+        copied: event of the copy on a GPU, None without one.  kept: versions that must not be
+        deleted.
         """
-        try:  # First, as the disk may be full.
+        try:  # Delete old versions first, because the disk may be full.
             self._versions.forget(kept)
-        except OSError as error:  # they are another user's, say
+        except OSError as error:  # for example owned by another user
             _log.warning("old versions of the drafter cannot be deleted: %s", error)
         if copied is not None:
             copied.synchronize()

@@ -1,12 +1,12 @@
-"""Everything about learning that happens beside an engine's steps, in their order.
+"""Calls the parts of learning around an engine's steps, in the order of the steps.
 
-    before_step      lands online updates; puts the plan's version of the drafter into service
-    before_prefill   starts requests with the first weights, if they are to
+    before_step      applies online updates; puts the plan's version of the drafter into service
+    before_prefill   restores the first weights for new requests (SPECULATION_ONLINE_SCOPE=request)
     after_prefill    collects the ends of prompts
     after_verify     learns from what the step has verified, and collects it
 
-Nothing here may end an engine: what fails is off from then on, with one log line, and the sidecar
-hears of the loss.
+No error here may end an engine.  A part that fails is switched off with one log line, and the loss
+is reported to the sidecar.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _REFUSED: Final = "SPECULATION_ONLINE_UPDATES is set, but the drafter cannot lea
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class LearningSteps:
-    """Joins the learning of one drafter to the engine's steps.
+    """Connects the learning of one drafter to the engine's steps.
 
-    learner: place of the drafter that learns.  online, follower: updates of it, on rank 0 and on
-    another rank.  split: divides the target's hidden states between two drafters, where there are
-    two.  What an engine does not have is None.
+    learner: index of the drafter that learns.  online, follower: its online updates, on rank 0 and
+    on the other ranks.  split: divides the target's hidden states between two drafters, if there
+    are two.  Parts that the engine does not have are None.
     """
 
     ranks: Ranks
@@ -70,10 +70,10 @@ class LearningSteps:
             if self.online is not None:
                 collecting = self.ranks.collects()
                 deployment.keep_learnt(self.online, collecting=collecting, others_serve=other)
-        except Exception as error:  # noqa: BLE001 - out of memory, say: what serves goes on
+        except Exception as error:  # noqa: BLE001 - out of memory, say: current weights serve
             other = False
             deployment.stop(reason_of(error))
-            _log.exception("no more versions of the drafter are put into service")
+            _log.exception("versions of the drafter are no longer put into service")
             self.losses.lose(engine_pb2.CAPABILITY_TAKE_VERSIONS, reason_of(error))
         return status._replace(
             reset=status.reset or other,
@@ -82,15 +82,15 @@ class LearningSteps:
         )
 
     def before_prefill(self, batch: Any) -> torch.Tensor | None:
-        """Runs as a prefill begins, before the drafter reads it.
+        """Runs when a prefill begins, before the drafter reads it.
 
-        Returns the tokens for `after_prefill`; None where nobody collects them.
+        Returns the tokens for `after_prefill`; None if the engine collects no signals.
         """
         request_ids = [request.rid for request in batch.reqs]
         self._update(lambda online: online.before_prefill(request_ids))
         if self.follower is not None:
             self.follower.follow_prefill(request_ids)
-        # The drafter's part of the prefill replaces them.
+        # The drafter's part of the prefill replaces `input_ids`.
         tokens: torch.Tensor | None = None if self.collector is None else batch.input_ids
         return tokens
 
@@ -103,10 +103,10 @@ class LearningSteps:
     def after_verify(
         self, batch: Any, result: Any, *, by_learner: bool, undrafted: Sequence[int]
     ) -> None:
-        """Has the learner see what a step has verified, with the hidden states that it reads.
+        """Gives the learner what a step has verified, with the hidden states that it reads.
 
-        by_learner: it drafted the step, if anything was drafted.  undrafted: rows of requests that
-        must not be drafted for.
+        by_learner: whether the learner drafted the step, if anything was drafted.  undrafted: rows
+        of requests that must not be drafted for.
         """
         if self.online is None and self.collector is None:
             return
@@ -119,7 +119,7 @@ class LearningSteps:
         )
 
     def stop(self, why: str) -> None:
-        """Ends all of it: the drafter no longer drafts."""
+        """Ends all learning, because the drafter no longer drafts."""
         self._update(lambda online: online.close(why))
         if self.collector is not None and not self.collector.over:
             self._collect(lambda collector: collector.give_up(why))
@@ -143,7 +143,7 @@ class LearningSteps:
         return self.split(features)[self.learner]
 
     def _update(self, part: Callable[[OnlineUpdates], None]) -> None:
-        """Runs one part of the online updates, if there are any; after an error they are off."""
+        """Runs one part of the online updates, if there are any; an error switches them off."""
         online = self.online
         if online is None:
             return
@@ -156,20 +156,23 @@ class LearningSteps:
             self.losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, online.over)
 
     def _collect(self, part: Callable[[SignalCollector], None]) -> None:
-        """Keeps training signals, until an error."""
+        """Runs one part of the collection of training signals; an error switches it off."""
         if self.collector is None:
             return
         try:
             part(self.collector)
         except Exception as error:  # noqa: BLE001 - out of memory, say
-            _log.exception("training signals are kept no more")
+            _log.exception("training signals are no longer collected")
             self.collector.give_up(reason_of(error))
         if self.collector.over:
             self.losses.lose(engine_pb2.CAPABILITY_COLLECT, self.collector.over)
 
 
 def refused_device(device: str, *, several: bool) -> str:
-    """Explains why drafters cannot learn on a device; "" if they can.  several: ranks share it."""
+    """Explains why drafters cannot learn on a device; "" if they can.
+
+    several: whether several ranks share the drafter.
+    """
     if device not in ("cpu", "cuda"):
         return f"{_REFUSED}: on {device} this is untested"
     if several and device != "cpu":
@@ -188,9 +191,9 @@ def updates_for(
     orders: Orders,
     second: Any = None,
 ) -> OnlineUpdates | OnlineWeights:
-    """Makes the updates of this `EAGLEWorkerV2`, or what rank 0's change on another rank.
+    """Makes the online updates of this `EAGLEWorkerV2`; on ranks other than 0 only its weights.
 
-    device, ranks: that it runs on, and that share it.  orders: of this rank.  second: the
+    device: on which it runs.  ranks: that share the drafter.  orders: of this rank.  second: the
     `DFlashDrafter` beside the engine's own, if that learns.  Raises UnsupportedEngineError, and
     UnsupportedDrafterError for a drafter that has no student.
     """

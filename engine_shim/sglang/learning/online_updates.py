@@ -1,17 +1,18 @@
 """Online updates of a drafter (test-time speculation) inside a serving engine.
 
-    after_verify    has what the round has verified brought to the host (windows.py), keeps what
-                    has arrived there, and every `stride` rounds hands it to the trainer; puts the
-                    last good weights back when acceptance fell
-    before_step     between two steps: copies what the trainer has made into the serving drafter
+    after_verify    copies what the step has verified to the host (windows.py), keeps what has
+                    arrived there, and every `stride` rounds sends it to the trainer; restores the
+                    last good weights if acceptance fell
+    before_step     between two steps: copies the trainer's weights into the serving drafter
 
-The trainer is a process of its own (engine_shim.sglang.training.trainer); nothing here waits for
-it, nor for a GPU: what goes there or comes from there is on a side stream until its event has
+The trainer is a separate process (engine_shim.sglang.training.trainer).  Nothing here waits for it
+or for a GPU: copies to and from the GPU run on a side stream, and are used after their event has
 occurred.
-Where ranks share the drafter, all this is rank 0's, and online_weights.py is every rank's: each
+
+If ranks share the drafter, this module runs on rank 0, and online_weights.py on every rank.  Each
 change of the weights is an order that all ranks carry out in the same step (link/orders.py).  The
-target is never touched, its embedding, which the drafter shares, included: whatever the drafter
-becomes, tokens stay the target's.
+target is never changed, nor its embedding, which the drafter shares.  So the output stays the
+target's, whatever the drafter becomes.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ if TYPE_CHECKING:
 
 # Steps without drafts after which a drafter counts as unused.
 _UNUSED_STEPS: Final = 64
-# Draft positions that a round without drafts (gamma = 0) is learnt for.
+# Draft positions for which a round without drafts (gamma = 0) is trained.
 _UNDRAFTED: Final = 3
 
-# The trainer's end of the socket closes a moment before its exit status can be read: the status is
-# waited for at most so long, step by step.
+# The trainer's end of the socket closes a moment before its exit status can be read.  The status is
+# polled in each step for at most so long.
 _EXIT_SECONDS: Final = 10.0
-# Of an order to adopt weights that somebody else has written.
+# Value of an ADOPT order for weights that a trainer's version or a weight update has written.
 _OTHERS: Final = 1
 
 _log = logging.getLogger(__name__)
@@ -58,11 +59,11 @@ _log = logging.getLogger(__name__)
 class OnlineCounters:
     """Counts since the engine started.
 
-    rounds: handed to the trainer; updates: weights that were copied in; refused: rounds without a
-    usable result; restored: returns to the last good weights; resets: returns to the first ones;
-    replaced: times that somebody else gave the drafter weights.  unread: steps that were left out,
-    because a GPU was too far behind to read them back.
-    loss (nats), seconds: of the last update.  state: what it does, or why it does nothing.
+    rounds: sent to the trainer; updates: weights that were copied in; refused: rounds without a
+    usable result; restored: rollbacks to the last good weights; resets: returns to the first ones;
+    replaced: times that another writer (a trainer's version, a weight update) gave the drafter
+    weights.  unread: steps that were left out, because the GPU was too far behind.
+    loss (nats), seconds: of the last update.  state: "ready", or why nothing is learnt.
     """
 
     rounds: int = 0
@@ -104,21 +105,22 @@ class OnlineUpdates:
         self._learning = False
         self._reset = False
         self._landed_seconds = 0.0
-        # Drafts that a round is learnt for, where the learner has not drafted it: its last ones.
+        # Draft length for which a round is trained if the learner has not drafted it: that of the
+        # last step that it drafted.
         self._depth = min(_UNDRAFTED, largest_gamma)
         if isinstance(drafter.shape, DFlashShape):
             self._depth = min(self._depth, drafter.shape.block - 1)
-        # What the trainer has answered, until it has landed.
+        # The trainer's last answer, until its weights are applied.
         self._answer = Message(MessageKind.READY)
-        # Until when the exit status of a trainer that is not heard any more is waited for, and why.
+        # Deadline for the exit status of a trainer whose socket has closed, and the reason.
         self._gone: tuple[float, str] | None = None
-        # A copy on the side stream, and what follows it; the trainer has nothing to do meanwhile.
+        # A copy on the side stream, and its continuation; the trainer is idle in the meantime.
         self._copying: tuple[torch.Event, Callable[[], None]] | None = None
-        # Of the last judgement.
+        # Requests of the step that was judged last.
         self._judged: list[str] = []
-        # The changes of the weights until they were last copied.
+        # The weight changes at the time of the last copy for storage.
         self._copied = self._changes
-        # Their drafter's cache was filled by weights that are not served any more.
+        # Requests whose drafter cache was filled with weights that are no longer served.
         self._tainted: set[str] = set()
         for kind, obey in {
             OrderKind.LAND: self._land,
@@ -133,7 +135,7 @@ class OnlineUpdates:
 
     @property
     def over(self) -> str:
-        """Explains why nothing is learnt any longer; "" while something is."""
+        """Explains why nothing is learnt any longer; "" while learning is on."""
         return "" if self._trainer.is_open else self.counters.state
 
     @property
@@ -143,9 +145,10 @@ class OnlineUpdates:
 
     @property
     def may_be_stored(self) -> bool:
-        """Whether the weights were changed, no update is under way, and none is unjudged.
+        """Whether the weights were changed, no update is in progress, and none is unjudged.
 
-        Where ranks share them, rank 0 has them whole in the trainer's memory, while it rests there.
+        If ranks share them, rank 0 has the whole weights in the trainer's memory, while the trainer
+        is idle.
         """
         is_whole = not self._weights.are_shared or (self._trainer.is_open and self._idle)
         under_way = self._learning or self._copying is not None or self._orders.are_open
@@ -160,16 +163,16 @@ class OnlineUpdates:
         )
 
     def learnt_weights(self) -> dict[str, torch.Tensor]:
-        """Returns a copy of the weights that serve, whole; for when they may be stored."""
+        """Returns a copy of the whole serving weights; only while `may_be_stored` is true."""
         self._copied = self._changes
         if self._weights.are_shared:
             return {name: part.clone() for name, part in self._trainer.weights.items()}
         return self._weights.copy()
 
     def were_stored(self) -> bool:
-        """Takes the weights that were last copied, and stored, for those to begin from.
+        """Makes the weights that were last copied and stored the baseline of further updates.
 
-        Returns False, and changes nothing, where they no longer serve.
+        Returns False and changes nothing if they no longer serve.
         """
         if self._copied != self._changes or self._orders.are_open:
             return False
@@ -177,15 +180,15 @@ class OnlineUpdates:
         return self._copied == self._changes
 
     def others_serve(self) -> None:
-        """Runs once a trainer's version has replaced what was learnt."""
+        """Runs after a trainer's version has replaced the learnt weights."""
         self._orders.propose(OrderKind.ADOPT, _OTHERS)
 
     def before_prefill(self, request_ids: list[str]) -> None:
-        """Runs as a prefill begins, before the drafter reads it."""
+        """Runs when a prefill begins, before the drafter reads it."""
         begun = self._weights.begin(request_ids)
         if begun is None:
             return
-        # Reported even where nothing was learnt: a new set of requests is a fact by itself.
+        # Reported even if nothing was learnt, because the set of requests is new.
         self._reset = True
         self._windows.clear()
         if begun is Outcome.REPLACED:
@@ -195,11 +198,11 @@ class OnlineUpdates:
             self._tell_weights()
             self.counters.resets += 1
         elif not self._idle:
-            # It may be learning from the requests before.
+            # The trainer may be learning from the previous requests.
             self._tell_weights()
 
     def before_step(self) -> None:
-        """Runs as a decode step begins, before anything drafts."""
+        """Runs when a decode step begins, before drafting."""
         if not self._trainer.is_open:
             return
         if self._weights.look():
@@ -212,7 +215,7 @@ class OnlineUpdates:
             self._take(message)
 
     def _receive(self) -> Message | None:
-        """Returns what the trainer has answered, if anything; closes once it has gone."""
+        """Returns the trainer's answer, if any; closes after the trainer has ended."""
         if self._gone is None:
             try:
                 return self._trainer.receive()
@@ -223,7 +226,7 @@ class OnlineUpdates:
         if status is not None:
             self.close(f"the trainer has ended with status {status}")
         elif monotonic() >= until:
-            self.close(f"the trainer runs, and is not heard any more: {reason}")
+            self.close(f"the trainer still runs but no longer answers: {reason}")
         return None
 
     def update_status(self) -> UpdateStatus:
@@ -234,7 +237,7 @@ class OnlineUpdates:
         return UpdateStatus(self._learning or seconds > 0, reset, seconds, 0, learnt_from)
 
     def after_verify(self, found: Verification, stride: int) -> None:
-        """Runs before a step's draft-extend.  stride: rounds between two updates, 0 for none."""
+        """Runs before a step's draft-extend.  stride: rounds between updates, 0 for no updates."""
         if not self._trainer.is_open:
             return
         drafted = found.gamma > 0 and found.by_learner
@@ -251,11 +254,11 @@ class OnlineUpdates:
             self._take_in(one)
 
     def _take_in(self, found: HostRound) -> None:
-        """Takes in a step that has arrived on the host, this one or an earlier one."""
+        """Processes a step that has arrived on the host, the current or an earlier one."""
         facts = found.facts
         if facts.drafted:
             self._depth = facts.gamma
-            # What other weights have drafted says nothing of those that serve now.
+            # Drafts of other weights are no evidence about the weights that serve now.
             if facts.weights == self._changes:
                 self._observe(found)
         if not self._stride or facts.weights.replaced != self.counters.replaced:
@@ -267,7 +270,7 @@ class OnlineUpdates:
 
     def _may_learn(self, batch_size: int) -> bool:
         alone = batch_size == 1 or not self._per_request
-        # A drafter that nobody uses can only become better.
+        # Updates cannot harm the acceptance of a drafter that is not used.
         idle = self._undrafted >= _UNUSED_STEPS and self._rollback_guard.knows_nothing
         return self._idle and (self._rollback_guard.may_learn or idle) and alone
 
@@ -284,7 +287,7 @@ class OnlineUpdates:
         self._learning = False
         self.counters.state = "ready"
         if message.kind is MessageKind.LEARNT and not self._stale:
-            # The trainer gets nothing to do before that.
+            # The trainer stays idle until these weights are applied.
             self._answer = message
             generation = self._weights.generation
             self._after(
@@ -294,7 +297,7 @@ class OnlineUpdates:
             return
         self._idle = True
         if self._stale:
-            # It has learnt from, or been told, weights that are not served any more.
+            # It has started from weights that are no longer served.
             self._tell_weights()
         elif message.kind is MessageKind.REFUSED:
             self.counters.refused += 1
@@ -302,7 +305,7 @@ class OnlineUpdates:
 
     def _observe(self, found: HostRound) -> None:
         if self._orders.are_open:
-            # Other weights may serve the next step, or a verdict is yet to be carried out.
+            # Other weights may serve the next step, or a verdict has not been carried out yet.
             return
         facts = found.facts
         counted = [
@@ -358,7 +361,7 @@ class OnlineUpdates:
         self.counters.restored += 1
         _log.warning(
             "acceptance fell from %.3f to %.3f after updates of the drafter: the last good "
-            "weights are back, and it learns no more for %d drafts",
+            "weights are restored, and it learns nothing for %d drafts",
             self._rollback_guard.before.rate, self._rollback_guard.found.rate,
             self._rollback_guard.hold,
         )  # fmt: skip
@@ -370,7 +373,7 @@ class OnlineUpdates:
     def _were_replaced(self) -> None:
         if self._weights.targets != self._targets:
             self._targets, self._borrowed_stale = self._weights.targets, True
-            # What the one before has verified is no lesson any more.
+            # Positions that the previous target has verified are no longer training data.
             self._windows.clear()
         self._rollback_guard.forget()
         self._reset = True
@@ -379,7 +382,7 @@ class OnlineUpdates:
         self._tell_weights()
 
     def _tell_weights(self) -> None:
-        """Has the trainer continue from the served weights once its current work is done."""
+        """Makes the trainer continue from the served weights once its current work is done."""
         self._stale = not self._idle
         if self._idle:
             self._idle = False
@@ -393,7 +396,7 @@ class OnlineUpdates:
         self._after(copied, lambda: self._send(Message(MessageKind.TAKE_WEIGHTS)))
 
     def _after(self, copied: torch.Event | None, follow: Callable[[], None]) -> None:
-        """Goes on once a copy is complete.  copied: None where it is."""
+        """Calls `follow` after a copy is complete.  copied: its event, None if it is complete."""
         if copied is None:
             follow()
         else:
@@ -401,23 +404,23 @@ class OnlineUpdates:
 
     def _end(self, restores: int) -> None:
         self._weights.end(restores=bool(restores))
-        # What serves from now on has been judged, or was never changed.
+        # The weights that serve from now on have been judged, or were never changed.
         self._rollback_guard.restart()
 
     def _send(self, message: Message) -> None:
         if not self._trainer.is_open:
             return
-        # One that cannot be sent finds its end noticed at the next step.
+        # If the message cannot be sent, the next step detects that the trainer has ended.
         self._idle = not self._trainer.send(message)
 
     def close(self, why: str = "closed") -> None:
-        """Ends the trainer; from then on nothing is learnt."""
+        """Ends the trainer; nothing is learnt afterwards."""
         if not self._trainer.is_open:
             return
         self.counters.state = why
         self._trainer.close()
         self._learning, self._copying = False, None
         self._windows.clear()
-        # Nobody would find out any more whether weights that are not judged yet are worse.
+        # Unjudged weights will not be judged any more, so the last good ones are restored.
         self._orders.propose(OrderKind.END, int(self._rollback_guard.unjudged))
         _log.warning("the drafter is no longer updated: %s", why)

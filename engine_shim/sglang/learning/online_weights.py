@@ -1,14 +1,14 @@
 """The served weights as online updates change them, on every rank that shares the drafter.
 
     land, keep, adopt, restore, share, end     rank 0 orders them (link/orders.py)
-    begin                                      each rank finds out by itself, as a prefill begins
+    begin                                      each rank detects it itself when a prefill begins
 
-Every rank calls each of them in the same step: what a rank decides here depends on what all ranks
-know alike, or is asked of all of them.  With one rank nobody is asked.
+Every rank calls each of these in the same step.  A decision depends only on facts that are equal on
+all ranks, or on a collective.  With one rank there is no collective.
 
-On a GPU, which one rank has, weights travel on a side stream: `fetch` brings what the trainer has
-made, `share` takes what serves to it, and `look` finds out some steps later what `_are_ours` finds
-out at once on a CPU.
+On a GPU, which only an engine of one rank uses, weights are copied on a side stream.  `fetch`
+copies the trainer's weights to the device, and `share` copies the serving weights to the trainer.
+`look` detects foreign writes some steps later, which `_are_ours` detects at once on a CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine_shim.link.orders import OrderKind, Orders
 from engine_shim.sglang.api.transfer import SideStream, host_buffer
 from engine_shim.sglang.learning.student import DrafterWeights, LiveDrafter, sample_of
 
-# Steps between two looks at whether somebody else has written weights, on a GPU.
+# Steps between two checks on a GPU whether another writer (a weight update) has changed weights.
 _LOOK_STEPS: Final = 64
 
 Whole = dict[str, torch.Tensor]
@@ -37,31 +37,31 @@ _log = logging.getLogger(__name__)
 
 
 class Outcome(Enum):
-    """Names the result of a change, alike on all ranks."""
+    """The result of a change, equal on all ranks."""
 
     DONE = auto()
-    # Somebody else has given the drafter weights, which stay.
+    # Another writer has given the drafter weights, which stay.
     REPLACED = auto()
-    # There was nothing to do, or it is too late for it.
+    # There was nothing to do, or it was too late.
     NOTHING = auto()
 
 
 class RankFailedError(RuntimeError):
-    """A rank could not write weights; all ranks raise this, and the message says which and why."""
+    """A rank could not write weights.  All ranks raise this; the message names rank and reason."""
 
 
 class OnlineWeights:
     """Changes one drafter's weights on this rank.
 
-    per_request: every request begins with the first weights.  generation: counts the times that
-    what the trainer was working on became worthless.  targets: counts the times that somebody gave
-    the target other weights.
+    per_request: whether every request begins with the first weights.  generation: incremented
+    whenever the trainer's current work becomes obsolete.  targets: number of times that a weight
+    update changed the target.
     """
 
     def __init__(
         self, drafter: LiveDrafter, *, per_request: bool, side: SideStream | None = None
     ) -> None:
-        """Makes room for what is fetched.  side: of the device, None for the CPU."""
+        """Allocates buffers for fetched weights.  side: of the device, None for the CPU."""
         self._per_request = per_request
         self._shares = drafter.shares
         self._ranks = self._shares.peers
@@ -69,25 +69,25 @@ class OnlineWeights:
         live, away = self._shares.live, side is not None
         self._weights = DrafterWeights(live, drafter.refresh, yields=away)
         with torch.inference_mode(False):
-            # What the trainer has made, once it is on the device.
+            # The trainer's weights on the device, after `fetch`.
             self._fetched = {n: torch.empty_like(part) for n, part in live.items()} if away else {}
         self._flags_cpu = None if side is None else host_buffer((2,), torch.bool, side.device)
         self._looked: torch.Event | None = None
         self._unlooked = 0
-        # What this rank holds of what the drafter borrows, and its values when it last looked.
+        # This rank's part of what the drafter borrows, and a sample of it from the last check.
         self._borrowed = [part for part in drafter.borrowed if part is not None]
         if self._ranks.several:
             self._borrowed = [part.held for part in self._shares.borrowed]
         self._borrowed_seen = sample_of(self._borrowed)
-        # Changes of the target: those that were seen, and those that rank 0 has copies of.
+        # Changes of the target: the detected ones, and those that rank 0 has copied.
         self.targets = self._targets_copied = 0
         self.generation = 0
-        # What `DrafterWeights` knows, too, but here alike on all ranks, whatever failed on one.
+        # As in `DrafterWeights`, but equal on all ranks, even if one rank has failed.
         self._has_changed = self._has_kept = False
         self._ended = False
         self._failed = ""
         self._requests: list[str] = []
-        # The whole weights, one behind the other, on their way from rank 0.
+        # Buffer for the whole weights, concatenated, that rank 0 broadcasts.
         self._flat, self._views = _buffer(drafter.parameters if self._ranks.several else {})
 
     @property
@@ -101,11 +101,11 @@ class OnlineWeights:
         return self._ranks.several
 
     def copy(self) -> Whole:
-        """Returns what this rank serves."""
+        """Returns a copy of the weights that this rank serves."""
         return self._weights.copy()
 
     def follow(self, orders: Orders) -> None:
-        """Has a rank other than rank 0 carry out its orders."""
+        """Registers the handlers of rank 0's orders on another rank."""
         ordered: dict[OrderKind, Callable[[int], object]] = {
             OrderKind.LAND: partial(self.land, _NOT_TOLD),
             OrderKind.KEEP: lambda _: self.keep(),
@@ -122,7 +122,7 @@ class OnlineWeights:
         _guarded(self.begin, request_ids)
 
     def land(self, whole: Mapping[str, torch.Tensor], generation: int) -> Outcome:
-        """Serves what the trainer has made; whole: on rank 0 alone."""
+        """Serves the trainer's weights; whole: on rank 0 alone."""
         if generation != self.generation:
             return Outcome.NOTHING
         return self._apply(partial(self._land, whole))
@@ -133,9 +133,9 @@ class OnlineWeights:
         self._write(lambda: self._weights.serve(weights))
 
     def fetch(self, whole: Mapping[str, torch.Tensor]) -> torch.Event | None:
-        """Brings what the trainer has made to the device, where `land` finds it.
+        """Copies the trainer's weights to the device, for `land`.
 
-        Returns an event that has occurred once it is there; None where it is there already.
+        Returns an event that occurs when the copy is complete; None on a CPU.
         """
         if self._side is None:
             return None
@@ -143,9 +143,9 @@ class OnlineWeights:
         return self._side.copy((room, whole[name]) for name, room in self._fetched.items())
 
     def look(self) -> bool:
-        """Runs as a step begins: whether somebody else has given the drafter weights.
+        """Runs when a step begins; returns whether another writer has given the drafter weights.
 
-        On a CPU everything else here asks that by itself.
+        On a CPU all other methods check that themselves.
         """
         if self._side is None or self._ended:
             return False
@@ -164,7 +164,7 @@ class OnlineWeights:
         return self._continue_from(replaced=replaced, other_target=other_target)
 
     def keep(self) -> Outcome:
-        """Marks what is served as good."""
+        """Marks the serving weights as good."""
         return self._apply(self._keep)
 
     def _keep(self) -> None:
@@ -172,12 +172,12 @@ class OnlineWeights:
         self._write(self._weights.keep)
 
     def adopt(self, *, others: bool = False) -> Outcome:
-        """Takes what serves for the weights that updates begin from.
+        """Makes the serving weights the baseline of further updates.
 
-        others: somebody else is known to have given the drafter these weights.
+        others: whether another writer is known to have given the drafter these weights.
         """
         if self._ended:
-            # Nothing is written any more, but what serves is no longer what only updates have made.
+            # Nothing is written any more, but the serving weights now come from another writer.
             self._has_changed = self._has_kept = False
             return Outcome.NOTHING
         if others and self._side is not None:
@@ -191,14 +191,14 @@ class OnlineWeights:
         return self._apply(self._serve_good)
 
     def begin(self, request_ids: list[str]) -> Outcome | None:
-        """Serves the first weights, if each request begins with them and these are other requests.
+        """Serves the first weights, if each request begins with them and the requests are new.
 
-        Returns None if not, and NOTHING where the first weights serve already.
+        Returns None otherwise, and NOTHING if the first weights already serve.
         """
         if not self._per_request or self._ended or request_ids == self._requests:
             return None
         self._requests = request_ids
-        # What the trainer is working on is of the requests before.
+        # The trainer is working on the previous requests.
         self.generation += 1
         if not self._has_changed:
             return Outcome.NOTHING
@@ -207,12 +207,12 @@ class OnlineWeights:
     def share(self, memory: Mapping[str, torch.Tensor]) -> torch.Event | None:
         """Copies the served weights into the trainer's memory, which rank 0 has.
 
-        Returns an event that has occurred once they are there; None where they are there already.
+        Returns an event that occurs when the copy is complete; None if it already is.
         """
         if self._ended:
             return None
         if self._side is not None:
-            # What serves may change before it has been read.
+            # The serving weights may change before the copy has read them.
             served = self._weights.copy()
             return self._side.copy((memory[name], part) for name, part in served.items())
         if self._targets_copied != self.targets:
@@ -223,7 +223,7 @@ class OnlineWeights:
         return None
 
     def end(self, *, restores: bool) -> None:
-        """Serves these weights from now on, or the last good ones."""
+        """Ends all changes.  restores: whether to serve the last good weights."""
         if self._ended:
             return
         self._ended = True
@@ -231,7 +231,7 @@ class OnlineWeights:
             self._serve_good()
 
     def _apply(self, change: Callable[[], None]) -> Outcome:
-        """Makes a change, unless it is over or somebody else has given the drafter weights."""
+        """Makes a change, unless updates have ended or another writer has changed the weights."""
         if self._ended:
             return Outcome.NOTHING
         if not self._are_ours():
@@ -247,7 +247,7 @@ class OnlineWeights:
     def _are_ours(self) -> bool:
         """Whether all ranks still serve what was written here.  Raises RankFailedError."""
         if self._side is not None:
-            # What is written yields, and `look` tells.
+            # Writes do nothing if another writer came first, and `look` reports that.
             return True
         replaced, is_other_target = self._were_replaced()
         any_replaced, any_other_target, any_failed = self._ranks.any_of(
@@ -261,7 +261,7 @@ class OnlineWeights:
         return not self._continue_from(replaced=any_replaced, other_target=any_other_target)
 
     def _continue_from(self, *, replaced: bool, other_target: bool) -> bool:
-        """Continues from what somebody else has written; returns whether anybody has."""
+        """Continues from what another writer has written; returns whether there was one."""
         if not replaced and not other_target:
             return False
         self.targets += other_target
@@ -269,13 +269,13 @@ class OnlineWeights:
         if replaced:
             self._begin_with(self._weights.adopt)
         else:
-            # Nothing was judged beside this target, so there is nothing better to return to.
+            # No weights were judged with the new target, so a rollback has no destination.
             self._has_kept = self._has_changed = self._has_changed and not self._per_request
             self._write(self._weights.serve_first if self._per_request else self._weights.keep)
         return True
 
     def _were_replaced(self) -> tuple[bool, bool]:
-        """Whether somebody else has given the drafter weights, and the target."""
+        """Returns whether another writer has changed the drafter, and the target."""
         replaced = is_other_target = False
 
         def look() -> None:
@@ -289,7 +289,7 @@ class OnlineWeights:
         return replaced, is_other_target
 
     def _look(self) -> None:
-        """Asks the device what `look` will tell, if it was not asked yet."""
+        """Starts the check on the device whose result `look` reads, if none is running."""
         if self._looked is None and self._side is not None and self._flags_cpu is not None:
             borrowed = (sample_of(self._borrowed) != self._borrowed_seen).any()
             flags = torch.stack([self._weights.are_replaced(), borrowed])
@@ -301,7 +301,7 @@ class OnlineWeights:
         self._write(self._weights.serve_good)
 
     def _write(self, write: Callable[[], None]) -> None:
-        """Does what may fail on one rank alone; all ranks hear of it before the next change."""
+        """Runs what may fail on one rank only; all ranks learn of it before the next change."""
         try:
             write()
         except Exception as error:
@@ -323,7 +323,10 @@ class OnlineWeights:
 
 
 def _buffer(parameters: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Whole]:
-    """Makes room for these, in their type if they have one in common; returns it and its parts."""
+    """Allocates one buffer for all parameters; returns it and a view for each parameter.
+
+    The buffer has the parameters' type, or float32 if the types differ.
+    """
     types = {part.dtype for part in parameters.values()}
     sizes = [prod(part.shape) for part in parameters.values()]
     with torch.inference_mode(False):

@@ -1,13 +1,13 @@
-"""A drafter's parameters where tensor-parallel ranks share them: as a whole, and this rank's share.
+"""A drafter's parameters if tensor-parallel ranks share them: the whole and this rank's share.
 
-    Gathering      as the engine starts: brings together on rank 0 what the ranks hold
-    RankShares     later: this rank's share of given weights, and the served ones as a whole
+    Gathering      when the engine starts: gathers on rank 0 what the ranks hold
+    RankShares     later: this rank's share of given weights, and the served weights as a whole
 
-A student and its trainer know the whole alone.  With one rank, whole and share are the same.
+A student and its trainer only see whole parameters.  With one rank, whole and share are the same.
 
-Which part each rank holds follows from the layers, as their weight loaders slice a checkpoint: rows
-of the column-parallel layers (each part of a fused one by itself), columns of the row-parallel
-ones, rows of embeddings and heads.
+The part of each rank follows from the layers, because their weight loaders slice a checkpoint in a
+fixed way: rows of column-parallel layers (each part of a fused layer separately), columns of
+row-parallel layers, rows of embeddings and heads.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from engine_shim.sglang.training.students import UnsupportedDrafterError
 class Gathered:
     """A tensor of the model.
 
-    held: by this rank, live, with SGLang's padding.  shard: how it lies on the ranks.  whole: rank
-    0's copy; elsewhere it has the shape, and no values.
+    held: this rank's live part, with SGLang's padding.  shard: how the ranks share it.  whole: rank
+    0's copy; on other ranks a tensor of that shape without values.
     """
 
     held: torch.Tensor
@@ -38,10 +38,11 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    """Keeps what this rank holds of a drafter's parameters.
+    """This rank's share of a drafter's parameters.
 
-    live: written to in place; held: the same with SGLang's padding.  shards: how they lie on the
-    ranks.  All by name.  borrowed: of the target, only read.  With one rank only `live` is set.
+    live: written to in place; held: the same with SGLang's padding; shards: how the ranks share
+    them; all by name.  borrowed: tensors of the target, only read.  With one rank only `live` is
+    set.
     """
 
     live: dict[str, torch.Tensor]
@@ -51,14 +52,14 @@ class RankShares:
     borrowed: tuple[Gathered, ...] = ()
 
     def of(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns this rank's share of weights; views of them where that is possible."""
+        """Returns this rank's share of whole weights; views where that is possible."""
         if not self.shards:
             return {name: whole[name] for name in self.live}
         rank = self.peers.rank
         return {name: shard.cut(whole[name], rank) for name, shard in self.shards.items()}
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields on rank 0 the weights that are served, one after the other; a collective."""
+        """Yields on rank 0 the whole served weights, one after the other; a collective."""
         if not self.shards:
             yield from self.live.items()
         for name, shard in self.shards.items():
@@ -66,24 +67,24 @@ class RankShares:
                 yield name, shard.joined(found)
 
     def copy_borrowed(self) -> None:
-        """Copies what the drafter borrows of the target to rank 0 again; a collective."""
+        """Copies what the drafter borrows from the target to rank 0 again; a collective."""
         for part in self.borrowed:
             if found := self.peers.collected(part.held):
                 part.whole.copy_(part.shard.joined(found))
 
 
 class Gathering:
-    """Brings a model's parameters together; every rank makes the same calls, which are collectives.
+    """Gathers a model's parameters.  The calls are collectives: every rank makes the same ones.
 
-    On rank 0 they are whole, on the host.  What another rank gets has the shape, and no values.
-    With one rank they are the live ones.
+    On rank 0 the parameters are whole, on the host.  Other ranks get tensors of the same shape
+    without values.  With one rank they are the live ones.
     """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._live: dict[str, torch.Tensor] = {}
         self._shards: dict[str, Shard] = {}
-        # By the place of what is held, so that what is tied remains so.
+        # By the address of this rank's part, so that tied parameters stay tied.
         self._found: dict[int, Gathered] = {}
 
     def parameters(self, model: Any) -> dict[str, torch.Tensor]:
@@ -107,7 +108,10 @@ class Gathering:
         return self._whole(module, "weight", module.weight)
 
     def shares(self, parameters: Mapping[str, torch.Tensor]) -> RankShares:
-        """Returns this rank's share of these, which `parameters` has returned, maybe cut."""
+        """Returns this rank's share of parameters that `parameters` has returned.
+
+        The caller may have cut rows of padding off them.
+        """
         if not self._peers.several:
             return RankShares(dict(parameters))
         held = {name: self._live[name].detach() for name in parameters}
@@ -139,8 +143,8 @@ class Gathering:
 class Piece(NamedTuple):
     """One of the matrices that a parameter fuses.
 
-    length: of the whole.  size: of a rank's share; the last one's may be shorter.  replicas: ranks
-    that hold the same share.
+    length: rows of the whole.  size: rows of a rank's share; that of the last rank may be shorter.
+    replicas: number of ranks that hold the same share.
     """
 
     length: int
@@ -155,16 +159,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Describes how a parameter is shared.
+    """Describes how ranks share a parameter.
 
-    dim: that is divided.  pieces: one behind the other, () where every rank holds the whole.
+    dim: the divided dimension.  pieces: in order; () if every rank holds the whole.
     """
 
     dim: int = 0
     pieces: tuple[Piece, ...] = ()
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
-        """Returns a rank's share of the whole; a view where it is one run of it."""
+        """Returns a rank's share of the whole; a view if it is contiguous."""
         if not self.pieces:
             return whole
         parts, start = [], 0
@@ -175,7 +179,7 @@ class Shard:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def joined(self, held: Sequence[Tensor]) -> Tensor:
-        """Returns the whole of what the ranks hold, in their order, padding included there."""
+        """Joins the ranks' parts, which include padding, in the order of the ranks."""
         if not self.pieces:
             return held[0]
         parts, start = [], 0
@@ -187,20 +191,20 @@ class Shard:
         return torch.cat(parts, self.dim)
 
     def whole_shape(self, held: Tensor) -> list[int]:
-        """Returns the shape of the whole, from what one rank holds."""
+        """Returns the shape of the whole, from one rank's part."""
         shape = list(held.shape)
         if self.pieces:
             shape[self.dim] = sum(piece.length for piece in self.pieces)
         return shape
 
     def without_padding(self, length: int) -> Shard:
-        """Returns the same for the first rows alone, where the whole ends in rows of padding."""
+        """Returns the shard of the first `length` rows, if the whole ends in padding rows."""
         if self.dim or len(self.pieces) != 1:
             return self
         return replace(self, pieces=(self.pieces[0]._replace(length=length),))
 
     def unpadded(self, held: Tensor, rank: int) -> Tensor:
-        """Returns, of what a rank holds, its share of the whole: a view without the padding."""
+        """Returns a rank's share of the whole: a view of its part without the padding."""
         if len(self.pieces) != 1:
             return held
         first, last = self.pieces[0].span(rank)
@@ -208,10 +212,10 @@ class Shard:
 
 
 def shard_of(module: Any, name: str, ranks: int) -> Shard:
-    """Returns how the parameter `name` of this layer is shared among so many ranks.
+    """Returns how `ranks` ranks share the parameter `name` of this layer.
 
-    It knows SGLang's layers by the names of their classes, because importing them takes a machine
-    that can run them.  Raises UnsupportedDrafterError.
+    Recognises SGLang's layers by the names of their classes, because they can only be imported on a
+    machine that can run them.  Raises UnsupportedDrafterError.
     """
     kinds = {kind.__name__ for kind in type(module).__mro__}
     if "VocabParallelEmbedding" in kinds:

@@ -1,15 +1,16 @@
-"""Are a drafter's weights worse than they were?  By the acceptance of first draft positions.
+"""Judges whether updates made a drafter worse, by the acceptance of first draft positions.
 
-    before the first update     a baseline is measured; nothing is learnt yet, unless nothing is
-                                drafted either: then what was learnt meanwhile is the baseline
-    then, every 400 drafts      (and at once when acceptance collapses) against the last good ones
-    while updates rest          the same, but no more will come of these weights: they are looked at
-                                until they have risen or fallen by a standard error, or for 1600
-                                drafts, and go if they have fallen.  A trial of updates that harmed
-                                leaves no weights behind
-    after a fall                a baseline again, the longer the more often nothing good came of it
+    before the first update     Measures a baseline.  Nothing is learnt in this time, unless nothing
+                                is drafted either; then the learnt weights become the baseline.
+    then, every 400 drafts      Compares with the last good weights; at once if acceptance
+                                collapses.
+    while updates rest          Does the same until acceptance has risen or fallen by one standard
+                                error, or for 1600 drafts.  If it has fallen, the weights are
+                                rejected, so that a harmful trial of updates leaves no weights.
+    after a fall                Measures a baseline again; longer after each further fall without a
+                                good verdict in between.
 
-First positions, because their acceptance does not depend on how many are drafted.
+First positions are counted because their acceptance does not depend on the draft length.
 """
 
 from __future__ import annotations
@@ -20,26 +21,27 @@ from typing import Final
 
 # First positions drafted between two judgements.
 _EVERY: Final = 400
-# Of the first baseline.
+# Drafts of the first baseline.
 _BASELINE: Final = 200
-# The fewest that anything is judged by, and that the newest weights are seen in before they count
-# as good: so many show a collapse.
+# The fewest drafts for any judgement, and the fewest drafts of the newest weights before they count
+# as good.  So many suffice to show a collapse.
 _LEAST: Final = 50
 _LEAST_OF_NEWEST: Final = 24
-# What is still open then counts as good; while updates rest, as what it seems to be.
+# After so many drafts an undecided case counts as good.  While updates rest, the sign of the
+# difference decides.
 _MOST: Final = 4000
 _MOST_AT_REST: Final = 1600
 _MOST_DOUBLINGS: Final = 6
-# Standard errors: a smaller fall is noise, a larger one is a fall; between them more steps are
-# observed, so that many small falls do not pass one by one.
+# Standard errors.  A fall below the first limit is noise, a fall above the second one is real.  In
+# between more steps are observed, so that a series of small falls is not accepted.
 _NO_FALL: Final = 1.0
 _LIMIT: Final = 3.0
-# The same after every step in between: many looks, so it takes more.
+# The limit for the test after every step; it is higher because the test is repeated often.
 _EARLY_LIMIT: Final = 5.0
 
 
 class GuardVerdict(Enum):
-    """Names what is to be done."""
+    """The verdict on the weights."""
 
     NONE = "nothing to say yet"
     GOOD = "keep these weights"
@@ -58,14 +60,14 @@ class Acceptance:
         self.trials += trials
 
     def without(self, part: Acceptance) -> Acceptance:
-        """Returns what remains of this without a part of it."""
+        """Returns the counts without those of `part`."""
         found = Acceptance()
         found.add(self.successes - part.successes, self.trials - part.trials)
         return found
 
     @property
     def rate(self) -> float:
-        """Share of them that were accepted; 0 of none."""
+        """Returns the share of accepted drafts; 0 without drafts."""
         return self.successes / self.trials if self.trials else 0.0
 
     def fell_from(self, before: Acceptance) -> float:
@@ -80,15 +82,15 @@ class Acceptance:
 class RollbackGuard:
     """Judges new weights.
 
-    before: acceptance of the last good weights; found: of those that are served.
+    before: acceptance of the last good weights; found: acceptance of the serving weights.
     """
 
     def __init__(self) -> None:
         self.before = Acceptance()
         self.found = Acceptance()
-        # Of `found`, those since the last update.
+        # The part of `found` since the last update.
         self._newest = Acceptance()
-        # Drafts still to be seen, with weights that are good, before anything is learnt.
+        # Drafts with good weights that must be observed before anything is learnt.
         self.hold = _BASELINE
         self._due = _EVERY
         self._updated = False
@@ -96,21 +98,21 @@ class RollbackGuard:
 
     @property
     def may_learn(self) -> bool:
-        """Whether there is something to compare with, and no verdict waits for newer drafts."""
+        """Whether there is a baseline, and no due verdict waits for newer drafts."""
         return not self.hold and not (self._is_due and self._waits_for_newest)
 
     @property
     def knows_nothing(self) -> bool:
-        """Whether no weights have been judged yet, so that there is nothing to spoil."""
+        """Whether no weights have been judged yet."""
         return not self.before.trials
 
     @property
     def unjudged(self) -> bool:
-        """Whether weights are served that nobody has spoken for yet."""
+        """Whether the serving weights have not been judged yet."""
         return self._updated
 
     def updated(self) -> None:
-        """The weights have changed by learning; drafts until then were the good ones'."""
+        """Must be called after an update; earlier drafts count for the good weights."""
         self._newest = Acceptance()
         if not self._updated:
             self._updated = True
@@ -121,17 +123,17 @@ class RollbackGuard:
             self._look_on()
 
     def restart(self) -> None:
-        """Other weights are served, by no learning: they are the good ones now."""
+        """Must be called when other weights serve without an update; they count as good."""
         self._look_on()
         self._updated = False
 
     def forget(self) -> None:
-        """Starts over with weights about which nothing is known."""
+        """Starts again with weights of unknown acceptance."""
         self.restart()
         self.before, self.hold = Acceptance(), _BASELINE
 
     def add(self, successes: int, trials: int, *, rests: bool = False) -> GuardVerdict:
-        """One step's first drafts.  rests: no updates are asked for."""
+        """Adds one step's first drafts.  rests: whether updates rest."""
         self.found.add(successes, trials)
         self._newest.add(successes, trials)
         if self.hold:
@@ -143,7 +145,7 @@ class RollbackGuard:
         return self._verdict(self.found, rests=rests)
 
     def _verdict(self, found: Acceptance, *, rests: bool) -> GuardVerdict:
-        """Judges by as many drafts as are due."""
+        """Judges when enough drafts were observed."""
         fall = found.fell_from(self.before) if self._updated else 0.0
         at_rest = rests and self._updated
         most = _MOST_AT_REST if at_rest else _MOST
@@ -168,22 +170,22 @@ class RollbackGuard:
 
     @property
     def _waits_for_newest(self) -> bool:
-        """Whether an update has landed so recently that nothing is known about it."""
+        """Whether the newest update has too few drafts to be judged."""
         return self._updated and self._newest.trials < _LEAST_OF_NEWEST
 
     def _has_collapsed(self) -> bool:
-        """Whether acceptance fell so far, at all or by the last update, that few drafts show it."""
+        """Whether acceptance has collapsed, since the good weights or by the last update."""
         found, newest, before = self.found, self._newest, self.before
         if not self._updated or found.trials < _LEAST:
             return False
         if found.fell_from(before) > _EARLY_LIMIT:
             return True
-        # The drafts between the good weights and the newest may have been better than either.
+        # Drafts between the good and the newest weights may have had a higher rate than both.
         earlier = found.without(newest)
         best = earlier if earlier.rate > before.rate else before
         return (
             newest.trials >= _LEAST_OF_NEWEST
-            # Of so few drafts near certainty, chance alone is many standard errors.
+            # With few drafts and a rate near 1, chance alone can be many standard errors.
             and newest.rate < best.rate / 2
             and newest.fell_from(best) > _EARLY_LIMIT
         )
@@ -191,7 +193,7 @@ class RollbackGuard:
     def _baseline(self, found: Acceptance) -> GuardVerdict:
         if found.trials < self.hold:
             return GuardVerdict.NONE
-        # What was learnt without a baseline has become it.
+        # Weights that were learnt before the baseline become the baseline.
         learnt, self._updated = self._updated, False
         self.before, self.hold = found, 0
         self._look_on()
@@ -201,7 +203,7 @@ class RollbackGuard:
         self.found, self._newest, self._due = Acceptance(), Acceptance(), _EVERY
 
     def _worse(self) -> GuardVerdict:
-        """`before` and `found` stay until `restart`, for whoever tells about it."""
+        """Rejects the weights; `before` and `found` stay until `restart`, for the log."""
         self.hold = _EVERY * 2 ** min(self._falls, _MOST_DOUBLINGS)
         self._falls += 1
         return GuardVerdict.WORSE

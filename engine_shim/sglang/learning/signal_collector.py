@@ -1,12 +1,13 @@
-"""Training signals of what an engine serves (the COLLECT regime): copied, read, written.
+"""Collects training signals from what an engine serves (the COLLECT regime).
 
     after_prefill   copies the end of each prompt on its device
-    after_verify    copies the round's canvas on its device; every ROUNDS rounds, or sooner where
-                    they hold CANVAS_BYTES, all of them go to a thread
-    _read           which makes signals of them (`runs`) and hands those to the writer's
+    after_verify    copies the verified step on its device; every ROUNDS rounds, or earlier if the
+                    copies take CANVAS_BYTES, passes all copies to a thread
+    _read           runs on that thread; makes signals of the copies (signal_runs.py) and passes
+                    them to the writer's thread
 
-The engine's thread waits for nothing, for no device either.  A round for which the threads or the
-device have no room is dropped and counted, before anything is allocated for it.
+The engine's thread never waits, not even for a device.  A round for which the threads or the device
+have no room is dropped and counted, before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from engine_shim.sglang.learning.signal_runs import (
 from engine_shim.sglang.learning.verified_step import PromptPass, Verification
 from engine_shim.sglang.training.signals import SignalStore, SignalWriter
 
-# Canvases that are read together, what they may hold of the device's memory, and how many such
-# batches may wait.
+# Copies of a batch that is read at once, the device memory of a batch, and how many batches may
+# wait.
 ROUNDS: Final = 16
 CANVAS_BYTES: Final = 32 << 20
 _BATCHES: Final = 2
@@ -50,9 +51,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Holds canvases in order.
+    """Copies of steps and prompts, in order.
 
-    nbytes: what they take.  ends: every run is over then.  ready: once they have been copied.
+    nbytes: their size.  ends: whether every run ends after them.  ready: event of the last copy,
+    None on a CPU.
     """
 
     canvases: list[Canvas | PromptCanvas]
@@ -62,9 +64,9 @@ class _Batch:
 
 
 class SignalCollector:
-    """Collects the signals of one engine.  Raises OSError where the folder cannot be made.
+    """Collects the signals of one engine.  Raises OSError if the folder cannot be made.
 
-    over: why nothing is collected any longer; "" while something is.
+    over: why nothing is collected any longer; "" while collection is on.
     """
 
     def __init__(self, settings: PluginSettings, target: Any) -> None:
@@ -75,11 +77,11 @@ class SignalCollector:
         self._top = settings.signals_top
         self._final = FinalStates(target) if settings.signals_final_states else None
         self._budget = DeviceBudget(settings.signals_device_megabytes << 20)
-        # One batch is read, _BATCHES wait, and one is filled.
+        # At once, one batch is read, _BATCHES wait, and one is filled.
         self._batch_bytes = min(CANVAS_BYTES, self._budget.limit // (_BATCHES + 2))
         self._canvases: list[Canvas | PromptCanvas] = []
         self._canvases_bytes = 0
-        # SignalRuns may go on in the next round.
+        # Whether runs may continue in the next round.
         self._open = False
         self._unread = 0
         self._too_large = 0
@@ -89,7 +91,7 @@ class SignalCollector:
         self._thread.start()
 
     def after_prefill(self, found: PromptPass | None) -> None:
-        """Runs after a prefill while signals are collected.  found: None leaves it out."""
+        """Runs after a prefill while signals are collected.  found: None to skip the prefill."""
         if self.over or found is None:
             return
         final = None if self._final is None else self._final.of(len(found.tokens))
@@ -100,7 +102,7 @@ class SignalCollector:
             self._unread += 1
 
     def after_verify(self, found: Verification, *, collecting: bool) -> None:
-        """Before a step's draft-extend, as SGLang calls that."""
+        """Runs before a step's draft-extend."""
         if self.over:
             self._forget()
             return
@@ -125,12 +127,12 @@ class SignalCollector:
             self._forget()
 
     def status(self) -> dict[str, Any]:
-        """The writer's counters and what waits for it.
+        """Returns the writer's counters and what waits for the writer.
 
-        open: collecting has begun and its last signals are not with the writer yet.  unread: rounds
-        and prefills that were dropped since too many waited to be read, or since the device had no
-        room for them.  too_large: those of them that would have had no room even alone.
-        device_bytes: of those that are on the device now.
+        open: collecting has started, and the last signals have not reached the writer yet.  unread:
+        rounds and prefills that were dropped because too many waited or the device had no room for
+        them.  too_large: those of them that exceed the limit on their own.  device_bytes: size of
+        the copies that are on the device now.
         """
         found = asdict(self._writer.counters)
         if self.over:
@@ -146,13 +148,13 @@ class SignalCollector:
         }
 
     def give_up(self, why: str) -> None:
-        """Ends the collection after an error; what has not been read yet is left."""
+        """Ends the collection after an error; copies that were not read are dropped."""
         self.over = why
         self._forget()
         self._put(ends=True)
 
     def close(self) -> None:
-        """Writes what there is, for some seconds at most; does nothing the second time."""
+        """Writes the remaining signals, for a few seconds at most; a second call does nothing."""
         if self._thread.is_alive():
             with suppress(queue.Full):
                 if self._open:
@@ -164,7 +166,7 @@ class SignalCollector:
         self._writer.close()
 
     def _has_room(self, size: int) -> bool:
-        """Reserves the bytes of a canvas; where there is no room, has the others read."""
+        """Reserves the bytes of a copy; without room, has the waiting copies read."""
         if self._budget.reserve(size):
             return True
         if size > self._budget.limit:
@@ -184,7 +186,7 @@ class SignalCollector:
         return _Batch(self._canvases, self._canvases_bytes, ends, ready)
 
     def _put(self, *, ends: bool) -> bool:
-        """False while too much waits to be read."""
+        """Queues the copies for reading; returns False while the queue is full."""
         try:
             self._queue.put_nowait(self._batch(ends=ends))
         except queue.Full:
@@ -201,17 +203,17 @@ class SignalCollector:
         while (batch := self._queue.get()) is not None:
             size = batch.nbytes
             reads = reads and self._is_read(batch)
-            # Otherwise its canvases would stay on the device until the next batch comes.
+            # Frees its copies on the device now and not when the next batch arrives.
             del batch
             self._budget.were_read(size)
             self._queue.task_done()
 
     def _is_read(self, batch: _Batch) -> bool:
-        """Reads a batch; False, and the end of collecting, after an error."""
+        """Reads a batch; after an error, ends the collection and returns False."""
         try:
             self._read(batch)
-        except Exception as error:  # noqa: BLE001 - out of memory, say
-            _log.exception("training signals are kept no more")
+        except Exception as error:  # noqa: BLE001 - for example out of memory
+            _log.exception("training signals are no longer collected")
             self.over = f"{type(error).__name__}: {error}"
             return False
         return True
@@ -241,7 +243,8 @@ def collector_for(runner: Any, settings: PluginSettings) -> SignalCollector:
 class FinalStates:
     """The target's last hidden states of its newest pass, after its norm.
 
-    SGLang keeps them nowhere: they are read off as its head gets them, where no graph replays.
+    SGLang does not keep them.  A hook reads them at the input of the head, which works only
+    without graphs.
     """
 
     def __init__(self, target: Any) -> None:
@@ -249,10 +252,7 @@ class FinalStates:
         target.logits_processor.register_forward_pre_hook(self._take)
 
     def of(self, rows: int) -> torch.Tensor:
-        """Returns [rows, hidden].
-
-        Raises RuntimeError where that pass had another number of them.
-        """
+        """Returns [rows, hidden].  Raises RuntimeError if that pass had another number of rows."""
         if self._newest is None or self._newest.shape[0] != rows:
             raise RuntimeError("the target's last hidden states are not those of this round")
         return self._newest
@@ -262,7 +262,7 @@ class FinalStates:
 
 
 def no_final_states_reason(target: Any, graph_batch_sizes: tuple[int, ...]) -> str | None:
-    """Explains why a target's last hidden states cannot be kept; None when they can."""
+    """Explains why a target's last hidden states cannot be kept; None if they can."""
     if graph_batch_sizes:
         return "a graph's replay does not hand them out (--disable-cuda-graph)"
     if not isinstance(getattr(target, "logits_processor", None), torch.nn.Module):

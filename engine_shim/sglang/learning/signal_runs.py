@@ -1,17 +1,16 @@
-"""Makes training signals of the canvases of many rounds: each request's positions, one by one.
+"""Makes training signals from copies of many rounds: consecutive positions of each request.
 
-Nothing of SGLang, and no thread.
+It uses neither SGLang nor threads.
 
-    SignalRuns.read   extends every run as far as the canvases do; ends those of SEGMENT verified
-                      positions
+    SignalRuns.read   extends every run by the copies; ends runs of SEGMENT verified positions
     SignalRuns.end    ends every run
 
-A run begins with the end of its request's prompt where a prefill has just read it.  It ends early
-when its request leaves, is retracted, or went on unseen; one that verified fewer than LEAST is no
-signal.
+A run starts with the end of its request's prompt, if a prefill has just read it.  It ends early if
+its request leaves, is retracted, or continued unobserved.  A run of fewer than LEAST verified
+positions makes no signal.
 
-A canvas is a copy of what a step has verified or a prefill has read.  The copies stay on the device
-until a thread has read them.
+A `Canvas` is a copy of what a step has verified, a `PromptCanvas` of what a prefill has read.  The
+copies stay on the device until a thread has read them.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from torch import Tensor
 from engine_shim.sglang.learning.verified_step import PromptPass, Verification, likeliest
 from engine_shim.sglang.training.signals import Signal
 
-# Verified positions of one signal, and the fewest that are worth a file.
+# The most verified positions of one signal, and the fewest.
 SEGMENT: Final = 256
 LEAST: Final = 32
 
-# What is kept of a row is of the types that a signal has.
+# Rows are kept in the types of a signal.
 _TOKENS: Final = torch.int64
 _STATES: Final = torch.bfloat16
 _TOP_BYTES: Final = 4 + 4  # an int32 token and its float32 log-probability
@@ -41,9 +40,9 @@ PROMPT: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """The last positions of a prompt, those before `end`, as far as they were computed.
+    """The last positions of a prompt before `end`, as far as they were computed.
 
-    tensors: on the host, by the names of a signal.  is_whole: no chunk follows.
+    tensors: on the host, by the names of a signal.  is_whole: whether no chunk follows.
     """
 
     end: int
@@ -56,7 +55,7 @@ class _Prompt:
         return len(self.tensors["tokens"])
 
     def behind(self, before: _Prompt | None) -> _Prompt:
-        """Returns both in one, where this chunk follows that one."""
+        """Returns this chunk, joined to the one before it if it directly follows that."""
         if before is None or before.end != self.end - self.length:
             return self
         both = {
@@ -68,10 +67,10 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _SignalRun:
-    """Follows one request, from position `start` on: what was read, and what is to be.
+    """Collects the positions of one request, from position `start` on.
 
-    prompt: the positions before, if there are any.  places: of its rows in the canvases, one behind
-    the other, until they are read.  accepted, tried: as a signal has them.
+    prompt: the positions before `start`, if there are any.  places: indices of its rows in the
+    concatenated copies, until they are read.  accepted, tried: as in a signal.
     """
 
     start: int
@@ -83,7 +82,7 @@ class _SignalRun:
     tried: int = 0
 
     def add(self, first: int, gained: int, drafted: int) -> None:
-        """The `gained` rows from `first` on."""
+        """Adds the `gained` rows from row `first` on."""
         self.places.extend(range(first, first + gained))
         self.length += gained
         if drafted:
@@ -107,16 +106,16 @@ class _SignalRun:
 
 
 class SignalRuns:
-    """Follows all requests."""
+    """The runs of all requests."""
 
     def __init__(self) -> None:
         self._runs: dict[str, _SignalRun] = {}
         self._over: list[_SignalRun] = []
-        # Of requests that have not verified anything yet.
+        # Prompts of requests that have not verified anything yet.
         self._prompts: dict[str, _Prompt] = {}
 
     def read(self, canvases: Sequence[Canvas | PromptCanvas]) -> list[Signal]:
-        """One after the other; the signals that they complete."""
+        """Reads copies in order; returns the signals that they complete."""
         first = 0
         verified: list[Canvas] = []
         for canvas in canvases:
@@ -135,7 +134,7 @@ class SignalRuns:
                 first += canvas.rows
             for rid in self._runs.keys() - set(canvas.request_ids):
                 self._over.append(self._runs.pop(rid))
-            # The others have left after their first token, or been aborted.
+            # Requests of the other prompts have ended after their first token or were aborted.
             self._prompts = {
                 rid: prompt for rid, prompt in self._prompts.items() if not prompt.is_whole
             }
@@ -144,14 +143,14 @@ class SignalRuns:
         return self._signals()
 
     def end(self) -> list[Signal]:
-        """The signals of what there is."""
+        """Ends all runs; returns their signals."""
         self._over += self._runs.values()
         self._runs.clear()
         self._prompts.clear()
         return self._signals()
 
     def _keep_prompts(self, canvas: PromptCanvas) -> None:
-        """Brings the ends of prompts to the host, until their requests verify something."""
+        """Copies the ends of prompts to the host, until their requests verify something."""
         parts = {
             name: tensor.to("cpu").split(canvas.lengths)
             for name, tensor in (
@@ -159,7 +158,7 @@ class SignalRuns:
             )
             if tensor is not None
         }  # fmt: skip
-        # SGLang reads one prompt in chunks at a time: another one's was given up.
+        # SGLang reads one prompt at a time in chunks, so an unfinished other one was abandoned.
         self._prompts = {
             rid: prompt
             for rid, prompt in self._prompts.items()
@@ -172,7 +171,7 @@ class SignalRuns:
             self._prompts[rid] = prompt.behind(self._prompts.get(rid))
 
     def _run(self, rid: str, start: int) -> _SignalRun:
-        """Returns the request's run; a new one where steps of it were not seen."""
+        """Returns the request's run; a new one if steps of it were not observed."""
         run = self._runs.get(rid)
         if run is None or run.start + run.length != start:
             if run is not None:
@@ -183,7 +182,7 @@ class SignalRuns:
         return run
 
     def _gather(self, canvases: Sequence[Canvas]) -> None:
-        """Each run's rows become a part of it; nothing else of the canvases is kept."""
+        """Adds its rows to each run; nothing else of the copies is kept."""
         runs = [run for run in (*self._over, *self._runs.values()) if run.places]
         tensors = _read(canvases, list(chain.from_iterable(run.places for run in runs)))
         lengths = [len(run.places) for run in runs]
@@ -198,9 +197,9 @@ class SignalRuns:
 
 
 def _read(canvases: Sequence[Canvas], rows: list[int]) -> dict[str, Tensor]:
-    """Returns these rows of the canvases, as a signal has them.  Waits for the device.
+    """Returns these rows of the copies, in a signal's types.  Waits for the device.
 
-    Canvases are brought to the host whole: picking rows takes no memory of the device.
+    Each copy is moved to the host as a whole, so that selecting rows takes no device memory.
     """
     names = ["tokens", "features", "top_tokens", "top_logs"]
     if canvases[0].final is not None:
@@ -215,11 +214,11 @@ def _read(canvases: Sequence[Canvas], rows: list[int]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """Holds what a step has verified, of B requests with gamma + 1 rows each, one behind the other.
+    """Copy of what a step has verified: B requests with gamma + 1 rows each, in order.
 
-    drafted: the learning drafter's own drafts of each request.  undrafted: the requests, by their
-    place, that must not be drafted for.  accepted: int [B], tokens that each
-    request gained, bonus included.  starts: int [B], each request's position of its first row.
+    drafted: number of the learning drafter's own drafts of each request.  undrafted: indices of
+    requests that must not be drafted for.  accepted: int [B], tokens that each request gained,
+    bonus included.  starts: int [B], position of each request's first row.
     tokens: int64 [rows].  features: bfloat16 [rows, width].  top_tokens: int32 [rows, top], the
     target's likeliest successors, and top_logs: float32 [rows, top], their log-probabilities.
     final: bfloat16 [rows, hidden], where the last hidden states were asked for.
@@ -243,7 +242,7 @@ class Canvas:
 
 
 def canvas_bytes(found: Verification, top: int, final: Tensor | None) -> int:
-    """Returns what `canvas_of` would allocate for its result, from the shapes alone."""
+    """Returns the bytes that the result of `canvas_of` would take, from the shapes alone."""
     width = found.features.shape[1] + (0 if final is None else final.shape[1])
     top = min(top, found.logits.shape[1])
     row = _TOKENS.itemsize + width * _STATES.itemsize + top * _TOP_BYTES
@@ -252,15 +251,15 @@ def canvas_bytes(found: Verification, top: int, final: Tensor | None) -> int:
 
 
 def canvas_of(found: Verification, top: int, final: Tensor | None) -> Canvas:
-    """Copies what a step has verified, since SGLang will write into its own buffers again.
+    """Copies what a step has verified, because SGLang reuses its buffers.
 
-    Intermediate results take `likeliest.WORKING_BYTES` for a moment.  Waits for no device.
+    Intermediate results briefly take `verified_step.WORKING_BYTES`.  Does not wait for the device.
     """
     with torch.inference_mode(False), torch.no_grad():
         top_tokens, top_logs = likeliest(found.logits, top)
         return Canvas(
             found.request_ids,
-            # A draft of another drafter says nothing of this one.
+            # Drafts of another drafter are no evidence about this one.
             found.gamma if found.by_learner else 0,
             found.result.accept_lens.clone(),
             found.batch.seq_lens.clone(),
@@ -275,9 +274,9 @@ def canvas_of(found: Verification, top: int, final: Tensor | None) -> Canvas:
 
 @dataclass(frozen=True, slots=True)
 class PromptCanvas:
-    """Holds the ends of what a prefill has read of its requests' prompts, one behind the other.
+    """Copy of the ends of the prompts that a prefill has read, one after the other.
 
-    starts: each request's position of its first row here.  lengths: rows of each.  unfinished: the
+    starts: position of each request's first row here.  lengths: rows of each.  unfinished: the
     requests whose prompts have further chunks.  tokens, features, final: as in `Canvas`.
     """
 
@@ -291,7 +290,7 @@ class PromptCanvas:
 
 
 def prompt_bytes(found: PromptPass, final: Tensor | None) -> int:
-    """Returns what `prompt_canvas_of` would allocate for its result, from the shapes alone."""
+    """Returns the bytes that the result of `prompt_canvas_of` would take, from the shapes alone."""
     width = found.features.shape[1] + (0 if final is None else final.shape[1])
     rows = sum(min(length, PROMPT) for length in found.lengths)
     return rows * (_TOKENS.itemsize + width * _STATES.itemsize)
@@ -322,7 +321,7 @@ def prompt_canvas_of(found: PromptPass, final: Tensor | None) -> PromptCanvas:
 
 
 class DeviceBudget:
-    """Limits the bytes that canvases hold on the device.
+    """Limits the bytes that copies take on the device.
 
     The engine's thread reserves and releases, and the reading thread reports what it has read.
     Each number has one writer, so that neither thread waits for the other.
@@ -339,16 +338,16 @@ class DeviceBudget:
         return self._kept - self._read
 
     def reserve(self, size: int) -> bool:
-        """Reserves `size` bytes; returns False, and reserves none, where there is no room."""
+        """Reserves `size` bytes; returns False and reserves nothing if there is no room."""
         if self.held + size > self.limit:
             return False
         self._kept += size
         return True
 
     def release(self, size: int) -> None:
-        """Gives back what the engine's thread has dropped."""
+        """Releases bytes that the engine's thread has dropped."""
         self._kept -= size
 
     def were_read(self, size: int) -> None:
-        """Gives back what the reading thread has read and dropped."""
+        """Releases bytes that the reading thread has read and dropped."""
         self._read += size

@@ -1,4 +1,4 @@
-"""The serving drafter as something that learns: sizes, parameters, what it only uses.
+"""Describes the serving drafter for training: its sizes, its parameters, and what it borrows.
 
 Its parameters are written in place between two steps.
 """
@@ -22,10 +22,10 @@ MTP: Final = "MiMoMTP"
 LEARN: Final = (EAGLE3, DFLASH, MTP)
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
-# Others are packed by quantization: what is written to them would not be what is computed with.
+# Parameters of other types are packed by quantization, and cannot be written directly.
 _PLAIN: Final = (torch.float32, torch.bfloat16, torch.float16)
 
-# Elements of each parameter that are looked at for a change by somebody else.
+# Elements of each parameter that are compared to detect a change by another writer.
 _SAMPLED: Final = 64
 
 
@@ -33,11 +33,11 @@ _SAMPLED: Final = 64
 class LiveDrafter:
     """Describes the serving drafter.
 
-    parameters: by name, the live ones, or where ranks share them copies of the whole ones, on rank
-    0 alone.  borrowed: the target's in it, of which the live drafter has a reference, and its draft
-    vocabulary: never trained, never written to.  feature_width: numbers of the target's hidden
-    states that it reads at a position.  refresh: to be called once parameters were written, for
-    what the engine has made of them.  ranked: what this rank holds, where ranks share them.
+    parameters: by name; the live ones, or, if ranks share them, copies of the whole ones on rank 0
+    alone.  borrowed: the target's tensors that it references, and its draft vocabulary; they are
+    never trained and never written to.  feature_width: numbers of the target's hidden states that
+    it reads at a position.  refresh: must be called after parameters were written, to rebuild what
+    the engine derives from them.  ranked: this rank's share, if ranks share the parameters.
     """
 
     shape: students.DraftShape
@@ -54,17 +54,17 @@ class LiveDrafter:
 
     @property
     def device(self) -> torch.device:
-        """Returns where the live parameters lie."""
+        """Returns the device of the live parameters."""
         return next(iter(self.shares.live.values())).device
 
 
 def live_drafter(worker: Any, ranks: Peers = ALONE, second: Any = None) -> LiveDrafter:
     """Describes the drafter of this `EAGLEWorkerV2` for its student.
 
-    ranks: that share it; all of them call this as they start, and it is a collective.  second: the
-    `DFlashDrafter` beside the engine's own, if that learns.  This alone decides what an engine can
-    learn, collect and take versions of.  Raises UnsupportedDrafterError with the reason where a
-    student would not be this drafter.
+    ranks: the ranks that share it; this is a collective, which all of them call at their start.
+    second: the `DFlashDrafter` beside the engine's own, if that learns.  Only this function decides
+    for which drafter an engine can learn, collect signals and take versions.  Raises
+    UnsupportedDrafterError with the reason if a student would differ from this drafter.
     """
     draft = worker.draft_worker
     model = (draft.draft_runner if second is None else second.runner).model
@@ -86,7 +86,7 @@ def live_drafter(worker: Any, ranks: Peers = ALONE, second: Any = None) -> LiveD
 def _eagle3(model: Any, whole: Gathering) -> LiveDrafter:
     config = model.config.to_dict()
     if model.load_lm_head_from_target:
-        # SGLang has filled in the target's.
+        # SGLang has filled in the target's vocabulary size.
         config["draft_vocab_size"] = None
     # A model without a window need not have the method.
     window = getattr(model, "get_attention_sliding_window_size", lambda: None)()
@@ -95,7 +95,7 @@ def _eagle3(model: Any, whole: Gathering) -> LiveDrafter:
             f"it sees the last {window} positions only (--speculative-draft-window-size)"
         )
     shape = students.eagle3_shape(config)
-    # A list of layers beside eagle_config is not what SGLang has the target emit.
+    # SGLang ignores a list of layers outside eagle_config when it makes the target emit states.
     shape = replace(shape, feature_layers=read_eagle3(config).captured_layers or ())
     parameters = whole.parameters(model)
     embedding, head = parameters.pop(_EMBEDDING).detach(), None
@@ -106,7 +106,7 @@ def _eagle3(model: Any, whole: Gathering) -> LiveDrafter:
         parameters[_HEAD] = parameters[_HEAD].detach()[: shape.drafts]
     tokens = students.draft_tokens(model.hot_token_id, shape)
     if tokens is not None:
-        # SGLang leaves the list where its loader has made it, on the host.
+        # SGLang leaves the list on the host, where its loader made it.
         tokens = tokens.to(embedding.device)
     width = shape.features * shape.decoder.hidden
     return LiveDrafter(shape, parameters, _cut(shape, embedding, head, tokens), width)
@@ -146,13 +146,13 @@ def _cut(
     head: torch.Tensor | None,
     tokens: torch.Tensor | None = None,
 ) -> Borrowed:
-    """Leaves out the rows by which SGLang pads embeddings and heads to a round number."""
+    """Makes `Borrowed` without the rows by which SGLang pads embeddings and heads."""
     rows = shape.decoder.vocabulary
     return Borrowed(embedding[:rows], None if head is None else head[:rows], tokens)
 
 
 def _require_same(found: LiveDrafter) -> None:
-    """Raises UnsupportedDrafterError unless a student has the drafter's very parameters."""
+    """Raises UnsupportedDrafterError unless a student has exactly the drafter's parameters."""
     live = {name: tuple(part.shape) for name, part in found.parameters.items()}
     embedding, head, tokens = found.borrowed
     with torch.device("meta"):
@@ -177,16 +177,16 @@ def _require_same(found: LiveDrafter) -> None:
 
 
 class WeightsDifferError(RuntimeError):
-    """The drafter does not have the values that were copied into it; the message names a part."""
+    """The drafter does not have the values that were written; the message names a parameter."""
 
 
 class DrafterWeights:
     """Writes the weights of the serving model.
 
-    parameters: by name; good: a copy whose acceptance was good.  first: as the drafter was loaded,
-    or as somebody else has set it since.  refresh: called after each writing.  yields: nothing is
-    written where somebody else has written since.  The device finds that out by itself, so that
-    nobody waits for it; `are_replaced` tells.
+    parameters: by name.  good: a copy whose acceptance was good.  first: the weights as loaded, or
+    as another writer has set them since.  refresh: called after each write.  yields: whether writes
+    do nothing after another writer has changed the weights.  The device evaluates that itself, so
+    the host does not wait; `are_replaced` returns it.
     """
 
     first: dict[str, torch.Tensor]
@@ -207,14 +207,14 @@ class DrafterWeights:
         self.adopt()
 
     def copy(self) -> dict[str, torch.Tensor]:
-        """Returns what is served now."""
+        """Returns a copy of the serving weights."""
         return {name: live.detach().clone() for name, live in self.parameters.items()}
 
     def serve(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Writes them in place: a graph that reads them goes on reading the same memory.
+        """Writes weights in place, because graphs read that memory.
 
-        weights: they may have been made on another stream, by a thread that reads files, and be
-        dropped afterwards.  Raises WeightsDifferError.
+        weights: may come from another stream (a thread that reads files), and may be dropped
+        afterwards.  Raises WeightsDifferError.
         """
         ours = ~self.are_replaced() if self._yields else None
         with torch.no_grad():
@@ -231,10 +231,10 @@ class DrafterWeights:
         self.changed = True
 
     def _compare(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Raises WeightsDifferError where the drafter does not have these values.
+        """Raises WeightsDifferError if the drafter does not have these values.
 
-        Two names that stand for the same memory show here, once both are written.  On another
-        device than the CPU an engine would have to wait for the answer, and is not asked.
+        This detects two names for the same memory, after both were written.  Only checked on the
+        CPU, because an engine would have to wait for another device.
         """
         for name, live in self.parameters.items():
             if live.device.type != "cpu":
@@ -245,32 +245,35 @@ class DrafterWeights:
                 )
 
     def serve_first(self) -> None:
-        """Restores the weights as if nothing had been learnt."""
+        """Serves the first weights, as if nothing had been learnt."""
         self.serve(self.first)
         self.good, self.changed = self.first, False
 
     def serve_good(self) -> None:
-        """Takes back what was learnt since."""
+        """Rolls back to the last good weights."""
         self.serve(self.good)
         self.changed = self.good is not self.first
 
     def keep(self) -> None:
-        """Marks what is served now as good."""
+        """Marks the serving weights as good."""
         self.good = self.copy()
 
     def are_replaced(self) -> torch.Tensor:
-        """Returns whether somebody else has written since (a weight update), as a bool [] there."""
+        """Returns whether another writer (a weight update) has written since.
+
+        The result is a bool [] on the weights' device.
+        """
         return (self._sample() != self._served).any()
 
     def adopt(self) -> None:
-        """Takes what is served for the first weights, whoever has written it."""
+        """Makes the serving weights the first ones, including those of another writer."""
         self.begin_here()
         self._served = self._sample()
 
     def begin_here(self) -> None:
-        """Takes what was written here for the first weights.
+        """Makes the weights that were written here the first ones.
 
-        `are_replaced` goes on telling of what somebody else has written meanwhile.
+        `are_replaced` still detects what another writer has written since.
         """
         self.first = self.good = self.copy()
         self.changed = False
@@ -280,6 +283,6 @@ class DrafterWeights:
 
 
 def sample_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns some values of each tensor, float32: who writes all of them changes these."""
+    """Returns some values of each tensor, float32; a write of whole tensors changes them."""
     parts = [tensor.detach().flatten() for tensor in tensors]
     return torch.cat([part[:: max(1, len(part) // _SAMPLED)].float() for part in parts])

@@ -1,4 +1,4 @@
-"""The trainer of online updates as the engine has it: a process, shared memory, a socket."""
+"""The engine's side of the trainer of online updates: a process, shared memory, a socket."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from engine_shim.sglang.training import trainer
 from engine_shim.sglang.training.exchange import Channel, Layout, Message, RingShape, SharedTensors
 from engine_shim.sglang.training.online import OnlineSettings
 
-# Requests of a batch that a round is learnt from, at most.
+# The most requests of a batch in a training round.
 MOST_REQUESTS: Final = 16
 
 
 def rings_for(drafter: LiveDrafter, settings: PluginSettings, largest_gamma: int) -> RingShape:
-    """Returns the sizes of the rings.
+    """Returns the sizes of the rings, before anything is allocated.
 
-    Raises UnsupportedEngineError if they would take more than the setting allows, before anything
-    is allocated.
+    Raises UnsupportedEngineError if they would take more memory than the setting allows.
     """
     shape = RingShape(
         MOST_REQUESTS,
@@ -37,7 +36,7 @@ def rings_for(drafter: LiveDrafter, settings: PluginSettings, largest_gamma: int
         min(settings.online.top, drafter.shape.decoder.vocabulary),
         str(drafter.borrowed.embedding.dtype).removeprefix("torch."),
     )
-    # The engine's own and those that it shares with the trainer.
+    # The engine has one set of rings and shares a second one with the trainer.
     position = 2 * replace(shape, positions=1).bytes
     allowed = settings.online_megabytes << 20
     if position * shape.positions > allowed:
@@ -55,16 +54,16 @@ def rings_for(drafter: LiveDrafter, settings: PluginSettings, largest_gamma: int
 class TrainerProcess:
     """Runs the trainer of one drafter, until `close`.
 
-    tensors: the memory that both have, by name: rings, spans, weights, what the drafter borrows.
-    weights: of the whole drafter in it, float32, by the names of its parameters.
+    tensors: the shared memory by name: rings, spans, weights, what the drafter borrows.  weights:
+    those of the whole drafter in it, float32, by the names of its parameters.
     """
 
     def __init__(
         self, drafter: LiveDrafter, rings: RingShape, settings: OnlineSettings, device: str = ""
     ) -> None:
-        """Starts the process, with the drafter's weights as they are.
+        """Starts the process with the drafter's current weights.
 
-        device: of torch, that it computes on; "" for the drafter's.
+        device: torch's name of the trainer's device; "" for the drafter's.
         """
         self._borrowed = {
             trainer.BORROWED + name: part.detach()
@@ -101,40 +100,40 @@ class TrainerProcess:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was not closed."""
+        """Whether it has not been closed."""
         return self._channel is not None
 
     @property
     def status(self) -> int | None:
-        """The exit status of the process, None while it runs."""
+        """Returns the exit status of the process; None while it runs."""
         return self.process.poll()
 
     def share_borrowed(self) -> None:
-        """Copies what the drafter borrows of the target into the memory, and waits for a device.
+        """Copies what the drafter borrows from the target into shared memory; waits for the device.
 
-        That is after a weight update of the target, which has stopped the engine for longer.
+        It is called after a weight update of the target, which stops the engine for longer.
         """
         for name, part in self._borrowed.items():
             self.tensors[name].copy_(part)
 
     def receive(self) -> Message | None:
-        """Returns what the trainer has answered, if anything.  Raises EOFError once it has gone."""
+        """Returns the trainer's answer, if any.  Raises EOFError after the trainer has ended."""
         assert self._channel is not None
         return self._channel.receive(wait=False)
 
     def send(self, message: Message) -> bool:
-        """Tells the trainer something; False where it cannot be told."""
+        """Sends a message to the trainer; returns False if that fails."""
         assert self._channel is not None
         return self._channel.send(message)
 
     def close(self) -> None:
-        """Ends the process; what it has written stays."""
+        """Ends the process; the shared memory keeps what it has written."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
             self.process.kill()
-            # One that computes on a GPU takes a while to end.  As the interpreter ends, no thread
-            # can be started, and nobody is left to wait for the process.
+            # A process that uses a GPU takes a while to end, so a thread waits for it.  While the
+            # interpreter shuts down, no thread can be started, and none is needed.
             with suppress(RuntimeError):
                 Thread(target=self.process.wait, name="speculation-trainer", daemon=True).start()
 

@@ -1,6 +1,6 @@
 """Holds what one pass of the target has computed, and what a step reports of online updates.
 
-The target's likeliest tokens of a row are taken of its logits in a bounded amount of memory.
+The target's likeliest tokens are computed from its logits in a bounded amount of memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-# What intermediate results may take of the device's memory, at least one row of the vocabulary.
+# Device memory for intermediate results; it always suffices for at least one row.
 WORKING_BYTES: Final = 64 << 20
 _FLOAT32_BYTES: Final = 4
 
@@ -20,9 +20,10 @@ _FLOAT32_BYTES: Final = 4
 class UpdateStatus(NamedTuple):
     """Holds what a step has to report of online updates.
 
-    updating: one was being computed beside it, or landed before it.  reset: before it the drafter
-    went back to earlier weights, or was given others.  seconds: of the one that landed, or 0.
-    version: of the drafter that serves, 0 as loaded.  learnt_from: as in proto StepReport.
+    updating: an update was being computed during the step, or was applied before it.  reset: before
+    the step the drafter's weights were rolled back or replaced.  seconds: duration of the applied
+    update, or 0.  version: of the serving drafter, 0 as loaded.  learnt_from: as in proto
+    StepReport.
     """
 
     updating: bool = False
@@ -32,20 +33,21 @@ class UpdateStatus(NamedTuple):
     learnt_from: int | None = None
 
 
-# Of a step without any.
+# The status of a step without updates.
 NO_UPDATE: Final = UpdateStatus()
 
 
 @dataclass(frozen=True)
 class Verification:
-    """A canvas of gamma + 1 positions of each of B requests, in SGLang's own buffers.
+    """The gamma + 1 verified positions of each of B requests, in SGLang's own buffers.
 
-    Nothing of it waits for the device.
+    No property waits for the device.
 
-    batch, result: as SGLang hands them to `_draft_extend_for_decode`.  features: [B * (gamma + 1),
-    width], the target's hidden states that the learning drafter reads.  by_learner: it drafted
-    this step itself, if anything was drafted.  undrafted: rows that must not be drafted for: their
-    canvases hold fillers, so that they teach nothing and show nothing of a drafter.
+    batch, result: as SGLang passes them to `_draft_extend_for_decode`.  features: [B * (gamma + 1),
+    width], the target's hidden states that the learning drafter reads.  by_learner: whether that
+    drafter drafted this step, if anything was drafted.  undrafted: rows that must not be drafted
+    for.  Their positions hold filler tokens, so they are used neither for training nor for
+    acceptance.
     """
 
     batch: Any
@@ -56,23 +58,23 @@ class Verification:
 
     @property
     def request_ids(self) -> list[str]:
-        """B of them."""
+        """Returns the ids of the B requests."""
         return [request.rid for request in self.batch.reqs]
 
     @property
     def gamma(self) -> int:
-        """Drafts of each request."""
+        """Returns the number of drafts of each request."""
         return self.features.shape[0] // len(self.batch.reqs) - 1
 
     @property
     def tokens(self) -> torch.Tensor:
-        """int64 [B * (gamma + 1)], of the canvases."""
+        """Returns the verified tokens, int64 [B * (gamma + 1)]."""
         found: torch.Tensor = self.batch.spec_info.draft_token.view(-1)
         return found
 
     @property
     def logits(self) -> torch.Tensor:
-        """[B * (gamma + 1), vocabulary], the target's."""
+        """Returns the target's logits, [B * (gamma + 1), vocabulary]."""
         found: torch.Tensor = self.result.logits_output.next_token_logits
         return found
 
@@ -81,11 +83,11 @@ class Verification:
 class PromptPass:
     """Holds what a prefill has read of B prompts, in SGLang's own buffers.
 
-    Nothing of it waits for the device.  Of positions that were found in the prefix cache nothing is
-    computed, and nothing is here.
+    Nothing here waits for the device.  Positions from the prefix cache are not computed, so they
+    are not contained.
 
-    starts, lengths: of each request, position of its first row, and its rows.  unfinished: the
-    requests whose prompts have further chunks.  tokens: int64 [rows].  features: [rows, width],
+    starts, lengths: position of the first row and number of rows, for each request.  unfinished:
+    the requests whose prompts have further chunks.  tokens: int64 [rows].  features: [rows, width],
     the target's hidden states that the learning drafter reads.
     """
 
@@ -102,11 +104,11 @@ def prompt_pass(
     tokens: torch.Tensor,
     features: torch.Tensor | None,
 ) -> PromptPass | None:
-    """Makes it of a `ScheduleBatch` that was prefilled; None where a prompt is not tokens alone.
+    """Describes a prefilled `ScheduleBatch`; None if a prompt has other inputs than tokens.
 
     tokens: its `input_ids` from before the drafter's part, which replaces them.  features: [rows,
-    width], the hidden states that the learning drafter reads; None where SGLang keeps no
-    hidden states.
+    width], the hidden states that the learning drafter reads; None if SGLang keeps no hidden
+    states.
     """
     if features is None or any(request.multimodal_inputs is not None for request in batch.reqs):
         return None
@@ -127,15 +129,15 @@ def prompt_pass(
 def likeliest(logits: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """Returns the likeliest tokens, int32 [rows, top], and their log-probabilities, float32 (nats).
 
-    logits: [rows, vocabulary], of any floating type.  `top` is cut to the vocabulary.  Waits for no
-    device: the number of passes follows from the shape.
+    logits: [rows, vocabulary], of any floating type.  `top` is limited to the vocabulary.  Does not
+    wait for the device: the number of passes follows from the shape.
     """
     rows, vocabulary = logits.shape
     top = min(top, vocabulary)
     tokens = torch.empty((rows, top), dtype=torch.int32, device=logits.device)
     logs = torch.empty((rows, top), dtype=torch.float32, device=logits.device)
-    # `logsumexp` and `log_softmax` of all rows would take as much as the logits do, in float32; so
-    # would their conversion.
+    # `logsumexp` and `log_softmax` of all rows, and a conversion of all logits, would take as much
+    # memory as the logits in float32.
     copies = 1 if logits.dtype is torch.float32 else 2
     step = max(1, WORKING_BYTES // (copies * _FLOAT32_BYTES * vocabulary))
     for first in range(0, rows, step):

@@ -1,9 +1,9 @@
-"""The last verified positions of each running request, and what the target said of them.
+"""The last verified positions of each running request, with the target's likeliest tokens.
 
-What steps have verified comes to the host in order, without waiting for the device (`Readback`):
+`Readback` copies what steps have verified to the host, in order and without waiting for the device:
 
-put      copies a step's canvases on the device, and from there to the host on a side stream
-taken    hands out what has arrived: on a CPU the step itself, on a GPU one or two steps later
+put      copies a step on the device, and from there to the host on a side stream
+taken    yields the steps that have arrived: at once on a CPU, one or two steps later on a GPU
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from engine_shim.sglang.api import transfer
 from engine_shim.sglang.learning.verified_step import Verification, likeliest
 from engine_shim.sglang.training.exchange import SPANS, RingRows, RingShape
 
-# A shorter one teaches little, and drafting from it is nothing like drafting in the engine.
+# Shorter windows teach little, because drafting from them differs from drafting in the engine.
 LEAST: Final = 8
 
-# Steps that may be on their way at once.
+# Steps that may be on their way to the host at once.
 _SLOTS: Final = 4
-# Requests of a step that are read back, from the first one on.
+# The most requests of a step whose lengths are read back, from the first one on.
 JUDGED: Final = 256
 
 
 @dataclass(slots=True)
 class _Window:
-    """Describes one request's part of a ring, by positions.
+    """One request's window in a ring, by positions.
 
-    ring: its number.  start: of the window.  canvas: of the newest step's canvas, `end` behind it.
-    gained: behind the last token that the request has gained, where its next canvas begins.
-    stale: from here on the trainer's copy differs.
+    ring: index of the ring.  start: start of the window.  canvas, end: start and end of the newest
+    step's positions.  gained: end of the tokens that the request has gained, where its next step
+    starts.  stale: from this position on the trainer's copy is outdated.
     """
 
     ring: int
@@ -47,21 +47,21 @@ class _Window:
 
     @property
     def known(self) -> int:
-        """Positions before the newest canvas."""
+        """Returns the number of positions before the newest step."""
         return self.canvas - self.start
 
 
 class Windows:
     """Keeps the windows of as many requests as there are rings.
 
-    A step writes its own rows into the rings, `write` the rows that are new since it was last
-    called into the trainer's copy of the rings.  What both do does not grow with the window.
+    A step writes its own rows into the rings.  `write` copies the rows since its last call into
+    the trainer's rings.  The cost of both does not depend on the length of the window.
     """
 
     def __init__(self, shape: RingShape, length: int) -> None:
         """Makes empty windows.
 
-        length: positions kept of a request; the rings have room for a canvas more.
+        length: positions kept of a request; the rings have room for one more step.
         """
         self._length = length
         self._shape = shape
@@ -78,7 +78,7 @@ class Windows:
     def reserve(self, request_ids: list[str], undrafted: Sequence[int] = ()) -> list[int]:
         """Gives rings to new requests; returns the rows of the batch that have one.
 
-        undrafted: rows that must not be drafted for, which teach nothing.
+        undrafted: rows that must not be drafted for, which are not used for training.
         """
         silent = set(undrafted)
         teaching = [row for row in range(len(request_ids)) if row not in silent]
@@ -86,22 +86,22 @@ class Windows:
         return [row for row in teaching if request_ids[row] in self._windows]
 
     def add(self, found: HostRound) -> bool:
-        """Adds what a step has verified; True when there is a round to learn from.
+        """Adds what a step has verified; returns whether there is a round to learn from.
 
-        Raises ValueError for a canvas that the rings have no room for.
+        Raises ValueError if the rings have no room for the step.
         """
         facts = found.facts
         width = facts.gamma + 1
         if width > self._shape.positions - self._length:
             raise ValueError(
-                f"a canvas of {width} positions does not fit behind a window of {self._length} "
+                f"a step of {width} positions does not fit behind a window of {self._length} "
                 f"in a ring of {self._shape.positions}"
             )
         moved: list[_Window] = []
         held: list[int] = []
         for place, row in enumerate(facts.kept):
             rid = facts.request_ids[row]
-            # Its ring may have gone to another request meanwhile.
+            # Its ring may have been given to another request in the meantime.
             if rid in self._windows:
                 moved.append(self._extended(rid, found.starts[row], width, found.accepted[row]))
                 held.append(place)
@@ -112,9 +112,9 @@ class Windows:
         return bool(self._newest)
 
     def write(self, tensors: Mapping[str, Tensor], gamma: int) -> int:
-        """Brings the trainer's copy up to date, and says there which rows are the newest round.
+        """Updates the trainer's rings, and writes there which rows form the newest round.
 
-        Returns the number of its requests.
+        Returns the number of requests in the round.
         """
         chosen = [window for window in self._newest if window.end - window.canvas == gamma + 1]
         if not chosen:
@@ -134,7 +134,7 @@ class Windows:
         return len(spans)
 
     def _make_room(self, request_ids: list[str]) -> None:
-        """Gives rings to new requests, as many as there are, those unseen for longest first."""
+        """Gives new requests free rings first, then those of requests that left longest ago."""
         running = set(request_ids)
         new = [rid for rid in request_ids if rid not in self._windows]
         if not new:
@@ -147,15 +147,15 @@ class Windows:
                 free.append(self._windows.pop(gone.pop(0)).ring)
             if not free:
                 return
-            # It stands before any position, so the step that follows begins it.
+            # `gained` is -1, so the next step starts the window.
             self._windows[rid] = _Window(free.pop(0), 0, 0, 0, gained=-1, stale=0)
 
     def _extended(self, rid: str, start: int, width: int, accepted: int) -> _Window:
         window = self._windows.pop(rid)
-        # Now it is the one that was seen last.
+        # Inserted again, so that the order of the windows is that of their last step.
         self._windows[rid] = window
         if window.gained != start:
-            # New, or steps of it were not seen.
+            # The window is new, or steps of the request were not observed.
             window.start = window.stale = start
         window.start = max(window.start, start - self._length)
         window.canvas, window.end, window.gained = start, start + width, start + accepted
@@ -176,7 +176,7 @@ class Windows:
 
 
 class WeightChanges(NamedTuple):
-    """Counts changes of a drafter's weights (see `OnlineCounters`), and so names those in use."""
+    """Counts of the changes of a drafter's weights (see `OnlineCounters`); identifies weights."""
 
     updates: int = 0
     restored: int = 0
@@ -186,11 +186,11 @@ class WeightChanges(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """Holds what the host knows of a step as it is launched.
+    """Holds what the host knows about a step when it is launched.
 
-    request_ids: B of them.  gamma: drafts of each.  drafted: the learner drafted them.  undrafted:
-    rows that must not be drafted for.  weights: that served.  kept: R rows of the batch whose
-    canvases are wanted.
+    request_ids: of B requests.  gamma: drafts of each.  drafted: whether the learner drafted them.
+    undrafted: rows that must not be drafted for.  weights: those that served.  kept: the R rows of
+    the batch that are read back.
     """
 
     request_ids: list[str]
@@ -203,11 +203,11 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class HostRound:
-    """Holds what a step has verified, on the host.
+    """Holds on the host what a step has verified.
 
-    accepted, starts: of the first `JUDGED` requests, tokens that each gained, bonus included, and
-    the position of its canvas's first token.  rows: the canvases that were wanted, [R, gamma + 1,
-    ...]; None of none.
+    accepted, starts: for the first `JUDGED` requests, the tokens that each gained, bonus included,
+    and the position of its first verified token.  rows: the rows that are read back, [R, gamma + 1,
+    ...]; None if R is 0.
     """
 
     facts: StepFacts
@@ -217,7 +217,7 @@ class HostRound:
 
 
 class _Slot:
-    """Memory of the host for one step."""
+    """Host memory for one step."""
 
     def __init__(self, shape: RingShape, canvas: int, device: torch.device) -> None:
         layouts = shape.layouts()
@@ -243,9 +243,9 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """A step on its way.
+    """A step on its way to the host.
 
-    lengths: accepted tokens and starts.  there: once it has arrived; None where it was never away.
+    lengths: accepted tokens and starts.  there: event of its arrival; None on a CPU.
     """
 
     facts: StepFacts
@@ -263,14 +263,14 @@ class _Coming:
 class Readback:
     """Reads back the steps of one engine.
 
-    dropped: steps that found no room, because the device is further behind than it should be.
+    dropped: number of steps that found no free slot, because the device was too far behind.
     """
 
     def __init__(self, shape: RingShape, canvas: int, side: transfer.SideStream | None) -> None:
-        """Makes room for `_SLOTS` steps.
+        """Allocates `_SLOTS` slots.
 
-        shape: of the rings that the rows are for; its requests are the most that a step keeps.
-        canvas: positions of the longest one.  side: of the device; None: the host has everything.
+        shape: of the rings for the rows; a step keeps at most as many requests as there are rings.
+        canvas: most positions of a step.  side: of the device; None on a CPU.
         """
         self.dropped = 0
         self._shape = shape
@@ -281,9 +281,9 @@ class Readback:
         self._coming: deque[_Coming] = deque()
 
     def put(self, found: Verification, kept: list[int], weights: WeightChanges) -> None:
-        """Takes a step.  kept: rows of the batch whose canvases are wanted, of the first `JUDGED`.
+        """Reads a step back.
 
-        weights: that serve.
+        kept: rows of the batch to read back, among the first `JUDGED`.  weights: those that serve.
         """
         if self._side is not None and not self._free:
             self.dropped += 1
@@ -318,7 +318,7 @@ class Readback:
         self._coming.append(_Coming(facts, pairs[0][0].unbind(), held, slot, there))
 
     def taken(self) -> Iterator[HostRound]:
-        """Yields the steps that have arrived; each is valid until the next one is asked for."""
+        """Yields the steps that have arrived; each is valid until the next iteration."""
         while self._coming and self._coming[0].is_there:
             one = self._coming.popleft()
             accepted_cpu, starts_cpu = one.lengths
@@ -327,12 +327,12 @@ class Readback:
                 self._free.append(one.slot)
 
     def _rows(self, found: Verification, kept: list[int]) -> RingRows:
-        """Copies these rows of the batch: SGLang writes into its buffers again."""
+        """Copies these rows of the batch, because SGLang reuses its buffers."""
         with torch.inference_mode(False), torch.no_grad():
             size, width = len(found.request_ids), found.gamma + 1
             tokens, features = found.tokens.view(size, width), found.features.view(size, width, -1)
             logits = found.logits.view(size, width, -1)
-            # The whole batch is not gathered first.
+            # If all rows are kept, they need no selection.
             if len(kept) < size:
                 chosen = transfer.to_device(kept, tokens.device)
                 tokens, features, logits = tokens[chosen], features[chosen], logits[chosen]

@@ -1,9 +1,9 @@
-"""The blocks that target and drafts are built from, under SGLang's run-time parameter names.
+"""The building blocks of target and drafters, with SGLang's run-time parameter names.
 
-Query, key and value are one fused matrix (``qkv_proj``) and so are gate and up (``gate_up_proj``):
-a module built from these blocks has a ``state_dict`` whose keys are those of the live model, and
-weights are handed over as they are. Checkpoints store the parts separately;
-:mod:`trainer.checkpoint` splits and joins.
+Query, key and value are one fused matrix (``qkv_proj``), and so are gate and up
+(``gate_up_proj``).  A module built from these blocks has the ``state_dict`` keys of the live model,
+so weights are copied without conversion.  Checkpoints store the parts separately;
+:mod:`trainer.checkpoint` splits and joins them.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class DecoderShape:
     rope: Llama3Rope | None = None
 
     def with_layers(self, layers: int) -> DecoderShape:
-        """The same sizes at another depth."""
+        """Returns the same sizes with another number of layers."""
         return dataclasses.replace(self, layers=layers)
 
     @property
     def query_width(self) -> int:
-        """Width of all query heads together."""
+        """Returns the width of all query heads together."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Width of all key heads together; the values take the same again."""
+        """Returns the width of all key heads together; that of the values is the same."""
         return self.kv_heads * self.head_dim
 
 
@@ -81,16 +81,16 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Any [..., width] to float32 of the same shape."""
-        # float32 even under autocast: norms want the precision, and torch's fused kernel wants one
-        # type for all.
+        # float32 even under autocast: norms need the precision, and torch's fused kernel needs one
+        # type for all arguments.
         return functional.rms_norm(x.float(), (x.shape[-1],), self.weight, self.epsilon)
 
 
 class Rotary(nn.Module):
     """Cosines and sines of rotary position embedding in the half-split ("NeoX") layout.
 
-    SGLang serves a drafter beyond its config's ``max_position_embeddings``, so there is no table
-    that could end before the positions do.
+    SGLang serves a drafter beyond its config's ``max_position_embeddings``, so there is no table of
+    limited length.
     """
 
     frequencies: Tensor
@@ -117,7 +117,7 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class AttentionProjections(nn.Module):
-    """The weights of grouped-query attention; which rows attend to which is the caller's part."""
+    """The weights of grouped-query attention; the caller decides which rows attend to which."""
 
     def __init__(
         self, shape: DecoderShape, input_width: int, *, norm_heads: bool, bias: bool = False
@@ -205,11 +205,11 @@ class PreNormLayer(nn.Module):
 
 
 class Borrowed(NamedTuple):
-    """Holds what a drafter uses and never trains.
+    """Tensors that a drafter uses and never trains.
 
-    embedding, head: the target's, [vocabulary, hidden]; no head: the embedding serves as head, or
-    the drafter has one of its own.  tokens: int64 [draft vocabulary], the target's id of each token
-    that the drafter can draft; None where the drafter's ids are the target's.
+    embedding, head: the target's, [vocabulary, hidden]; head is None if the embedding serves as
+    head, or if the drafter has its own.  tokens: int64 [draft vocabulary], the target's id of each
+    token that the drafter can draft; None if the drafter's ids are the target's.
     """
 
     embedding: Tensor
@@ -240,7 +240,7 @@ class BorrowingStudent(nn.Module):
 
     @property
     def borrowed(self) -> Borrowed:
-        """Returns what it uses and never trains."""
+        """Returns the tensors that it uses and never trains."""
         return Borrowed(self.embedding, self.head, self.tokens)
 
     def drafted(self, logits: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ def initialise(module: nn.Module, deviation: float = 0.02) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """Says what the layers of one family of models have that others do not.
+    """Describes how the layers of one family of models differ from other families.
 
     architecture, model_type: as checkpoints name them.  norm_heads: whether queries and keys are
     normed.  bias: whether queries, keys and values have one.
@@ -300,7 +300,8 @@ class DecoderLayer(PreNormLayer):
     ) -> Tensor:
         """Maps the residual stream [batch, length, hidden] to the next layer's."""
         heads = self.self_attn.project(self.input_layernorm(residual), rotation)
-        # Rotation and norms leave autocast's bfloat16, the values do not: attention wants one type.
+        # Rotation and norms give float32 under autocast, the values stay bfloat16.  Attention needs
+        # one type.
         q, k, v = (head.transpose(1, 2).to(heads[2].dtype) for head in heads)
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.finish(residual, attended.transpose(1, 2).flatten(2), mlp_bias)

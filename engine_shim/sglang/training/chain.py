@@ -1,19 +1,19 @@
-"""Drafts that go token by token, in plain torch: one layer, run again on its own output.
+"""Drafters that draft token by token, in plain torch: one layer, run again on its own output.
 
 The row at position ``p`` takes the target's features at ``p`` and the embedding of the token at
 ``p + 1``, is rotated as position ``p``, and predicts the token at ``p + 2``.  ``state_dict`` keys
 are the live model's parameter names.
 
-EAGLE-3, arXiv:2503.01840.  What SGLang fixes beyond the paper, and a student trained elsewhere must
+EAGLE-3, arXiv:2503.01840.  Conventions that SGLang adds to the paper, and that every student must
 follow:
 
 * Features pass ``fc``, after one norm over all of them (``norm_before_fc``) and one over each of
   them (``fc_norm``) where the config asks for it.  ``input_layernorm`` acts on the embedding,
   ``hidden_norm`` on the hidden state; queries, keys and values read ``[embedding, hidden]``.  The
   residual is the hidden state before ``hidden_norm``.
-* The hidden state handed to the next draft step is the residual stream *before* the final norm,
-  unless the config asks for ``norm_output``; ``lm_head`` always sees that norm.  ``fc`` is not
-  applied to it again.
+* The hidden state for the next draft step is the residual stream *before* the final norm, unless
+  the config asks for ``norm_output``; ``lm_head`` always reads the normed state.  ``fc`` is not
+  applied again.
 * The embedding is the target's and is never trained.  ``lm_head`` belongs to the draft, with one
   row for each token of the draft vocabulary; its row ``i`` stands for the target's token
   ``i + d2t[i]``.  A draft without a head of its own uses the target's, which is never trained.
@@ -47,18 +47,18 @@ from engine_shim.sglang.training.blocks import (
 _MASKED_SCORE = -1e9
 _POSITION_DISCOUNT = 0.8
 
-# Target layers that SGLang and SpecForge choose where a config names none.
+# Number of target layers that SGLang and SpecForge choose if a config names none.
 _DEFAULT_FEATURES: Final = 3
 
 
 class ChainStudent(BorrowingStudent):
-    """A trainable draft whose drafts form a chain; subclasses say what the layer is."""
+    """A trainable drafter whose drafts form a chain; subclasses define the layer."""
 
     @property
     def position_discount(self) -> float:
-        """Returns the weight of a draft position relative to the one before it.
+        """Returns the weight of a draft position relative to the previous one.
 
-        EAGLE-3 (arXiv:2503.01840) is trained with 0.8 ** k by its authors and by SpecForge.
+        The authors of EAGLE-3 (arXiv:2503.01840) and SpecForge train with 0.8 ** k.
         """
         return _POSITION_DISCOUNT
 
@@ -77,23 +77,23 @@ class ChainStudent(BorrowingStudent):
         positions: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> list[Tensor]:
-        """Logits of ``steps`` draft steps from every anchor, as drafting would compute them.
+        """Computes the logits of ``steps`` draft steps from every anchor, as in drafting.
 
         This is training-time test (EAGLE-3, section 3.2): at step ``j`` the anchor at row ``t``
-        consumes token ``t + 1 + j`` and sees the true features up to row ``t``, then its own
-        earlier steps, and nothing else.
+        consumes token ``t + 1 + j`` and sees only the true features up to row ``t`` and its own
+        earlier steps.
 
         Args:
             features: target features of rows 0..L-1, [batch, L, width].
             tokens: at least L + steps tokens starting at row 0, [batch, >= L + steps].
             steps: draft length.
-            first_anchor: rows before it are context only.
-            positions: of the rows, [L] or [batch, L]; 0..L-1 when absent.
-            valid: which rows exist, bool [batch, L]; all of them when absent.
+            first_anchor: first row to draft from; rows before it are context only.
+            positions: of the rows, [L] or [batch, L]; 0..L-1 if None.
+            valid: which rows exist, bool [batch, L]; all of them if None.
 
         Returns:
-            One tensor a step, [batch, L - first_anchor, draft vocabulary]; step ``j`` of row ``t``
-            predicts token ``t + 2 + j``.
+            One tensor for each step, [batch, L - first_anchor, draft vocabulary]; step ``j`` of row
+            ``t`` predicts token ``t + 2 + j``.
         """
         length = features.shape[1]
         rows = torch.arange(length, device=features.device)
@@ -126,11 +126,11 @@ class ChainStudent(BorrowingStudent):
 
     @torch.no_grad()
     def greedy_chain(self, features: Tensor, tokens: Tensor, steps: int) -> Tensor:
-        """The draft a server would propose after ``tokens``: ids [batch, steps].
+        """Returns the draft that a server would propose after ``tokens``: ids [batch, steps].
 
-        ``tokens`` [batch, L + 1] are all tokens so far, the newest not yet run by the target;
-        ``features`` [batch, L, ...] are the target's for all but the newest.  Compared with what a
-        live draft proposed, this is the test of every convention above.
+        ``tokens`` [batch, L + 1] are all tokens so far; the target has not run the newest one.
+        ``features`` [batch, L, ...] are the target's for all but the newest.  A comparison with the
+        proposals of a live drafter tests all conventions above.
         """
         for _ in range(steps):
             made = tokens.shape[1] - features.shape[1]
@@ -164,10 +164,10 @@ def _attend(
     own_keys: list[Tensor],
     own_values: list[Tensor],
 ) -> Tensor:
-    """Each anchor over the shared context and its own chain, to [batch, anchors, query width].
+    """Attends from each anchor to the shared context and to its own chain.
 
-    The own chain is a handful of keys that differ per anchor, so it is scored elementwise beside
-    the shared matrix.
+    Returns [batch, anchors, query width].  The chain has only a few keys, which differ per anchor,
+    so they are scored elementwise and not in the shared matrix.
     """
     scale = query.shape[-1] ** -0.5
     shared = torch.einsum("bqhd,bkhd->bhqk", query, keys).masked_fill(~seen, _MASKED_SCORE)
@@ -192,7 +192,7 @@ class MtpShape:
 
 
 class Predictor(nn.Module):
-    """The part that a live predictor calls ``model``; no embedding."""
+    """The part that a live predictor calls ``model``, without the embedding."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -236,11 +236,11 @@ class MtpStudent(ChainStudent):
 
 @dataclass(frozen=True)
 class Eagle3Shape:
-    """A draft's sizes: one layer of ``decoder``, fed by the target layers ``feature_layers``.
+    """A drafter's sizes: one layer of ``decoder``, fed by the target layers ``feature_layers``.
 
-    feature_layers: none where the config leaves them to the engine, which then reads three.
-    draft_vocabulary: tokens that it can draft, None for all of the target's.  own_head: whether it
-    has a head of its own.  norm_before_fc, fc_norm, norm_output: as in the config.
+    feature_layers: empty if the config leaves them to the engine, which then reads three.
+    draft_vocabulary: number of tokens that it can draft, None for all of the target's.  own_head:
+    whether it has its own head.  norm_before_fc, fc_norm, norm_output: as in the config.
     """
 
     decoder: DecoderShape
@@ -257,29 +257,29 @@ class Eagle3Shape:
         if len(self.feature_layers) == 1 or list(self.feature_layers) != sorted(
             set(self.feature_layers)
         ):
-            # SGLang tells features from recurrent hidden states by their width, so a single layer
-            # would skip ``fc``.
+            # SGLang distinguishes features from hidden states of draft steps by their width, so
+            # features of a single layer would skip ``fc``.
             raise ValueError(
                 f"feature layers {self.feature_layers} must be two or more, ascending and distinct"
             )
         if not 0 < self.drafts <= self.decoder.vocabulary:
             raise ValueError(
-                f"a draft vocabulary of {self.drafts} tokens is no part of the target's "
-                f"{self.decoder.vocabulary}"
+                f"a draft vocabulary of {self.drafts} tokens must be in [1, "
+                f"{self.decoder.vocabulary}], the target's vocabulary"
             )
         if not self.own_head and self.draft_vocabulary is not None:
-            raise ValueError("a draft vocabulary needs a head of its own, and this draft has none")
+            raise ValueError("a draft vocabulary needs its own head, and this drafter has none")
 
     @property
     def drafts(self) -> int:
-        """The number of tokens that it can draft."""
+        """Returns the number of tokens that it can draft."""
         if self.draft_vocabulary is None:
             return self.decoder.vocabulary
         return self.draft_vocabulary
 
     @property
     def features(self) -> int:
-        """The number of target layers whose hidden states it reads."""
+        """Returns the number of target layers whose hidden states it reads."""
         return len(self.feature_layers) or _DEFAULT_FEATURES
 
 
@@ -292,7 +292,7 @@ class DraftLayer(PreNormLayer):
 
 
 class DraftDecoder(nn.Module):
-    """The part that a live draft calls ``model``: feature projection, layer, norm; no embedding."""
+    """The part that a live drafter calls ``model``: feature projection, layer and norm."""
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
@@ -318,9 +318,9 @@ class DraftDecoder(nn.Module):
 
 
 class Eagle3Student(ChainStudent):
-    """A trainable draft; the other arguments are those of `Borrowed`, and stay as they are.
+    """A trainable drafter; the other arguments are those of `Borrowed`, which are never trained.
 
-    Raises ValueError where ``tokens`` are not the draft vocabulary that the shape speaks of.
+    Raises ValueError if the number of ``tokens`` is not the draft vocabulary of the shape.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class Eagle3Student(ChainStudent):
     ) -> None:
         count = shape.decoder.vocabulary if tokens is None else len(tokens)
         if count != shape.drafts:
-            raise ValueError(f"{count} tokens are named for a draft vocabulary of {shape.drafts}")
+            raise ValueError(f"{count} tokens are given for a draft vocabulary of {shape.drafts}")
         super().__init__(embedding, head, tokens)
         self.shape = shape
         self.model = DraftDecoder(shape)

@@ -1,12 +1,13 @@
-"""The DFlash draft in plain torch, by the conventions of SGLang's implementation.
+"""The DFlash drafter in plain torch, by the conventions of SGLang's implementation.
 
 Paper: DFlash, arXiv:2602.06036.  A block of ``D`` tokens is drafted in one pass:
 
-* The context is the target's features of every position that it has run, through ``fc`` and
-  ``hidden_norm``.  Every draft layer makes keys and values of it with its own projections, at the
-  positions of the tokens; no query is made of it, and it passes through no layer.
-* The block is the newest token, which the target has not run yet, and ``D - 1`` masks, in the
-  target's embedding.  Its rows see the whole context and each other, in both directions.
+* The context is the target's features of every position that it has run, after ``fc`` and
+  ``hidden_norm``.  Every draft layer projects them to keys and values at the positions of the
+  tokens.  The context has no queries and does not pass through the layers.
+* The block is the newest token, which the target has not run yet, and ``D - 1`` mask tokens, in
+  the target's embedding.  Its rows attend to the whole context and, in both directions, to each
+  other.
 * Row ``k`` of the block predicts the token ``k`` positions after the newest one; the target's head
   reads it.  Embedding and head are the target's and are never trained.
 
@@ -36,10 +37,10 @@ from engine_shim.sglang.training.blocks import (
 
 @dataclass(frozen=True)
 class DFlashShape:
-    """A draft's sizes: the layers of ``decoder`` over the target layers ``feature_layers``.
+    """A drafter's sizes: the layers of ``decoder`` over the target layers ``feature_layers``.
 
-    ``block``: tokens of a block, the newest included; ``mask_token``: the id that stands for those
-    to come.
+    ``block``: tokens of a block, the newest included; ``mask_token``: the id that stands for the
+    unknown tokens.
     """
 
     decoder: DecoderShape
@@ -60,9 +61,9 @@ class DFlashShape:
 
 
 class DFlashStudent(BorrowingStudent):
-    """A trainable draft; ``embedding`` [vocabulary, hidden] is the target's.
+    """A trainable drafter; ``embedding`` [vocabulary, hidden] is the target's.
 
-    ``head``: the target's as well, if it is not the embedding.
+    ``head``: the target's, if that is not the embedding.
     """
 
     def __init__(self, shape: DFlashShape, embedding: Tensor, head: Tensor | None = None) -> None:
@@ -80,15 +81,15 @@ class DFlashStudent(BorrowingStudent):
 
     @property
     def position_discount(self) -> float:
-        """Returns the weight of a drafted position relative to the one before it.
+        """Returns the weight of a draft position relative to the previous one.
 
-        That of `position_weights`.
+        It is the factor of `position_weights`.
         """
         return math.exp(-1 / loss_decay(self.shape.block))
 
     @property
     def most_drafts(self) -> int:
-        """The number of tokens of a block that are drafted."""
+        """Returns the number of tokens of a block that are drafted."""
         return self.shape.block - 1
 
     def unroll(
@@ -123,14 +124,14 @@ class DFlashStudent(BorrowingStudent):
         positions: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the blocks that begin at ``anchors``, as drafting would compute each alone.
+        """Computes the logits of the blocks that start at ``anchors``, as in drafting.
 
         Args:
             features: target features of rows 0..L-1, [batch, L, feature layers * hidden].
-            tokens: token ids [batch, >= L]; of a block only the anchor's own is read.
+            tokens: token ids [batch, >= L]; of a block only the anchor's token is read.
             anchors: int64 [A], rows of the newest tokens, 1..L.
-            positions: of the rows, [L] or [batch, L]; 0..L-1 when absent.
-            valid: which rows exist, bool [batch, L]; all of them when absent.
+            positions: of the rows, [L] or [batch, L]; 0..L-1 if None.
+            valid: which rows exist, bool [batch, L]; all of them if None.
 
         Returns:
             [batch, A, D - 1, vocabulary]; row ``k - 1`` of anchor ``a`` predicts token ``a + k``.
@@ -170,7 +171,9 @@ class DFlashStudent(BorrowingStudent):
 
     @torch.no_grad()
     def greedy_block(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """The draft a server would propose after ``tokens`` [batch, L + 1]: ids [batch, D - 1].
+        """Returns the draft that a server would propose after ``tokens``: ids [batch, D - 1].
+
+        ``tokens`` [batch, L + 1] are all tokens so far; the target has not run the newest one.
 
         ``features`` [batch, L, ...] are the target's for all but the newest token.
         """
@@ -179,11 +182,11 @@ class DFlashStudent(BorrowingStudent):
 
 
 def loss_decay(block: int) -> float:
-    """Returns the drafted positions over which the weight of a position falls to 1/e.
+    """Returns the number of draft positions over which the weight of a position falls to 1/e.
 
-    The DFlash paper's gamma of Eq. 4 (arXiv:2602.06036, appendix A.1), which names it for blocks of
-    8 (4), 10 (5) and 16 (7).  Two lines through these values stand for other sizes: half the block
-    up to 10, and a third of a position for each token beyond.
+    This is gamma in Eq. 4 of the DFlash paper (arXiv:2602.06036, appendix A.1), which gives it for
+    blocks of 8 (4), 10 (5) and 16 (7).  Other sizes are interpolated linearly: half the block up to
+    10, and a third of a position for each further token.
     """
     return min(block / 2, 5 + (block - 10) / 3)
 

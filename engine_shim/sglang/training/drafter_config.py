@@ -1,14 +1,14 @@
-"""Reads what only drafters have in their `config.json`, at every place where SGLang reads it.
+"""Reads the drafter-specific fields of a `config.json`, wherever SGLang reads them.
 
-A config is a `config.json` as it was published, or what transformers has made of it (`to_dict`).
-The reading is that of SGLang's `parse_dflash_draft_config` for DFlash and of its class
-`LlamaForCausalLMEagle3` and what chooses its target layers for EAGLE3; a test compares the two.
-Whether a student computes the same is the part of :mod:`engine_shim.sglang.training.students`.
+A config is a published `config.json`, or the result of transformers' `to_dict`.  Fields are read
+like in SGLang: for DFlash by `parse_dflash_draft_config`, for EAGLE3 by `LlamaForCausalLMEagle3`
+and the code that chooses its target layers.  A test compares both readings.
+:mod:`engine_shim.sglang.training.students` decides whether a student computes the same.
 
-A field that nobody here knows may change what is computed, and then a student that passes over it
-would learn something else than what serves.  So lists say which fields a student follows, by kind
-of drafter, and every other field that is set is an obstacle, which is named.  A test holds them
-against what SGLang's classes read and against what transformers writes into every config.
+An unknown field may change the computation, and a student that ignores it would then differ from
+the serving drafter.  So there is a list of fields that a student follows for each kind of drafter,
+and every other field that is set is an obstacle.  A test compares the lists with what SGLang's
+classes read and with what transformers writes into every config.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ EAGLE3: Final = "LlamaForCausalLMEagle3"
 DFLASH: Final = "DFlashDraftModel"
 EAGLE_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
 NO_EAGLE_LAYERS: Final = f"config.json has no {EAGLE_LAYERS} in its eagle_config"
-# What SGLang takes where a DFlash config does not say.
+# SGLang's defaults for missing fields of a DFlash config.
 DEFAULT_BLOCK: Final = 16
 DEFAULT_MASK: Final = "<|MASK|>"
-# Target layers that SGLang has an EAGLE3 drafter read whose config does not say how many.
+# Number of target layers that an EAGLE3 drafter reads in SGLang if its config does not say.
 DEFAULT_FEATURES: Final = 3
-# DFlash drafters of several layers that name no target layers read some from the second to the
-# fourth from last.
+# DFlash drafters of several layers that name no target layers read layers from the second one to
+# the fourth from last.
 _FIRST_LAYER: Final = 1
 _LAST_LAYERS: Final = 3
 
 # Characters of a value that a message quotes.
 _LONGEST_VALUE: Final = 40
-# SGLang's classes of EAGLE3 and MiMo drafters see the whole context, whatever these say.
+# SGLang's classes of EAGLE3 and MiMo drafters ignore these and attend to the whole context.
 _WINDOWS: Final = frozenset(
     ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 )
@@ -48,13 +48,13 @@ class DrafterConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """Holds what a DFlash drafter's config says of its blocks and of what they read.
+    """The fields of a DFlash drafter's config about its blocks and the target layers it reads.
 
-    block: tokens of a block, the newest one included.  layers: of the drafter itself.
-    target_layers: how many the target has that it was trained for.  named_layers: the target's
-    layers that it reads, in the config's order; None where SGLang chooses them.  mask_token: the
-    text of the token that stands for those to come.  mask_id: its id; None where SGLang asks the
-    target's tokenizer.
+    block: tokens of a block, the newest one included.  layers: number of the drafter's own layers.
+    target_layers: number of layers of the target it was trained for.  named_layers: the target's
+    layers that it reads, in the config's order; None if SGLang chooses them.  mask_token: text of
+    the token that stands for the unknown tokens.  mask_id: its id; None if SGLang asks the target's
+    tokenizer.
     """
 
     block: int
@@ -65,7 +65,7 @@ class DFlashConfig:
     mask_id: int | None
 
     def feature_layers(self, target_layers: int) -> tuple[int, ...]:
-        """Returns the layers that it reads of a target of so many.  Raises DrafterConfigError."""
+        """Returns the layers that it reads of such a target.  Raises DrafterConfigError."""
         if self.named_layers is None:
             return self._chosen_layers(target_layers)
         for layer in self.named_layers:
@@ -95,15 +95,15 @@ class DFlashConfig:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """Holds what an EAGLE3 drafter's config says of what it reads of the target.
+    """The fields of an EAGLE3 drafter's config about what it reads from the target.
 
-    named_layers: the target's layers that it was trained for; None where its config names none.
-    captured_layers: those that SGLang has the target emit, which reads them in `eagle_config` only;
-    None where SGLang chooses three.  features: how many hidden states its `fc` reads.
-    target_width: numbers of each; None where the config says null.  uses_features: whether it reads
-    them at all, or the target's last hidden state.  norm_before_fc: whether one norm acts on all of
-    them.  fc_norm: whether one acts on each.  norm_output: whether the next draft step gets the
-    normed hidden state.
+    named_layers: the target's layers that it was trained for; None if its config names none.
+    captured_layers: the layers that SGLang makes the target emit, read from `eagle_config` only;
+    None if SGLang chooses three.  features: number of hidden states that its `fc` reads.
+    target_width: numbers of each; None if the config says null.  uses_features: whether it reads
+    these hidden states, or the target's last one.  norm_before_fc: whether one norm acts on all of
+    them.  fc_norm: whether one norm acts on each.  norm_output: whether the next draft step gets
+    the normed hidden state.
     """
 
     named_layers: tuple[int, ...] | None
@@ -117,7 +117,7 @@ class Eagle3Config:
 
 
 def read_dflash(config: Mapping[str, Any]) -> DFlashConfig:
-    """Reads a DFlash drafter's config; a field in `dflash_config` counts before one beside it.
+    """Reads a DFlash drafter's config; a field in `dflash_config` overrides a top-level one.
 
     Raises DrafterConfigError.
     """
@@ -130,10 +130,10 @@ def read_dflash(config: Mapping[str, Any]) -> DFlashConfig:
     mask_token = found("mask_token")
     mask_token = DEFAULT_MASK if mask_token is None else mask_token
     if not isinstance(mask_token, str) or not mask_token:
-        raise DrafterConfigError(f"its mask_token is {mask_token!r}, no text")
+        raise DrafterConfigError(f"its mask_token is {mask_token!r}, not a text")
     mask_id = found("mask_token_id")
     if mask_id is not None and not _is_count(mask_id):
-        raise DrafterConfigError(f"its mask_token_id is {mask_id!r}, no id")
+        raise DrafterConfigError(f"its mask_token_id is {mask_id!r}, not a token id")
     block = _positive(found("block_size"), "block_size")
     return DFlashConfig(
         block=DEFAULT_BLOCK if block is None else block,
@@ -155,7 +155,7 @@ def read_eagle3(config: Mapping[str, Any]) -> Eagle3Config:
     if features is None:
         features = len(captured) if captured else DEFAULT_FEATURES
     elif not _is_count(features) or not features:
-        raise DrafterConfigError(f"its num_aux_hidden_states is {features!r}, no number")
+        raise DrafterConfigError(f"its num_aux_hidden_states is {features!r}, not a count")
     width = config.get("target_hidden_size", config.get("hidden_size"))
     return Eagle3Config(
         named_layers=beside if captured is None else captured,
@@ -170,15 +170,15 @@ def read_eagle3(config: Mapping[str, Any]) -> Eagle3Config:
 
 
 def architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the names of the classes that a config asks for.  Raises DrafterConfigError."""
+    """Returns the class names in a config.  Raises DrafterConfigError."""
     found = config.get("architectures") or ()
     if not isinstance(found, list | tuple) or not all(isinstance(name, str) for name in found):
-        raise DrafterConfigError(f"its architectures are {found!r}, no list of names")
+        raise DrafterConfigError(f"its architectures are {found!r}, not a list of names")
     return tuple(found)
 
 
 def dflash_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns `dflash_config`, empty if it is missing; SGLang passes over one of another type."""
+    """Returns the field `dflash_config`; empty if it is missing or, as in SGLang, not an object."""
     try:
         return dict(config.get("dflash_config") or {})
     except (TypeError, ValueError):
@@ -191,7 +191,7 @@ def eagle_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the part that describes the layers: `text_config` where there is one.
+    """Returns the part that describes the layers: `text_config`, or else the whole config.
 
     Raises DrafterConfigError.
     """
@@ -201,7 +201,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _require_mapping(found: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
-        raise DrafterConfigError(f"its {name} is {found!r:.80}, no object")
+        raise DrafterConfigError(f"its {name} is {found!r:.80}, not an object")
     return found
 
 
@@ -210,13 +210,13 @@ def _is_count(value: Any) -> bool:
 
 
 def _positive(value: Any, name: str) -> int | None:
-    """Reads a number above 0, which may be written as SGLang's `int` takes it."""
+    """Reads an integer above 0, in any form that `int` accepts, like SGLang."""
     if value is None:
         return None
     try:
         parsed = int(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise DrafterConfigError(f"its {name} is {value!r:.80}, no number") from error
+        raise DrafterConfigError(f"its {name} is {value!r:.80}, not an integer") from error
     if parsed < 1:
         raise DrafterConfigError(f"its {name} is {parsed}, and must be 1 or more")
     return parsed
@@ -233,20 +233,20 @@ def _layers(found: Any, name: str) -> tuple[int, ...] | None:
     if found is None:
         return None
     if not isinstance(found, list | tuple):
-        raise DrafterConfigError(f"its {name} is {found!r:.80}, no list of layers")
+        raise DrafterConfigError(f"its {name} is {found!r:.80}, not a list of layers")
     try:
         return tuple(int(layer) for layer in found)
     except (TypeError, ValueError, OverflowError) as error:
-        raise DrafterConfigError(f"its {name} is {found!r:.80}, no list of layers") from error
+        raise DrafterConfigError(f"its {name} is {found!r:.80}, not a list of layers") from error
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Says nothing about what is computed in service: names, versions, types of stored weights, ids of
-# the tokenizer, dropout and initial values of training, and options of transformers' generation and
-# task heads, which its older versions write into every config.
+# Fields without effect on the computation in service: names, versions, types of stored weights, ids
+# of the tokenizer, dropout and initial values of training, and options of transformers' generation
+# and task heads, which its older versions write into every config.
 INERT: Final = _names(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
@@ -274,8 +274,8 @@ _DECODER: Final = _names(
     rms_norm_eps rope_is_neox_style rope_parameters rope_scaling rope_theta vocab_size
     """
 )
-# SGLang writes them into every live config: the context, the parts that serve, the heads before
-# they are padded for a processor's ranks, and sizes that only models with sliding windows have.
+# Fields that SGLang writes into every live config: the context, the parts that serve, the heads
+# before padding for CPU ranks, and sizes that only models with sliding windows have.
 _OF_SGLANG: Final = _names(
     """
     context_len encoder_only language_model_only language_only original_num_attention_heads
@@ -288,8 +288,8 @@ _OF_SGLANG: Final = _names(
 class KnownFields:
     """Lists the fields of one kind of drafter.
 
-    followed: are read, or say nothing.  plain: are known to change what is computed, unless they
-    have this value.  sections: the same for the parts of a config that are objects, by their names.
+    followed: fields that are read or have no effect.  plain: fields that change the computation
+    unless they have the given value.  sections: the same for nested objects, by their names.
     """
 
     followed: frozenset[str]
@@ -310,7 +310,7 @@ EAGLE3_FIELDS: Final = KnownFields(
         "eagle_config": KnownFields(
             # SGLang does not read `has_lm_head`; `draft_vocab_size` says whether there is one.
             frozenset({EAGLE_LAYERS, "use_aux_hidden_state", "norm_before_fc", "has_lm_head"}),
-            # As every EAGLE3 drafter has them; in configs of NVIDIA's Model Optimizer.
+            # NVIDIA's Model Optimizer writes these; the values are those of every EAGLE3 drafter.
             {
                 "use_input_layernorm_in_first_layer": True,
                 "use_last_layernorm": True,
@@ -349,7 +349,7 @@ DFLASH_FIELDS: Final = KnownFields(
         )
     },
 )
-# Of the target, whose config a predictor shares; a Qwen2's queries, keys and values have biases.
+# A predictor shares the config of its target.  Queries, keys and values of a Qwen2 have biases.
 MTP_FIELDS: Final = KnownFields(
     INERT
     | _DECODER
@@ -360,7 +360,10 @@ MTP_FIELDS: Final = KnownFields(
 
 
 def unknown_fields(config: Mapping[str, Any], known: KnownFields) -> list[str]:
-    """Names each field that is set and not known, or known to change the computation: "a.b (1)"."""
+    """Returns each unknown field that is set, and each known one that changes the computation.
+
+    A field is written as "a.b (1)", with its value.
+    """
     return _unknown(config, known, "")
 
 

@@ -1,6 +1,7 @@
 """Connects an engine and its trainer: tensors in shared memory, messages over a socket pair.
 
-The memory has no name and no file: it is gone with the two processes.  One side writes at a time:
+The memory has no name and no file, so it is freed when the two processes have ended.  One side
+writes at a time:
 
     engine    writes a round, sends LEARN
     trainer   reads it, writes the weights, sends LEARNT or REFUSED
@@ -8,11 +9,11 @@ The memory has no name and no file: it is gone with the two processes.  One side
     engine    or writes weights, sends TAKE_WEIGHTS
     trainer   reads them, sends READY
 
-The engine never waits for an answer, and no half of anything is read.
+The engine never waits for an answer, and no side reads data that is only partly written.
 
-The verified positions of running requests are in rings, of which rounds are made.  The row of
-position p is p modulo the length of the ring.  A step therefore writes its own rows and moves no
-others, and engine and trainer agree on where a position is without a word.
+The verified positions of running requests are in rings, from which rounds are read.  The row of
+position p is p modulo the length of the ring.  So a step writes its own rows and moves no others,
+and engine and trainer find a position without exchanging its row.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ class Layout(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The size of the tensor."""
+        """Returns the size of the tensor in bytes."""
         return prod(self.shape) * torch.empty(0, dtype=getattr(torch, self.dtype)).element_size()
 
 
 class SharedTensors:
-    """Tensors over one anonymous memory file; `fd` is handed to the other process."""
+    """Tensors in one anonymous memory file; the other process inherits its descriptor `fd`."""
 
     def __init__(self, layouts: Mapping[str, Layout], fd: int | None = None) -> None:
         offsets: dict[str, int] = {}
@@ -66,7 +67,7 @@ class SharedTensors:
             os.ftruncate(fd, max(size, 1))
         self.fd = fd
         self._memory = mmap.mmap(fd, max(size, 1))
-        # All of it, as bytes.
+        # The whole memory as bytes.
         self.whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.tensors: dict[str, Tensor] = {
             name: torch.frombuffer(
@@ -112,7 +113,7 @@ class Message(NamedTuple):
     def decode(cls, data: bytes) -> Message:
         """Decodes one packet.  Raises ValueError."""
         if len(data) < _MESSAGE.size:
-            raise ValueError(f"a message of {len(data)} bytes, {_MESSAGE.size} or more are needed")
+            raise ValueError(f"a message has {len(data)} bytes, {_MESSAGE.size} are the minimum")
         kind, *numbers = _MESSAGE.unpack_from(data)
         text = data[_MESSAGE.size :].decode(errors="replace")
         return cls._make((MessageKind(kind), *numbers, text))
@@ -130,11 +131,11 @@ class Channel:
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def close(self) -> None:
-        """Closes this end, which the other side notices."""
+        """Closes this end; the other side then reads the end of the stream."""
         self._socket.close()
 
     def send(self, message: Message) -> bool:
-        """Sends a message; returns False when the other side is gone, or does not read."""
+        """Sends a message; returns False if the other side has ended or does not read."""
         try:
             self._socket.send(message.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
@@ -144,7 +145,7 @@ class Channel:
     def receive(self, *, wait: bool) -> Message | None:
         """Returns the next message; None if it has not arrived yet.
 
-        Raises EOFError when the other side is gone, or sends something else than a message.
+        Raises EOFError if the other side has ended, or has sent invalid data.
         """
         try:
             data = self._socket.recv(_MESSAGE.size + _MOST_TEXT, 0 if wait else socket.MSG_DONTWAIT)
@@ -157,7 +158,7 @@ class Channel:
         try:
             return Message.decode(data)
         except ValueError as error:
-            raise EOFError(f"the other side sent something else than a message: {error}") from error
+            raise EOFError(f"the other side sent an invalid message: {error}") from error
 
 
 class RingRows(NamedTuple):
@@ -177,8 +178,9 @@ class RingRows(NamedTuple):
 class RingShape:
     """Sizes of the rings.
 
-    requests: rings.  positions: rows of one.  width: numbers of the features of a position.  top:
-    the target's likeliest tokens of a position.  dtype: of the features, by its name in torch.
+    requests: number of rings.  positions: rows of a ring.  width: numbers of the features of a
+    position.  top: number of the target's likeliest tokens of a position.  dtype: of the features,
+    by its name in torch.
     """
 
     requests: int
@@ -210,12 +212,12 @@ class RingShape:
 
     @property
     def bytes(self) -> int:
-        """The size of all rings together."""
+        """Returns the size of all rings together, in bytes."""
         return sum(layout.bytes for layout in self.layouts().values())
 
 
 def read_round(tensors: Mapping[str, Tensor], requests: int) -> Round:
-    """Makes a round of copies, right-aligned, of the first `requests` entries of the spans."""
+    """Copies the first `requests` entries of the spans into a right-aligned round."""
     rings, starts, ends = tensors[SPANS][:requests].unbind(-1)
     longest = int((ends - starts).max())
     positions = ends[:, None] - longest + torch.arange(longest)
@@ -223,7 +225,7 @@ def read_round(tensors: Mapping[str, Tensor], requests: int) -> Round:
     at = rings[:, None], positions % tensors["tokens"].shape[1]
     found = [tensors[name][at] for name in RingRows._fields]
     for part in found:
-        # What an earlier request has left there may be no number.
+        # Values of an earlier request may be NaN.
         part[~valid] = 0
     tokens, features, top_tokens, top_logs = found
     return Round(

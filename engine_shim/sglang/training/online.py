@@ -1,16 +1,16 @@
-"""Trains a drafter by test-time speculation: an optimiser step on what a round has verified.
+"""Trains a drafter by test-time speculation: optimiser steps on what a round has verified.
 
 Paper: Test-Time Speculation, arXiv:2605.09329, Algorithm 1 and section 4.1.  The target is the
-teacher, the draft the student, and the drafted canvas the sample:
+teacher, the drafter the student, and the verified draft the sample:
 
     L(q) = sum_k w_k KL(p_k || q_k) + proximal * sum_k w_k KL(q_t,k || q_k)
 
-with p_k the target's distribution of the canvas's token k, q_t the draft as it was when the round
-began, w_k = discount ** (k - 1), by default that of the drafter's own recipe.  Beside the canvas a
-round here holds the last few positions of each request, whose target distributions an earlier round
-left: as many more anchors to draft from.
+with p_k the target's distribution of draft token k, q_t the drafter at the start of the round, and
+w_k = discount ** (k - 1), by default the discount of the drafter's own training.  In addition to
+the newest step, a round here has the last positions of each request, whose target distributions are
+known from earlier steps.  They provide further anchors to draft from.
 
-The second term has no gradient at q = q_t: it counts from the second of `steps` on.
+The second term has no gradient at q = q_t, so it takes effect from the second of `steps` on.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from engine_shim.sglang.training.students import DraftStudent
 class OnlineSettings:
     """The settings of online learning.  Raises ValueError for values that cannot work.
 
-    learning_rate: of AdamW. proximal: the paper's lambda.  discount: of a draft position beyond the
-    first, None for the drafter's own (`position_discount`). steps: optimiser steps a round, K.
-    anchors: positions a request is drafted from, 1 for the canvas alone.  window: positions kept of
-    a request.  top: the target's likeliest tokens that are kept of each position; the others count
-    together.
+    learning_rate: of AdamW.  proximal: the paper's lambda.  discount: weight of a draft position
+    relative to the previous one, None for the drafter's own (`position_discount`).  steps:
+    optimiser steps in a round, K.  anchors: positions of a request from which drafts start, 1 for
+    the newest step alone.  window: positions kept of a request.  top: number of the target's
+    likeliest tokens kept of each position; all others count as one.  clip: limit of the gradient
+    norm.
     """
 
     learning_rate: float = 1e-3
@@ -48,11 +49,11 @@ class OnlineSettings:
 
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate < 1:
-            raise ValueError(f"learning rate {self.learning_rate} must lie in (0, 1)")
+            raise ValueError(f"learning rate {self.learning_rate} must be in (0, 1)")
         if not 0 <= self.proximal < float("inf"):
             raise ValueError(f"proximal weight {self.proximal} must be 0 or more")
         if self.discount is not None and not 0 < self.discount <= 1:
-            raise ValueError(f"discount {self.discount} must lie in (0, 1]")
+            raise ValueError(f"discount {self.discount} must be in (0, 1]")
         if not 1 <= self.anchors < self.window:
             raise ValueError(
                 f"anchors {self.anchors} must be 1 or more, and fewer than window {self.window}"
@@ -68,7 +69,7 @@ class Round(NamedTuple):
 
     tokens: int64 [B, T].  features: [B, T, feature layers * hidden], of the target.
     top_tokens, top_logs: [B, T, top], the target's likeliest successors and their log-probability.
-    taught: bool [B, T], where those are known.  valid: bool [B, T], where there is a position.
+    taught: bool [B, T], whether those are known.  valid: bool [B, T], whether the position exists.
     positions: int64 [B, T].
     """
 
@@ -83,14 +84,14 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DrafterUpdate:
-    """One round learnt from.  loss: before it, in nats; seconds: of the whole."""
+    """Result of one round.  loss: before the round, in nats; seconds: duration of the round."""
 
     loss: float
     seconds: float
 
 
 class NotFiniteError(ArithmeticError):
-    """Loss, gradient or weights were not finite; the student is as it was before."""
+    """Loss, gradient or weights were not finite; the student is unchanged."""
 
 
 class OnlineStudent:
@@ -104,7 +105,7 @@ class OnlineStudent:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets the optimiser's averages: the weights were replaced."""
+        """Resets the optimiser's averages, because the weights were replaced."""
         self._optimizer = torch.optim.AdamW(
             self.student.parameters(),
             lr=self._settings.learning_rate,
@@ -114,7 +115,7 @@ class OnlineStudent:
         )
 
     def learn(self, found: Round, gamma: int) -> DrafterUpdate:
-        """Makes a round's optimiser steps.  Raises NotFiniteError, and has changed nothing then."""
+        """Makes a round's optimiser steps.  Raises NotFiniteError and then changes nothing."""
         began = perf_counter()
         parameters = list(self.student.parameters())
         before = [parameter.detach().clone() for parameter in parameters]
@@ -159,7 +160,7 @@ class OnlineStudent:
         return [functional.log_softmax(logits, dim=-1) for logits in unrolled]
 
     def _rows(self, found: Round, gamma: int) -> int:
-        """Counts the positions before the canvas's first token, which a chain can start from."""
+        """Returns the number of positions before the newest draft, from which a chain can start."""
         return found.tokens.shape[1] - gamma - 1
 
     def _loss(self, found: Round, logs: list[Tensor], reference: list[Tensor] | None) -> Tensor:
@@ -189,24 +190,25 @@ def divergence(columns: Tensor, top_logs: Tensor, student: Tensor) -> Tensor:
     a token that the drafter cannot draft.  top_logs: [B, A, top], their log-probabilities.
     student: log-probabilities [B, A, draft vocabulary].
 
-    The bucket holds everything else: of the target all tokens that are not listed or cannot be
-    drafted, of the student all columns that are not listed.  So the loss is finite whatever the
-    draft vocabulary misses, and it is the divergence of the whole distributions where nothing is
-    missing.  The trainers of EAGLE-3 (arXiv:2503.01840, `traineagle3/cnets.py` of its repository)
-    and SpecForge (arXiv:2603.18567, `_compute_target_p`) have the target's logits of all tokens:
-    they renormalise the target over the draft vocabulary, and leave out positions whose likeliest
-    token is not in it.  The bucket keeps those positions, where it teaches the drafter that none of
-    its listed tokens is likely.
+    The bucket contains everything else: for the target all tokens that are not listed or cannot be
+    drafted, for the student all columns that are not listed.  So the loss is finite for every draft
+    vocabulary, and it equals the divergence of the whole distributions if nothing is missing.
+
+    The trainers of EAGLE-3 (arXiv:2503.01840, `traineagle3/cnets.py` of its repository) and
+    SpecForge (arXiv:2603.18567, `_compute_target_p`) have the target's logits of all tokens.  They
+    renormalise the target over the draft vocabulary, and leave out positions whose likeliest token
+    is not in it.  The bucket keeps those positions; there the drafter learns that none of its
+    listed tokens is likely.
     """
     listed = columns >= 0
     mine = student.gather(-1, columns.clamp_min(0))
     theirs = torch.where(listed, top_logs.exp(), 0.0)
-    # What has no probability has no part in the divergence, whatever its logarithm.
+    # Tokens of probability 0 contribute nothing, whatever their logarithm is.
     terms = torch.where(theirs > 0, theirs * (top_logs - mine), 0.0)
     rest = _rest(theirs.sum(-1))
     return terms.sum(-1) + rest.exp() * (rest - _rest(torch.where(listed, mine.exp(), 0.0).sum(-1)))
 
 
 def _rest(listed: Tensor) -> Tensor:
-    """Computes the log-probability of the bucket from the probability of what is listed."""
+    """Computes the log-probability of the bucket from the probability of the listed tokens."""
     return torch.log1p(-listed.clamp_max(1 - 1e-6))

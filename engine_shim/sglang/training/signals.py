@@ -1,11 +1,12 @@
-"""Keeps training signals on disk: the target's outputs at positions that an engine has served.
+"""Stores training signals on disk: the target's outputs at positions that an engine has served.
 
-A signal is a run of consecutive positions of one request: the end of its prompt, where the engine
-computed it while it collected, and positions that it verified.
+A signal has consecutive positions of one request: the end of its prompt, if the engine computed it
+while it collected signals, and verified positions.
 
-The store is a folder of safetensors files, one signal each, that any process may read while an
-engine writes: a file appears whole or not at all (written aside, then renamed), and once the store
-is larger than it may be the oldest files go.  What cannot be read is named, never guessed at.
+The store is a folder of safetensors files, one for each signal.  Any process may read it while an
+engine writes, because a file is written under a temporary name and then renamed.  If the store
+exceeds its limit, the oldest files are deleted.  A file that cannot be read is reported and
+skipped.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 FORMAT: Final = "speculation-signals-3"
-# The formats that are read.  The one before has no context.
+# The formats that are read.  The older one has no context.
 _FORMATS: Final = (FORMAT, "speculation-signals-2")
 _SUFFIX: Final = ".safetensors"
 _ASIDE: Final = ".part"
-# Left aside by a writer that was killed, if older.
+# Older temporary files are those of a killed writer.
 _ABANDONED_SECONDS: Final = 600.0
 _TENSORS: Final = ("tokens", "features", "top_tokens", "top_logs")
 _FINAL: Final = "final"
@@ -58,13 +59,13 @@ class SignalError(ValueError):
 class Signal:
     """Consecutive positions of one request, n of them.
 
-    tokens: int64 [n].  features: bfloat16 [n, width], the target's hidden states there that the
-    drafter reads.  context: the first so many positions are of the prompt, of which no logits
-    exist; m = n - context others follow.  top_tokens: int32 [m, top], the target's likeliest
-    successors of each of these, and top_logs: float32 [m, top], their log-probabilities (nats).
-    start: position of the first one in its request.  accepted, tried: drafts that were accepted, of
-    those whose turn came (the accepted ones and the first refused of each step).  final: bfloat16
-    [n, hidden], the target's last hidden states after its norm, where they were asked for.
+    tokens: int64 [n].  features: bfloat16 [n, width], the target's hidden states that the drafter
+    reads.  context: number of leading positions from the prompt, which have no logits; m = n -
+    context verified positions follow.  top_tokens: int32 [m, top], the target's likeliest
+    successors of each verified position, and top_logs: float32 [m, top], their log-probabilities
+    (nats).  start: position of the first token in its request.  accepted, tried: number of accepted
+    drafts, and of tested ones (the accepted ones and the first rejected one of each step).  final:
+    bfloat16 [n, hidden], the target's last hidden states after its norm, if they are collected.
     """
 
     tokens: Tensor
@@ -95,7 +96,7 @@ class Signal:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The signal's tensors by name, without absent ones."""
+        """Returns the signal's tensors by name, without absent ones."""
         found = {name: getattr(self, name) for name in (*_TENSORS, _FINAL)}
         return {name: part for name, part in found.items() if part is not None}
 
@@ -136,7 +137,7 @@ def _check(tensors: Mapping[str, Tensor]) -> None:
         if part.dtype is not kind or part.dim() != dimensions:
             raise SignalError(f"{name}: {part.dtype} in {part.dim()} dimensions")
         if part.is_floating_point():
-            # The log-probability of what cannot be is minus infinity.
+            # An impossible token has a log-probability of minus infinity.
             least = torch.finfo(kind).min if name != "top_logs" else -torch.inf
             good = (part >= least) & (part <= torch.finfo(kind).max)
         else:
@@ -148,7 +149,7 @@ def _check(tensors: Mapping[str, Tensor]) -> None:
 
 
 def signal_paths(folder: Path) -> list[Path]:
-    """The signals in a folder, the oldest first."""
+    """Returns the signals in a folder, oldest first."""
     return sorted(folder.glob(f"*{_SUFFIX}"))
 
 
@@ -158,7 +159,7 @@ def readable(
         "passed over: %s", error
     ),
 ) -> Iterator[Signal]:
-    """Reads signals in order; reports those that cannot be read, and skips those that have gone."""
+    """Reads signals in order; reports those that cannot be read, and skips deleted ones."""
     for path in paths:
         try:
             yield load(path)
@@ -184,7 +185,7 @@ class SignalStore:
     def add(self, signal: Signal) -> Path:
         """Writes a signal, after deleting the oldest ones until there is room.
 
-        Raises OSError, and has kept nothing then.
+        Raises OSError; then no part of the signal is left.
         """
         content = signal.encoded()
         self._make_room(len(content))
@@ -204,11 +205,11 @@ class SignalStore:
         return path
 
     def paths(self) -> list[Path]:
-        """All signals, the oldest first."""
+        """Returns all signals, oldest first."""
         return signal_paths(self.folder)
 
     def read(self) -> Iterator[Signal]:
-        """Reads all signals, the oldest first; logs and skips those that cannot be read."""
+        """Reads all signals, oldest first; logs and skips those that cannot be read."""
         return readable(self.paths())
 
     def _make_room(self, needed: int) -> None:
@@ -229,10 +230,10 @@ class SignalStore:
 
 @dataclass(slots=True)
 class WriterCounters:
-    """Counts what a writer has done.
+    """Counters of a writer.
 
-    signals, positions: written ones.  dropped: signals that found the queue full or the disk
-    failing.  state: "ready", or why nothing is written.
+    signals, positions: written ones.  dropped: signals that were not written because the queue was
+    full or writing failed.  state: "ready", or why nothing is written.
     """
 
     signals: int = 0
@@ -242,7 +243,7 @@ class WriterCounters:
 
 
 class SignalWriter:
-    """Writes signals on a thread of its own; `put` never waits."""
+    """Writes signals on its own thread; `put` never waits."""
 
     def __init__(self, store: SignalStore, most_waiting: int = 64) -> None:
         self.counters = WriterCounters()
@@ -262,7 +263,7 @@ class SignalWriter:
 
     @property
     def waiting(self) -> int:
-        """Signals that were taken and are neither written nor dropped yet."""
+        """Returns the number of queued signals that are neither written nor dropped yet."""
         return self._queue.unfinished_tasks
 
     def close(self) -> None:
@@ -277,7 +278,7 @@ class SignalWriter:
         while (signal := self._queue.get()) is not None:
             try:
                 self._store.add(signal)
-            except Exception as error:  # noqa: BLE001 - the thread has to outlive any signal
+            except Exception as error:  # noqa: BLE001 - the thread must survive any signal
                 self.counters.dropped += 1
                 if self.counters.state == "ready":
                     _log.warning("training signals cannot be written: %s", error)

@@ -1,12 +1,12 @@
-"""Makes drafters in plain torch, of each kind that can learn here, by a drafter's config.
+"""Makes the student of a drafter, a trainable copy in plain torch, by the drafter's config.
 
-A config is a `config.json` as it was published, or what transformers has made of it.  SGLang's
-reading is that of its classes `LlamaForCausalLMEagle3`, `DFlashDraftModel` and `MiMoMTP`, their
-defaults included; :mod:`engine_shim.sglang.training.drafter_config` reads what only drafters have.
-What has no student here is refused.
+A config is a published `config.json`, or what transformers has made of it.  It is read like in
+SGLang's classes `LlamaForCausalLMEagle3`, `DFlashDraftModel` and `MiMoMTP`, with the same defaults.
+:mod:`engine_shim.sglang.training.drafter_config` reads the drafter-specific fields.  A drafter
+without a student is refused.
 
-Whatever the kind, `unroll` gives the logits of each draft step from every row, what is `Borrowed`
-is never trained, and ``state_dict`` keys are the live model's parameter names.
+For all kinds, `unroll` returns the logits of each draft step from every row, the tensors of
+`Borrowed` are never trained, and the ``state_dict`` keys are the live model's parameter names.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ DECODER_KEYS: Final = {
     "norm_epsilon": "rms_norm_eps",
     "rope_base": "rope_theta",
 }
-# What transformers takes where a config of a Llama does not say.
+# Defaults of transformers for a Llama's config.
 _DEFAULTS: Final = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
-# Of an unscaled rotary embedding; the last one says nothing without scaling.
+# Fields of an unscaled rotary embedding; the last one has no effect without scaling.
 _ROTARY_KEYS: Final = {
     "rope_type",
     "type",
@@ -95,12 +95,12 @@ def decoded(found: Mapping[str, Any]) -> DraftShape:
 
 
 class UnsupportedDrafterError(ValueError):
-    """A drafter that has no student; the message says why, and reads on after "the drafter: "."""
+    """A drafter has no student; the message gives the reason, and follows "the drafter: "."""
 
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Raises UnsupportedDrafterError for whatever a malformed config makes fail inside."""
+    """Raises UnsupportedDrafterError for any error that a malformed config causes inside."""
     try:
         yield
     except UnsupportedDrafterError:
@@ -113,10 +113,10 @@ def _refusing() -> Iterator[None]:
 
 @_refusing()
 def eagle3_shape(config: Mapping[str, Any]) -> Eagle3Shape:
-    """Takes the sizes of an EAGLE3 draft.  Raises UnsupportedDrafterError.
+    """Returns the sizes of an EAGLE3 drafter.  Raises UnsupportedDrafterError.
 
-    SGLang takes the head from the target where ``tie_word_embeddings`` is true or
-    ``draft_vocab_size`` is null.  The feature layers are those that the draft was trained for.
+    SGLang takes the head from the target if ``tie_word_embeddings`` is true or ``draft_vocab_size``
+    is null.  The feature layers are those that the drafter was trained for.
     """
     read = read_eagle3(config)
     named = architectures(config) or (EAGLE3,)
@@ -132,7 +132,7 @@ def eagle3_shape(config: Mapping[str, Any]) -> Eagle3Shape:
         "its projections have biases": bool(
             config.get("attention_bias") or config.get("mlp_bias") or config.get("bias")
         ),
-        "it is a part of a Llama 4, with sizes of its own": config.get("model_type")
+        "it is a part of a Llama 4, which has other sizes": config.get("model_type")
         == "llama4_text",
         **_unfollowed(unknown_fields(config, EAGLE3_FIELDS)),
     }
@@ -169,8 +169,8 @@ def eagle3_shape(config: Mapping[str, Any]) -> Eagle3Shape:
 def draft_tokens(hot: Tensor | None, shape: Eagle3Shape) -> Tensor | None:
     """Returns the draft vocabulary as `Borrowed.tokens`.  Raises UnsupportedDrafterError.
 
-    hot: SGLang's ``hot_token_id``, the target's id of each token that the draft has (``d2t`` plus
-    the draft's own id); None for a draft that keeps no such list, whose ids are the target's.
+    hot: SGLang's ``hot_token_id``, the target's id of each token of the drafter (``d2t`` plus the
+    drafter's own id); None for a drafter without such a list, whose ids are the target's.
     """
     tokens = torch.arange(shape.drafts) if hot is None else hot.to(torch.int64)
     size = shape.decoder.vocabulary
@@ -198,16 +198,16 @@ def dflash_shape(
     unnamed_layers: tuple[int, ...] = (),
     unnamed_mask: int | None = None,
 ) -> DFlashShape:
-    """Takes the sizes of a DFlash draft.  Raises UnsupportedDrafterError.
+    """Returns the sizes of a DFlash drafter.  Raises UnsupportedDrafterError.
 
-    target_layers: how many the target has that it is served beside; None for what its config says.
-    unnamed_layers: the target's layers that it reads where its config names none and nothing says
-    how many there are.  unnamed_mask: the mask token's id where its config has none.
+    target_layers: number of layers of the target that serves; None for the number in its config.
+    unnamed_layers: the target's layers that it reads if its config names none and the number of
+    layers is unknown.  unnamed_mask: the mask token's id if its config has none.
     """
     read = read_dflash(config)
     named = architectures(config) or (DFLASH,)
     types = set(config.get("layer_types") or ())
-    # transformers makes such layers of the two where the config does not list them.
+    # If the config has no layer_types, transformers derives them from these two fields.
     windowed = bool(config.get("use_sliding_window") and config.get("sliding_window"))
     mask = unnamed_mask if read.mask_id is None else read.mask_id
     count = read.target_layers if target_layers is None else target_layers
@@ -226,7 +226,7 @@ def dflash_shape(
         ),
         **_unfollowed(unknown_fields(config, DFLASH_FIELDS)),
         "its config names no target_layer_ids": not layers,
-        "its config has no mask_token_id, and no tokenizer is here to look its mask_token up": (
+        "its config has no mask_token_id, and there is no tokenizer to look up its mask_token": (
             mask is None
         ),
     }
@@ -240,15 +240,15 @@ def dflash_shape(
 
 @_refusing()
 def mtp_shape(config: Mapping[str, Any]) -> MtpShape:
-    """Takes a predictor's sizes from its target's config.  Raises UnsupportedDrafterError."""
+    """Returns a predictor's sizes by its target's config.  Raises UnsupportedDrafterError."""
     obstacles = _unfollowed(unknown_fields(config, MTP_FIELDS))
     return MtpShape(_decoder_unless(obstacles, {**config, "num_hidden_layers": 1}))
 
 
 def decoder_shape(config: Mapping[str, Any], *, may_stretch: bool = False) -> DecoderShape:
-    """Takes the sizes of the layers.  Raises UnsupportedDrafterError.
+    """Returns the sizes of the layers.  Raises UnsupportedDrafterError.
 
-    may_stretch: whether rotary positions may be scaled as Llama 3.1's.
+    may_stretch: whether rotary positions may be scaled as in Llama 3.1.
     """
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     pairs_halves = config.get("rope_is_neox_style", config.get("is_neox_style", True))
@@ -300,7 +300,7 @@ def _llama3_rope(rotary: Mapping[str, Any]) -> Llama3Rope:
 def _scaling(rotary: Mapping[str, Any]) -> str | None:
     """Names the scaling of rotary positions; None if there is no scaling."""
     if "mrope_section" in rotary:
-        # SGLang calls it "default" once it has read the config.
+        # SGLang renames the type to "default" after it has read the config.
         return "mrope"
     kind = rotary.get("rope_type") or rotary.get("type")
     if kind not in (None, "default"):
@@ -310,12 +310,12 @@ def _scaling(rotary: Mapping[str, Any]) -> str | None:
 
 
 def _unfollowed(fields: list[str]) -> dict[str, bool]:
-    """Makes an obstacle of the fields that `unknown_fields` has named."""
+    """Returns one obstacle for the fields that `unknown_fields` has returned."""
     return {f"its config sets what a student does not follow: {', '.join(fields)}": bool(fields)}
 
 
 def _decoder_unless(obstacles: Mapping[str, bool], config: Mapping[str, Any]) -> DecoderShape:
-    """Takes the sizes of the layers.  Raises UnsupportedDrafterError, which names all obstacles."""
+    """Returns the sizes of the layers.  Raises UnsupportedDrafterError with all obstacles."""
     try:
         decoder = decoder_shape(config)
     except UnsupportedDrafterError as error:
@@ -326,6 +326,6 @@ def _decoder_unless(obstacles: Mapping[str, bool], config: Mapping[str, Any]) ->
 
 
 def _refuse(obstacles: Mapping[str, bool]) -> None:
-    """Raises UnsupportedDrafterError with all obstacles that are there."""
+    """Raises UnsupportedDrafterError with all obstacles that apply, if any."""
     if found := [reason for reason, is_so in obstacles.items() if is_so]:
         raise UnsupportedDrafterError("; ".join(found))

@@ -1,8 +1,8 @@
-"""Trains an engine's drafter in a process of its own.
+"""Trains an engine's drafter in a separate process.
 
-A thread of the engine would do the same work, and delay the engine's steps by as much: they share
-one interpreter.  The engine starts this module, hands over memory and a socket (see exchange.py)
-and what to build as JSON; the process ends with the engine's end of the socket.
+A thread of the engine would delay the engine's steps, because both would share one interpreter.
+The engine starts this module with shared memory, a socket (see exchange.py) and the arguments as
+JSON.  The process ends when the engine's end of the socket is closed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine_shim.sglang.training.exchange import (
 from engine_shim.sglang.training.online import NotFiniteError, OnlineSettings, OnlineStudent, Round
 from engine_shim.sglang.training.students import DraftShape, decoded, encoded, student_of
 
-# Below the engine's priority, which shares the processor.
+# Lower priority than the engine, which shares the processor.
 _NICE = 5
 WEIGHT = "weight:"
 BORROWED = "borrowed:"
@@ -43,7 +43,7 @@ def order(
     threads: int,
     device: str,
 ) -> str:
-    """Encodes the arguments of `main` as JSON.  device: of torch, to compute on."""
+    """Encodes the arguments of `main` as JSON.  device: torch's name of the device to use."""
     return json.dumps(
         {
             "shape": encoded(shape),
@@ -75,13 +75,13 @@ class Trainer:
         self._online.restart()
 
     def answer(self, message: Message) -> Message:
-        """Does what the engine asks for."""
+        """Carries out a request of the engine; returns the answer."""
         if message.kind is MessageKind.TAKE_WEIGHTS:
             self.take_weights()
             return Message(MessageKind.READY)
         read = read_round(self._tensors, message.requests)
         found = Round(*(part.to(self._device) for part in read))
-        # Behind the first position that a draft can begin from there may be fewer.
+        # A short round may have fewer positions after the first one from which a draft can start.
         depth = min(message.gamma, found.tokens.shape[1] - 2)
         try:
             update = self._online.learn(found, depth)
@@ -102,7 +102,7 @@ def _starting_with(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def main(memory_fd: int, socket_fd: int, text: str) -> None:
-    """Serves the engine until it has gone."""
+    """Serves the engine until it ends."""
     os.nice(_NICE)
     asked = json.loads(text)
     torch.set_num_threads(asked["threads"])
@@ -120,7 +120,7 @@ def main(memory_fd: int, socket_fd: int, text: str) -> None:
 
 
 def _next(channel: Channel) -> Message | None:
-    """Waits for the engine's next message; None once it has gone."""
+    """Waits for the engine's next message; returns None after the engine has ended."""
     try:
         return channel.receive(wait=True)
     except EOFError:

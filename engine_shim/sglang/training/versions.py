@@ -1,12 +1,12 @@
-"""Keeps versions of a drafter in a folder: the base that an engine loaded, and trained ones.
+"""Stores versions of a drafter in a folder: the base that an engine loaded, and trained ones.
 
-    base.safetensors        what the engine has left: parameters, what the drafter uses and does not
-                            train (the target's embedding and head, the draft vocabulary), sizes
+    base.safetensors        what the engine has stored: parameters, what the drafter uses and does
+                            not train (the target's embedding and head, the draft vocabulary), sizes
     00000001.safetensors    version 1: the same parameters, other values
 
-A version belongs to one base, by digest: parameters of other names or shapes, or trained for
-another drafter, are refused by whoever loads them.  Files appear whole or not at all, and what is
-read is compared by value (a digest) with what was written.
+A version belongs to one base, by its digest.  Loading refuses parameters of other names or shapes,
+and those of another drafter.  Files are written under a temporary name and then renamed, and a
+digest detects damaged values.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from engine_shim.sglang.training.students import (
 )
 
 FORMAT: Final = "speculation-draft-1"
-# Beside the signals that they are made of.
+# The folder of the versions, inside the folder of the signals they are trained on.
 FOLDER: Final = "drafter"
-# What using stored JSON raises that is not what it should be.
+# Exceptions that malformed stored JSON can cause.
 _MALFORMED: Final = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
-# What the parameters of a version may be.
+# The types that parameters of a version may have.
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _BASE: Final = "base"
 _SUFFIX: Final = ".safetensors"
-# What is not trained, between the drafter's parameters.
+# Prefix of the names of tensors that are not trained.
 _BORROWED: Final = "target:"
 _LOCK: Final = ".lock"
 _CLAIM: Final = ".claim"
-# What is being written; untouched for so long, it was left.
+# Suffix of files that are being written; a file older than the limit was abandoned.
 _PART: Final = ".part"
 _LEFT_SECONDS: Final = 86_400.0
 
@@ -66,8 +66,8 @@ class FolderTakenError(RuntimeError):
 class Made:
     """The origin of a version.
 
-    parent: the version it was trained from, 0 for the base.  signals: how many it was trained on; 0
-    for a version that was trained elsewhere, or that online updates have made in the engine.
+    parent: the version it was trained from, 0 for the base.  signals: number of signals it was
+    trained on; 0 for a version that was trained elsewhere or by online updates in the engine.
     """
 
     parent: int
@@ -98,9 +98,8 @@ class Versions:
     ) -> str:
         """Stores what an engine has loaded as the base; returns its digest.
 
-        A base of the same values whose shape says something else, which an earlier release may
-        have left, is written again.  Raises VersionError where the folder belongs to another
-        drafter.
+        A base with the same values and another shape, which an earlier release may have written, is
+        overwritten.  Raises VersionError if the folder belongs to another drafter.
         """
         digest = digest_of(_own(parameters, borrowed))
         facts = {"digest": digest, "shape": json.dumps(encoded(shape))}
@@ -122,7 +121,7 @@ class Versions:
         return digest
 
     def base_digest(self) -> str:
-        """The digest of the base.  Raises VersionError, also without a base."""
+        """Returns the digest of the base.  Raises VersionError, also without a base."""
         found = _facts(self._path(0)).get("digest")
         if not found:
             raise VersionError(f"{self._path(0)} has no digest")
@@ -163,7 +162,7 @@ class Versions:
     def publish(self, parameters: Mapping[str, Tensor], made: Made) -> int:
         """Stores new parameters under the next free number, which is returned.  Raises OSError.
 
-        Engine and trainer may do so at once: none takes a number that the other has taken.
+        Engine and trainer may call it at the same time: each gets its own number.
         """
         facts = {
             "base": self.base_digest(),
@@ -186,14 +185,14 @@ class Versions:
             raise VersionError(f"{path}: {error}") from error
 
     def numbers(self) -> list[int]:
-        """All versions, ascending, without the base."""
+        """Returns all versions, ascending, without the base."""
         names = (path.name.removesuffix(_SUFFIX) for path in self.folder.glob(f"*{_SUFFIX}"))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def forget(self, keep: set[int], most: int = 8) -> None:
         """Deletes the oldest versions beyond `most`, but none of `keep`.
 
-        Deletes also what a writer that was killed has left, once it is a day old.
+        Also deletes the files of a killed writer that are older than a day.
         """
         for version in self.numbers()[:-most]:
             if version not in keep:
@@ -217,7 +216,10 @@ class Versions:
         return self.folder / ((f"{version:08d}" if version else _BASE) + _SUFFIX)
 
     def _claimed(self) -> tuple[int, Path]:
-        """Takes a number until its claim is deleted; one that a killed writer claimed is unused."""
+        """Claims a free number; returns it and the claim, a file that the caller deletes.
+
+        A number that a killed writer has claimed is never used.
+        """
         version = max([0, *self.numbers()]) + 1
         while True:
             path = self._path(version)
@@ -236,7 +238,7 @@ class Versions:
             save_file(whole, aside, {"format": FORMAT, **facts})
             with aside.open("rb") as file:
                 os.fsync(file.fileno())
-            # An engine often runs as another user.
+            # Engine and trainer often run as different users.
             aside.chmod(0o644)
             aside.rename(path)
         except SafetensorError as error:
@@ -246,9 +248,9 @@ class Versions:
 
 
 def check_parameters(found: Mapping[str, Tensor], like: Mapping[str, Tensor], path: Path) -> None:
-    """Raises VersionError where names or shapes differ from `like`, or values are no finite floats.
+    """Raises VersionError if names or shapes differ from `like`, or values are not finite floats.
 
-    Quantised values (fp8, say) are refused: what their scales are is not in the file.
+    Quantised values (fp8, for example) are refused, because their scales are not in the file.
     """
     for name in sorted(found.keys() | like.keys()):
         ours = tuple(found[name].shape) if name in found else "missing"
@@ -274,7 +276,7 @@ def digest_of(parameters: Mapping[str, Tensor]) -> str:
 
 
 def _own(parameters: Mapping[str, Tensor], borrowed: Borrowed) -> dict[str, Tensor]:
-    """Returns what makes a drafter this one: parameters, and a draft vocabulary if it has one."""
+    """Returns the tensors that identify a drafter: parameters, and a draft vocabulary if any."""
     own = dict(parameters)
     if borrowed.tokens is not None:
         own[_BORROWED + "tokens"] = borrowed.tokens
@@ -282,7 +284,7 @@ def _own(parameters: Mapping[str, Tensor], borrowed: Borrowed) -> dict[str, Tens
 
 
 def _parted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parts a base into the parameters and what is not trained, the latter by the field's name."""
+    """Splits a base into the parameters and the borrowed tensors, the latter by field name."""
     others = {
         name.removeprefix(_BORROWED): part
         for name, part in tensors.items()
@@ -310,10 +312,10 @@ def _require_values(path: Path, facts: Mapping[str, str], found: Mapping[str, Te
 def _facts(path: Path) -> dict[str, str]:
     if not path.exists():
         hint = (
-            ": no engine has left its drafter there.  Start one with SPECULATION_SIGNALS_FOLDER; "
-            "its log gives the reason where the drafter cannot learn"
+            ": no engine has stored its drafter there.  Start one with SPECULATION_SIGNALS_FOLDER; "
+            "its log gives the reason if the drafter cannot learn"
         )
-        raise VersionError(f"{path} is not there{hint if path.stem == _BASE else ''}")
+        raise VersionError(f"{path} does not exist{hint if path.stem == _BASE else ''}")
     try:
         with safe_open(path, "pt") as file:
             facts: dict[str, str] = file.metadata() or {}

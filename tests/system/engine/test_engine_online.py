@@ -235,7 +235,7 @@ def test_updates_that_do_harm_are_taken_back(
                 if online(engine)["restored"]:
                     break
             assert online(engine)["restored"] > 0
-            assert "the last good weights are back" in engine.log.read_text()
+            assert "the last good weights are restored" in engine.log.read_text()
             # And with what is good now, drafting is as good as it was.
             sidecar.stride = 0
             run_heard(engine, sidecar, lambda _: (3, False))

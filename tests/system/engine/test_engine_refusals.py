@@ -61,12 +61,12 @@ def test_a_block_that_the_engine_keeps_no_room_for(tmp_path: Path) -> None:
     settings = {"dflash_model_path": str(DFLASH), "gammas": "0,1,3,5"}
     words = last_words(tmp_path, EAGLE3, **settings)
     assert "the DFlash drafter drafts blocks of 8" in words
-    assert "let SPECULATION_GAMMAS reach 7" in words
+    assert "add 7 to SPECULATION_GAMMAS" in words
 
 
 def test_a_second_drafter_of_another_kind(tmp_path: Path) -> None:
     words = last_words(tmp_path, EAGLE3, dflash_model_path=str(DRAFT))
-    assert "is no DFlash checkpoint" in words
+    assert "is not a DFlash checkpoint" in words
 
 
 def test_a_required_drafter_that_cannot_draft(tmp_path: Path) -> None:

@@ -68,5 +68,5 @@ def test_it_serves_and_neither_learns_nor_collects_nor_takes_versions(
     assert f"this engine has lost collect and tells the sidecar so: {REASON}" in log
     assert (status["online"], status["signals"], status["draft"]) == (None, None, None)
     assert not list(signals.glob("*.safetensors"))
-    with pytest.raises(VersionError, match="no engine has left its drafter there"):
+    with pytest.raises(VersionError, match="no engine has stored its drafter there"):
         export_signals(signals, Versions(signals / FOLDER), 0, TARGET, tmp_path / "out")

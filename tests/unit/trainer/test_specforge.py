@@ -201,9 +201,9 @@ def test_a_drafter_that_specforge_does_not_train_is_not_exported(
 
 def test_without_a_drafter_the_export_says_what_is_missing(target: Path, tmp_path: Path):
     versions = Versions(tmp_path / FOLDER)
-    with pytest.raises(VersionError, match="no engine has left its drafter there"):
+    with pytest.raises(VersionError, match="no engine has stored its drafter there"):
         export_signals(tmp_path, versions, 0, target, tmp_path / "out")
-    with pytest.raises(VersionError, match="no engine has left its drafter there"):
+    with pytest.raises(VersionError, match="no engine has stored its drafter there"):
         import_draft(tmp_path, versions)
 
 
@@ -389,7 +389,7 @@ def test_a_block_drafter_of_another_kind_is_refused(tmp_path: Path):
         "its block is 4": {"block_size": 4},
         "its rope_base is 5.0": {"rope_theta": 5.0},
         "do not see the whole context": {"layer_types": ["sliding_attention"]},
-        "has no mask_token_id, and no tokenizer": {"dflash_config": None},
+        "has no mask_token_id, and there is no tokenizer": {"dflash_config": None},
         "has no mask_token_id": {"dflash_config": {"target_layer_ids": [0, 1, 2]}},
         "its feature_layers is": {"dflash_config": {"target_layer_ids": [0], "mask_token_id": 39}},
         "its feature_layers is (1, 5)": {

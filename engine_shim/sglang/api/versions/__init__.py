@@ -13,7 +13,7 @@ TESTED: Final = ("0.5.21", "0.5.22", "0.5.23")
 
 
 def sglang_version() -> str:
-    """Version of the installed SGLang, "" when it is not installed as a distribution."""
+    """Returns the version of the installed SGLang; "" if it is not installed as a distribution."""
     try:
         return version("sglang")
     except PackageNotFoundError:
@@ -21,6 +21,6 @@ def sglang_version() -> str:
 
 
 def module_for(sglang: str) -> Any:
-    """The module of a version; for one that was not tested, the newest."""
+    """Returns the module of a version; the newest module for an untested version."""
     name = sglang if sglang in TESTED else TESTED[-1]
     return import_module(f"{__name__}.v{name.replace('.', '_')}")

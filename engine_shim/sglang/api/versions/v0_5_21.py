@@ -46,5 +46,5 @@ def lie_like(draft: Any, block_worker: Any) -> None:
 
 
 def with_draft_config(_: Any, __: Any) -> AbstractContextManager[None]:
-    """Needs no change, because here a target does not know its drafter's configuration."""
+    """Changes nothing, because here a target does not know its drafter's configuration."""
     return nullcontext()

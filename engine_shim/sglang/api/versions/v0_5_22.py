@@ -13,7 +13,7 @@ attention_ranks = newer.attention_ranks
 has_attention_dp = newer.has_attention_dp
 with_draft_config = newer.with_draft_config
 
-# The requests of each rank, and the gathered sizes, are untested here.
+# The hooks on each rank's requests and on the gathered sizes are untested with this version.
 STEERS_ATTENTION_DP: Final = False
 
 
@@ -23,7 +23,7 @@ def attention_dp_is_on() -> bool:
 
 
 def without_attention_dp() -> AbstractContextManager[None]:
-    """Needs no change, because it is refused."""
+    """Changes nothing, because data-parallel attention is refused."""
     return nullcontext()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
-# Where a scheduler says what it is like, after its speculation was put in.
+# Fills in a scheduler's state for `/server_info`; the hook runs after its speculation part.
 INTERNAL_STATE: Final = (
     "sglang.srt.managers.scheduler_components.internal_state"
     ".SchedulerInternalStateController._add_speculative"
@@ -14,7 +14,7 @@ INTERNAL_STATE: Final = (
 
 
 def internal_state(_: None, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """The state that a call of INTERNAL_STATE with these arguments filled in."""
+    """Returns the state that a call of INTERNAL_STATE with these arguments has filled in."""
     state: dict[str, Any] = arguments[1]
     return state
 
@@ -32,7 +32,7 @@ def attention_dp_is_on() -> bool:
 
 @contextmanager
 def without_attention_dp() -> Iterator[None]:
-    """Has SGLang settle adaptive speculation, inside the block, as if attention were not split."""
+    """Makes SGLang resolve adaptive speculation, inside the block, as without attention DP."""
     from sglang.srt.speculative import adaptive_spec_params
 
     module: Any = adaptive_spec_params
@@ -66,7 +66,7 @@ def draft_scope(draft: Any) -> AbstractContextManager[Any]:
 
 
 def lie_like(draft: Any, block_worker: Any) -> None:
-    """Has a draft worker lie on the ranks as a `DFlashWorkerV2` does."""
+    """Gives a draft worker the rank layout of a `DFlashWorkerV2`."""
     draft.parallel_layout = block_worker.draft_parallel_layout
 
 

@@ -421,7 +421,7 @@ def test_a_failure_to_collect_ends_the_collecting_and_nothing_else(
     _, worked = run_step(made)
     assert worked
     assert made.status()["signals"] == {"state": "RuntimeError: out of memory"}
-    assert "training signals are kept no more" in caplog.text
+    assert "training signals are no longer collected" in caplog.text
     assert link.told == [("CAPABILITY_COLLECT", "RuntimeError: out of memory")]
 
 

@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline parallel": (EAGLE3 | {"pp_size": 2}, "--pipeline-parallel-size 2: only 1"),
     "data-parallel attention with dflash": (
         LONE | ATTENTION_DP,
-        "data-parallel attention is to be steered, but a DFlash drafter is untested with it",
+        "data-parallel attention cannot be steered: a DFlash drafter is untested with it",
     ),
     "data-parallel attention for decode": (
         EAGLE3 | ATTENTION_DP | {"disaggregation_mode": "decode"},

@@ -23,8 +23,8 @@ def test_graph_limits_are_read(
         ("7", "gamma:largest batch is needed"),
         ("7:8,7:9", "each gamma once"),
         ("7:many", "SPECULATION_GRAPH_LIMITS"),
-        ("6:8", "6:8 is no draft length of SPECULATION_GAMMAS 0,1,2,3,5,7"),
-        ("7:-1", "or no batch size"),
+        ("6:8", "6:8 is not a draft length of SPECULATION_GAMMAS 0,1,2,3,5,7"),
+        ("7:-1", "or not a batch size"),
         ("3:8", "limits 3, which SPECULATION_SAFE_GAMMA needs"),
     ],
 )
@@ -45,9 +45,9 @@ def test_online_updates_are_off_unless_asked_for() -> None:
     ("variable", "value", "message"),
     [
         ("ANCHORS", "256", "anchors 256 must be 1 or more, and fewer than window 256"),
-        ("LEARNING_RATE", "0", "learning rate 0.0 must lie in"),
+        ("LEARNING_RATE", "0", "learning rate 0.0 must be in"),
         ("LEARNING_RATE", "fast", "SPECULATION_ONLINE_LEARNING_RATE"),
-        ("DISCOUNT", "2", "discount 2.0 must lie in"),
+        ("DISCOUNT", "2", "discount 2.0 must be in"),
         ("PROXIMAL", "-1", "proximal weight -1.0 must be 0 or more"),
         ("STEPS", "0", "steps 0 and top 64 must be 1 or more"),
         ("SCOPE", "user", "SPECULATION_ONLINE_SCOPE"),

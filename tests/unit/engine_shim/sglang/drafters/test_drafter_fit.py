@@ -87,8 +87,8 @@ REFUSED: list[tuple[Engine, str]] = [
     (("qwen3", "EAGLE3", "speculators"), "which SGLang does not read: use the same"),
     (("qwen3", "EAGLE", "pard"), "it is a PARD drafter: use"),
     (("qwen3", "STANDALONE", "pard"), "it is a PARD drafter: use"),
-    (("qwen3", "DFLASH", "dspark"), "dspark is no DFlash checkpoint"),
-    (("qwen3", "DFLASH", "eagle3"), "eagle3 is no DFlash checkpoint"),
+    (("qwen3", "DFLASH", "dspark"), "dspark is not a DFlash checkpoint"),
+    (("qwen3", "DFLASH", "eagle3"), "eagle3 is not a DFlash checkpoint"),
     (("qwen3", "DFLASH", "dflash-unknown"), "SGLang has no class DFlash9DraftModel"),
     (("qwen3", "DFLASH", "dflash-other-width"), "of 2048 numbers, and the target's have 4096"),
     (("qwen3", "DFLASH", "dflash-absent-layers"), "target_layer_ids[4]=40"),
@@ -98,8 +98,8 @@ REFUSED: list[tuple[Engine, str]] = [
     (("qwen3", "DFLASH", "dflash2-small-vocabulary"), "which its selector has no rows for"),
 ]
 UNREADABLE: list[tuple[Engine, str]] = [
-    (("qwen3", "EAGLE3", "a-list"), "a-list/config.json holds no JSON object"),
-    (("qwen3", "EAGLE3", "a-number"), "a-number/config.json holds no JSON object"),
+    (("qwen3", "EAGLE3", "a-list"), "a-list/config.json is not a JSON object"),
+    (("qwen3", "EAGLE3", "a-number"), "a-number/config.json is not a JSON object"),
     (("qwen3", "EAGLE3", "no-json"), "no-json/config.json cannot be read"),
     (("qwen3", "EAGLE3", "not-text"), "not-text/config.json cannot be read"),
     (("qwen3", "EAGLE3", "empty"), "SGLang refuses these flags itself"),

@@ -80,7 +80,7 @@ def test_a_file_that_is_no_json_object_is_an_error_that_names_it(
 ) -> None:
     tmp_path.joinpath("config.json").write_bytes(content)
     with pytest.raises(
-        UnsupportedEngineError, match=r"config\.json (cannot be read|holds no JSON)"
+        UnsupportedEngineError, match=r"config\.json (cannot be read|is not a JSON)"
     ):
         raw_config(str(tmp_path))
 
@@ -90,7 +90,9 @@ def test_what_is_no_file_is_an_error_that_names_it(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     make(tmp_path / "config.json")
-    with pytest.raises(UnsupportedEngineError, match=r"config\.json cannot be read: it is no file"):
+    with pytest.raises(
+        UnsupportedEngineError, match=r"config\.json cannot be read: it is not a regular file"
+    ):
         raw_config(str(tmp_path))
 
 

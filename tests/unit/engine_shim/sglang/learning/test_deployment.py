@@ -279,7 +279,7 @@ def test_an_error_that_nobody_thought_of_is_said(engine: Serving, monkeypatch: p
 def test_a_version_that_comes_late_is_taken_up(engine: Serving, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(deployment, "_RETRY_SECONDS", 0.05)
     assert engine.steps(1) == 0
-    assert "is not there" in engine.deployment.counters.state
+    assert "does not exist" in engine.deployment.counters.state
     engine.versions.publish(engine.moved(1), MADE)
     eventually(lambda: engine.steps(1, count=1))
     assert engine.serves(1)

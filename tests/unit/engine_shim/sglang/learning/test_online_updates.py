@@ -287,7 +287,7 @@ def test_a_trainer_that_runs_and_is_not_heard_is_ended(
     # It would end by itself where it cannot answer.
     process.send_signal(signal.SIGSTOP)
     channel._socket.shutdown(socket.SHUT_RD)
-    driver.until(lambda: "is not heard any more" in driver.counters.state)
+    driver.until(lambda: "no longer answers" in driver.counters.state)
     assert process.wait() == -signal.SIGKILL
     driver.step(2)  # and steps go on
 

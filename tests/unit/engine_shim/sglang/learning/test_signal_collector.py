@@ -251,7 +251,7 @@ def test_when_reading_fails_nothing_more_is_collected_and_the_state_says_why(
     assert collector._canvases == []
     # What waited then is not read: who knows what a run holds by now.
     assert runs.reads == 1
-    assert "training signals are kept no more" in caplog.text
+    assert "training signals are no longer collected" in caplog.text
     collector.close()
     assert collector.status()["state"] == wanted
 

@@ -251,7 +251,7 @@ def test_hidden_states_are_kept_in_their_own_type_and_taught_in_float32() -> Non
 
 
 def test_a_canvas_without_room_is_an_error_and_not_a_wrong_round(windows: Windows) -> None:
-    with pytest.raises(ValueError, match="a canvas of 10 positions does not fit"):
+    with pytest.raises(ValueError, match="a step of 10 positions does not fit"):
         Steps().step(windows, CANVAS, {"7": 1})
 
 

@@ -314,7 +314,7 @@ def test_layers_beside_eagle_config_are_read_as_what_it_was_trained_for() -> Non
         ({"eagle_config": {EAGLE_LAYERS: 3}}, f"its eagle_config.{EAGLE_LAYERS} is 3"),
         ({EAGLE_LAYERS: ["x"]}, f"its {EAGLE_LAYERS} is"),
         ({"num_aux_hidden_states": "x"}, "its num_aux_hidden_states is 'x'"),
-        ({"target_hidden_size": {}}, "its target_hidden_size is {}, no number"),
+        ({"target_hidden_size": {}}, "its target_hidden_size is {}, not an integer"),
     ],
 )
 def test_what_is_no_config_is_named(config: Any, reason: str) -> None:
@@ -326,5 +326,5 @@ def test_architectures_are_names() -> None:
     assert architectures({}) == architectures({"architectures": None}) == ()
     assert architectures({"architectures": ["A", "B"]}) == ("A", "B")
     for wrong in ("A", [1], 3):
-        with pytest.raises(DrafterConfigError, match="no list of names"):
+        with pytest.raises(DrafterConfigError, match="not a list of names"):
             architectures({"architectures": wrong})

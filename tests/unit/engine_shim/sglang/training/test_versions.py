@@ -198,11 +198,11 @@ def test_a_damaged_file_is_named(
 
 
 def test_what_is_not_there_is_said(versions: Versions, student: DraftStudent):
-    with pytest.raises(VersionError, match=r"00000003\.safetensors is not there$"):
+    with pytest.raises(VersionError, match=r"00000003\.safetensors does not exist$"):
         versions.load(3, parameters(student))
     versions.publish(moved(student), MADE)
     (versions.folder / "base.safetensors").unlink()
-    with pytest.raises(VersionError, match="no engine has left its drafter there"):
+    with pytest.raises(VersionError, match="no engine has stored its drafter there"):
         versions.load(1, parameters(student))
 
 
