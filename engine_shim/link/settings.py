@@ -17,7 +17,7 @@ PREFIX: Final = "SPECULATION_"
 
 
 class LinkSettings(BaseSettings):
-    """One field for each variable; SPECULATION_GRACE_SECONDS sets `grace_seconds`, and so on."""
+    """Settings of the link; SPECULATION_GRACE_SECONDS sets `grace_seconds`, and so on."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
@@ -73,37 +73,35 @@ class LinkSettings(BaseSettings):
         if not gammas or list(gammas) != sorted(set(gammas)):
             raise ValueError("draft lengths are needed, ascending and without duplicates")
         if gammas[0] < 0 or gammas[-1] > MAX_GAMMA:
-            raise ValueError(f"draft lengths leave 0..{MAX_GAMMA}")
+            raise ValueError(f"draft lengths must be in [0, {MAX_GAMMA}]")
         return gammas
 
     @field_validator("sidecar")
     @classmethod
     def _check_sidecar(cls, sidecar: str) -> str:
         if sidecar and not re.fullmatch(r"unix:.+|[^\s/]+:\d{1,5}", sidecar):
-            raise ValueError("neither unix:<path> nor <host>:<port>")
+            raise ValueError("must be unix:<path> or <host>:<port>")
         return sidecar
 
     @model_validator(mode="after")
     def _check_credentials(self) -> Self:
         if bool(self.client_certificate) != bool(self.client_key):
-            raise ValueError("a certificate and its key go together: one of them is not named")
+            raise ValueError("a client certificate and its key must be set together")
         if self.client_certificate and not self.ca:
-            raise ValueError("a certificate needs TLS: name the authority with SPECULATION_CA")
+            raise ValueError("a client certificate requires TLS: set SPECULATION_CA")
         if self.token_file and not (self.ca or is_on_this_machine(self.sidecar)):
-            raise ValueError(
-                "the token would go over an open line: name the authority with SPECULATION_CA"
-            )
+            raise ValueError("the token would be sent unencrypted: set SPECULATION_CA")
         return self
 
     @classmethod
     def load(cls) -> Self:
-        """Settings from the environment.
+        """Reads the settings from the environment.
 
-        Raises LinkSettingsError for a variable with the prefix that no field has, unless Kubernetes
-        has made it for a Service, and for a value that its field refuses.
+        Raises LinkSettingsError for an unknown variable with the prefix, unless Kubernetes has set
+        it for a Service, and for an invalid value.
         """
         fields = {PREFIX + name.upper() for name in cls.model_fields}
-        # A Service named "speculation-router", for example, brings variables that are not ours.
+        # For example, a Service named "speculation-router" sets variables that are not settings.
         links = service_links(os.environ)
         for variable in sorted(os.environ.keys() - links):
             if variable.startswith(PREFIX) and variable not in fields:

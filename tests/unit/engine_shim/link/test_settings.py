@@ -58,7 +58,7 @@ def test_an_impossible_value_is_refused_by_name(monkeypatch, name, value, messag
     [
         ({"CLIENT_KEY": "k"}, "go together"),
         ({"CLIENT_KEY": "k", "CLIENT_CERTIFICATE": "c"}, "needs TLS"),
-        ({"SIDECAR": "far:1", "TOKEN_FILE": "t"}, "open line"),
+        ({"SIDECAR": "far:1", "TOKEN_FILE": "t"}, "unencrypted"),
     ],
 )
 def test_credentials_that_cannot_work_are_refused(monkeypatch, variables, message):
@@ -75,7 +75,7 @@ def test_what_only_looks_like_this_machine_gets_no_token(monkeypatch, sidecar):
     with pytest.raises(LinkSettingsError):
         LinkSettings.load()
     # Nor from the trainer and the agent, which read no settings.
-    with pytest.raises(LinkSettingsError, match="open line"):
+    with pytest.raises(LinkSettingsError, match="unencrypted"):
         EngineCredentials(token_file="t").channel(sidecar)
 
 
