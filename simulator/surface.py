@@ -18,11 +18,11 @@ from controller.core.model_shapes import DrafterKind
 from simulator.errors import InvalidInputError
 from simulator.step_costs import CostTable, profile_table, read_step_costs
 
-# Where a table does not tell at which context it was measured, and nothing is paid for context.
+# For a table without a context length; context has no cost then.
 _KV_REFERENCE = 512.0
 # What drafters of these names are; others are MTP, serial passes.
 KINDS: Mapping[str, DrafterKind] = {"ngram": DrafterKind.NGRAM, "dflash": DrafterKind.DFLASH}
-# A drafter as EAGLE's is one layer, and targets of today have some thirty and more.
+# An EAGLE drafter is one layer; current targets have thirty and more.
 _DRAFTER_SHARE_OF_TOKEN = 1 / 32
 # A context below the reference makes no step cheaper than this share of its price there.
 MINIMAL_SHARE = 0.1
@@ -71,7 +71,7 @@ class CostSurface:
         return seconds
 
     def catch_up_seconds(self, tokens: float) -> float:
-        """Returns the seconds in which a drafter reads what it missed; 0 for no token."""
+        """Returns the seconds in which a drafter reads the tokens that it missed; 0 for none."""
         if tokens == 0:
             return 0.0
         return self.catch_up_pass_seconds + self.catch_up_seconds_per_token * tokens
@@ -236,7 +236,9 @@ def table_surface(
     largest = min(table.batch_sizes[-1] for table in tables.values())
     largest = largest if max_batch_size is None else max_batch_size
     if not 1 <= largest <= MAX_BATCH_SIZE:
-        raise InvalidInputError(name, 0, f"max_batch_size {largest} leaves 1..{MAX_BATCH_SIZE}")
+        raise InvalidInputError(
+            name, 0, f"max_batch_size {largest} must be in [1, {MAX_BATCH_SIZE}]"
+        )
     try:
         specs = tuple(
             DrafterSpec(drafter, kinds.get(drafter, DrafterKind.MTP), table.gammas)
@@ -310,7 +312,7 @@ def with_mixtures(surface: CostSurface, mixtures: Mapping[str, MixtureCost]) -> 
 def _require_parts(surface: CostSurface, name: str, cost: MixtureCost) -> None:
     known = {d.name: d for d in surface.drafters}
     if name in known:
-        raise InvalidInputError(surface.name, 0, f"{name!r} is a drafter already")
+        raise InvalidInputError(surface.name, 0, f"{name!r} is already a drafter")
     for part in (cost.main, cost.free):
         if part not in known:
             raise InvalidInputError(surface.name, 0, f"{part!r} is not one of {list(known)}")

@@ -1,4 +1,4 @@
-"""Names everything that may run in a scenario, and makes it."""
+"""Names and makes the policies that can run in a scenario."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,7 @@
-"""Policies that know the truth; the best of them in a run, and of the static arms, is the oracle.
+"""Policies that know the true values; the oracle is the best of them and of the static arms.
 
-None of them is the optimum by construction: what a step is best at is not all that counts where a
-switch has a price.  So several are run, and the oracle is the one with the best score.
+None of them is optimal by construction, because the best arm of a step is not always the best
+choice if a switch has a cost.  So several are run, and the one with the best score is the oracle.
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,11 +94,11 @@ class BestArm:
         self._situation: Situation | None = None
 
     def enter(self, situation: Situation) -> None:
-        """Knows what the next step runs on."""
+        """Receives the situation of the next step."""
         self._situation = situation
 
     def choose(self, batch_size: int, _: float) -> ArmChoice:
-        """The best arm, or the one that runs if changing over does not pay yet."""
+        """Returns the best arm, or the current one while a switch does not pay yet."""
         there = self._situation
         assert there is not None, "the engine shows a clairvoyant policy the situation first"
         seconds = self._surface.step_seconds(batch_size, there.kv_tokens) * self._warm
@@ -121,7 +121,7 @@ class BestArm:
     def _patient(
         self, value: NDArray[np.float64], seconds: NDArray[np.float64], catch_up: Sequence[float]
     ) -> int:
-        """Books what every arm would have saved of this step, and sees whether one has paid."""
+        """Adds what every arm would have saved in this step; switches if one has paid off."""
         saved = seconds[self._last] * (1.0 - value[self._last] / np.maximum(value, 1e-300))
         np.maximum(self._lost + saved, 0.0, out=self._lost)
         price = np.where(self._plain, 0.0, np.array(catch_up)[self._drafter_of])
