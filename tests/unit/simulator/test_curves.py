@@ -97,7 +97,7 @@ def test_a_curve_that_cannot_be_is_refused(curves):
 
 @pytest.mark.parametrize("mean", [0, -1, math.nan, math.inf])
 def test_a_mean_length_that_cannot_be_is_refused(mean):
-    with pytest.raises(InvalidInputError, match="a mean of .* tokens must be in"):
+    with pytest.raises(InvalidInputError, match=r"a mean of .* tokens must be in"):
         Curves("c", {"mtp": [0.5]}, output_tokens_mean=mean)
 
 
