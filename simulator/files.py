@@ -1,4 +1,4 @@
-"""Scenarios from files and names that a user gives: acceptance, costs, arrivals."""
+"""Makes scenarios from the files and names that a user gives: acceptance, costs, arrivals."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -139,7 +139,7 @@ def _table(rows: Whole, columns: Whole, width: int) -> list[list[int]]:
 class RowChoice:
     """Runs steps of an engine that has mixtures, row by row.  One object per run.
 
-    accepted: by drafter that is no mixture, [positions] drafts that would be accepted.  matches:
+    accepted: for each drafter except mixtures, [positions] drafts that would be accepted.  matches:
     [positions] tokens of the lookup's match, 0 where it finds none.
     """
 

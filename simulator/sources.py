@@ -283,9 +283,9 @@ def read_arrivals(path: str | Path, limit: int | None = None, speed: float = 1.0
     """Reads a CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as Azure's LLM traces have.
 
     Column names in any case and order, further columns are left out.  TIMESTAMP: ISO 8601 (a blank
-    for the T, more than six decimals and a time zone are all right) or seconds as a number, the
-    same in all rows.  limit: only the first so many requests are read.  speed: 2 makes the requests
-    come twice as fast.
+    for the T, more than six decimals and a time zone are accepted) or seconds as a number, the same
+    in all rows.  limit: number of requests to read.  speed: with 2 the requests arrive twice as
+    fast.
 
     Raises InvalidInputError with the line: a column, field or number that is missing, a time that
     is invalid or lies before the one above it, an output below 1; and for a file without a request.

@@ -25,40 +25,39 @@ class LinkSettings(BaseSettings):
     """gRPC address of the sidecar: unix:/run/speculation/controller.sock, or host:port. Empty: the
     plugin is off and the engine runs as if it were not installed."""
     ca: str = ""
-    """PEM file of the authority that signed the sidecar's certificate: it is then called with TLS.
-    For a sidecar on TCP."""
+    """PEM file of the authority that signed the sidecar's certificate. If it is set, the connection
+    uses TLS. For a sidecar on TCP."""
     client_certificate: str = ""
     """PEM file: the engine's own certificate for the sidecar."""
     client_key: str = ""
     """PEM file with the private key of that certificate."""
     token_file: str = ""
-    """File with the token that the sidecar's access list knows the engine by."""
+    """File with the token that identifies the engine in the sidecar's access list."""
     engine_id: str = Field(default="", pattern=r"^[A-Za-z0-9._:-]{0,128}$")
-    """Name of this engine, stable across its restarts (the pod's name, say). Empty: the plugin
-    makes one from the host's name and the engine's port."""
+    """Name of this engine, stable across its restarts (for example the pod's name). Empty: the
+    plugin makes one from the host name and the engine's port."""
     gammas: Annotated[tuple[int, ...], NoDecode] = (0, 1, 2, 3, 5, 7)
     """Draft lengths that the engine prepares and the sidecar may choose from, ascending, separated
     by commas. 0 is plain decoding."""
     grace_seconds: float = Field(default=10.0, ge=0, le=3600)
-    """How long the last plan goes on after its lease ran out, before the safe default takes
-    over."""
+    """How long the last plan stays in use after its lease has expired, before the safe default is
+    used."""
     lease_max_seconds: float = Field(default=600.0, ge=1, le=600)
-    """Longest lease that the engine accepts: a plan with a longer one is used for this time, and
-    the agent logs it. It has to be at least the sidecar's last_lease_seconds, which is 600 at
-    most."""
+    """Longest lease that the engine accepts. A longer lease is cut to this value, and the agent
+    logs it. It has to be at least the sidecar's last_lease_seconds, which is at most 600."""
     safe_gamma: int | None = Field(default=None, ge=0, le=MAX_GAMMA)
     """Draft length of an engine without a plan. Unset: the one it started with."""
     report_buffer: int = Field(default=256, ge=1, le=65_536)
-    """Step reports that the agent keeps while the sidecar is away; the newest stay, the rest are
-    counted."""
+    """Number of step reports that the agent keeps while the sidecar is unavailable: the newest are
+    kept, the others are counted as dropped."""
     report_interval_ms: float = Field(default=1.0, ge=0, le=250)
-    """How often the agent looks for reports while steps follow each other. 0: every report wakes it
-    at once, which the engine's thread pays for at each step; 20 or so saves a machine with few free
-    cores some work, and delays what the sidecar learns by as much."""
+    """How often the agent polls for reports while steps follow each other. 0: every report wakes
+    the agent at once, which costs time of the engine's thread in each step. About 20 saves
+    processor time on a machine with few free cores, and delays the reports by that time."""
     agent_nice: int = Field(default=19, ge=0, le=19)
-    """Added to the engine's niceness for the agent process. At 19 the engine's threads are not put
-    aside when a report wakes it, even where no core is free; lower it if reports are dropped
-    because more threads than cores are always busy."""
+    """Added to the engine's niceness for the agent process. At 19 a woken agent does not preempt
+    the engine's threads, even if no core is free. Lower it if reports are dropped because all cores
+    are always busy."""
 
     @field_validator("gammas", mode="before")
     @classmethod

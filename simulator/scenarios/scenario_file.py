@@ -81,8 +81,8 @@ class EngineSection(fields.Section):
     which stays for some fifty steps.
     prefill: "none" (disaggregated) or "chunked", with prefill_chunk_tokens a pass.
     warm_factor: a step at gamma = 0 costs this much when a drafter is kept in step.
-    stale_steps: for so many steps after a sleep longer than stale_after steps, drafts are accepted
-    with stale_acceptance of their usual probability.
+    stale_steps: for this many steps after a sleep longer than stale_after steps, drafts are
+    accepted with stale_acceptance times their usual probability.
     """
 
     max_batch_size: fields.BatchSize | None = None
