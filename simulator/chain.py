@@ -34,7 +34,7 @@ _SURVIVORS_MIN = 1000
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """How strongly neighbouring tokens and requests are correlated, in units of the deviation of e.
+    """Describes the correlation of neighbouring tokens and requests, in deviations of e.
 
     level_spread: standard deviation over requests.  drift_spread, drift_requests: standard
     deviation of the drift, and the number of requests over which its correlation falls to 1/e.

@@ -107,7 +107,7 @@ def require_mean_tokens(where: str, *means: float) -> None:
 
 
 def require_curve(where: str, values: Sequence[float]) -> None:
-    """Raises InvalidInputError: no position, too many positions, or a value outside [0, 1]."""
+    """Raises InvalidInputError for no position, too many, or a value outside [0, 1]."""
     if not 1 <= len(values) <= MAX_GAMMA:
         raise InvalidInputError(
             where, 0, f"{len(values)} positions are given, 1 to {MAX_GAMMA} are needed"

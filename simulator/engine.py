@@ -35,7 +35,7 @@ _FLAGS = {
 
 
 class Prefill(Enum):
-    """Where prompts are read: on another server (disaggregated), or in chunks between steps."""
+    """Names where prompts are read: on another server, or in chunks between steps."""
 
     NONE = "none"
     CHUNKED = "chunked"

@@ -46,7 +46,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What training gains and needs.  Raises InvalidPoolError.
+    """Describes what training gains and needs.  Raises InvalidPoolError.
 
     speedup: of speculation with the trained drafter; untrained: with the untrained drafter, 1 for
     no speculation.  training: required rate, 0 for one card of any kind.  share: of the time in

@@ -13,7 +13,7 @@ from controller.core.step_report import ProposalCounts, RowGroup, StepFlags
 
 @dataclass(slots=True)
 class ArmChoice:
-    """What the next step runs: an arm, by its index in `CostSurface.arms`.
+    """Describes what the next step runs: an arm, by its index in `CostSurface.arms`.
 
     probe_id: returned in the step's record.  asleep: at gamma = 0, no drafter is kept in step.
     rules: of the engine's mixtures.  Without rules a mixture uses its main drafter in every row,

@@ -82,7 +82,7 @@ def spread(seconds: NDArray[np.float64]) -> Spread:
 
 
 class PolicyOrigin(Enum):
-    """Where a policy's code comes from."""
+    """Names the origin of a policy's code."""
 
     OURS = "ours"  # the production core
     IMPORTED = "imported"  # the peer's own class from its installed package, unmodified

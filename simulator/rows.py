@@ -94,7 +94,7 @@ class _Mixture:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a step shows about a drafter's proposals, row by row.
+    """Describes what a step shows about a drafter's proposals, row by row.
 
     would: tokens that would be accepted.  accepted: accepted tokens of the verified drafts.  known:
     whether the step shows `would`; otherwise it shows only that `would` exceeds `accepted`.

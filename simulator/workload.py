@@ -135,7 +135,7 @@ class AcceptanceSource(Protocol):
 
 
 class PhaseStart(Enum):
-    """What happens to the running requests when a phase begins.
+    """Names what happens to the running requests when a phase begins.
 
     DRAINED: they finish first, and the phase's requests replace them one by one.
     CHANGED: at the phase's first step they switch to its acceptance at their position (pools of

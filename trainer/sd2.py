@@ -245,7 +245,7 @@ def _live_name(stored: str) -> str:
 
 
 class Offsets(StrEnum):
-    """How the hidden states that steer a row are drawn in training: per row, or per block."""
+    """Names how the hidden states that steer a row are drawn: per row, or per block."""
 
     RANDOM = "random"
     BLOCKED = "blocked"

@@ -23,7 +23,7 @@ class Check:
     found: what the engine has.  obstacle: why an engine with it cannot be steered, and what to
     change; "" if it can be steered.  lead: prefix of the error text at the engine's start.  starts:
     an engine with this obstacle starts and serves but never gains from its drafter; its log
-    contains the reason.  advice: a hint that is not an obstacle; "" if there is none.
+    contains the reason.  advice: a hint that is not an obstacle, or "".
     """
 
     topic: str

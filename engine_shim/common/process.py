@@ -20,7 +20,7 @@ def default_engine_id(server: int | str) -> str:
 
 
 def processor_name() -> str:
-    """Returns the processor's model name from /proc/cpuinfo, "cpu" if there is none."""
+    """Returns the processor's model name from /proc/cpuinfo, "cpu" if it is missing."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -35,7 +35,7 @@ _NEVER: Final = float("-inf")
 
 
 class Source(Enum):
-    """Where a choice comes from."""
+    """Names the source of a choice."""
 
     PLAN = "plan"  # a plan with a valid lease
     GRACE = "grace"  # the last plan; its lease is over
@@ -43,7 +43,7 @@ class Source(Enum):
 
 
 class StepChoice(NamedTuple):
-    """What the next step runs.
+    """Describes what the next step runs.
 
     The report of the step must contain `epoch`, `probe_id` and `session`, and the flag `unsteered`
     if the source is not PLAN.

@@ -16,7 +16,7 @@ from speculation.v1.service_pb2 import Received
 
 
 class ReportBuffer:
-    """At most `capacity` serialized reports in step order.
+    """Buffers at most `capacity` serialized reports in step order.
 
     `dropped`: reports that were lost and not yet reported as dropped (`forgive`), including those
     lost on the engine's side.
@@ -138,7 +138,7 @@ class InFlightReports:
 
 
 def _difference(more: Received, less: Received) -> Received:
-    """Subtracts counts; the result is at least 0, because the counts come from outside."""
+    """Subtracts counts, but not below 0, because the counts come from outside."""
     return Received(
         reports=max(0, more.reports - less.reports),
         dropped_reports=max(0, more.dropped_reports - less.dropped_reports),

@@ -58,7 +58,7 @@ def kept_secret(folder: Path) -> str:
 
 
 def secret_in(folder: Path) -> str:
-    """Returns the secret in the folder, "" if there is none.  Raises OSError."""
+    """Returns the secret in the folder, "" if it is missing.  Raises OSError."""
     try:
         return (folder / _NAME).read_text(encoding="ascii").strip()
     except FileNotFoundError:

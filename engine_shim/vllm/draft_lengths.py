@@ -31,7 +31,7 @@ _LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
 
 
 class Drafting(StrEnum):
-    """How much is drafted in a step with a draft length above 0."""
+    """Names how much is drafted in a step with a draft length above 0."""
 
     SHORTER = "as many as asked for"
     BLOCK = "the whole block, in one pass"
@@ -39,7 +39,7 @@ class Drafting(StrEnum):
 
 
 class AtZero(StrEnum):
-    """What is drafted in a step with draft length 0."""
+    """Names what is drafted in a step with draft length 0."""
 
     NOTHING = "nothing"
     CONTEXT = "the new tokens' keys and values"
@@ -49,7 +49,7 @@ class AtZero(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftLength:
-    """What the draft length of a step changes besides verification."""
+    """Describes what the draft length of a step changes besides verification."""
 
     drafting: Drafting
     at_zero: AtZero

@@ -6,7 +6,7 @@ from engine_shim.common.settings import ShimSettings
 
 
 class VllmSettings(ShimSettings):
-    """Settings from SPECULATION_* variables; there are none for vLLM only."""
+    """Settings from SPECULATION_* variables; vLLM adds no settings."""
 
     def gammas_within(self, most: int) -> tuple[int, ...]:
         """Returns the draft lengths of an engine whose `num_speculative_tokens` is `most`.

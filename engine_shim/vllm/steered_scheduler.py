@@ -100,7 +100,7 @@ class Steering:
                 self.undrafted.discard(name)
 
     def _choose(self, names: Mapping[str, int], requests: Mapping[str, Any]) -> StepChoice | None:
-        """Returns the choice for the rows that will decode next; None if there are none."""
+        """Returns the choice for the rows that will decode next; None without such rows."""
         decoding = 0
         for name, scheduled in names.items():
             request = requests[name]

@@ -120,7 +120,7 @@ class StepTap:
         self._launches.append(launch)
 
     def launch_of(self, output: Any) -> Launch | None:
-        """Removes and returns the launched step of a result; None if there is none."""
+        """Removes and returns the launched step of a result; None if it is unknown."""
         while self._launches:
             launch = self._launches.popleft()
             if launch.output is output:

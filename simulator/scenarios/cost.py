@@ -265,7 +265,7 @@ class NoiseShape(Enum):
 
 
 class ProfileSection(fields.Section):
-    """How the profile differs from the true costs; by default like a careful measurement.
+    """Describes how the profile differs from the true costs; by default like a careful measurement.
 
     factor: on all costs.  drafting: on all cells at gamma > 0.  by_arm: drafter -> gamma -> factor.
     by_batch_size: batch size -> factor, linear in log B in between and constant beyond.

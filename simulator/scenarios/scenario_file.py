@@ -1,4 +1,4 @@
-"""Scenario files: their schema, their reader, and the standard suite.
+"""Defines the schema of scenario files, reads them, and loads the standard suite.
 
 YAML text is parsed to a checked `ScenarioFile` with the location of every field, and then made into
 a `Scenario`.  The suite has published costs, drawn acceptance, and all known failure modes; each of
