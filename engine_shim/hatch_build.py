@@ -19,6 +19,6 @@ class ShimLayout(BuildHookInterface):  # type: ignore[misc]
             )  # fmt: skip
             build_data["force_include"] |= {part: f"engine_shim/{part}" for part in parts} | {
                 "../LICENSE": "engine_shim/LICENSE",
-                # Both distributions hold the contract: every version understands every other.
+                # Both distributions contain the contract; its versions are compatible.
                 "../proto/speculation": "speculation",
             }

@@ -1,4 +1,4 @@
-"""Recorded acceptance, replayed sequentially: position by position of what was really generated."""
+"""Recorded acceptance, replayed position by position along the recorded outputs."""
 
 import itertools
 import json
@@ -15,12 +15,12 @@ from simulator.errors import InvalidInputError
 from simulator.reading import csv_rows, shown, text_lines
 from simulator.workload import RequestPool
 
-# Rounds tell nothing of requests: so many of one category, in a row, are made into one.
+# Rounds do not name requests: this many consecutive rounds of a category form one request.
 _ROUNDS_A_REQUEST = 256
 _CONTEXT_OF_ROUNDS = 384
 
 
-# A line holds a request.  About 20 bytes a token: this is room for 800,000 of them.
+# A line holds one request.  At about 20 bytes per token this is enough for 800,000 tokens.
 _JSON_LINE_BYTES_MAX = 16 << 20
 _PREFIX = "acc_"
 _LENGTHS = "acc_len"
@@ -33,10 +33,10 @@ _TOKENS_MAX = 1 << 31
 class RecordedRequest:
     """One recorded request.
 
-    kind: of its traffic: the file or the category that it comes from.
+    kind: its traffic: the file or the category that it comes from.
     accepted: drafter -> [positions or more] of uint8, drafts accepted if drafting started there.
     context_tokens: of its prompt.
-    matches: [positions or more] of uint8, tokens of a lookup's match; None if nobody knows.
+    matches: [positions or more] of uint8, tokens of a lookup's match; None if unknown.
     """
 
     kind: str
@@ -46,17 +46,17 @@ class RecordedRequest:
 
     @property
     def positions(self) -> int:
-        """Output tokens that were recorded of every drafter."""
+        """Returns the number of output tokens that were recorded for every drafter."""
         return min(len(values) for values in self.accepted.values())
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceTrace:
-    """Provides recorded acceptance: recorded requests, each replayed from its first position on.
+    """Provides recorded acceptance: recorded requests, each replayed from its first position.
 
-    The order of the requests is drawn; every one is served once before any is served again.
-    labelled: their kinds are the classes that the engine reports, as if clients named them; else
-    it reports no class, as a shim does.  Raises InvalidInputError for no request.
+    The order of the requests is drawn; all are served once before any is served again.
+    labelled: the engine reports their kinds as classes, as if clients set them; otherwise it
+    reports no class, like a shim.  Raises InvalidInputError if there is no request.
     """
 
     name: str
@@ -69,12 +69,12 @@ class AcceptanceTrace:
 
     @classmethod
     def load(cls, paths: Sequence[str | Path], *, labelled: bool = False) -> "AcceptanceTrace":
-        """SpecDecode-Bench JSONL files, mixed as they are; see `read_requests`.
+        """Reads and concatenates SpecDecode-Bench JSONL files; see `read_requests`.
 
-        The stem of its file is the kind of a request.
+        The kind of a request is the stem of its file.
 
-        Raises InvalidInputError for what the reader refuses, for no file, and for files that do not
-        record the same drafters.
+        Raises InvalidInputError for the errors of `read_requests`, for no file, and for files with
+        different drafters.
         """
         if not paths:
             raise InvalidInputError("bank", 0, "no file is named")
@@ -95,16 +95,15 @@ class AcceptanceTrace:
     def load_rounds(
         cls, paths: Mapping[str, str | Path], *, labelled: bool = False
     ) -> "AcceptanceTrace":
-        """Drafter -> CSV of rounds; see `read_rounds`.
+        """Reads CSVs of rounds, drafter -> file; see `read_rounds`.
 
         Rounds of a category, in the order of the file, are cut into requests of 256 positions (the
-        last one takes what is left over).  A step at any position meets the round of that position,
-        so that rounds which fall within an accepted draft are passed over.  Several drafters are
-        paired category by category, as far as the shorter record goes.  The category is the kind of
-        a request.
+        last request takes the remainder).  A step at a position uses the round of that position, so
+        rounds within an accepted draft are skipped.  Several drafters are paired by category, up to
+        the length of the shorter record.  The kind of a request is its category.
 
-        Raises InvalidInputError for what the reader refuses, for no file, and for a category that
-        one of the files lacks.
+        Raises InvalidInputError for the errors of `read_rounds`, for no file, and for a category
+        that is missing in one of the files.
         """
         if not paths:
             raise InvalidInputError("bank", 0, "no file is named")
@@ -122,7 +121,7 @@ class AcceptanceTrace:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Drafters that were recorded."""
+        """Returns the recorded drafters."""
         return tuple(self.recorded[0].accepted)
 
     def pool(
@@ -132,7 +131,7 @@ class AcceptanceTrace:
         output_tokens: NDArray[np.int64] | None = None,
         context_tokens: NDArray[np.int64] | None = None,
     ) -> RequestPool:
-        """Draws a pool, as `AcceptanceSource.pool` does.  Own lengths are the recorded ones."""
+        """Draws a pool, as `AcceptanceSource.pool` does.  Default lengths are the recorded ones."""
         orders = (rng.permutation(len(self.recorded)).tolist() for _ in itertools.count())
         order = itertools.islice(itertools.chain.from_iterable(orders), requests)
         chosen = [self.recorded[i] for i in order]
@@ -149,7 +148,7 @@ class AcceptanceTrace:
             np.cumsum(output_tokens) - output_tokens,
             kinds if self.labelled else np.zeros_like(kinds),
             {
-                # np.resize starts again at the beginning where the record ends.
+                # np.resize repeats the record from its beginning.
                 drafter: np.concatenate(
                     [np.resize(r.accepted[drafter][: r.positions], n) for r, n in served]
                 )
@@ -162,7 +161,7 @@ class AcceptanceTrace:
 
 
 def _matches(served: Sequence[tuple[RecordedRequest, int]]) -> NDArray[np.uint8] | None:
-    """[positions] match lengths of requests that are served for so many tokens; None: unknown."""
+    """Returns the [positions] match lengths of served (request, tokens); None if unknown."""
     parts = [
         np.resize(request.matches[: request.positions], tokens)
         for request, tokens in served
@@ -185,18 +184,17 @@ def _name(files: Iterable[Path]) -> str:
 
 
 def read_requests(path: Path, kind: str) -> list[RecordedRequest]:
-    """SpecDecode-Bench JSONL (arXiv 2601.11580): one request a line, all of this kind.
+    """Reads SpecDecode-Bench JSONL (arXiv 2601.11580): one request per line, all of this kind.
 
-    Every key `acc_NAME` is a drafter; its `acc_len` lists, for every output position, the tokens
-    that a step there gains: the accepted drafts and the bonus token, so that 1 is nothing accepted.
-    Where the lists of a request differ in length, the positions that all drafters have count.
-    `prompt_token_ids` is the context.  With `generated_token_ids`, the output from the first
-    position on, it tells what a prompt lookup finds again.
+    Every key `acc_NAME` is a drafter.  Its `acc_len` lists, for every output position, the tokens
+    that a step there gains: the accepted drafts and the bonus token, so 1 means no accepted draft.
+    If the lists of a request differ in length, the positions that all drafters have are used.
+    `prompt_token_ids` is the context.  `generated_token_ids`, the output from the first position
+    on, gives together with the prompt the matches of a prompt lookup.
 
-    Raises InvalidInputError with the line: not JSON, a key that is missing, a list that is empty,
-    something that is no token, an output shorter than the positions, a length that is no whole
-    number or leaves 1..MAX_GAMMA + 1, drafters other than the first line's; and for a file without
-    a request.
+    Raises InvalidInputError with the line: not JSON, a missing key, an empty list, an invalid
+    token, an output shorter than the positions, a length that is not an integer in
+    [1, MAX_GAMMA + 1], or other drafters than in the first line; and for a file without a request.
     """
     found: list[RecordedRequest] = []
     for line, text in text_lines(path, _JSON_LINE_BYTES_MAX):
@@ -232,12 +230,12 @@ def _request(path: Path, line: int, text: str, kind: str) -> RecordedRequest:
     if (output := body.get(_OUTPUT)) is None:
         return request
     if not isinstance(output, list) or len(output) < request.positions:
-        fault = f"{_OUTPUT!r} is no list of {request.positions} tokens or more"
+        fault = f"{_OUTPUT!r} is not a list of {request.positions} tokens or more"
         raise InvalidInputError(path, line, fault)
     tokens = [*prompt, *output]
     for token in tokens:
         if type(token) is not int or not 0 <= token < _TOKENS_MAX:
-            raise InvalidInputError(path, line, f"{shown(token)} is no token")
+            raise InvalidInputError(path, line, f"{shown(token)} is not a token")
     return replace(request, matches=match_lengths(np.array(tokens, dtype=np.int64), len(prompt)))
 
 
@@ -250,23 +248,23 @@ def _accepted(path: Path, line: int, name: str, value: object) -> NDArray[np.uin
         raise InvalidInputError(path, line, f"{where} is empty")
     for position, length in enumerate(lengths):
         if type(length) is not int:
-            fault = f"{where}[{position}] is {shown(length)}, no whole number"
+            fault = f"{where}[{position}] is {shown(length)}, not an integer"
             raise InvalidInputError(path, line, fault)
         if not 1 <= length <= MAX_GAMMA + 1:
-            fault = f"{where}[{position}] is {shown(length)}, which leaves 1..{MAX_GAMMA + 1}"
+            fault = f"{where}[{position}] is {shown(length)}, must be in [1, {MAX_GAMMA + 1}]"
             raise InvalidInputError(path, line, fault)
     return (np.array(lengths, dtype=np.int64) - 1).astype(np.uint8)
 
 
 def read_rounds(path: Path) -> dict[str, NDArray[np.uint8]]:
-    """Category -> [rounds] of uint8, accepted drafts: a CSV with header `commits,category,...`.
+    """Reads a CSV with header `commits,category,...`; returns category -> [rounds] of uint8.
 
-    As inference-lab writes and reads it, `commits` counts the drafts that were accepted when the
-    full depth was drafted, the bonus token excluded: a draft cut to gamma accepts
-    min(commits, gamma).  The further columns (a0, a1, ...: confidences) are left out.
+    As in inference-lab, `commits` counts the drafts that were accepted when the full depth was
+    drafted, without the bonus token: a draft cut to gamma accepts min(commits, gamma).  Further
+    columns (a0, a1, ...: confidences) are ignored.
 
-    Raises InvalidInputError with the line: no such columns, a field count that does not fit,
-    commits that is no whole number or leaves 0..MAX_GAMMA; and for a file without a round.
+    Raises InvalidInputError with the line: a missing column, a wrong number of fields, commits that
+    is not an integer in [0, MAX_GAMMA]; and for a file without a round.
     """
     rounds: dict[str, list[int]] = {}
     for row in csv_rows(path, ("commits", "category"), others=True):
@@ -275,9 +273,9 @@ def read_rounds(path: Path) -> dict[str, NDArray[np.uint8]]:
 
 
 def match_lengths(tokens: NDArray[np.int64], first: int) -> NDArray[np.uint8]:
-    """[outputs] length of the longest suffix, 2 to 5 tokens, that occurred before; 0: none.
+    """Returns [outputs] lengths of the longest repeated suffix, 2 to 5 tokens; 0 for none.
 
-    tokens: prompt and output.  first: length of the prompt.  Entry p is what a lookup finds when
+    tokens: prompt and output.  first: length of the prompt.  Entry p is the match of a lookup when
     the prompt and p tokens of the output are known.
     """
     count = len(tokens)
@@ -289,7 +287,7 @@ def match_lengths(tokens: NDArray[np.int64], first: int) -> NDArray[np.uint8]:
         _, begins, number = np.unique(pairs, return_index=True, return_inverse=True)
         repeated = begins[number] < np.arange(len(number))
         if k >= LEAST_MATCH:
-            # A sequence that begins at i is the suffix where i + k tokens are known.
+            # A sequence that begins at i is the suffix when i + k tokens are known.
             known = np.flatnonzero(repeated) + k
             found[known[known < count]] = k
     return found[first:]

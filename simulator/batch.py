@@ -1,4 +1,4 @@
-"""The running batch: which requests are in it, where each stands, who comes next."""
+"""The running batch: its requests, the position of each, and the requests that wait."""
 
 import bisect
 from collections import deque
@@ -30,7 +30,7 @@ _ACCEPTED = range(MAX_GAMMA + 1)
 
 
 class _PoolRows:
-    """Holds what a batch reads of a pool; `base`: offsets in the joint acceptance arrays."""
+    """A pool's arrays for the batch; `base`: offsets in the joint acceptance arrays."""
 
     def __init__(
         self, pool: RequestPool, start: int, first_kind: int, label_names: list[str]
@@ -46,9 +46,9 @@ class _PoolRows:
 
 @dataclass(frozen=True, slots=True)
 class _SetAside:
-    """Sequences that wait for the return of their phase, and the next request of its pool.
+    """Suspended sequences of a phase that may return, and the next request of its pool.
 
-    rows: [8, sequences], as in `Batch`.  prefilling: requests whose prompts were not read yet.
+    rows: [8, sequences], as in `Batch`.  prefilling: requests whose prompts have not been read yet.
     """
 
     rows: NDArray[np.int64]
@@ -60,9 +60,10 @@ class _SetAside:
 class Batch:
     """Sequences of a workload under continuous batching.  One object per run.
 
-    All per-sequence state is in numpy arrays of which the first `size` entries are in use.
-    idle_positions: draft positions at which idle drafters are evaluated, 0 if nobody asks for that;
-    `idle` holds the last step's result.  `evidence` is what the last step with rules has shown.
+    All per-sequence state is in numpy arrays whose first `size` entries are in use.
+    idle_positions: number of draft positions at which idle drafters are evaluated, 0 for no
+    evaluation; `idle` holds the result of the last step.  `evidence`: of the last step, if it had
+    rules.
     """
 
     def __init__(self, workload: Workload, surface: CostSurface, idle_positions: int = 0) -> None:
@@ -85,11 +86,12 @@ class Batch:
         if capacity > surface.max_batch_size:
             raise InvalidInputError(
                 surface.name, 0,
-                f"a batch of {capacity} is asked for, costs reach {surface.max_batch_size}",
+                f"a batch of {capacity} is requested, costs reach {surface.max_batch_size}",
             )  # fmt: skip
         self._join(pools, distinct_pools(workload))
         self._mixed = self._row_choice(surface, distinct_pools(workload))
-        # cursor, end and base: where a sequence stands, ends and began in the acceptance arrays.
+        # cursor, end and base: current, last and first position of a sequence in the acceptance
+        # arrays.
         self._rows = np.zeros((8, capacity), dtype=np.int64)
         (self._cursor, self._end, self._base, self._context, self._label, self._kind,
          self._request, self._number) = self._rows  # fmt: skip
@@ -100,12 +102,12 @@ class Batch:
         self._capacity = capacity
         self._next_request = 0
         self._phase_tokens = 0.0
-        # Tokens that the shortest sequence lacks, or fewer: until then, none can finish.
+        # A lower bound of the tokens until the next sequence finishes.
         self._lacking = 0
-        # Of each request: context tokens left to read, its number, its index in its phase's pool,
+        # For each request: context tokens left to read, its number, its index in the phase's pool,
         # the phase.
         self._prefilling: deque[list[int]] = deque()
-        # By pool and concurrency of the phase that they belong to.
+        # By pool and concurrency of their phase.
         self._set_aside: dict[tuple[int, int], _SetAside] = {}
         self.times = RequestTimes()
         self._started = 0
@@ -114,7 +116,7 @@ class Batch:
         self.done = False
 
     def _join(self, pools: list[RequestPool], distinct: tuple[RequestPool, ...]) -> None:
-        """One array per drafter over all pools, so that a sequence needs one offset only."""
+        """Makes one array per drafter over all pools, so that a sequence needs only one offset."""
         names = sorted({label for pool in distinct for label in pool.label_names})
         self.label_names = tuple(names)
         flats: list[list[NDArray[np.uint8]]] = [[] for _ in self._drafters]
@@ -147,17 +149,17 @@ class Batch:
             return None
         matches = np.concatenate([pool.known_matches for pool in distinct])
         choice = RowChoice(surface.drafters, tuple(self._flat), matches)
-        # Without rules a mixture is its main drafter.
+        # Without rules a mixture uses its main drafter.
         self._flat += [self._flat[self._drafters.index(mixture.main)] for mixture in mixtures]
         return choice
 
     @property
     def waiting_prefill(self) -> bool:
-        """Is true while an admitted request's prompt is not read yet."""
+        """Whether the prompt of an admitted request has not been read yet."""
         return bool(self._prefilling)
 
     def next_arrival(self) -> float | None:
-        """Returns the virtual seconds of the next request to come; None after the last one."""
+        """Returns the arrival time of the next request in virtual seconds; None after the last."""
         return next(iter(self._arrivals[self._next_request : self._next_request + 1]), None)
 
     def segment(self, now: float) -> int:
@@ -169,7 +171,7 @@ class Batch:
         return np.bincount(self._kind[: self.size], minlength=self._kinds)
 
     def admit(self, now: float) -> None:
-        """Takes in what has come, up to the limit."""
+        """Admits the requests that have arrived, up to the limit."""
         closed = self._closed
         if closed is not None:
             phase = closed.phases[self.phase]
@@ -184,14 +186,14 @@ class Batch:
         pool = self._pools[self.phase]
         for _ in range(free):
             arrival = now if closed is not None else self._arrivals[self._next_request]
-            # A closed loop serves its pool again and again; an open one never passes its end.
+            # A closed loop repeats its pool; an open loop never reaches the pool's end.
             i = self._next_request % len(pool.output)
             self._next_request += 1
             number = self.times.add(arrival, pool.output[i])
             self._prefilling.append([pool.context[i], number, i, self.phase])
 
     def start_all(self) -> None:
-        """Prompts cost nothing: every admitted request decodes from the next step on."""
+        """Starts to decode every admitted request, without a cost for its prompt."""
         while self._prefilling:
             self._start(self._prefilling.popleft())
 
@@ -226,7 +228,7 @@ class Batch:
         thinning: NDArray[np.float64] | None,
         rules: Sequence[MixtureRule] = (),
     ) -> tuple[list[int], list[tuple[str, list[int]]], float]:
-        """Runs one decode step: (accepted_counts, counts by class, tokens gained)."""
+        """Runs one decode step; returns (accepted_counts, counts by class, tokens gained)."""
         n = self.size
         cursor = self._cursor[:n]
         start = cursor.copy() if self._idle_positions else None
@@ -263,7 +265,7 @@ class Batch:
         return counts, classes, float(tokens)
 
     def stamp(self, now: float) -> None:
-        """Notes the end of the step: of the first one of some requests, of the last one of some."""
+        """Records the end of the step for requests whose first or last step it was."""
         if self._speaking:
             for number in self._speaking:
                 self.times.first_token[number] = now
@@ -276,12 +278,12 @@ class Batch:
     def _evaluate(
         self, running: int | None, start: NDArray[np.int64], verified: NDArray[np.int64]
     ) -> list[IdleCounts]:
-        """Scores the other drafters.  start, verified: [sequences], first position and tokens."""
+        """Evaluates idle drafters.  start, verified: [sequences], first position and tokens."""
         depth = self._idle_positions
         found = []
         for d, name in enumerate(self._drafters):
             if d != running:
-                # What follows the last verified token shows nothing about any drafter.
+                # Tokens after the last verified one are not known.
                 accepted = np.minimum(self._flat[d][start], verified)
                 reached = np.minimum(accepted + 1, verified)
                 found.append(IdleCounts(name, *(_at_least(x, depth) for x in (reached, accepted))))
@@ -290,7 +292,7 @@ class Batch:
     def _classes(
         self, accepted: NDArray[np.integer[Any]] | None, gamma: int, n: int
     ) -> list[tuple[str, list[int]]]:
-        """Counts by label; sequences without one belong to no class."""
+        """Counts accepted lengths by label; sequences without a label belong to no class."""
         width = gamma + 1
         joint = self._label[:n] * width + (0 if accepted is None else accepted)
         counts = np.bincount(joint, minlength=width * len(self.label_names))
@@ -301,7 +303,7 @@ class Batch:
         ]
 
     def _leave(self, n: int) -> int:
-        """Takes out what is finished; returns the tokens past their ends."""
+        """Removes finished sequences; returns the number of tokens past their ends."""
         left = self._end[:n] - self._cursor[:n]
         lacking = int(left.min())
         past = 0
@@ -320,7 +322,7 @@ class Batch:
         return past
 
     def take(self, tokens: float) -> float:
-        """Books tokens to the phase; returns the share of them (0..1) that were still wanted."""
+        """Counts tokens in the phase; returns the share of them, in [0, 1], that it needed."""
         if self._closed is None:
             finished = self._next_request >= len(self._arrivals)
             self.done = finished and self.size == 0 and not self._prefilling
@@ -329,7 +331,7 @@ class Batch:
         if phase.tokens is None:
             self._take_requests(self._closed)
             return 1.0
-        # What the last phase left behind finishes first; this one's tokens count from then on.
+        # Sequences of the last phase finish first; the tokens of this phase count from then on.
         if tokens == 0 or self.size > phase.concurrency:
             return 1.0
         wanted = phase.tokens - self._phase_tokens
@@ -346,7 +348,7 @@ class Batch:
         return 1.0
 
     def _begin(self, phase: WorkloadPhase, *, ended: WorkloadPhase) -> None:
-        """Does to the running requests what the phase's `PhaseStart` says."""
+        """Applies the phase's `PhaseStart` to the running requests."""
         if phase.begins is PhaseStart.CHANGED:
             self._change_over()
         elif phase.begins is PhaseStart.REPLACED:
@@ -368,7 +370,7 @@ class Batch:
             self._next_request = 0
 
     def _change_over(self) -> None:
-        """Every request in flight continues at the same position of the same request here."""
+        """Moves every request in flight to the same position of the same request in this pool."""
         pool = self._pools[self.phase]
         request = self._request[: self.size]
         shift = pool.base[request] - self._base[: self.size]
@@ -379,7 +381,7 @@ class Batch:
             waiting[3] = self.phase
 
     def _take_requests(self, closed: ClosedLoop) -> None:
-        """Goes on to the next phase once every request of this one has begun."""
+        """Starts the next phase once every request of this one has begun."""
         if self._next_request < closed.phases[self.phase].pool.requests:
             return
         if self.phase + 1 < len(closed.phases):
@@ -391,7 +393,7 @@ class Batch:
 
 
 def _at_least(values: NDArray[np.int64], depth: int) -> list[int]:
-    """[depth] counts of the values that are at least 1, 2, ..."""
+    """Returns [depth] counts of the values that are at least 1, 2, ..."""
     counts = np.bincount(np.minimum(values, depth), minlength=depth + 1)
     found: list[int] = np.cumsum(counts[:0:-1])[::-1].tolist()
     return found

@@ -1,17 +1,17 @@
-"""Acceptance with the memory of recorded traffic: easy and hard requests, easy and hard passages.
+"""Acceptance that is correlated like recorded traffic: easy and hard requests and passages.
 
-Whether a draft for a token is accepted depends on how hard that token is, not on where it began:
+Whether a draft for a token is accepted depends on how hard that token is, not on the step:
 
     from position p, k drafts are accepted  <=>  x[p] <= t_1, ..., x[p + k - 1] <= t_k
     x[p] = (e[p] + level[request] + drift[request] + passage[p]) / sd
 
-e is independent from token to token, level from request to request; drift is a first-order
-autoregressive process over requests, passage one over the positions of a request.  All are
-Gaussian, so that x has the standard normal distribution.  The thresholds t_k are such that, over
-all positions, the conditional acceptance at draft position k is the curve's a_k.
+e is independent between tokens, level between requests.  drift is a first-order autoregressive
+process over requests, passage one over the positions of a request.  All are Gaussian, so x has the
+standard normal distribution.  The thresholds t_k are calibrated so that, over all positions, the
+conditional acceptance at draft position k is the curve's a_k.
 
-Where the thresholds do not rise with k, which holds unless a curve rises steeply, j drafts accepted
-from p mean at least j - 1 from p + 1, as with a drafter that sees the same text.
+If the thresholds do not rise with k (true unless a curve rises steeply), j accepted drafts from p
+imply at least j - 1 from p + 1, as with a drafter that sees the same text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,15 +26,15 @@ from simulator.curves import CurveSource
 from simulator.errors import require_within
 from simulator.sources import Drawn
 
-# The sample that thresholds are calibrated on; beyond its depth the last threshold serves.
+# The sample for the calibration of thresholds; beyond its depth the last threshold is used.
 _REQUESTS, _POSITIONS, _DEPTH = 2048, 64, 24
-# Fewer survivors than this leave a threshold to luck.
+# With fewer survivors the estimate of a threshold is too noisy.
 _SURVIVORS_MIN = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Says how much neighbours have in common, in units of the deviation of e.
+    """Describes the correlation of neighbouring tokens and requests, in deviations of e.
 
     level_spread: standard deviation over requests.  drift_spread, drift_requests: standard
     deviation of the drift, and the number of requests over which its correlation falls to 1/e.
@@ -59,24 +59,24 @@ class Memory:
 
     @property
     def request_spread(self) -> float:
-        """Standard deviation of what a request has in common: its level and the drift."""
+        """Returns the standard deviation of the parts common to a request: level and drift."""
         return float(np.hypot(self.level_spread, self.drift_spread))
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of the sum of all parts."""
+        """Returns the standard deviation of the sum of all parts."""
         return float(np.sqrt(1 + self.request_spread**2 + self.passage_spread**2))
 
 
 @dataclass(frozen=True, slots=True)
 class Chain(CurveSource):
-    """Draws acceptance with memory.  curves: drafter -> conditional acceptance a_1, a_2, ...
+    """Draws correlated acceptance.  curves: drafter -> conditional acceptance a_1, a_2, ...
 
-    Positions deeper than the curve reject.  Lengths are those of `Curves`.  memory: drafter -> its
-    memory; others have the default one.  correlation: between the drafters, 0 to 1, of all that is
-    drawn for a token and a request.
+    Positions deeper than the curve reject.  Lengths are drawn as in `Curves`.  memory: drafter ->
+    its memory; other drafters have the default.  correlation: between the drafters, in [0, 1], of
+    the draws for a token and a request.
 
-    Raises InvalidInputError for what `Curves` refuses, and for a correlation out of range.
+    Raises InvalidInputError for the errors of `Curves`, and for a correlation out of range.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Chain(CurveSource):
         require_within(self, 0, 1, "correlation")
 
     def drawn(self, rng: np.random.Generator, output_tokens: NDArray[np.int64]) -> Drawn:
-        """Draws what the drafters share, then each drafter's own."""
+        """Draws the part that the drafters share, then each drafter's own part."""
         requests, positions = len(output_tokens), int(output_tokens.sum())
         shared = _Draws.of(rng, requests, positions)
         accepted = {}
@@ -105,10 +105,10 @@ class Chain(CurveSource):
 
 @lru_cache(maxsize=256)
 def thresholds(curve: tuple[float, ...], memory: Memory) -> NDArray[np.float64]:
-    """[positions of the curve] t_k, calibrated on a fixed sample."""
+    """Returns [positions of the curve] t_k, calibrated on a fixed sample."""
     rng = np.random.default_rng(0)
     normal = NormalDist()
-    # Levels at even quantiles: their mean and spread are not left to the draw.
+    # Levels at even quantiles, so that their mean and spread do not depend on the draw.
     level = np.array([normal.inv_cdf((i + 0.5) / _REQUESTS) for i in range(_REQUESTS)])
     length = _POSITIONS + _DEPTH
     tokens = np.full(_REQUESTS, length, dtype=np.int64)
@@ -150,7 +150,7 @@ class _Draws:
         return cls(*(rng.standard_normal(size) for size in sizes))
 
     def mixed(self, shared: "_Draws", correlation: float) -> "_Draws":
-        """Returns numbers that have this correlation with the shared ones' other mixtures."""
+        """Mixes in the shared numbers, so that two drafters have this correlation."""
         common, own = np.sqrt(correlation), np.sqrt(1 - correlation)
         return _Draws(
             common * shared.level + own * self.level,
@@ -160,7 +160,7 @@ class _Draws:
         )
 
     def difficulty(self, output_tokens: NDArray[np.int64], memory: Memory) -> NDArray[np.float64]:
-        """[positions] the sum of all parts, one request after the other."""
+        """Returns [positions] sums of all parts, one request after the other."""
         whole = np.array([len(self.drift)], dtype=np.int64)
         drift = _remembered(self.drift, whole, memory.drift_requests)
         passage = _remembered(self.passage, output_tokens, memory.passage_tokens)
@@ -171,15 +171,15 @@ class _Draws:
 def _remembered(
     draws: NDArray[np.float64], pieces: NDArray[np.int64], memory: float
 ) -> NDArray[np.float64]:
-    """Makes stationary autoregressive processes, of deviation 1, of independent draws.
+    """Makes stationary autoregressive processes of deviation 1 from independent draws.
 
-    pieces: [processes] lengths, which add up to the number of draws.
+    pieces: [processes] lengths; their sum is the number of draws.
     """
     found = draws.copy()
     keep = np.exp(-1 / memory)
     fresh = np.sqrt(1 - keep * keep)
     starts = np.cumsum(pieces) - pieces
-    # Those that still run at a position come first.
+    # The processes that reach a position come first.
     longest = np.argsort(-pieces, kind="stable")
     running = np.searchsorted(-pieces[longest], -np.arange(pieces.max(initial=0)))
     for position, count in enumerate(running.tolist()):
@@ -190,9 +190,9 @@ def _remembered(
 
 
 def _accepted(x: NDArray[np.float64], limits: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """[positions] drafts that are accepted from each position on."""
+    """Returns [positions] numbers of accepted drafts from each position."""
     positions = len(x)
-    # The last request's drafts past its end are rejected, the others' read on in the next request.
+    # Drafts past the end of the last request are rejected; those of others use the next request.
     padded = np.concatenate((x, np.full(len(limits), np.inf)))
     alive = np.ones(positions, dtype=bool)
     accepted = np.zeros(positions, dtype=np.uint8)

@@ -1,9 +1,9 @@
-"""The first steps of an engine that nobody has profiled, on a device that no table knows.
+"""The first steps of an engine without a profile, on a device that is in no cost table.
 
     rate = sum(B (1 + E[accepted | arm])) / sum(C(arm, B))      over the steps that ran
 
-Expected tokens over true costs say what the choices were worth, without the luck of the draws.  The
-controller sees what it would see of an engine: drawn acceptance and noisy step times.
+Expected tokens over true costs measure the choices without the noise of the draws.  The controller
+sees what it would see of a real engine: drawn acceptance and noisy step times.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from simulator.policy import StepRecord
 from simulator.process_pool import run_side_by_side
 from simulator.surface import CostSurface
 
-# Conditional acceptance of four kinds of traffic, position by position; the last value goes on.
+# Conditional acceptance of four kinds of traffic by position; the last value is repeated.
 KINDS: Mapping[str, tuple[float, ...]] = {
     "json": (0.92, 0.93, 0.93, 0.92),
     "code": (0.72, 0.68, 0.66, 0.66),
@@ -31,7 +31,7 @@ KINDS: Mapping[str, tuple[float, ...]] = {
 
 # Steps in which the controller may lose no more than 2 % to plain decoding.
 CAUTIOUS_STEPS = 200
-# Its choices are judged against the best arm in so many steps from here on.
+# Its choices are compared with the best arm in this many steps from this step on.
 SETTLED_FROM, SETTLED_STEPS = 400, 100
 # Speculation that gains less than this may be missed.
 WORTHWHILE_GAIN = 1.1
@@ -45,7 +45,7 @@ _LAG = 1
 
 @dataclass(frozen=True, slots=True)
 class ColdStart:
-    """One engine at one batch size.  conditional: a_1, a_2, ...; the last value goes on."""
+    """One engine at one batch size.  conditional: a_1, a_2, ...; the last value is repeated."""
 
     surface: CostSurface
     traffic: str
@@ -54,7 +54,7 @@ class ColdStart:
 
     @property
     def name(self) -> str:
-        """Names the case in tables and tests."""
+        """Returns the name of the case in tables and tests."""
         return f"{self.surface.name}/{self.traffic}/B={self.batch_size}"
 
 
@@ -76,7 +76,7 @@ class ColdRun:
 
 
 def cold_starts(batch_sizes: Sequence[int] = (1, 2, 8, 32, 64, 128)) -> list[ColdStart]:
-    """Lists every published surface with one drafter, four kinds of traffic and these sizes."""
+    """Returns a case for each published surface, kind of traffic and batch size; one drafter."""
     found = []
     for name in published.names():
         surface = published.surface(name)
@@ -160,7 +160,7 @@ def run_cold_starts(
 
 
 def cold_start_table(runs: Sequence[ColdRun]) -> TextTable:
-    """Makes one row for each cell, the worst of its seeds; missed bars are marked by "!"."""
+    """Makes one row for each case, the worst of its seeds; missed bars are marked with "!"."""
     columns = [
         TextColumn("engine / traffic / batch size"),
         *numbers(
@@ -187,7 +187,7 @@ def cold_start_table(runs: Sequence[ColdRun]) -> TextTable:
 
 
 def cold_start_text(runs: Sequence[ColdRun]) -> str:
-    """Tells how many runs miss each bar, and the worst of them."""
+    """Describes how many runs miss each bar, and the worst of them."""
     behind = sum(run.off < OFF_BAR for run in runs)
     judged = [run for run in runs if run.gain >= WORTHWHILE_GAIN]
     late = sum(run.settled < SETTLED_BAR for run in judged)

@@ -1,4 +1,4 @@
-"""The production core as a policy: the same objects, calls and plans as behind the gRPC service."""
+"""The production core as a policy, with the objects, calls and plans of the gRPC service."""
 
 from bisect import bisect_left
 
@@ -17,7 +17,7 @@ _NO_ROWS = RowEvidence((), ())
 
 
 class VirtualTime:
-    """The clock that the core is given: it shows the engine's virtual time."""
+    """The core's clock, which returns the engine's virtual time."""
 
     seconds = 0.0
 
@@ -27,9 +27,9 @@ class VirtualTime:
 
 
 class ControllerPolicy:
-    """Steers the simulated engine by `EngineController`, as the shim does by the plan it holds.
+    """Steers the simulated engine with `EngineController`; follows its plans as the shim does.
 
-    profile: what was measured (None: the prior serves).  max_batch_size: the engine's limit.
+    profile: measured costs (None: the core uses its prior).  max_batch_size: the engine's limit.
     """
 
     origin = PolicyOrigin.OURS
@@ -80,7 +80,7 @@ class ControllerPolicy:
         return ArmChoice(self._index[arm], probe_id, row.drafter_asleep, self._rules)
 
     def observe(self, record: StepRecord, now: float) -> None:
-        """One report in, and the plan, if it is a new one, out."""
+        """Passes one report to the core, and uses its plan if that is new."""
         arm, rows = self._arms[record.arm], record.rows or _NO_ROWS
         self._time.seconds = now
         self.controller.observe(

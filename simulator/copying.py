@@ -1,10 +1,10 @@
 """Acceptance of requests that copy from their prompt: code that is edited, texts that are quoted.
 
-Copied and written spans of geometric lengths alternate.  Whether a token is easy for the model that
-drafts does not depend on the step that asks, so that its drafts from p on are accepted up to the
-first hard token.  A lookup finds a copy again once two of its tokens stand behind one another, and
-proposes what follows there: it is accepted to the end of the span, or to a token that differs from
-the copy, behind which the copy has to be found again.
+Copied and written spans of geometric lengths alternate.  Whether a token is easy for the drafting
+model does not depend on the step, so its drafts from p on are accepted up to the first hard token.
+A lookup finds the copied text after two tokens of the copy, and proposes the text that follows.
+Its proposal is accepted to the end of the span, or to a token that differs from the copied text;
+after that token the lookup has to find the text again.
 
     copied    c c c c c x c c c c c . . . . . .    x: differs, .: written
     match     0 0 2 3 4 5 0 0 2 3 4 5 0 0 0 0 0    where it is 0, a short match by chance may be
@@ -25,21 +25,21 @@ from simulator.sources import Drawn, DrawnSource
 
 _NEVER = 1e-3
 _SPAN_MOST = 1e6
-# A match by chance has one token more with this probability.
+# A chance match is one token longer with this probability.
 _LONGER = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Copying(DrawnSource):
-    """Draws such requests for a drafting model and a lookup, by name.
+    """Draws such requests for a drafting model and a lookup, given by name.
 
-    copied: share of the output that is copied, of the median request; copied_spread: standard
-    deviation of its log-odds over requests.  copied_tokens: mean length of a copied span.
-    faithful: probability that a token of it is the copy's.
-    easy, easy_copied: probability that the model's draft of a token is accepted, in what is written
-    and what is copied, of the median request; easy_spread: as copied_spread.
-    chance: probability that the lookup finds a match elsewhere; chance_accepted: that a token of it
-    is accepted.
+    copied: copied share of the output, for the median request; copied_spread: standard deviation of
+    its log-odds over requests.  copied_tokens: mean length of a copied span.
+    faithful: probability that a token of a span equals the copied text.
+    easy, easy_copied: probability that the model's draft of a token is accepted, in written and in
+    copied text, for the median request; easy_spread: as copied_spread.
+    chance: probability that the lookup finds a match elsewhere; chance_accepted: probability that a
+    token of that match is accepted.
 
     The defaults resemble recorded code editing.  Raises InvalidInputError for values out of range.
     """
@@ -70,11 +70,11 @@ class Copying(DrawnSource):
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """The model and the lookup."""
+        """Returns the names of the model and of the lookup."""
         return (self.model, self.lookup)
 
     def drawn(self, rng: np.random.Generator, output_tokens: NDArray[np.int64]) -> Drawn:
-        """Draws the spans, what the model finds easy, and what the lookup finds."""
+        """Draws the spans, the tokens that are easy for the model, and the lookup's matches."""
         ends = np.cumsum(output_tokens)
         positions = int(output_tokens.sum())
         is_last = np.zeros(positions, dtype=bool)
@@ -97,7 +97,7 @@ class Copying(DrawnSource):
     def _spans(
         self, rng: np.random.Generator, output_tokens: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Returns [positions], whether a token stands in a copied span."""
+        """Returns [positions], whether a token is in a copied span."""
         share = _shifted(self.copied, self.copied_spread * rng.standard_normal(len(output_tokens)))
         whole = [
             _alternating(rng, tokens, float(s), self.copied_tokens)
@@ -108,7 +108,7 @@ class Copying(DrawnSource):
     def _chance(
         self, rng: np.random.Generator, positions: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns [positions] lengths of chance matches (0: no match), and what they accept."""
+        """Returns [positions] lengths of chance matches (0: none), and their accepted drafts."""
         has_match = rng.random(positions) < self.chance
         longer = rng.geometric(1 - _LONGER, positions) - 1
         accepted = rng.geometric(max(1 - self.chance_accepted, _NEVER), positions) - 1
@@ -116,7 +116,7 @@ class Copying(DrawnSource):
 
 
 def _shifted(share: float, shift: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns [requests] shares whose log-odds are moved; 0 and 1 stay what they are."""
+    """Returns [requests] shares with shifted log-odds; 0 and 1 are unchanged."""
     if share in {0.0, 1.0}:
         return np.full(len(shift), share)
     found: NDArray[np.float64] = 1 / (1 + (1 - share) / share * np.exp(-shift))
@@ -145,14 +145,14 @@ def _alternating(
 def _run_from(values: NDArray[np.bool_], is_last: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Counts [positions] true values in a row from each position on, within its request."""
     at = np.arange(len(values))
-    # The position behind the run: that of the first false one, or behind the request's end.
+    # The position after the run: that of the first false value, or after the request's end.
     end = np.where(values, np.where(is_last, at + 1, len(values)), at)
     found: NDArray[np.int64] = np.minimum.accumulate(end[::-1])[::-1] - at
     return found
 
 
 def _run_before(values: NDArray[np.bool_], is_last: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Counts [positions] true values in a row up to each position, without it, in its request."""
+    """Counts [positions] true values in a row before each position, within its request."""
     at = np.arange(len(values))
     broken = np.concatenate(([True], ~values[:-1] | is_last[:-1]))[: len(values)]
     found: NDArray[np.int64] = at - np.maximum.accumulate(np.where(broken, at, 0))

@@ -1,6 +1,6 @@
 """Acceptance drawn from curves: P(position k accepted | k-1 were), independently step by step.
 
-And the short way to name acceptance on a command line, be it a curve or a recorded bank:
+It also parses acceptance on a command line, either a curve or a recorded bank:
 
     geometric:0.7    positions:0.8,0.7,0.6    survival:0.779,0.583    FILE    mtp=... ; dflash=...
 """
@@ -32,11 +32,11 @@ class CurveSource(DrawnSource):
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Drafters that have a curve."""
+        """Returns the drafters that have a curve."""
         return tuple(self.curves)
 
     def require_curves(self) -> None:
-        """Refuses curves and means that cannot be, with InvalidInputError; see `Curves`."""
+        """Raises InvalidInputError for invalid curves and means; see `Curves`."""
         if not self.curves:
             raise InvalidInputError(self.name, 0, "no drafter is named")
         for drafter, curve in self.curves.items():
@@ -49,11 +49,11 @@ class Curves(CurveSource):
     """Draws acceptance from curves.  curves: drafter -> conditional acceptance a_1, a_2, ...
 
     At every output position of a request a chain of drafts is drawn that ends at its first
-    rejection; positions deeper than the curve reject.  Requests that are given no lengths have
-    lognormal ones (sigma 0.5, at least 8 tokens) of the given means.
+    rejection; positions deeper than the curve reject.  Requests without given lengths have
+    lognormal lengths (sigma 0.5, at least 8 tokens) with these means.
 
-    Raises InvalidInputError: no drafter, no position, more of them than a draft can have, a value
-    outside of 0..1, a mean below 1.
+    Raises InvalidInputError: no drafter, no position, more positions than a draft can have, a value
+    outside [0, 1], a mean below 1.
     """
 
     name: str
@@ -70,21 +70,21 @@ class Curves(CurveSource):
         return {drafter: self.draw(drafter, rng, positions) for drafter in self.curves}, None
 
     def draw(self, drafter: str, rng: np.random.Generator, positions: int) -> NDArray[np.uint8]:
-        """[positions] accepted drafts: as many as there are k with u < s_k."""
+        """Returns [positions] accepted drafts: the number of k with u < s_k."""
         rising = np.cumprod(np.array(self.curves[drafter], dtype=np.float64))[::-1]
         below = np.searchsorted(rising, rng.random(positions), side="right")
         return (len(rising) - below).astype(np.uint8)
 
 
 def geometric(alpha: float) -> list[float]:
-    """a_k = alpha at every position that a draft can have."""
+    """Returns the curve a_k = alpha, for every position that a draft can have."""
     return [alpha] * MAX_GAMMA
 
 
 def conditional(survival: Sequence[float]) -> list[float]:
-    """a_k = s_k / s_(k-1), s_0 = 1; 0 behind a position that is never reached.
+    """Returns a_k = s_k / s_(k-1), s_0 = 1; 0 after a position that is never reached.
 
-    Raises InvalidInputError for a survival curve that rises or leaves 0..1.
+    Raises InvalidInputError for a survival curve that rises or is not in [0, 1].
     """
     require_curve("survival", survival)
     curve = []
@@ -100,33 +100,33 @@ def conditional(survival: Sequence[float]) -> list[float]:
 
 
 def require_mean_tokens(where: str, *means: float) -> None:
-    """Refuses a mean that leaves 1..1e9 tokens, with InvalidInputError."""
+    """Raises InvalidInputError for a mean outside [1, 1e9] tokens."""
     for mean in means:
         if not 1 <= mean <= 1e9:
-            raise InvalidInputError(where, 0, f"{mean} is no mean number of tokens")
+            raise InvalidInputError(where, 0, f"a mean of {mean} tokens must be in [1, 1e9]")
 
 
 def require_curve(where: str, values: Sequence[float]) -> None:
-    """Refuses a curve without a position, with too many, or with a value outside of 0..1."""
+    """Raises InvalidInputError for no position, too many, or a value outside [0, 1]."""
     if not 1 <= len(values) <= MAX_GAMMA:
         raise InvalidInputError(
             where, 0, f"{len(values)} positions are given, 1 to {MAX_GAMMA} are needed"
         )
     for k, value in enumerate(values, 1):
         if not 0 <= value <= 1:
-            raise InvalidInputError(where, 0, f"position {k}: {shown(value)} leaves 0..1")
+            raise InvalidInputError(where, 0, f"position {k}: {shown(value)} must be in [0, 1]")
 
 
 def parse_acceptance(text: str, drafters: Sequence[str] = ("mtp",)) -> AcceptanceSource:
-    """A curve for every drafter, or a recorded bank; parts are separated by semicolons.
+    """Parses a curve for every drafter, or a recorded bank; semicolons separate the parts.
 
     `geometric:A` (a_k = A), `positions:A1,A2,...` (conditional acceptance) and
     `survival:S1,S2,...` are curves: of the drafter named before an equals sign, or of all
     `drafters`.  Anything else is a file: SpecDecode-Bench JSONL, several of which are mixed, or
     CSVs of rounds (`.csv`), one a drafter.
 
-    Raises InvalidInputError: an empty text, a value that is not a number in 0..1, a drafter that
-    has two curves, curves and files in one text, a file that `AcceptanceTrace` refuses.
+    Raises InvalidInputError: an empty text, a value that is not a number in [0, 1], a drafter with
+    two curves, curves and files in one text, a file that `AcceptanceTrace` refuses.
     """
     parts = [part for part in text.split(";") if part.strip()]
     if not parts:
@@ -138,7 +138,7 @@ def parse_acceptance(text: str, drafters: Sequence[str] = ("mtp",)) -> Acceptanc
     curves: dict[str, list[float]] = {}
     for (drafter, body), kind in zip(named, kinds, strict=True):
         if kind is None:
-            fault = f"{shown(body)} is no curve, and files do not go with curves"
+            fault = f"{shown(body)} is not a curve, and files cannot be combined with curves"
             raise InvalidInputError("acceptance", 0, fault)
         curve = _curve(body.strip(), kind[1], kind[2])
         for name in (drafter,) if drafter else drafters:
@@ -149,7 +149,7 @@ def parse_acceptance(text: str, drafters: Sequence[str] = ("mtp",)) -> Acceptanc
 
 
 def _named(part: str) -> tuple[str, str]:
-    """(drafter or "", the rest)."""
+    """Splits a part into (drafter or "", the curve or file)."""
     found = _DRAFTER.fullmatch(part)
     return (found[1], found[2]) if found else ("", part)
 
@@ -159,7 +159,7 @@ def _curve(where: str, kind: str, values: str) -> list[float]:
     for value in values.split(","):
         number = finite(value.strip())
         if number is None or not 0 <= number <= 1:
-            fault = f"{shown(value)} is no probability, 0 to 1 is needed"
+            fault = f"{shown(value)} is not a probability, must be in [0, 1]"
             raise InvalidInputError(shown(where), 0, fault)
         numbers.append(number)
     if kind == "geometric" and len(numbers) > 1:
@@ -177,7 +177,7 @@ def _acceptance_trace(named: Sequence[tuple[str, str]], drafters: Sequence[str])
             return AcceptanceTrace.load_rounds({drafters[0]: files[0][1]})
         by_drafter = {drafter: file for drafter, file in files if drafter}
         if len(by_drafter) < len(files):
-            fault = "whose rounds are these?  Name each file once, DRAFTER=FILE"
+            fault = "the drafter of these rounds is missing: name each file once, DRAFTER=FILE"
             raise InvalidInputError(files[0][1], 0, fault)
         return AcceptanceTrace.load_rounds(by_drafter)
     for (drafter, file), is_rounds in zip(files, rounds, strict=True):

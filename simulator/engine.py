@@ -2,8 +2,8 @@
 
     admit -> (prefill) -> choose -> draft, verify, accept -> leave -> ... -> observe, `lag` late
 
-Nothing in here knows what a good choice is.  The same workload and seed give every policy the same
-requests, the same acceptance at the same position, and the same noise on the same step.
+The engine makes no choices.  With the same workload and seed every policy gets the same requests,
+the same acceptance at the same position, and the same noise on the same step.
 """
 
 import math
@@ -35,7 +35,7 @@ _FLAGS = {
 
 
 class Prefill(Enum):
-    """Names where prompts are read: not here (disaggregated), or between decode steps in chunks."""
+    """Names where prompts are read: on another server, or in chunks between steps."""
 
     NONE = "none"
     CHUNKED = "chunked"
@@ -45,14 +45,14 @@ class Prefill(Enum):
 class EngineOptions:
     """Describes how the engine behaves.  Raises InvalidInputError for impossible values.
 
-    lag: steps between a step's end and the policy's knowing of it, beyond the next step's start.
+    lag: additional steps until the policy receives the report of a step.
     noise: standard deviation of the log of a step's seconds.  outlier_share of the steps take
-    outlier_factor as long.  pace: standard deviation of the log of the machine's pace, which stays
-    for some fifty steps (first-order autoregressive).  switch_seconds: paid by a step whose arm
-    differs from the last one's.
-    warm_factor: a step at gamma = 0 costs this much when a drafter is kept in step.  stale_steps:
-    for so many steps after a sleep longer than `stale_after`, drafts are accepted only with
-    stale_acceptance of their usual probability (a drafter whose KV cache has holes).
+    outlier_factor times as long.  pace: standard deviation of the log of the machine's pace, with a
+    correlation time of about fifty steps (first-order autoregressive).  switch_seconds: added to a
+    step whose arm differs from the previous one.
+    warm_factor: factor on a step at gamma = 0 if the drafter is kept in step.  stale_steps: for
+    this many steps after a sleep longer than `stale_after`, drafts are accepted with
+    stale_acceptance times their usual probability (the drafter's KV cache has holes).
     """
 
     lag: int = 1
@@ -88,7 +88,7 @@ class EngineOptions:
 
 @dataclass(slots=True)
 class Trace:
-    """Records what ran, step by step (Python lists, one entry a step)."""
+    """Records the steps (Python lists, one entry per step)."""
 
     arms: list[int] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
@@ -101,9 +101,9 @@ class Trace:
 
 @dataclass(slots=True)
 class RunResult:
-    """Holds the results of one run.
+    """Results of one run.
 
-    seconds: with requests in flight. segment_*: by the oracle's segments.  probe_steps: those with
+    seconds: with requests in flight.  segment_*: by the oracle's segments.  probe_steps: steps with
     a probe's id.
 
     octaves: batch sizes 2^(o-1)+1 .. 2^o -> [tokens, seconds].  sequence_seconds: sum over steps of
@@ -131,7 +131,7 @@ class RunResult:
 
     @property
     def score(self) -> float:
-        """Returns what policies are compared by; more is better.
+        """Returns the value by which policies are compared; more is better.
 
         Closed loop: tokens per second.  Open loop, where every policy serves the same load: the
         inverse of the mean latency per token, from arrival to the last token.
@@ -160,7 +160,7 @@ class _EngineRun:
         self._surface = surface
         self._policy = policy
         self._options = options
-        # A stream each: what a policy does must not move the noise that it meets.
+        # Separate streams: a policy's choices must not change the noise.
         streams = np.random.default_rng(seed).spawn(3)
         self._noise_rng, self._thinning_rng, self._pace_rng = streams
         self._idle_positions = policy.idle_positions if isinstance(policy, FullInformation) else 0
@@ -169,13 +169,13 @@ class _EngineRun:
         self._plain_drafters = sum(d.mixture is None for d in surface.drafters)
         self._drafter_of = [self._drafters.index(arm.drafter) for arm in surface.arms]
         self._gammas = [arm.gamma for arm in surface.arms]
-        # Plain lists: a numpy scalar read costs more than the sum it goes into.
+        # Plain lists: reading a numpy scalar costs more than the addition.
         self._seconds: list[list[float]] = surface.seconds.tolist()
         self._kv_seconds: list[float] = surface.kv_seconds.tolist()
         self._last_column = surface.max_batch_size
         self._backlog = [0.0] * len(self._drafters)
         together = kept_together(surface.drafters)
-        # By drafter, those that miss nothing of what it drafts.
+        # By drafter, the drafters that are kept in step while it drafts.
         self._together = [
             [d for d, other in enumerate(self._drafters) if other in together[name]]
             for name in self._drafters
@@ -191,7 +191,7 @@ class _EngineRun:
         self.result = RunResult(isinstance(workload, OpenLoop))
 
     def run(self) -> RunResult:
-        """The whole workload."""
+        """Runs the whole workload."""
         batch, options = self._batch, self._options
         while True:
             batch.admit(self._now)
@@ -229,7 +229,7 @@ class _EngineRun:
         self._gap = True
 
     def _choose(self, step: int) -> ArmChoice:
-        """Tells the policy what is late enough to be known, and asks it."""
+        """Delivers the reports whose lag has passed to the policy, and returns its choice."""
         policy, late, now = self._policy, self._late, self._now
         if self._clairvoyant is not None:
             self._clairvoyant.enter(self._situation())
@@ -253,7 +253,7 @@ class _EngineRun:
         )
 
     def _step(self) -> None:
-        """One decode step, from the choice to its record."""
+        """Runs one decode step, from the choice to its record."""
         batch, result = self._batch, self.result
         step, n, kv = result.steps, batch.size, batch.kv_tokens
         choice = self._choose(step)
@@ -265,7 +265,7 @@ class _EngineRun:
             self._drafter_of[arm], self._gammas[arm], self._thinning(), choice.rules
         )
         if self._idle_positions:
-            # The other drafters read the step's tokens, and so miss none.
+            # The other drafters read the step's tokens, so they miss none.
             seconds += (self._plain_drafters - 1) * self._surface.catch_up_seconds(tokens)
         else:
             self._keep_up(arm, asleep, tokens)
@@ -294,7 +294,7 @@ class _EngineRun:
         self._last_arm, self._gap = arm, False
 
     def _step_seconds(self, arm: int, n: int, kv: int, switched: bool, asleep: bool) -> float:
-        """Wall seconds of the step that is about to run, noise and penalties included."""
+        """Returns the seconds of the step that is about to run, with noise and penalties."""
         surface, options = self._surface, self._options
         plain = self._seconds[arm][min(n, self._last_column)]
         base = plain + self._kv_seconds[arm] * (kv - n * surface.kv_reference)
@@ -314,7 +314,7 @@ class _EngineRun:
         return seconds
 
     def _keep_up(self, arm: int, asleep: bool, tokens: float) -> None:
-        """Adds what every drafter missed in this step; marks the one that ran if it is stale."""
+        """Counts the tokens that each drafter missed in this step; updates the stale steps."""
         sleeping = asleep and self._gammas[arm] == 0
         running = self._drafter_of[arm]
         for d in range(len(self._backlog)):
@@ -329,7 +329,7 @@ class _EngineRun:
         self._stale_left = max(0, self._stale_left - 1)
 
     def _is_stale(self) -> bool:
-        """Whether a drafter that drafts in this step has slept too long to draft as usual."""
+        """Whether a drafter that drafts in this step is stale after a long sleep."""
         waking = self._asleep_steps > self._options.stale_after and self._options.stale_steps > 0
         return waking or self._stale_left > 0
 
@@ -341,8 +341,8 @@ class _EngineRun:
         ).astype(float)
 
     def _next_noise(self) -> float:
-        """The first factor of a new block; the others are kept."""
-        # Mean 1: noise alone makes no policy slower or faster.
+        """Draws a new block of noise factors; returns the first one."""
+        # The mean is 1, so that noise does not change the expected cost.
         sigma = self._options.noise
         block = np.exp(sigma * self._noise_rng.standard_normal(_NOISE_BLOCK) - sigma * sigma / 2)
         wild = self._noise_rng.random(_NOISE_BLOCK) < self._options.outlier_share
@@ -353,7 +353,7 @@ class _EngineRun:
         return self._noise.pop()
 
     def _paces(self) -> NDArray[np.float64]:
-        """The next block's factors of the machine's pace, mean 1."""
+        """Returns the next block's factors of the machine's pace, with mean 1."""
         sigma, keep = self._options.pace, 1 - 1 / _PACE_STEPS
         shocks = sigma * math.sqrt(1 - keep * keep) * self._pace_rng.standard_normal(_NOISE_BLOCK)
         logs = np.empty(_NOISE_BLOCK)
@@ -363,7 +363,7 @@ class _EngineRun:
         return factors
 
     def _account(self, now: float, seconds: float, tokens: float) -> float:
-        """Books a stretch of time; a closed loop's last step counts up to its last token only."""
+        """Adds an interval to the result; a closed loop's last step counts up to its last token."""
         result = self.result
         segment = self._batch.segment(now)
         share = self._batch.take(tokens)

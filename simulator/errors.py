@@ -1,4 +1,4 @@
-"""Errors of the simulator's inputs: one line that names the file, the line and the fault."""
+"""Errors of the simulator's inputs: one line with the file, the line and the fault."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from controller.core.errors import SpeculationError
 
 
 class InvalidInputError(SpeculationError):
-    """A file or an option that the simulation cannot run on.  `line` counts from 1; 0 = no line."""
+    """An invalid file or option of a simulation.  `line` counts from 1; 0 means no line."""
 
     def __init__(self, source: str | Path, line: int, fault: str) -> None:
         self.source = str(source)
@@ -16,13 +16,13 @@ class InvalidInputError(SpeculationError):
         super().__init__(f"{where}: {fault}")
 
     def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
-        """Comes back whole from a worker process."""
+        """Supports pickling, so that a worker process can return the error."""
         return type(self), (self.source, self.line, self.fault)
 
 
 def require_within(owner: object, least: float, most: float, *names: str) -> None:
-    """Raises InvalidInputError for the first of these attributes that leaves least..most."""
+    """Raises InvalidInputError for the first of these attributes outside [least, most]."""
     for name in names:
         value = getattr(owner, name)
         if not least <= value <= most:
-            raise InvalidInputError(name, 0, f"{value} leaves {least:g}..{most:g}")
+            raise InvalidInputError(name, 0, f"{value} must be in [{least:g}, {most:g}]")

@@ -1,4 +1,4 @@
-"""Scenarios from files and names that a user gives: acceptance, costs, arrivals."""
+"""Makes scenarios from the files and names that a user gives: acceptance, costs, arrivals."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,15 +23,15 @@ _WINDOWS = 40
 
 @dataclass(frozen=True, slots=True)
 class SimulationRequest:
-    """Holds what a user asks for.
+    """The inputs of a simulation that a user gives.
 
-    acceptance: see `parse_acceptance`.  cost: PATH.csv, DRAFTER=PATH.csv (several), PATH.json (our
-    profile) or the name of a published surface.  drafter: what a nameless cost table drafts with.
-    concurrency: sizes of the closed loop (none: a spread up to the largest batch).  profile_error:
+    acceptance: see `parse_acceptance`.  cost: PATH.csv, DRAFTER=PATH.csv (several), PATH.json (a
+    profile) or the name of a published surface.  drafter: the drafter of a cost table without name.
+    concurrency: batch sizes of the closed loop (empty: several up to the largest).  profile_error:
     factor on the drafting cells of the controller's profile; None: it has no profile.
     profile_noise: standard deviation of the logarithm of each of its cells.
-    catch_up_seconds_per_token, catch_up_pass_seconds: what a drafter pays for what it missed; None:
-    what the costs say, or what is derived from a table.
+    catch_up_seconds_per_token, catch_up_pass_seconds: a drafter's cost of catching up; None: the
+    value of the costs, or one derived from a table.
     """
 
     acceptance: str
@@ -53,16 +53,16 @@ class SimulationRequest:
 
 
 def scenarios(given: SimulationRequest) -> list[Scenario]:
-    """Makes the scenarios of one run on given files.  Raises InvalidInputError."""
+    """Makes the scenarios of one run on the user's files.  Raises InvalidInputError."""
     if given.tokens_per_sequence < 1 or given.seeds < 1:
         raise InvalidInputError("--tokens, --seeds", 0, "at least 1 is needed")
     surface, acceptance = _inputs(given)
     surface = _with_prices(surface, given)
     error = given.profile_error
     if error is not None and not 0.1 <= error <= 10:
-        raise InvalidInputError("--profile-error", 0, f"a factor of {error} leaves 0.1..10")
+        raise InvalidInputError("--profile-error", 0, f"factor {error} must be in [0.1, 10]")
     if not 0 <= given.profile_noise < 2:
-        raise InvalidInputError("--profile-noise", 0, f"{given.profile_noise} leaves 0..2")
+        raise InvalidInputError("--profile-noise", 0, f"{given.profile_noise} must be in [0, 2)")
     told = {None: "no profile", 1.0: f"costs measured to {given.profile_noise:.1%}"}.get(
         error, f"drafting costs off by a factor of {error}"
     )
@@ -95,8 +95,8 @@ def scenarios(given: SimulationRequest) -> list[Scenario]:
     sizes = given.concurrency or tuple(b for b in (1, 4, 16, 64, 256, 1024) if b <= limit)
     for b in sizes:
         if not 1 <= b <= limit:
-            raise InvalidInputError("--concurrency", 0, f"{b} leaves 1..{limit}")
-    # One sequence alone is luck for long: give it more time.
+            raise InvalidInputError("--concurrency", 0, f"{b} must be in [1, {limit}]")
+    # Small batches are noisy: give them more tokens.
     tokens = {b: b * given.tokens_per_sequence * (3 if b < 4 else 1) for b in sizes}
     phase = {b: PhaseSpec(f"x{b}", acceptance, b, tokens[b]) for b in sizes}
     found = [
@@ -173,7 +173,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _agree(surface: CostSurface, acceptance: AcceptanceSource, wanted: str) -> CostSurface:
-    """Keeps the drafters whose acceptance is known; a lone one takes its name."""
+    """Keeps the drafters whose acceptance is known; a single drafter takes that name."""
     if wanted and wanted not in acceptance.drafters:
         raise InvalidInputError(
             "--drafter", 0, f"{wanted!r} has no acceptance; there are {list(acceptance.drafters)}"

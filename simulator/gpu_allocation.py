@@ -16,12 +16,12 @@ from math import isfinite, prod
 
 from controller.core.errors import SpeculationError
 
-# More are counted through in more than a second.
+# Evaluating more would take over a second.
 _MOST_ALLOCATIONS = 200_000
 
 
 class InvalidPoolError(SpeculationError):
-    """Cards, or what is asked of them, that nothing can be advised for."""
+    """Invalid GPU pools or an invalid demand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         if not self.name or self.gpus < 1:
-            raise InvalidPoolError(f"pool {self.name!r} of {self.gpus} GPUs: 1 is the least")
+            raise InvalidPoolError(f"pool {self.name!r} of {self.gpus} GPUs: at least 1 is needed")
         for what, rate in (("inference", self.inference), ("training", self.training)):
             if not (isfinite(rate) and rate > 0):
                 raise InvalidPoolError(f"{self.name}: {what} rate {rate} must be above 0")
@@ -46,10 +46,11 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """States what training gains and needs.  Raises InvalidPoolError.
+    """Describes what training gains and needs.  Raises InvalidPoolError.
 
-    speedup: of speculation with the trained drafter; untrained: with the drafter as it is, 1 for
-    no speculation.  training: rate that is needed, 0 for one card of any kind.  share: of the time.
+    speedup: of speculation with the trained drafter; untrained: with the untrained drafter, 1 for
+    no speculation.  training: required rate, 0 for one card of any kind.  share: of the time in
+    which training runs.
     """
 
     speedup: float
@@ -64,7 +65,7 @@ class Demand:
         if not (isfinite(self.training) and self.training >= 0):
             raise InvalidPoolError(f"training rate {self.training} must be 0 or more")
         if not 0 < self.share <= 1:
-            raise InvalidPoolError(f"share {self.share} must lie in (0, 1]")
+            raise InvalidPoolError(f"share {self.share} must be in (0, 1]")
 
 
 @dataclass(frozen=True, slots=True)

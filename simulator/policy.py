@@ -1,4 +1,4 @@
-"""Defines a policy: the simulated engine asks it before a step and informs it afterwards."""
+"""The interface of a policy: it chooses before each step and observes the result afterwards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from controller.core.step_report import ProposalCounts, RowGroup, StepFlags
 
 @dataclass(slots=True)
 class ArmChoice:
-    """Names what the next step runs: an arm by its index in `CostSurface.arms`.
+    """Describes what the next step runs: an arm, by its index in `CostSurface.arms`.
 
-    probe_id: passed back in the step's record.  asleep: at gamma = 0, no drafter is kept in step.
-    rules: of the engine's mixtures.  Without them a mixture uses its main drafter in every row, and
-    the step's record does not say what drafters that were not used would have given.
+    probe_id: returned in the step's record.  asleep: at gamma = 0, no drafter is kept in step.
+    rules: of the engine's mixtures.  Without rules a mixture uses its main drafter in every row,
+    and the step's record has no counts of unused drafters.
     """
 
     arm: int
@@ -28,9 +28,9 @@ class ArmChoice:
 
 @dataclass(frozen=True, slots=True)
 class RowEvidence:
-    """Says what was verified in the rows of a step, and what other proposals would have given.
+    """The rows of a step by drafter, and the acceptance that other proposals would have had.
 
-    groups: none where all rows are alike.
+    groups: empty if all rows are alike.
     """
 
     groups: tuple[RowGroup, ...]
@@ -39,10 +39,10 @@ class RowEvidence:
 
 @dataclass(frozen=True, slots=True)
 class IdleCounts:
-    """Says how a drafter that did not draft would have done on the tokens that a step verified.
+    """Evaluation of an idle drafter on the tokens that a step verified.
 
-    reached, accepted: [positions] of sequences, for the draft positions 1, 2, ...; a position that
-    lies past a sequence's verified tokens is not known, and counts as not reached.
+    reached, accepted: [positions] counts of sequences, for the draft positions 1, 2, ...; a
+    position past a sequence's verified tokens is unknown, and counts as not reached.
     """
 
     drafter: str
@@ -52,12 +52,12 @@ class IdleCounts:
 
 @dataclass(slots=True)
 class StepRecord:
-    """One decode step as an engine's telemetry has it.
+    """Telemetry of one decode step.
 
-    arm: index of what ran.  counts: gamma + 1 counts of accepted lengths.  classes: (label, counts)
-    of the batch's request classes, empty when there is only one.  kv_tokens: before the step.
-    idle: the drafters that did not draft, for a policy with `FullInformation` only.  rows: for a
-    choice with rules, None where nothing was drafted.
+    arm: index of the arm that ran.  counts: gamma + 1 counts of accepted lengths.  classes: (label,
+    counts) of the batch's request classes, empty if there is only one.  kv_tokens: before the step.
+    idle: the idle drafters, only for a policy with `FullInformation`.  rows: for a choice with
+    rules, None if nothing was drafted.
     """
 
     step: int
@@ -74,24 +74,23 @@ class StepRecord:
 
 
 class Policy(Protocol):
-    """Chooses arms from what an engine can see, never from the truth (unless it is an oracle)."""
+    """Chooses arms from an engine's telemetry; only an oracle knows the true values."""
 
     def choose(self, batch_size: int, now: float, /) -> ArmChoice:
         """Chooses before a step: the batch that will run, and the virtual time in seconds."""
 
     def observe(self, record: StepRecord, now: float, /) -> None:
-        """After a step, as late as the engine's lag says."""
+        """Receives the record of a step, after the engine's lag."""
 
 
 @dataclass(slots=True)
 class Situation:
-    """Holds what is true before a step and no engine could tell its policy.
+    """The true state before a step, which no real engine knows.
 
     segment: of the workload.  kv_tokens: of the batch that will run.  running: [kinds] sequences of
-    each true kind, numbered as `workload.distinct_pools` says.  catch_up_seconds: [drafters] what
-    each would pay for what it missed if this step drafted with it.  accepted_share: of the drafts
-    that would be accepted usually, those that are accepted in this step (less than 1 after a sleep
-    that left holes in a drafter's KV cache).
+    each true kind, numbered as in `workload.distinct_pools`.  catch_up_seconds: [drafters] cost of
+    catching up if this step used the drafter.  accepted_share: accepted share of the drafts that
+    would usually be accepted (below 1 after a sleep that left holes in a drafter's KV cache).
     """
 
     segment: int
@@ -103,20 +102,20 @@ class Situation:
 
 @runtime_checkable
 class Clairvoyant(Protocol):
-    """A policy with hindsight: it is shown the true situation before it chooses."""
+    """A policy that receives the true situation before it chooses."""
 
     def enter(self, situation: Situation) -> None:
-        """The next step runs in this situation."""
+        """Receives the situation of the next step."""
 
 
 @runtime_checkable
 class FullInformation(Protocol):
     """A policy that has every drafter evaluated on the tokens that each step verifies.
 
-    The engine keeps all drafters in step for it and fills `StepRecord.idle`.  Every step pays for
-    that: each idle drafter reads the step's tokens at its catch-up price, and no drafter sleeps.
+    The engine keeps all drafters in step for it and fills `StepRecord.idle`.  Every step pays the
+    cost: each idle drafter reads the step's tokens at its catch-up cost, and no drafter sleeps.
     """
 
     @property
     def idle_positions(self) -> int:
-        """Draft positions to evaluate, at least 1."""
+        """Returns the number of draft positions to evaluate, at least 1."""

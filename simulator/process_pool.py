@@ -1,4 +1,4 @@
-"""Runs tasks on processes side by side."""
+"""Runs tasks in parallel processes."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ def make_process_pool(processes: int | None = None) -> ProcessPoolExecutor:
     A fork may never return: where gRPC is in use, its fork handlers wait for threads of gRPC, which
     may in turn wait for the interpreter lock that the forking thread holds.
 
-    processes: how many; None for as many as this process may use processors.
+    processes: number of processes; None for the number of processors that this process may use.
     """
     return ProcessPoolExecutor(processes or len(os.sched_getaffinity(0)), get_context("spawn"))
 
@@ -23,9 +23,9 @@ def make_process_pool(processes: int | None = None) -> ProcessPoolExecutor:
 def run_side_by_side(
     work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], processes: int | None = None
 ) -> Iterator[tuple[int, Found]]:
-    """Yields the index of each task and what `work` made of its arguments, as they are done.
+    """Yields the index of each task and the result of `work` on its arguments, as they finish.
 
-    After Ctrl-C, or a task that failed, what has not begun is not run any more.
+    After Ctrl-C or a failed task, tasks that have not started are cancelled.
     """
     with make_process_pool(processes) as pool:
         waiting = {pool.submit(work, *task): i for i, task in enumerate(tasks)}

@@ -1,15 +1,15 @@
 """Published step costs as surfaces: measured tables, a fitted model, and a roofline.
 
 TIDE (arXiv 2602.05145), Table 5: T(n) of four models on H100 nodes and D_0 of their EAGLE-3
-drafters.  The context is not told there, so that it has no price.
+drafters.  The paper does not state the context, so it has no cost here.
 
 SpecDecode-Bench (arXiv 2601.11580), Llama-3.1-8B on an H100: a fit, linear in n, gamma B and kv.
 
 "Adaptive speculative decoding" (F. Finn, Doubleword), Qwen3.6-35B-A3B on a B200: the shapes are
 published, the costs are a roofline, as there (a whole pass overlaps, no engine overhead).
 
-What is not told is derived.  A token of a prompt costs what one more token adds to the largest pass
-known, where compute is the bound.  A token that a drafter missed costs the drafter's share of that.
+Unpublished costs are derived.  A token of a prompt costs what one more token adds to the largest
+known pass, which is compute-bound.  A token that a drafter missed costs the drafter's share of it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +84,7 @@ TIDE_MODELS: Mapping[str, TideModel] = {
 }
 
 
-# Context tokens a sequence at which the surfaces hold.
+# Context tokens per sequence for which the surfaces hold.
 KV_REFERENCE = published_qwen.MEAN_CONTEXT
 
 # The fit to Llama-3.1-8B, in seconds: a pass, a token in it, a context token; EAGLE's whole draft,
@@ -126,12 +126,12 @@ class _Source:
 
 
 def names() -> tuple[str, ...]:
-    """Every surface there is."""
+    """Returns the names of all published surfaces."""
     return tuple(_SOURCES)
 
 
 def acceptance_curves(name: str) -> Mapping[str, tuple[float, ...]]:
-    """Drafter -> survival curve s_1, s_2, ..., or nothing where none was published.
+    """Returns drafter -> survival curve s_1, s_2, ...; empty if none was published.
 
     Positions deeper than the curve were never accepted.  Raises InvalidInputError: unknown name.
     """

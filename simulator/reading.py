@@ -1,4 +1,4 @@
-"""Text files of numbers, line by line: bounded, decoded, and every fault named with its place."""
+"""Reads text and CSV files line by line, with size limits; errors name the file and the line."""
 
 import csv
 import math
@@ -12,12 +12,12 @@ from simulator.errors import InvalidInputError
 _CSV_LINE_BYTES_MAX = 1 << 20
 _SHOWN_MAX = 40
 _WHOLE = re.compile(r"[+-]?[0-9]+")
-# More digits than any count here has; int() of far more would take its time.
+# More digits than any count has; int() of a much longer text would be slow.
 _DIGITS_MAX = 18
 
 
 def text_lines(path: Path, line_bytes_max: int) -> Iterator[tuple[int, str]]:
-    """(line number from 1, line without its end) of UTF-8 text, a leading byte order mark left out.
+    """Yields (line number from 1, line without its end) of UTF-8 text, without a byte order mark.
 
     Raises InvalidInputError: unreadable file, not UTF-8, a line longer than line_bytes_max.
     """
@@ -34,7 +34,7 @@ def text_lines(path: Path, line_bytes_max: int) -> Iterator[tuple[int, str]]:
         raise InvalidInputError(path, 0, f"cannot be read: {error.strerror}") from error
     except ValueError as error:
         # A name with a NUL in it.
-        raise InvalidInputError(repr(str(path)), 0, f"is no file name: {error}") from error
+        raise InvalidInputError(repr(str(path)), 0, f"is not a file name: {error}") from error
 
 
 def _decoded(path: Path, number: int, line: bytes) -> str:
@@ -47,48 +47,48 @@ def _decoded(path: Path, number: int, line: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One record of a CSV file: its fields by lower-case column name, blanks around them gone."""
+    """One record of a CSV file: its fields by lower-case column name, without outer blanks."""
 
     source: Path
     line: int
     fields: dict[str, str]
 
     def fault(self, text: str) -> InvalidInputError:
-        """The error to raise about this row."""
+        """Returns the error to raise about this row."""
         return InvalidInputError(self.source, self.line, text)
 
     def text(self, column: str) -> str:
-        """Raises InvalidInputError for a blank field."""
+        """Returns a field.  Raises InvalidInputError if it is blank."""
         value = self.fields[column]
         if not value:
             raise self.fault(f"{column} is blank")
         return value
 
     def whole(self, column: str, least: int, most: int) -> int:
-        """A whole number from `least` to `most`, or InvalidInputError."""
+        """Returns an integer in [least, most].  Raises InvalidInputError."""
         text = self.text(column)
         if not _WHOLE.fullmatch(text):
-            raise self.fault(f"{column} {shown(text)} is no whole number")
+            raise self.fault(f"{column} {shown(text)} is not an integer")
         if len(text) > _DIGITS_MAX or not least <= int(text) <= most:
-            raise self.fault(f"{column} {shown(text)} leaves {least}..{most}")
+            raise self.fault(f"{column} {shown(text)} must be in [{least}, {most}]")
         return int(text)
 
     def number(self, column: str) -> float:
-        """A finite number, or InvalidInputError."""
+        """Returns a finite number.  Raises InvalidInputError."""
         text = self.text(column)
         value = finite(text)
         if value is None:
-            raise self.fault(f"{column} {shown(text)} is no finite number")
+            raise self.fault(f"{column} {shown(text)} is not a finite number")
         return value
 
 
 def csv_rows(path: Path, columns: Sequence[str], *, others: bool) -> Iterator[Row]:
-    """Records below a header that names `columns` (lower case here, any case there), in any order.
+    """Yields records below a header that contains `columns` (lower case), in any case and order.
 
-    others: further columns are allowed, and left out.  Blank lines are skipped.
+    others: further columns are allowed and ignored.  Blank lines are skipped.
 
-    Raises InvalidInputError: what `text_lines` does, a header without a column or with a strange
-    one, a record of another number of fields, no record at all.
+    Raises InvalidInputError: the errors of `text_lines`, a header with a missing or an unknown
+    column, a record with a wrong number of fields, no record.
     """
     header: list[str] | None = None
     empty = True
@@ -140,7 +140,7 @@ def _header(
 
 
 def finite(text: str) -> float | None:
-    """The number, or None for what is no finite decimal number."""
+    """Returns the number, or None if the text is not a finite decimal number."""
     try:
         value = float(text)
     except ValueError:
@@ -149,6 +149,6 @@ def finite(text: str) -> float | None:
 
 
 def shown(text: object) -> str:
-    """A bad value in an error: quoted, on one line, and never long."""
+    """Formats a bad value for an error text: quoted, on one line, and cut."""
     quoted = repr(text)
     return quoted if len(quoted) <= _SHOWN_MAX else f"{quoted[: _SHOWN_MAX - 3]}..."

@@ -1,4 +1,4 @@
-"""Defines what a simulation reports; the JSON output is these values, field by field."""
+"""Defines the report of a simulation; the JSON output has the same fields."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,7 +19,7 @@ def _no_request() -> NDArray[np.float64]:
 class RequestTimes:
     """Records every admitted request in the order of admission (Python lists, one entry each).
 
-    arrival, first_token, finish: virtual seconds; what has not come yet is NaN.  In a closed loop a
+    arrival, first_token, finish: virtual seconds, NaN for events in the future.  In a closed loop a
     request arrives when it is admitted.  first_token: end of its first decode step.  The first
     token of a real engine comes from the prefill, one step earlier, for every policy alike.
     """
@@ -82,13 +82,13 @@ def spread(seconds: NDArray[np.float64]) -> Spread:
 
 
 class PolicyOrigin(Enum):
-    """Names where a policy's code comes from."""
+    """Names the origin of a policy's code."""
 
     OURS = "ours"  # the production core
     IMPORTED = "imported"  # the peer's own class from its installed package, unmodified
     RESTATED = "restated"  # written from the peer's published description
     STATIC = "static"  # one arm, always
-    HINDSIGHT = "hindsight"  # chosen knowing everything
+    HINDSIGHT = "hindsight"  # chosen with full knowledge of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +173,8 @@ class Timeline:
 class ScenarioReport:
     """Reports one scenario.
 
-    shifting: its load or its traffic moves while it runs.  open_loop: requests come when they come,
-    so policies are compared by latency.  sustained: by policy, if it was asked for.
+    shifting: its load or its traffic changes during the run.  open_loop: requests have arrival
+    times, so policies are compared by latency.  sustained: by policy, if it was requested.
     """
 
     name: str
@@ -196,7 +196,7 @@ class ScenarioReport:
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """Holds everything that one `controller simulate` found."""
+    """The results of one `controller simulate`."""
 
     command: str
     version: str
@@ -209,18 +209,18 @@ _ADAPTER: TypeAdapter[SimulationReport] = TypeAdapter(SimulationReport)
 
 
 def to_json(report: SimulationReport) -> str:
-    """Writes a report as JSON, with its fields as they are named in `results`."""
+    """Returns a report as JSON, with the field names of this module."""
     return _ADAPTER.dump_json(report, indent=1).decode() + "\n"
 
 
 def to_values(report: SimulationReport) -> dict[str, Any]:
-    """Returns what `to_json` writes as plain values."""
+    """Returns the content of `to_json` as plain values."""
     found: dict[str, Any] = _ADAPTER.dump_python(report, mode="json")
     return found
 
 
 def from_json(text: str) -> SimulationReport:
-    """Reads a report.  Raises InvalidInputError for anything that `to_json` does not write."""
+    """Reads a report from the JSON of `to_json`.  Raises InvalidInputError."""
     try:
         return _ADAPTER.validate_json(text)
     except ValidationError as error:

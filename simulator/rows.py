@@ -1,14 +1,14 @@
-"""Chooses each row's drafter in steps of a mixture; tells what its drafters would have given.
+"""Chooses each row's drafter in steps of a mixture; counts what all its drafters would have had.
 
 The engine's side of proto `MixtureRule` and `ProposalCounts`, for a whole batch at once.  A row
 uses the lookup where it has found a match of m tokens and
 
     free_ratio * free_expected[m] > main_ratio * main_expected
 
-The two ratios belong to the row's request and begin at 1.  After a step in which a proposal was
-seen to be accepted for v tokens, its ratio moves by ratio_weight * (v / expected - ratio).  A step
-that accepted a drafts shows a + 1 tokens; a proposal that agrees with all of them and is longer
-counts as v = max(a + 1, ratio * expected), so that what a step does not show lowers no ratio.
+The two ratios belong to the row's request and begin at 1.  If a step shows that v tokens of a
+proposal would be accepted, its ratio changes by ratio_weight * (v / expected - ratio).  A step that
+accepted a drafts shows a + 1 tokens.  A longer proposal that agrees with all of them counts as
+v = max(a + 1, ratio * expected), so that unknown positions never lower a ratio.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from simulator.policy import RowEvidence
 
 Whole = NDArray[np.int64]
 _MAIN, _FREE = 0, 1
-# An expectation below this is no divisor.
+# Lower bound of the expectation as a divisor.
 _LEAST_EXPECTED = 1e-3
 
 
@@ -38,15 +38,15 @@ class _Rule:
 
     @classmethod
     def of(cls, rule: MixtureRule) -> "_Rule":
-        """Takes a plan's rule; the lookup promises nothing below its least match."""
+        """Makes the arrays of a plan's rule; the lookup expects 0 below its least match."""
         free = np.array([0.0] * rule.least_match + list(rule.free_expected))
         return cls(rule.main_expected, free, rule.ratio_weight)
 
 
 class _Mixture:
-    """Owns the ratios of one mixture: [main and free, requests], by the number of a request.
+    """The ratios of one mixture: [main and free, requests], by the number of a request.
 
-    main, free: indices of its drafters, as `index` is its own.
+    main, free: indices of its drafters; index: its own index.
     """
 
     def __init__(self, spec: DrafterSpec, index: int, names: Sequence[str]) -> None:
@@ -69,11 +69,11 @@ class _Mixture:
         return found
 
     def learn_main(self, rule: _Rule, requests: Whole, seen: "_Seen") -> None:
-        """Moves the main drafter's ratios by what was seen of its proposals."""
+        """Updates the main drafter's ratios with the outcome of its proposals."""
         self._learn(_MAIN, requests, seen, np.full(len(requests), rule.main), rule.weight)
 
     def learn_free(self, rule: _Rule, requests: Whole, match: Whole, seen: "_Seen") -> None:
-        """Moves the lookup's ratios of the rows in which it found a match."""
+        """Updates the lookup's ratios of the rows in which it found a match."""
         expected = rule.free[np.minimum(match, len(rule.free) - 1)]
         rows = expected > 0
         self._learn(_FREE, requests[rows], seen.of(rows), expected[rows], rule.weight)
@@ -94,10 +94,10 @@ class _Mixture:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Tells what a step shows of a drafter's proposals, row by row.
+    """Describes what a step shows about a drafter's proposals, row by row.
 
-    would: tokens that would be accepted.  accepted: those that were, of what was verified.  known:
-    whether the step shows `would`; else it shows only that it is more than `accepted`.
+    would: tokens that would be accepted.  accepted: accepted tokens of the verified drafts.  known:
+    whether the step shows `would`; otherwise it shows only that `would` exceeds `accepted`.
     """
 
     would: Whole
@@ -106,11 +106,11 @@ class _Seen:
 
     @classmethod
     def in_step(cls, would: Whole, accepted: Whole, gamma: int) -> "_Seen":
-        """Takes the rows of a step whose draft length is `gamma`."""
+        """Makes the outcome of a step with draft length `gamma`."""
         return cls(would, accepted, (would <= accepted) | (accepted + 1 >= gamma))
 
     def of(self, rows: NDArray[np.bool_]) -> "_Seen":
-        """Takes some of the rows."""
+        """Selects some of the rows."""
         return _Seen(self.would[rows], self.accepted[rows], self.known[rows])
 
     def counts(self, name: str, gamma: int, match: Whole) -> Iterator[ProposalCounts]:
@@ -139,7 +139,7 @@ def _table(rows: Whole, columns: Whole, width: int) -> list[list[int]]:
 class RowChoice:
     """Runs steps of an engine that has mixtures, row by row.  One object per run.
 
-    accepted: by drafter that is no mixture, [positions] drafts that would be accepted.  matches:
+    accepted: for each drafter except mixtures, [positions] drafts that would be accepted.  matches:
     [positions] tokens of the lookup's match, 0 where it finds none.
     """
 
@@ -216,7 +216,7 @@ class RowChoice:
     def _groups(
         self, running: int, gamma: int, accepted: Whole, uses: NDArray[np.bool_] | None
     ) -> tuple[RowGroup, ...]:
-        """Returns the rows of a mixture's step by drafter; none where all rows are alike."""
+        """Returns the rows of a mixture's step by drafter; empty if all rows are alike."""
         mixture = next((m for m in self._mixtures if m.index == running), None)
         if mixture is None or uses is None:
             return ()

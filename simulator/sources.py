@@ -27,7 +27,7 @@ _SECONDS_MAX = 1e12
 
 
 def lengths(rng: np.random.Generator, requests: int, mean: float) -> NDArray[np.int64]:
-    """[requests] lognormal lengths of this mean, at least 8 tokens."""
+    """Draws [requests] lognormal lengths with this mean, at least 8 tokens."""
     sigma = 0.5
     drawn = rng.lognormal(np.log(mean) - sigma * sigma / 2, sigma, requests)
     return np.maximum(8, np.rint(drawn)).astype(np.int64)
@@ -38,7 +38,7 @@ Drawn = tuple[dict[str, NDArray[np.uint8]], NDArray[np.uint8] | None]
 
 
 class DrawnSource(ABC):
-    """Draws requests and their acceptance; requests that are given no lengths have lognormal ones.
+    """Draws requests and their acceptance; requests without given lengths have lognormal ones.
 
     output_tokens_mean, context_tokens_mean: of their own lengths, see `lengths`.
     """
@@ -48,7 +48,7 @@ class DrawnSource(ABC):
 
     @abstractmethod
     def drawn(self, rng: np.random.Generator, output_tokens: NDArray[np.int64]) -> Drawn:
-        """Draws what is accepted of requests of these lengths, [requests]."""
+        """Draws the acceptance of requests with these lengths, [requests]."""
 
     def pool(
         self,
@@ -74,14 +74,14 @@ class DrawnSource(ABC):
 
 
 class _OfKinds(ABC):
-    """Requests of several kinds, each from a source; with their kind as class label if so."""
+    """Requests of several kinds, each from a source; `labelled`: the kind is the class label."""
 
     sources: tuple[AcceptanceSource, ...]
     labelled = False
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Lists drafters that every kind knows."""
+        """Returns the drafters that every kind has."""
         first, *others = self.sources
         return tuple(d for d in first.drafters if all(d in other.drafters for other in others))
 
@@ -130,14 +130,14 @@ class KindByRequest(_OfKinds):
     kinds: NDArray[np.int64]
 
     def kinds_of(self, _: np.random.Generator, requests: int) -> NDArray[np.int64]:
-        """Returns the given kinds; requests past the last one begin again."""
+        """Returns the given kinds, repeated if there are more requests."""
         return np.resize(self.kinds, requests)
 
 
 def _chosen(pools: Sequence[RequestPool], kinds: NDArray[np.int64]) -> RequestPool:
-    """Takes request i from pool kinds[i], without labels; of the drafters that all pools have.
+    """Takes request i from pool kinds[i], without labels, with the drafters that all pools have.
 
-    Kinds within the pools stay apart: those of the first pool come first, then the second one's.
+    The kinds of all pools are numbered consecutively, those of the first pool first.
     """
     chosen = [(pools[kind], i) for i, kind in enumerate(kinds.tolist())]
     output = np.array([pool.output_tokens[i] for pool, i in chosen], dtype=np.int64)
@@ -241,7 +241,7 @@ def _drawn(
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
-    """Requests at recorded or drawn times; acceptance from a source, in turn.
+    """Requests at recorded or drawn times, with acceptance from a source.
 
     arrival_seconds: [requests].  context_tokens, output_tokens: [requests], or None for the lengths
     that the source of acceptance has.
@@ -283,15 +283,15 @@ def read_arrivals(path: str | Path, limit: int | None = None, speed: float = 1.0
     """Reads a CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as Azure's LLM traces have.
 
     Column names in any case and order, further columns are left out.  TIMESTAMP: ISO 8601 (a blank
-    for the T, more than six decimals and a time zone are all right) or seconds as a number, the
-    same in all rows.  limit: only the first so many requests are read.  speed: 2 makes the requests
-    come twice as fast.
+    for the T, more than six decimals and a time zone are accepted) or seconds as a number, the same
+    in all rows.  limit: number of requests to read.  speed: with 2 the requests arrive twice as
+    fast.
 
     Raises InvalidInputError with the line: a column, field or number that is missing, a time that
     is invalid or lies before the one above it, an output below 1; and for a file without a request.
     """
     if limit is not None and limit < 1:
-        raise InvalidInputError(path, 0, f"a limit of {limit} leaves no request")
+        raise InvalidInputError(path, 0, f"limit {limit} must be 1 or more")
     if not (math.isfinite(speed) and speed > 0):
         raise InvalidInputError(path, 0, f"a speed of {speed} is out of range, 1 is as recorded")
     times: list[float | datetime] = []

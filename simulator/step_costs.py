@@ -1,6 +1,6 @@
-"""Measured step costs in files: the public CSV, and our profile.
+"""Measured step costs in files: a public CSV format, and the profile format of this project.
 
-The CSV has a measured cell a line:
+The CSV has one measured cell per line:
 
     batch_size,num_draft_tokens,step_seconds
 
@@ -24,7 +24,7 @@ from simulator.reading import csv_rows, text_lines
 
 COLUMNS = ("batch_size", "num_draft_tokens", "step_seconds")
 _PROFILE_CHARACTERS_MAX = 64 << 20
-# The error quotes what it found, which may be the whole file.
+# The error quotes the input, which may be the whole file.
 _FAULT_MAX = 300
 
 
@@ -42,7 +42,7 @@ class CostTable:
     def cells(self, drafter: str) -> tuple[ProfileCell, ...]:
         """Returns the cells of a profile.
 
-        A table has neither spread nor steps: they are 0 and 1.
+        A table has neither a spread nor a number of steps: they are set to 0 and 1.
         """
         return tuple(
             ProfileCell(drafter, gamma, size, float(self.seconds[i, j]), 0.0, 1)
@@ -52,11 +52,11 @@ class CostTable:
 
 
 def read_step_costs(path: str | Path) -> CostTable:
-    """The CSV above, its lines in any order.
+    """Reads the CSV above, with its lines in any order.
 
-    Raises InvalidInputError with the line: another header, a blank, a number that cannot be, a
-    cell that is there twice, and a batch size (at its first line) that lacks plain decoding or a
-    width that others have; and for a file without a row.
+    Raises InvalidInputError with the line: a wrong header, a blank, an invalid number, a repeated
+    cell, and a batch size (at its first line) without plain decoding or without a width that other
+    batch sizes have; and for a file without a row.
     """
     seconds: dict[tuple[int, int], float] = {}
     lines: dict[tuple[int, int], int] = {}
@@ -70,12 +70,14 @@ def read_step_costs(path: str | Path) -> CostTable:
         seconds[cell] = row.number("step_seconds")
         lines[cell] = row.line
         if not 0 < seconds[cell] <= MAX_STEP_SECONDS:
-            raise row.fault(f"step_seconds {seconds[cell]:g} is no time up to {MAX_STEP_SECONDS:g}")
+            raise row.fault(
+                f"step_seconds {seconds[cell]:g} must be above 0 and at most {MAX_STEP_SECONDS:g}"
+            )
     return _grid(path, seconds, lines)
 
 
 def write_step_costs(table: CostTable) -> str:
-    """The CSV's text; every number is read back as it was."""
+    """Returns the text of the CSV; reading it gives the same numbers."""
     rows = (
         f"{size},{gamma + 1},{float(table.seconds[i, j])!r}\n"
         for j, size in enumerate(table.batch_sizes)
@@ -85,7 +87,7 @@ def write_step_costs(table: CostTable) -> str:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Our own profile file.  Raises InvalidInputError for anything else."""
+    """Reads a profile of this project.  Raises InvalidInputError."""
     lines = []
     left = _PROFILE_CHARACTERS_MAX
     for number, line in text_lines(Path(path), _PROFILE_CHARACTERS_MAX):
@@ -96,25 +98,25 @@ def read_profile(path: str | Path) -> Profile:
     try:
         return Profile.from_json("\n".join(lines))
     except InvalidProfileError as error:
-        fault = f"is no profile: {error}"
+        fault = f"is not a profile: {error}"
         raise InvalidInputError(path, 0, fault[:_FAULT_MAX]) from error
 
 
 def profile_table(profile: Profile, drafter: str, source: str | Path = "profile") -> CostTable:
-    """A drafter's cells.
+    """Returns the table of a drafter's cells.
 
-    Plain decoding is the target alone: where it was measured with another drafter only, as
-    `controller profile` measures it once, that one's cells stand for it.
+    Plain decoding runs the target alone.  If it was measured only with another drafter (`controller
+    profile` measures it once), the cells of that drafter are used.
 
-    Raises InvalidInputError, which names `source`: nothing was measured of it, a cell of plain
-    decoding or of a draft length that other batch sizes have is missing, a number leaves what an
-    engine can introduce.
+    Raises InvalidInputError, which names `source`: no cell of the drafter, a missing cell of plain
+    decoding or of a draft length that other batch sizes have, or a number outside the limits of an
+    engine.
     """
     own = [cell for cell in profile.cells if cell.drafter == drafter]
     sizes = {cell.batch_size for cell in own}
     plain = [cell for cell in profile.cells if cell.gamma == 0 and cell.batch_size in sizes]
     seconds: dict[tuple[int, int], float] = {}
-    # Its own cells come last, and so count.
+    # The drafter's own cells come last and take precedence.
     for cell in [*plain, *own]:
         limits = (MAX_GAMMA, MAX_BATCH_SIZE, MAX_STEP_SECONDS)
         found = (cell.gamma, cell.batch_size, cell.step_seconds)
@@ -137,7 +139,7 @@ def _grid(
     seconds: Mapping[tuple[int, int], float],
     lines: Mapping[tuple[int, int], int],
 ) -> CostTable:
-    """Makes a full table from (batch size, gamma) -> seconds.  lines: where each cell stands."""
+    """Makes a full table from (batch size, gamma) -> seconds.  lines: line of each cell."""
     sizes = sorted({size for size, _ in seconds})
     gammas = sorted({gamma for _, gamma in seconds} | {0})
     for size in sizes:

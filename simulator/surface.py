@@ -1,7 +1,7 @@
-"""The true cost of a step in the simulated engine, and the profile that measuring it would give.
+"""The true step costs of the simulated engine, and the profile that a measurement would give.
 
-A surface is made from measured tables here, and from published figures in `published`; mixtures of
-its drafters are added to it.
+This module makes a surface from measured tables, and `published` from published figures.  Mixtures
+of its drafters are added to a surface.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ from controller.core.model_shapes import DrafterKind
 from simulator.errors import InvalidInputError
 from simulator.step_costs import CostTable, profile_table, read_step_costs
 
-# Where a table does not tell at which context it was measured, and nothing is paid for context.
+# For a table without a context length; context has no cost then.
 _KV_REFERENCE = 512.0
 # What drafters of these names are; others are MTP, serial passes.
 KINDS: Mapping[str, DrafterKind] = {"ngram": DrafterKind.NGRAM, "dflash": DrafterKind.DFLASH}
-# A drafter as EAGLE's is one layer, and targets of today have some thirty and more.
+# An EAGLE drafter is one layer; current targets have thirty and more.
 _DRAFTER_SHARE_OF_TOKEN = 1 / 32
 # A context below the reference makes no step cheaper than this share of its price there.
 MINIMAL_SHARE = 0.1
@@ -36,10 +36,10 @@ class CostSurface:
 
     arms: one (drafter, gamma) a row, in the order of `drafters` and their gammas (gamma = 0 is
     listed for each).  seconds: [arms, max_batch_size + 1], column B (column 0 repeats column 1).
-    kv_seconds: [arms], seconds a KV token.  kv_reference: context tokens a sequence at which
-    `seconds` holds.  prefill_seconds_per_token: of a prompt; prefill_pass_seconds: once a pass that
-    reads prompts.  catch_up_seconds_per_token: what a drafter pays for a token that it missed while
-    it slept or another one ran; catch_up_pass_seconds: once for all that it missed.
+    kv_seconds: [arms], seconds per KV token.  kv_reference: context tokens per sequence for which
+    `seconds` holds.  prefill_seconds_per_token: of a prompt; prefill_pass_seconds: once per pass
+    that reads prompts.  catch_up_seconds_per_token: cost per token that a drafter missed while it
+    slept or another one ran; catch_up_pass_seconds: added once for all missed tokens.
     """
 
     name: str
@@ -71,7 +71,7 @@ class CostSurface:
         return seconds
 
     def catch_up_seconds(self, tokens: float) -> float:
-        """Returns the seconds in which a drafter reads what it missed; 0 for no token."""
+        """Returns the seconds in which a drafter reads the tokens that it missed; 0 for none."""
         if tokens == 0:
             return 0.0
         return self.catch_up_pass_seconds + self.catch_up_seconds_per_token * tokens
@@ -142,9 +142,9 @@ def csv_surface(
 ) -> CostSurface:
     """Drafter -> step-cost CSV of the same engine; see `table_surface` and `read_step_costs`.
 
-    kv_reference, seconds_per_kv_token: context tokens a sequence at which the files were measured,
-    and the price of one more; the files do not tell.  Neither do they state the price of prompts
-    and of catching up, which is derived: see `_with_derived_prices`.
+    kv_reference, seconds_per_kv_token: context tokens per sequence of the measurement, and the cost
+    of one more; the files do not contain them.  They do not contain the costs of prompts and of
+    catching up either, which are derived: see `_with_derived_prices`.
     """
     if not paths:
         raise InvalidInputError("step costs", 0, "no file is named")
@@ -162,11 +162,11 @@ def csv_surface(
 
 
 def _with_derived_prices(surface: CostSurface, tables: Mapping[str, CostTable]) -> CostSurface:
-    """Returns the surface with the prices that a step-cost table does not state.
+    """Returns the surface with the costs that a step-cost table does not contain.
 
-    A token of a prompt costs what one more token adds to the largest pass of the first table, where
-    compute is the bound.  A token that a drafter missed costs the drafter's share of that, and
-    catching up costs a pass of the drafter besides: what drafting adds to the smallest batch.
+    A token of a prompt costs what one more token adds to the largest pass of the first table, which
+    is compute-bound.  A token that a drafter missed costs the drafter's share of that.  Catching up
+    also costs one pass of the drafter: what drafting adds to a step of the smallest batch.
     """
     first = next(iter(tables.values()))
     width = first.gammas[-1] + 1
@@ -221,9 +221,9 @@ def table_surface(
 ) -> CostSurface:
     """Drafter -> table of the same engine; context has no price.
 
-    Linear in B between the sizes measured, constant below the first, and above the last one on with
-    the last slope, never downwards (a single size is a constant).  Plain decoding is the target
-    alone: the first drafter's serves for all.
+    Linear in B between the measured sizes, constant below the first one.  Above the last one the
+    last slope continues, but never falls (a single size gives a constant).  Plain decoding runs the
+    target alone: the first drafter's costs are used for all.
 
     kinds: by drafter; one that is not in it is MTP, serial passes.  max_batch_size: by default the
     largest that all tables reach; above it costs are extrapolated.
@@ -236,7 +236,9 @@ def table_surface(
     largest = min(table.batch_sizes[-1] for table in tables.values())
     largest = largest if max_batch_size is None else max_batch_size
     if not 1 <= largest <= MAX_BATCH_SIZE:
-        raise InvalidInputError(name, 0, f"max_batch_size {largest} leaves 1..{MAX_BATCH_SIZE}")
+        raise InvalidInputError(
+            name, 0, f"max_batch_size {largest} must be in [1, {MAX_BATCH_SIZE}]"
+        )
     try:
         specs = tuple(
             DrafterSpec(drafter, kinds.get(drafter, DrafterKind.MTP), table.gammas)
@@ -266,7 +268,7 @@ def _over_batch(table: CostTable, row: int, batch: NDArray[np.float64]) -> NDArr
 
 @dataclass(frozen=True, slots=True)
 class MixtureCost:
-    """Describes a mixture: a step of it is one of its main drafter, and a lookup besides.
+    """Costs of a mixture: a step of its main drafter, and a lookup in addition.
 
     once_seconds, share_of_step: what the lookup adds to the main drafter's step.
     """
@@ -310,7 +312,7 @@ def with_mixtures(surface: CostSurface, mixtures: Mapping[str, MixtureCost]) -> 
 def _require_parts(surface: CostSurface, name: str, cost: MixtureCost) -> None:
     known = {d.name: d for d in surface.drafters}
     if name in known:
-        raise InvalidInputError(surface.name, 0, f"{name!r} is a drafter already")
+        raise InvalidInputError(surface.name, 0, f"{name!r} is already a drafter")
     for part in (cost.main, cost.free):
         if part not in known:
             raise InvalidInputError(surface.name, 0, f"{part!r} is not one of {list(known)}")

@@ -1,9 +1,9 @@
-"""Defines what the simulated engine is asked to do: requests, and when they come.
+"""Defines the workload of the simulated engine: requests, and when they arrive.
 
 Every request carries, for every drafter and every position of its output, the number of drafts
 that would be accepted if drafting started there.  A step at position p with draft length gamma
-accepts min(accepted[p], gamma) and moves p on by that + 1.  So every policy meets exactly the same
-luck (paired comparison), and a recorded bank is replayed rather than averaged.
+accepts min(accepted[p], gamma) and advances p by that + 1.  So every policy gets exactly the same
+draws (paired comparison), and a recorded bank is replayed rather than averaged.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# Where nobody knows the match lengths of a lookup, all rows have one and the same.
+# The match length of all rows if the lookup's match lengths are unknown.
 _UNKNOWN_MATCH = 2
 
 
@@ -27,9 +27,9 @@ class RequestPool:
     offsets: [requests] of int64, where a request's positions start in `accepted`.
     accepted: drafter -> [positions] of uint8, drafts that would be accepted from that position on.
     matches: [positions] of uint8, tokens of the newest text that a prompt lookup finds again there,
-    0 where it finds none.  None: nobody knows.
-    kinds: [requests] of int64 from 0, the kind of traffic that each request really is.  No engine
-    knows it; only the oracle does.  None: all are alike.
+    0 where it finds none.  None: unknown.
+    kinds: [requests] of int64 from 0, the true kind of traffic of each request.  Only the oracle
+    knows it.  None: all are alike.
     """
 
     context_tokens: NDArray[np.int64]
@@ -48,7 +48,7 @@ class RequestPool:
 
     @property
     def known_matches(self) -> NDArray[np.uint8]:
-        """Returns [positions], `matches`, or one length everywhere if nobody knows."""
+        """Returns [positions], `matches`, or one length everywhere if they are unknown."""
         if self.matches is not None:
             return self.matches
         positions = max(len(values) for values in self.accepted.values())
@@ -65,10 +65,10 @@ class RequestPool:
         return int(self.kind_of.max(initial=0)) + 1
 
     def steps(self, drafter: str, gammas: Sequence[int]) -> NDArray[np.int64]:
-        """[gammas, requests] steps in which each request is done: each is replayed alone.
+        """Returns [gammas, requests] steps until each request is finished, replayed alone.
 
-        A step starts where the last one ended, so positions within an accepted draft are passed
-        over.  Raises KeyError for an unknown drafter.
+        A step starts where the last one ended, so positions within an accepted draft are skipped.
+        Raises KeyError for an unknown drafter.
         """
 
         def at(gamma: int) -> NDArray[np.int64]:
@@ -80,7 +80,7 @@ class RequestPool:
     def replayed(
         self, gained: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
     ) -> NDArray[np.int64]:
-        """[requests] steps in which each request is done, if all begin together.
+        """Returns [requests] steps until each request is finished, if all begin together.
 
         gained: the tokens of a step at these positions of the pool, and of these requests.
         """
@@ -99,7 +99,7 @@ class RequestPool:
         return steps
 
     def tokens_per_step(self, drafter: str, gammas: Sequence[int]) -> NDArray[np.float64]:
-        """[gammas] mean tokens that a sequence gains in a step; see `steps`.
+        """Returns [gammas] mean tokens that a sequence gains in a step; see `steps`.
 
         Tokens past the end of a request do not count.  Raises KeyError for an unknown drafter.
         """
@@ -127,20 +127,20 @@ class AcceptanceSource(Protocol):
         output_tokens: NDArray[np.int64] | None = None,
         context_tokens: NDArray[np.int64] | None = None,
     ) -> RequestPool:
-        """Draws so many requests.
+        """Draws `requests` requests.
 
-        Lengths ([requests] of int64) are the source's own if not given.  A recorded sequence
-        shorter than the asked output starts again from its beginning.
+        If no lengths ([requests] of int64) are given, the source's own are used.  A recorded
+        sequence shorter than the output is repeated from its beginning.
         """
 
 
 class PhaseStart(Enum):
     """Names what happens to the running requests when a phase begins.
 
-    DRAINED: they finish first, and the phase's own requests take their places one by one.
-    CHANGED: at the phase's first step they change over to its acceptance, where they stand (pools
-    of equal shape only).  REPLACED: at the phase's first step they are set aside, and those of the
-    phase take their place: new ones, or those that were set aside when a phase of the same pool and
+    DRAINED: they finish first, and the phase's requests replace them one by one.
+    CHANGED: at the phase's first step they switch to its acceptance at their position (pools of
+    equal shape only).  REPLACED: at the phase's first step they are suspended and replaced by
+    requests of the phase: new ones, or those that were suspended when a phase of the same pool and
     concurrency ended.
     """
 
@@ -156,9 +156,9 @@ class WorkloadPhase:
     When a phase begins at a smaller concurrency, running requests finish first (unless they are
     replaced), and its tokens count once the batch has shrunk to it.
 
-    tokens None: every request of the pool once.  The phase ends when its last request was admitted,
-    the next one goes on beside what still runs, and the last phase ends with its last request;
-    every token counts in the phase in which it was gained.
+    tokens None: every request of the pool once.  The phase ends when its last request was admitted;
+    the next phase starts while its requests still run, and the last phase ends with its last
+    request.  Every token counts in the phase in which it was gained.
     """
 
     name: str
@@ -169,7 +169,7 @@ class WorkloadPhase:
 
     @property
     def at_once(self) -> bool:
-        """Is true where the traffic changes within one step, instead of request by request."""
+        """Whether the traffic changes within one step, instead of request by request."""
         return self.begins is not PhaseStart.DRAINED
 
 
@@ -182,7 +182,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Requests that come when they come; at most `max_concurrency` run, the others wait.
+    """Requests with arrival times; at most `max_concurrency` run, the others wait.
 
     arrival_seconds: [requests], ascending, from 0.  window_seconds: length of an oracle segment.
     """

@@ -1,6 +1,6 @@
-"""The command `speculation-trainer` trains drafters, and hands them on to SpecForge.
+"""The command `speculation-trainer` trains drafters, and exports them to SpecForge.
 
-All but `sd2` need the folder that the engine writes its signals to; no target model, and no SGLang.
+All subcommands but `sd2` need the folder of the engine's signals.  None of them needs SGLang.
 """
 
 import argparse
@@ -31,9 +31,9 @@ _HELP = {
     "batch": "signals in an optimiser step",
     "depth": "drafts that are unrolled from a position",
     "learning_rate": "learning rate of AdamW",
-    "held_out": "every so many-th signal evaluates and is not trained on",
+    "held_out": "one of this many signals is used for evaluation and not for training",
     "seed": "seed of the order of the signals",
-    "teach_prompts": "positions of prompts teach as well, by the token that follows each of them",
+    "teach_prompts": "also train on the positions of prompts, with the next token as label",
 }
 _DONE, _CANNOT, _TAKEN = 0, 2, 3
 

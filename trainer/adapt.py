@@ -1,12 +1,12 @@
-"""Fine-tunes a drafter on captured signals, and computes how much of them it would have accepted.
+"""Fine-tunes a drafter on captured signals, and computes its acceptance rate on signals.
 
 Paper: TIDE, arXiv:2602.05145, sections 3.3 and 4.2; the loss is that of online updates (online.py),
 over whole signals and with the chain of drafts unrolled from every position (training-time test).
-A drafter that drafts blocks learns all of the block.
+A block drafter is trained on all of the block.
 
-The positions of a prompt are context: a draft attends to them, as it does in service, and none of
-them teaches by default.  Their text is the user's and not the target's, and no distribution of the
-target is known there.  With `teach_prompts` the token that follows stands for the distribution.
+The positions of a prompt are context: a draft attends to them, as it does in service, but by
+default they are not trained on.  Their text is the user's and not the target's, and the target's
+distribution is not known there.  With `teach_prompts` the next token is used as the distribution.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from engine_shim.sglang.training.online import OnlineSettings, OnlineStudent, Ro
 from engine_shim.sglang.training.signals import Signal
 from engine_shim.sglang.training.students import DraftStudent
 
-# Positions at a signal's beginning that are context only when a drafter is evaluated: in service it
-# saw what came before them.
+# Positions at a signal's beginning that are only context in the evaluation of a drafter: in service
+# the drafter saw the positions before them.
 _CONTEXT: Final = 16
 
 
@@ -34,10 +34,10 @@ _CONTEXT: Final = 16
 class AdaptSettings:
     """The settings of a round of training.  Raises ValueError.
 
-    passes: over the training split.  batch: signals a step.  depth: drafts that are unrolled, and
-    that evaluation drafts at a time (no more than a block has).
-    held_out: every so many-th signal is kept for evaluation.  teach_prompts: the positions of
-    prompts teach as well, by the token that follows each of them.
+    passes: over the training split.  batch: signals per step.  depth: number of unrolled drafts,
+    and of drafts per verification in the evaluation (at most the length of a block).
+    held_out: one of this many signals is kept for evaluation.  teach_prompts: also train on the
+    positions of prompts, with the next token as label.
     """
 
     passes: int = 4
@@ -55,11 +55,11 @@ class AdaptSettings:
                 f"more, held_out {self.held_out} must be 2 or more"
             )
         if not 0 < self.learning_rate < 1:
-            raise ValueError(f"learning rate {self.learning_rate} must lie in (0, 1)")
+            raise ValueError(f"learning rate {self.learning_rate} must be in (0, 1)")
 
 
 def split(signals: Sequence[Signal], every: int) -> tuple[list[Signal], list[Signal]]:
-    """Splits signals into (train, eval); every so many-th one is held out, at least one.
+    """Splits signals into (train, eval); one of `every` signals is held out, at least one.
 
     Raises ValueError for fewer than two signals.
     """
@@ -71,7 +71,7 @@ def split(signals: Sequence[Signal], every: int) -> tuple[list[Signal], list[Sig
 
 
 def served_acceptance(signals: Sequence[Signal]) -> float | None:
-    """Returns the acceptance rate of the signals in service; None where nothing was drafted."""
+    """Returns the acceptance rate of the signals in service; None if nothing was drafted."""
     tried = sum(signal.tried for signal in signals)
     return sum(signal.accepted for signal in signals) / tried if tried else None
 
@@ -80,8 +80,8 @@ def served_acceptance(signals: Sequence[Signal]) -> float | None:
 def acceptance(student: DraftStudent, signals: Sequence[Signal], depth: int) -> float:
     """Computes the acceptance rate that the drafter would have had on these tokens; 0 without any.
 
-    It steps as an engine does: `depth` greedy drafts, then on from the token behind the accepted
-    ones.  A draft counts as accepted where it is the token that was served.
+    It steps like an engine: `depth` greedy drafts, then it continues after the accepted drafts and
+    one more token.  A draft counts as accepted if it equals the token that was served.
     """
     depth = min(depth, student.most_drafts or depth)
     runs = _runs(student, signals, depth)
@@ -91,7 +91,7 @@ def acceptance(student: DraftStudent, signals: Sequence[Signal], depth: int) -> 
 
 @torch.no_grad()
 def acceptance_length(student: DraftStudent, signals: Sequence[Signal], depth: int) -> float:
-    """Computes the tokens of a verification that `acceptance` steps by; 1 without any."""
+    """Computes the mean tokens per verification in the steps of `acceptance`; 1 without any."""
     runs = _runs(student, signals, min(depth, student.most_drafts or depth))
     return 1 + sum(runs) / max(len(runs), 1)
 
@@ -109,7 +109,7 @@ def _runs(student: DraftStudent, signals: Sequence[Signal], depth: int) -> list[
 
 
 def _matches(student: DraftStudent, signal: Signal, depth: int) -> list[int]:
-    """Counts for each anchor how many of its drafts are what was served."""
+    """Counts for each anchor how many of its first drafts equal the served tokens."""
     # The chain from row t drafts the tokens t + 2 .. t + 1 + depth.
     rows = len(signal.tokens) - depth - 1
     if rows < 1:
@@ -131,10 +131,10 @@ def _matches(student: DraftStudent, signal: Signal, depth: int) -> list[int]:
 
 
 def _first_anchor(signal: Signal) -> int:
-    """Finds the first position from which a drafter is evaluated.
+    """Returns the first position from which a drafter is evaluated.
 
-    In service the first draft begins from the prompt's last position; where that has less context
-    here than it had there, as many as make up for it are passed over.
+    In service the first draft begins from the prompt's last position.  If the signal has less
+    context than the drafter had in service, the first positions are skipped.
     """
     after_prompt = max(signal.context - 1, 0)
     has_all = signal.context and not signal.start
@@ -147,7 +147,7 @@ def fine_tuned(
     settings: AdaptSettings,
     progress: Callable[[float, float], None] | None = None,
 ) -> DraftStudent:
-    """Trains a copy.  progress: is called with the share of the work done and the loss in nats.
+    """Trains a copy.  progress: called with the completed share of the work and the loss in nats.
 
     Raises NotFiniteError.
     """
@@ -184,7 +184,7 @@ def _batches(
 
 
 def _round(signals: Sequence[Signal], device: torch.device, *, teach_prompts: bool) -> Round:
-    """Puts signals into a round: right-aligned, the shorter ones padded."""
+    """Makes a round of signals: right-aligned, the shorter ones padded."""
     longest = max(len(signal.tokens) for signal in signals)
     top = min(signal.top_tokens.shape[1] for signal in signals)
 
@@ -215,9 +215,9 @@ def _round(signals: Sequence[Signal], device: torch.device, *, teach_prompts: bo
 
 
 def _following(signal: Signal, top: int) -> tuple[Tensor, Tensor]:
-    """Returns likeliest successors and log-probabilities [n, top] of all positions.
+    """Returns the likeliest next tokens and their log-probabilities, [n, top], of all positions.
 
-    Those of a prompt have the token that follows, for certain, and no other.
+    A prompt's position has the next token with probability 1, and no other.
     """
     tokens = _behind(signal, signal.top_tokens[:, :top].long())
     logs = _behind(signal, signal.top_logs[:, :top])
@@ -228,5 +228,5 @@ def _following(signal: Signal, top: int) -> tuple[Tensor, Tensor]:
 
 
 def _behind(signal: Signal, rows: Tensor) -> Tensor:
-    """Puts zeros for the prompt's positions before the rows of the others."""
+    """Prepends zeros for the prompt's positions to the rows of the other positions."""
     return torch.cat([rows.new_zeros(signal.context, *rows.shape[1:]), rows])

@@ -1,7 +1,7 @@
 """Model folders that SGLang and transformers load: a config and bfloat16 safetensors.
 
-A live model keeps fused matrices, a checkpoint keeps their parts; the names differ for the draft's
-one layer, which published EAGLE3 checkpoints call ``midlayer``.
+A live model has fused matrices, a checkpoint has their parts.  The name of the draft's only layer
+also differs: published EAGLE3 checkpoints call it ``midlayer``.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ WEIGHTS: Final = "model.safetensors"
 INDEX: Final = f"{WEIGHTS}.index.json"
 _LIVE_LAYER: Final = "model.layers.0."
 _DRAFT_LAYER: Final = "midlayer."
-# What a live model keeps in one matrix, and the parts that a checkpoint stores of it.
+# Fused matrices of a live model, and the parts that a checkpoint stores.
 _FUSED: Final = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-# What an EAGLE3 checkpoint holds beside the parameters of its student.
+# Tensors of an EAGLE3 checkpoint that are not parameters of its student.
 _NOT_LEARNT: Final = ("d2t", "t2d", "embed_tokens.weight")
 
 
 def save_draft(student: Eagle3Student, folder: Path) -> None:
-    """Writes ``student`` as a ``LlamaForCausalLMEagle3`` checkpoint, as its config was."""
+    """Writes ``student`` as a ``LlamaForCausalLMEagle3`` checkpoint."""
     shape = student.shape
     vocabulary = shape.decoder.vocabulary
     parts = {_draft_name(name): part for name, part in split(student.state_dict(), shape.decoder)}
@@ -64,8 +64,8 @@ def save_draft(student: Eagle3Student, folder: Path) -> None:
 def load_draft(folder: Path, embedding: Tensor, head: Tensor | None = None) -> Eagle3Student:
     """Reads an EAGLE3 draft, in float32, beside the target's ``embedding`` and ``head``.
 
-    The embedding of a checkpoint is passed over, as SGLang does.  Raises UnsupportedDrafterError
-    for one that has no student.
+    The embedding in a checkpoint is ignored, as in SGLang.  Raises UnsupportedDrafterError for a
+    draft that has no student class.
     """
     config, parts = read_model(folder)
     shape = students.eagle3_shape(config)
@@ -82,7 +82,7 @@ def load_draft(folder: Path, embedding: Tensor, head: Tensor | None = None) -> E
 def save_dflash(student: DFlashStudent, folder: Path, target_layers: int | None = None) -> None:
     """Writes ``student`` as a ``DFlashDraftModel`` checkpoint.
 
-    target_layers: how many the target has, which SpecForge wants to know.
+    target_layers: number of the target's layers, which SpecForge needs.
     """
     shape = student.shape
     draft = {"target_layer_ids": list(shape.feature_layers), "mask_token_id": shape.mask_token}
@@ -107,8 +107,8 @@ def load_dflash(
 ) -> DFlashStudent:
     """Reads a DFlash draft, in float32, for the target's ``embedding`` and ``head``.
 
-    unnamed_layers: as in `dflash_shape`.  Raises UnsupportedDrafterError for one that has no
-    student.
+    unnamed_layers: as in `dflash_shape`.  Raises UnsupportedDrafterError for a draft that has no
+    student class.
     """
     config, parts = read_model(folder)
     shape = students.dflash_shape(config, unnamed_layers=unnamed_layers)
@@ -128,7 +128,7 @@ def _live_name(stored: str) -> str:
 
 
 def read_model(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Reads a checkpoint's config, and its weights with fused matrices in float32."""
+    """Reads a checkpoint's config, and its weights in float32 with fused matrices."""
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     return config, join(load_file(folder / WEIGHTS))
 
@@ -136,7 +136,7 @@ def read_model(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def save_model(
     folder: Path, shape: DecoderShape, parts: Mapping[str, Tensor], architecture: str, **more: Any
 ) -> None:
-    """Writes a checkpoint; more: what its config has beside the sizes of the decoder."""
+    """Writes a checkpoint; more: fields of its config besides the sizes of the decoder."""
     config = {
         **{key: getattr(shape, field) for field, key in students.DECODER_KEYS.items()},
         "hidden_act": "silu",
@@ -156,7 +156,7 @@ def save_model(
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes an object as people read it."""
+    """Writes an object as indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -167,7 +167,7 @@ def save_weights(file: Path, parts: Mapping[str, Tensor]) -> None:
         dtype = torch.bfloat16 if part.is_floating_point() else part.dtype
         stored[name] = part.detach().to(dtype, copy=True).contiguous()
     save_file(stored, file, metadata={"format": "pt"})
-    # safetensors writes for the owner only; an engine often runs as another user.
+    # safetensors makes the file readable for the owner only; an engine often runs as another user.
     file.chmod(0o644)
 
 
@@ -185,9 +185,9 @@ def split(state: Mapping[str, Tensor], shape: DecoderShape) -> Iterator[tuple[st
 
 
 def join(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the state of a live model, in float32, of what a checkpoint stores.
+    """Returns the state of a live model, in float32, from the tensors of a checkpoint.
 
-    Raises KeyError where a part of a fused matrix is missing.
+    Raises KeyError if a part of a fused matrix is missing.
     """
     state = dict(parts)
     for fused, pieces in _FUSED.items():

@@ -1,4 +1,4 @@
-"""Language models in plain torch: targets, and the drafters that are models of their own.
+"""Language models in plain torch: targets, and drafters that are separate models.
 
 Architectures: Llama 3 (arXiv:2407.21783), Qwen2 technical report (arXiv:2407.10671) and Qwen3
 technical report (arXiv:2505.09388); numerically the same as transformers' ``LlamaForCausalLM``,
@@ -56,8 +56,8 @@ class LanguageModel(nn.Module):
         self.lm_head = None if tied else nn.Linear(shape.hidden, shape.vocabulary, bias=False)
         self.rotary = blocks.Rotary(shape)
         blocks.initialise(self)
-        # The residual stream sums 2 * layers branches: scaled so that its variance does not grow
-        # with depth.
+        # The residual stream sums 2 * layers branches; scaling keeps its variance independent of
+        # the depth.
         for layer in self.model.layers:
             assert isinstance(layer, blocks.DecoderLayer)
             for branch in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -87,7 +87,7 @@ class LanguageModel(nn.Module):
     def hidden_and_features(
         self, tokens: Tensor, feature_layers: Collection[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Returns what the head reads, [batch, length, hidden], and the features."""
+        """Returns the head's input, [batch, length, hidden], and the features."""
         rotation = self.rotary.at(torch.arange(tokens.shape[1], device=tokens.device))
         residual = self.model.embed_tokens(tokens)
         features = []
@@ -99,11 +99,11 @@ class LanguageModel(nn.Module):
 
 
 class ModelFolderError(ValueError):
-    """A model folder that cannot be read, or whose model has no equal here; the message says it."""
+    """A model folder that cannot be read, or has an unsupported model; the message says why."""
 
 
 class LanguageShape(NamedTuple):
-    """Holds what a config says.  tied: whether the embedding is the head."""
+    """The sizes in a config.  tied: whether the embedding is the head."""
 
     decoder: blocks.DecoderShape
     family: blocks.Family
@@ -115,7 +115,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelFolderError(f"{folder} has no {CONFIG} that can be read: {error}") from error
+        raise ModelFolderError(f"{folder} has no readable {CONFIG}: {error}") from error
     if not isinstance(config, dict):
         raise ModelFolderError(f"{folder / CONFIG} is not an object")
     return config
@@ -124,9 +124,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 def language_shape(
     config: Mapping[str, Any], families: Mapping[str, blocks.Family]
 ) -> LanguageShape:
-    """Takes the sizes of a model.  Raises UnsupportedDrafterError.
+    """Reads the sizes of a model from its config.  Raises UnsupportedDrafterError.
 
-    families: by the architecture that is named in the config.
+    families: by the architecture in the config.
     """
     named = config.get("architectures") or ["nothing"]
     family = families.get(str(named[0]))
@@ -144,7 +144,7 @@ def language_shape(
     for reason, is_so in obstacles.items():
         if is_so:
             raise UnsupportedDrafterError(reason)
-    # What transformers takes where a Qwen3 does not say.
+    # The default of transformers for a Qwen3 without this field.
     default = {"head_dim": 128} if family is blocks.QWEN3 else {}
     decoder = decoder_shape({**default, **config}, may_stretch=True)
     _require_sizes(decoder)
@@ -159,7 +159,7 @@ def _require_sizes(shape: blocks.DecoderShape) -> None:
     if shape.heads % shape.kv_heads or shape.head_dim % 2 or shape.layers > _MOST_LAYERS:
         raise UnsupportedDrafterError(
             f"{shape.heads} heads, {shape.kv_heads} of them with keys, {shape.head_dim} wide in "
-            f"{shape.layers} layers are no decoder"
+            f"{shape.layers} layers are not a valid decoder"
         )
 
 
@@ -184,7 +184,7 @@ def load_language_model(folder: Path) -> LanguageModel:
 
 
 def read_state(folder: Path) -> dict[str, Tensor]:
-    """Reads weights as a live model names them, in float32.  Raises ModelFolderError."""
+    """Reads weights in float32, under a live model's names.  Raises ModelFolderError."""
     parts: dict[str, Tensor] = {}
     try:
         for name in _files(folder):
@@ -197,18 +197,18 @@ def read_state(folder: Path) -> dict[str, Tensor]:
 
 
 def put_state(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Gives a model made on "meta" its weights.  Raises ModelFolderError where they do not fit."""
+    """Loads weights into a model made on "meta".  Raises ModelFolderError if they do not fit."""
     for name, part in state.items():
         if not bool(torch.isfinite(part).all()):
             raise ModelFolderError(f"{folder}: {name} contains NaN or infinite values")
     try:
         model.load_state_dict(dict(state), assign=True)
     except RuntimeError as error:
-        raise ModelFolderError(f"{folder} does not hold what its config says: {error}") from error
+        raise ModelFolderError(f"the weights of {folder} do not fit its config: {error}") from error
 
 
 def _files(folder: Path) -> list[str]:
-    """Names the files with the weights."""
+    """Returns the names of the weight files."""
     index = folder / INDEX
     if not index.exists():
         return [WEIGHTS]

@@ -1,21 +1,21 @@
-"""Makes SD2's drafter, small, pretrained, and steered by the verifier's hidden states; trains it.
+"""The SD2 drafter, a small pretrained model steered by the verifier's hidden states; its training.
 
-Paper: Steering Pretrained Drafters during Speculative Decoding (SD2).  The drafter is a language
-model of its own, of any width.  From the verifier's low, middle and high hidden states at the last
-verified position comes a steering vector
+Paper: Steering Pretrained Drafters during Speculative Decoding (SD2).  The drafter is a separate
+language model of any width.  The verifier's low, middle and high hidden states at the last verified
+position give a steering vector of their width
 
-    g = W_hml [h; m; l]                                         (W_hml = [I I I] at first)
+    g = W_hml [h; m; l]                                         (initially W_hml = [I I I])
 
-which is as wide as they are, and every MLP of the drafter becomes, with W_s = 0 at first,
+Every MLP of the drafter becomes, with W_s = 0 initially,
 
     W_d ((W_u a + W_s g) * silu(W_g a))                         (Eq. 2)
 
-Here g is normed before W_s: a residual stream holds some channels that are much larger than the
-rest.  Row p takes the token at p + 1 and the hidden states at p, as SGLang hands both to a drafter,
-and predicts the token at p + 2.
+Here g is normed before W_s, because some channels of a residual stream are much larger than the
+others.  Row p takes the token at p + 1 and the hidden states at p, as SGLang passes both to a
+drafter, and predicts the token at p + 2.
 
-Drafters are distilled from the verifier, with steering or without (sections 3.3 and 4, appendices
-A.3 and A.4), and kept in folders that SGLang loads.
+Drafters are distilled from the verifier, with or without steering (sections 3.3 and 4, appendices
+A.3 and A.4), and stored in folders that SGLang loads.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ _ROPE_KEYS: Final = {
 class Sd2Shape:
     """The sizes of an SD2 drafter.
 
-    decoder: of the drafter.  target_hidden: width of the verifier's hidden states, and so of the
-    steering vector; it may differ from the drafter's.  feature_layers: those of the verifier that
-    are read.  family: of the drafter.  tied: whether its embedding is its head.  Raises ValueError.
+    decoder: of the drafter.  target_hidden: width of the verifier's hidden states and of the
+    steering vector; it may differ from the drafter's width.  feature_layers: the verifier's layers
+    that are read.  family: of the drafter.  tied: whether its embedding is its head.  Raises
+    ValueError.
     """
 
     decoder: DecoderShape
@@ -79,13 +80,13 @@ class Sd2Shape:
 
     def __post_init__(self) -> None:
         if self.target_hidden < 1:
-            raise ValueError("a steering vector has a width")
+            raise ValueError("the steering vector must have a width of 1 or more")
         if len(self.feature_layers) < 2:
-            raise ValueError("a steering vector is made of two hidden states or more")
+            raise ValueError("a steering vector needs two hidden states or more")
 
 
 class Sd2Draft(nn.Module):
-    """An SD2 drafter with its steering; `decoder` is a language model of its own."""
+    """An SD2 drafter with its steering; `decoder` is the drafter's language model."""
 
     def __init__(self, shape: Sd2Shape) -> None:
         super().__init__()
@@ -124,17 +125,17 @@ class Sd2Draft(nn.Module):
 def offsets(rows: int, batch: int, drafts: int, generator: torch.Generator) -> Tensor:
     """Draws for each row the row whose hidden states steer it, [batch, rows].
 
-    It lies 0 to drafts - 1 rows back, uniformly (the paper's delta): as far as the last verified
-    position is behind each of so many drafts.
+    The distance is uniform from 0 to drafts - 1 rows (the paper's delta): the distance of the last
+    verified position from each draft of a round.
     """
     back = torch.randint(drafts, (batch, rows), generator=generator)
     return (torch.arange(rows) - back).clamp_min(0)
 
 
 def blocked_offsets(rows: int, batch: int, drafts: int, generator: torch.Generator) -> Tensor:
-    """Draws `offsets` as serving has them: one row steers itself and all of its block.
+    """Draws `offsets` as in serving: one row steers itself and the rest of its block.
 
-    Blocks have `drafts` rows, and begin at a row of each text's own (appendix A.4).
+    Blocks have `drafts` rows, and begin at a random row in each text (appendix A.4).
     """
     first = torch.randint(drafts, (batch, 1), generator=generator)
     row = torch.arange(rows)
@@ -163,9 +164,9 @@ def divergence(
 def greedy_chain(
     draft: Sd2Draft, features: Tensor, tokens: Tensor, drafts: int, *, steered: bool = True
 ) -> Tensor:
-    """Drafts what a server would propose after `tokens`: ids [batch, drafts].
+    """Returns the drafts that a server would propose after `tokens`: ids [batch, drafts].
 
-    tokens: [batch, L + 1], the newest not yet run by the verifier.  features: of all but that one.
+    tokens: [batch, L + 1]; the verifier has not run the last one yet.  features: of the others.
     """
     steering = draft.steering(features) if steered else None
     for _ in range(drafts):
@@ -197,7 +198,7 @@ def save_sd2(draft: Sd2Draft, folder: Path) -> None:
 
 
 def load_sd2(folder: Path) -> Sd2Draft:
-    """Reads back :func:`save_sd2`, in float32.  Raises ModelFolderError."""
+    """Reads a folder of `save_sd2`, in float32.  Raises ModelFolderError."""
     config = read_config(folder)
     try:
         shape = sd2_shape(config)
@@ -212,9 +213,9 @@ def load_sd2(folder: Path) -> Sd2Draft:
 
 
 def sd2_shape(config: Mapping[str, Any]) -> Sd2Shape:
-    """Takes the sizes of an SD2 drafter.  Raises ValueError.
+    """Reads the sizes of an SD2 drafter from its config.  Raises ValueError.
 
-    A config without ``target_hidden_size`` has the drafter's own width.
+    Without ``target_hidden_size`` the steering vector has the drafter's own width.
     """
     decoder, family, tied = language_shape(config, STEERED)
     layers = (config.get("eagle_config") or {}).get(EAGLE_LAYERS)
@@ -244,26 +245,26 @@ def _live_name(stored: str) -> str:
 
 
 class Offsets(StrEnum):
-    """Says which hidden states steer a row in training: drawn for each row, or for whole blocks."""
+    """Names how the hidden states that steer a row are drawn: per row, or per block."""
 
     RANDOM = "random"
     BLOCKED = "blocked"
 
 
 class DivergedError(ValueError):
-    """A loss that is NaN or infinite; nothing may be kept of such a training."""
+    """The loss is NaN or infinite; the result of the training must be discarded."""
 
 
 @dataclass(frozen=True)
 class Sd2Training:
-    """Says how a drafter is trained; the defaults are the paper's.
+    """Settings of a training; the defaults are the paper's.
 
-    steps: optimiser steps.  batch: texts in a step, of which `together` go through the models at
-    once.  drafts: of a round, the paper's k.  learning_rate: begins at a tenth, rises for
-    `warmup_steps`, or a quarter of all steps where that is less, and falls back to a tenth by a
-    cosine.  steering_factor: how many times faster the steering learns than the drafter.  steered:
-    False trains the drafter alone, which is distillation.  frozen: the steering alone learns.
-    Raises ValueError.
+    steps: optimiser steps.  batch: texts per step, of which `together` go through the models at
+    once.  drafts: per round, the paper's k.  learning_rate: peak; the rate begins at a tenth of it,
+    rises for `warmup_steps` (at most a quarter of all steps), and falls to a tenth by a cosine.
+    steering_factor: learning rate of the steering over that of the drafter.  steered: False trains
+    the drafter alone, which is distillation.  frozen: trains the steering alone.  Raises
+    ValueError.
     """
 
     steps: int
@@ -290,10 +291,10 @@ class Sd2Training:
         if self.warmup_steps < 0 or not 0 <= self.weight_decay < math.inf:
             raise ValueError("warm-up steps and weight decay must be 0 or more")
         if self.frozen and not self.steered:
-            raise ValueError("a frozen drafter without steering has nothing to learn")
+            raise ValueError("a frozen drafter without steering has no parameters to train")
 
     def rate(self, step: int) -> float:
-        """Returns the learning rate of a step, from zero."""
+        """Returns the learning rate of a step, counted from 0."""
         warmup = min(self.warmup_steps, self.steps // 4)
         if step < warmup:
             share = 0.1 + 0.9 * step / warmup
@@ -312,9 +313,9 @@ def train_sd2(
 ) -> None:
     """Trains `draft` on the distributions of `target`, on the device where both are.
 
-    batches: tokens [training.batch, L] with L >= 2, one for each step.  on_step: is given (step
-    from zero, mean loss in nats).  On a GPU matrices are multiplied in bfloat16.  Raises
-    DivergedError, and ValueError where the two do not fit.
+    batches: tokens [training.batch, L] with L >= 2, one for each step.  on_step: called with the
+    step, counted from 0, and the mean loss in nats.  On a GPU matrices are multiplied in bfloat16.
+    Raises DivergedError, and ValueError if drafter and target do not fit.
     """
     _require_fit(draft, target)
     learning = [*draft.decoder.parameters()] if not training.frozen else []
@@ -354,7 +355,7 @@ def train_sd2(
 def _accumulate(
     draft: Sd2Draft, target: LanguageModel, tokens: Tensor, back: Tensor, training: Sd2Training
 ) -> float:
-    """Adds the gradients of a batch, and returns its mean loss."""
+    """Accumulates the gradients of a batch, and returns its mean loss."""
     device = target.head.device
     total = 0.0
     for some, rows in zip(

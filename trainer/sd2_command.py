@@ -1,7 +1,7 @@
 """The command `speculation-trainer sd2` makes an SD2 drafter from a pretrained one.
 
 Both models run in plain torch on one device, as in the paper: its loss needs the target's whole
-distribution at every position, of which collected signals keep only the likeliest tokens.
+distribution at every position, but collected signals contain only the likeliest tokens.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _log = structlog.get_logger(__name__)
 
 _TOKENIZER: Final = "tokenizer.json"
 _REPORT_SECONDS: Final = 10.0
-# Every so many-th window is not trained on.
+# One of this many windows is held out.
 _HELD_OUT: Final = 20
 _HELD_OUT_MOST: Final = 32
 _DEFAULTS: Final = Sd2Training(steps=1)
 _HELP: Final = {
     "batch": "texts in an optimiser step",
-    "together": "texts that go through the models at once: less takes less memory",
-    "drafts": "drafts of a round that the steering is made for",
+    "together": "texts that go through the models at once: fewer need less memory",
+    "drafts": "drafts per round that the steering is trained for",
     "learning_rate": "peak learning rate of AdamW; the paper has 1e-5 to 5e-5 by model",
     "steering_factor": "how many times faster the steering learns than the drafter",
-    "warmup_steps": "steps in which the rate rises, a quarter of all at most",
+    "warmup_steps": "steps in which the rate rises, at most a quarter of all steps",
     "weight_decay": "weight decay of AdamW",
     "clip": "largest norm of the gradient",
     "seed": "seed of the order of the texts and of the offsets",
@@ -55,7 +55,7 @@ _HELP: Final = {
 
 
 class TextsError(ValueError):
-    """Texts, or a tokenizer, that a drafter cannot be trained with; the message says why."""
+    """Texts or a tokenizer that cannot be used for training; the message says why."""
 
 
 def add_sd2_command(commands: Any) -> None:
@@ -106,7 +106,7 @@ def add_settings(
 
 
 def run_sd2_command(asked: argparse.Namespace) -> None:
-    """Trains, and writes the folder whole or not at all.  Raises ValueError and OSError."""
+    """Trains the drafter and writes its folder atomically.  Raises ValueError and OSError."""
     if asked.out.exists():
         raise FileExistsError(f"{asked.out} exists: name a folder that does not")
     if min(asked.epochs, asked.threads) < 1 or asked.length < 2:
@@ -126,7 +126,7 @@ def run_sd2_command(asked: argparse.Namespace) -> None:
     try:
         train_sd2(draft, target, _batches(learnt, training), training, _Progress(steps).report)
     except torch.OutOfMemoryError as error:
-        raise ValueError("the device has no memory left: lower --together or --length") from error
+        raise ValueError("the device is out of memory: lower --together or --length") from error
     after = _loss(draft, target, held_out, training)
     _write(draft.cpu(), asked.out)
     _log.info("written", folder=str(asked.out), nats_before=before, nats_after=after)
@@ -142,7 +142,7 @@ def _drafter(asked: argparse.Namespace, target: LanguageModel) -> Sd2Draft:
     architectures = read_config(asked.drafter).get("architectures") or ()
     if STEERED.keys() & set(architectures):
         if asked.layers:
-            raise ValueError("an SD2 drafter has its layers; --layers is for a pretrained one")
+            raise ValueError("an SD2 drafter names its layers; --layers is for a pretrained one")
         return load_sd2(asked.drafter)
     model = load_language_model(asked.drafter)
     if model.shape.vocabulary != target.shape.vocabulary:
@@ -154,7 +154,7 @@ def _drafter(asked: argparse.Namespace, target: LanguageModel) -> Sd2Draft:
     layers = asked.layers or sorted({min(2, count - 2), count // 2 - 1, count - 3})
     # SGLang reads the output of a layer on entering the next one.
     if not all(0 <= layer < count - 1 for layer in layers) or sorted(set(layers)) != layers:
-        raise ValueError(f"layers {layers} are not ascending ones from 0 to {count - 2}")
+        raise ValueError(f"layers {layers} must be ascending and in [0, {count - 2}]")
     shape = Sd2Shape(
         model.shape, target.shape.hidden, tuple(layers), model.family, model.lm_head is None
     )
@@ -164,7 +164,7 @@ def _drafter(asked: argparse.Namespace, target: LanguageModel) -> Sd2Draft:
 
 
 def _windows(asked: argparse.Namespace, target: LanguageModel) -> Tensor:
-    """Returns the texts one after the other, in windows [count, length]."""
+    """Returns the tokens of all texts, concatenated, in windows [count, length]."""
     tokenizer = _tokenizer(asked.target, asked.drafter)
     end = read_config(asked.target).get("eos_token_id")
     ends = end if isinstance(end, list) else [] if end is None else [end]
@@ -175,7 +175,7 @@ def _windows(asked: argparse.Namespace, target: LanguageModel) -> Tensor:
     count = len(tokens) // asked.length
     if count < 2:
         raise TextsError(
-            f"{asked.texts} has {len(tokens)} tokens; two windows of {asked.length} are the least"
+            f"{asked.texts} has {len(tokens)} tokens; two windows of {asked.length} are needed"
         )
     windows = torch.tensor(tokens[: count * asked.length]).view(count, asked.length)
     if int(windows.max()) >= target.shape.vocabulary:
@@ -196,8 +196,8 @@ def _tokenizer(target: Path, drafter: Path) -> Any:
     def read(folder: Path) -> Any:
         try:
             return Tokenizer.from_file(str(folder / _TOKENIZER))
-        except Exception as error:  # as tokenizers reports everything
-            raise TextsError(f"{folder} has no {_TOKENIZER} that can be read: {error}") from error
+        except Exception as error:  # tokenizers raises a bare Exception
+            raise TextsError(f"{folder} has no readable {_TOKENIZER}: {error}") from error
 
     found = read(target)
     if (drafter / _TOKENIZER).exists():
@@ -225,15 +225,15 @@ def _text_of(line: str, where: str) -> str:
     try:
         found = json.loads(line)
     except ValueError as error:
-        raise TextsError(f"{where}: no JSON") from error
+        raise TextsError(f"{where}: not JSON") from error
     text = found.get("text") if isinstance(found, dict) else None
     if not isinstance(text, str):
-        raise TextsError(f'{where}: no object with a "text"')
+        raise TextsError(f'{where}: not an object with a "text"')
     return text
 
 
 def _parted(windows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the windows to learn from and those to evaluate on, one at least."""
+    """Returns the windows for training and those for evaluation, at least one."""
     held = torch.arange(len(windows)) % _HELD_OUT == min(_HELD_OUT, len(windows)) - 1
     return windows[~held], windows[held][:_HELD_OUT_MOST]
 
@@ -243,7 +243,7 @@ def _batches(windows: Tensor, training: Sd2Training) -> Iterator[Tensor]:
     while True:
         order = torch.randperm(len(windows), generator=generator)
         full = len(order) // training.batch * training.batch
-        # Fewer windows than a batch has are one batch.
+        # If there are fewer windows than a batch has, they are one batch.
         for some in order[:full].split(training.batch) if full else [order]:
             yield windows[some]
 
@@ -262,14 +262,14 @@ def _loss(draft: Sd2Draft, target: LanguageModel, windows: Tensor, training: Sd2
 
 
 class _Progress:
-    """Logs how far a training is, every few seconds and at its end."""
+    """Logs the progress of a training every few seconds and at its end."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._begun = self._said = time.monotonic()
 
     def report(self, step: int, loss: float) -> None:
-        """Takes a step from zero, and its loss."""
+        """Reports a step, counted from 0, and its loss."""
         now, done = time.monotonic(), step + 1
         if done == self._steps or now - self._said >= _REPORT_SECONDS:
             self._said = now
@@ -284,5 +284,5 @@ def _write(draft: Sd2Draft, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as place:
         whole = Path(place) / "whole"
         save_sd2(draft, whole)
-        # Refused by the system where something with files is there by now.
+        # Fails if a non-empty folder has been created here in the meantime.
         whole.rename(folder)

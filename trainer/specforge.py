@@ -1,8 +1,8 @@
-"""Hands signals to SpecForge, for training that outgrows one GPU, and takes drafters back.
+"""Exports signals to SpecForge, for training on more than one GPU, and imports trained drafters.
 
 SpecForge: arXiv:2603.18567, package `specforge` 0.2.0.  Its offline trainer reads a folder of
-`torch.save` dictionaries, one sample each; what it has trained and exported (`specforge export`)
-comes back as a version of the drafter, which serves without a restart.
+`torch.save` dictionaries, one sample each.  A drafter that it has trained and exported (`specforge
+export`) is imported as a version of the drafter, which serves without a restart.
 
     export_signals      features/rows_A-B/data_I.ckpt, draft/ (the drafter to continue from),
                         target/ (the target's config, embedding and head) and specforge.json (for
@@ -39,29 +39,29 @@ from trainer.specforge_target import (
 )
 
 _FOLDER_ROWS: Final = 2000
-# Fewer verified positions teach a chain of drafts nothing.
+# A signal with fewer verified positions is useless for training a chain of drafts.
 _LEAST: Final = 8
-# Target layers that its EAGLE3 drafters read.
+# Number of target layers that SpecForge's EAGLE3 drafters read.
 _FEATURES: Final = 3
-# Samples of a step on one GPU, and GPUs.  SpecForge drops what does not fill a step.
+# Samples per step and GPU, and number of GPUs.  SpecForge drops samples that do not fill a step.
 _BATCH: Final = 4
 _PROCESSES: Final = 4
 # The draft vocabulary as its trainer reads it.
 _VOCABULARY: Final = "vocabulary.pt"
-# Beside the parameters, and in other types.
+# Tensors that are not parameters, and the types of parameters.
 _INTEGERS: Final = {"d2t", "t2d"}
 _FLOATS: Final = {"F64", "F32", "F16", "BF16"}
 
 
 class ExportError(ValueError):
-    """SpecForge could not train on the signals or the drafter; the message says why."""
+    """SpecForge cannot train on the signals or the drafter; the message says why."""
 
 
 def eagle3_sample(signal: Signal) -> dict[str, torch.Tensor]:
     """Makes a sample for SpecForge's offline EAGLE3 reader.
 
     input_ids, loss_mask: int64 [n].  aux_hidden_state: [1, n, feature layers * hidden].
-    hidden_state: [1, n, hidden], what the target's head is applied to.  Raises ExportError.
+    hidden_state: [1, n, hidden], the input of the target's head.  Raises ExportError.
     """
     if signal.final is None:
         raise ExportError(
@@ -78,7 +78,7 @@ def dflash_sample(signal: Signal) -> dict[str, torch.Tensor]:
     """Makes a sample for SpecForge's offline DFlash reader.
 
     input_ids, loss_mask: int64 [n].  hidden_states: [n, feature layers * hidden].  The first
-    position is masked: a block that begins there would have no context, as none has in service.
+    position is masked: a block that begins there would have no context, unlike in service.
     """
     sample = _sample(signal) | {"hidden_states": signal.features}
     sample["loss_mask"][0] = 0
@@ -96,19 +96,18 @@ def _sample(signal: Signal) -> dict[str, torch.Tensor]:
 def export_signals(
     signals_folder: Path, versions: Versions, version: int, target: Path, out: Path
 ) -> int:
-    """Writes what `specforge train` needs; returns the number of samples.
+    """Writes the input of `specforge train`; returns the number of samples.
 
     version: of the drafter to continue from.  target: the target's folder, for its config,
-    embedding and head.  out: does not exist or is empty; it appears whole or not at all, and what a
-    killed export leaves beside it is named OUT.part-... .  Raises ExportError, TargetError,
-    VersionError, OSError.
+    embedding and head.  out: must not exist or be empty.  It is written atomically; a killed export
+    leaves a folder OUT.part-... beside it.  Raises ExportError, TargetError, VersionError, OSError.
     """
     student = _trainable(versions.student(version))
     parts = read_target(target)
     _require_target(parts, student, target)
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ExportError(f"{out} is there and not empty: name a folder that is not")
+        raise ExportError(f"{out} exists and is not empty: name a new or empty folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(mkdtemp(prefix=f"{out.name}.part-", dir=out.parent))
     try:
@@ -146,7 +145,7 @@ def _write_samples(
 
 
 def _require_target(target: TargetParts, student: DraftStudent, folder: Path) -> None:
-    """Raises TargetError for the folder of another target."""
+    """Raises TargetError if the folder has another target than the drafter's."""
     decoder = student.shape.decoder
     ours, theirs = (decoder.vocabulary, decoder.hidden), tuple(target.embedding.shape)
     if ours != theirs:
@@ -156,7 +155,7 @@ def _require_target(target: TargetParts, student: DraftStudent, folder: Path) ->
 
 
 def _trainable(student: DraftStudent) -> Eagle3Student | DFlashStudent:
-    """Raises ExportError for a drafter that SpecForge has no recipe for."""
+    """Returns the drafter.  Raises ExportError if SpecForge cannot train it."""
     if isinstance(student, MtpStudent):
         raise ExportError("SpecForge trains EAGLE3 and DFlash drafters, not multi-token predictors")
     if isinstance(student, Eagle3Student):
@@ -169,7 +168,7 @@ def _trainable(student: DraftStudent) -> Eagle3Student | DFlashStudent:
             f"the drafter reads {shape.features} target layers, and SpecForge's read three": (
                 shape.features != _FEATURES
             ),
-            # Its t2d is a mask, which keeps the order of the target's ids.
+            # SpecForge's t2d is a mask, which requires the order of the target's ids.
             "the drafter's d2t is not in the order of the target's ids, and SpecForge's are": (
                 tokens is not None and not bool((tokens.diff() > 0).all())
             ),
@@ -195,16 +194,15 @@ def configuration(
 ) -> dict[str, Any]:
     """Configures SpecForge's trainer: FSDP on the GPUs of one node, from the exported drafter.
 
-    Its attention is SDPA, which both kinds of drafters have there.  Paths are relative to the
-    folder of the export.  samples: how many are exported.  longest: positions of the longest one.
+    The attention is SDPA, which SpecForge supports for both kinds of drafters.  Paths are relative
+    to the folder of the export.  samples: number of samples.  longest: positions of the longest.
     """
     if isinstance(student, Eagle3Student):
         strategy: dict[str, Any] = {"strategy": "eagle3", "ttt_length": 7}
     else:
-        # By default SpecForge weighs all positions alike.
+        # By default SpecForge weights all positions equally.
         strategy = {"strategy": "dflash", "loss_decay_gamma": loss_decay(student.shape.block)}
-    # Otherwise the trainer makes a draft vocabulary of the samples' most frequent tokens, whatever
-    # the drafter's is.
+    # Otherwise the trainer makes a new draft vocabulary of the samples' most frequent tokens.
     pruned = isinstance(student, Eagle3Student) and student.tokens is not None
     vocabulary = {"vocab_mapping_path": f"draft/{_VOCABULARY}"} if pruned else {}
     processes = min(_PROCESSES, samples)
@@ -236,8 +234,8 @@ def import_draft(folder: Path, versions: Versions) -> int:
     """Stores a drafter that `specforge export` has written; returns its version.
 
     EAGLE3 drafters are exported with `--to sglang`, DFlash drafters with `--to hf`.  Only JSON and
-    safetensors are read.  Raises VersionError where it is not the base's kind of drafter,
-    ExportError where SpecForge has no such kind.
+    safetensors are read.  Raises VersionError if the kind of drafter differs from the base's, and
+    ExportError if SpecForge does not support that kind.
     """
     base = _trainable(versions.student(0))
     kind = "EAGLE3" if isinstance(base, Eagle3Student) else "DFlash"
@@ -245,7 +243,9 @@ def import_draft(folder: Path, versions: Versions) -> int:
         made = _load(folder, base)
     except MALFORMED as error:
         reason = str(error) or type(error).__name__
-        raise VersionError(f"{folder} cannot be read as {kind} drafter: {reason}") from error
+        raise VersionError(
+            f"{folder} cannot be read as drafter of kind {kind}: {reason}"
+        ) from error
     parameters = dict(made.named_parameters())
     check_parameters(parameters, dict(base.named_parameters()), folder)
     facts = Made(0, 0.0, 0.0, 0.0, 0, 0.0)
@@ -255,13 +255,13 @@ def import_draft(folder: Path, versions: Versions) -> int:
 def _load(folder: Path, like: Eagle3Student | DFlashStudent) -> Eagle3Student | DFlashStudent:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if isinstance(like, Eagle3Student):
-        # The sizes are compared before anything of such sizes is made.
+        # The sizes are compared before tensors of these sizes are allocated.
         _require_alike(eagle3_shape(config), like.shape)
         _require_floats(folder / "model.safetensors", like)
         draft = load_draft(folder, like.embedding, like.head)
         _require_tokens(draft, like)
         return draft
-    # Of a config that names none the engine would choose the drafter's.
+    # If the config names no layers, the engine would use the base drafter's layers.
     unnamed = like.shape.feature_layers
     _require_alike(dflash_shape(config, unnamed_layers=unnamed), like.shape)
     _require_floats(folder / "model.safetensors", like)
@@ -275,32 +275,32 @@ def _facts(shape: Eagle3Shape | DFlashShape) -> dict[str, Any]:
 
 
 def _require_alike(draft: Eagle3Shape | DFlashShape, like: Eagle3Shape | DFlashShape) -> None:
-    """Raises ValueError where a draft with these parameters would be another one than ``like``.
+    """Raises ValueError if the draft's configuration differs from that of ``like``.
 
-    Parameters alone do not show the rotary base, the norms' epsilon, or which target layers are
-    read.
+    The parameters alone do not show the rotary base, the norms' epsilon, or the target layers that
+    are read.
     """
     ours, theirs = _facts(like), _facts(draft)
     if not (ours["feature_layers"] and theirs["feature_layers"]):
-        # Without names the engine chooses, and the config does not say of how many layers.
+        # Without layer names the engine chooses them; the config does not contain their number.
         del ours["feature_layers"]
-    # It says nothing about what is computed.
+    # It does not change the computation.
     del ours["max_positions"]
     for name, fact in ours.items():
         if theirs[name] != fact:
-            raise ValueError(f"its {name} is {theirs[name]}, that of the engine's drafter {fact}")
+            raise ValueError(f"its {name} is {theirs[name]}, the engine's drafter has {fact}")
 
 
 def _require_tokens(draft: Eagle3Student, like: Eagle3Student) -> None:
-    """Raises ValueError where the draft drafts other tokens."""
+    """Raises ValueError if the draft has another draft vocabulary."""
     theirs, ours = (None if own is None else own.tolist() for own in (draft.tokens, like.tokens))
     if theirs != ours:
         raise ValueError("its d2t is not that of the engine's drafter")
 
 
 def _require_floats(weights: Path, like: Eagle3Student | DFlashStudent) -> None:
-    """Raises ValueError for weights that are quantised, or more than such a drafter has."""
-    # float64, and the embedding for what lies beside the parameters: itself, d2t and t2d.
+    """Raises ValueError for weights that are quantised, or larger than such a drafter has."""
+    # float64, plus the embedding as a bound for the other tensors: the embedding, d2t and t2d.
     most = 8 * (sum(part.numel() for part in like.parameters()) + like.embedding.numel())
     with safe_open(weights, "pt") as file:
         names = file.keys()

@@ -1,8 +1,8 @@
-"""Copies what SpecForge's trainer reads of a target: its config, its embedding and its head.
+"""Copies the parts of a target that SpecForge's trainer reads: its config, embedding and head.
 
-The trainer finds the head of an EAGLE3 drafter's target through an index file, which a target in
-one file does not have, and by a name, which a target that ties its head to its embedding does not
-have.  The copy has both, and can be taken to other machines without the target's layers.
+For an EAGLE3 drafter the trainer looks up the target's head in an index file and by its tensor
+name.  A target in one file has no index, and a target with tied embeddings has no head tensor.  The
+copy has both, and can be moved to other machines without the target's layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.checkpoint import CONFIG, INDEX, WEIGHTS, write_json
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
-# What reading a foreign config or foreign weights raises where they are malformed.
+# Errors that malformed configs or weights can cause.
 MALFORMED: Final = (
     ArithmeticError,
     AttributeError,
@@ -36,15 +36,15 @@ MALFORMED: Final = (
 
 
 class TargetError(ValueError):
-    """The folder is no target that SpecForge could read; the message names it and says why."""
+    """SpecForge could not read the folder as a target; the message names it and says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetParts:
-    """Holds the parts of a target that a drafter borrows.
+    """The parts of a target that a drafter uses.
 
-    config: as in its folder.  embedding: [vocabulary, hidden].  head: the same shape; None where
-    the embedding serves as head.
+    config: as in its folder.  embedding: [vocabulary, hidden].  head: the same shape; None if the
+    embedding serves as head.
     """
 
     config: Mapping[str, Any]
@@ -53,12 +53,12 @@ class TargetParts:
 
     @property
     def head_key(self) -> str:
-        """The name of the matrix that serves as head."""
+        """Returns the name of the matrix that serves as head."""
         return EMBEDDING if self.head is None else HEAD
 
     @property
     def layers(self) -> int:
-        """The number of the target's layers.  Raises TargetError."""
+        """Returns the number of the target's layers.  Raises TargetError."""
         found = _text(self.config).get("num_hidden_layers")
         if type(found) is not int:
             raise TargetError(f"the target's config has no num_hidden_layers, but {found!r}")
@@ -75,13 +75,13 @@ def read_target(folder: Path) -> TargetParts:
     except TargetError:
         raise
     except MALFORMED as error:
-        raise TargetError(f"{folder} cannot be read as target: {error!r}") from error
+        raise TargetError(f"{folder} cannot be read as a target: {error!r}") from error
 
 
 def write_target(parts: TargetParts, folder: Path, source: Path) -> None:
     """Writes a folder that SpecForge reads as a target.
 
-    source: the target's folder, for the Python files of a model type of its own.  Raises OSError,
+    source: the target's folder, for the Python files of a custom model type.  Raises OSError,
     SafetensorError.
     """
     folder.mkdir(parents=True)
@@ -89,7 +89,7 @@ def write_target(parts: TargetParts, folder: Path, source: Path) -> None:
     write_json(folder / CONFIG, {**parts.config, "tie_word_embeddings": tied})
     stored = {EMBEDDING: parts.embedding} | ({} if parts.head is None else {HEAD: parts.head})
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-    # safetensors writes for the owner only; a trainer often runs as another user.
+    # safetensors makes the file readable for the owner only; a trainer often runs as another user.
     (folder / WEIGHTS).chmod(0o644)
     size = sum(part.nbytes for part in stored.values())
     places = dict.fromkeys(stored, WEIGHTS)
@@ -116,7 +116,7 @@ def _read(folder: Path) -> TargetParts:
 
 
 def _places(folder: Path) -> dict[str, Path]:
-    """Finds the file of every tensor."""
+    """Returns the file of every tensor."""
     index = folder / INDEX
     if index.exists():
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -129,7 +129,7 @@ def _places(folder: Path) -> dict[str, Path]:
 
 
 def _named(places: Mapping[str, Path], name: str) -> str | None:
-    """Finds a tensor's name; a model for images and text has a prefix before it."""
+    """Finds a tensor's full name; a model for images and text has a prefix before it."""
     same = [found for found in places if found == name or found.endswith("." + name)]
     return min(same, key=len, default=None)
 
@@ -138,11 +138,11 @@ def _tensor(path: Path, name: str) -> Tensor:
     with safe_open(path, "pt") as file:
         found: Tensor = file.get_tensor(name)
     if found.dim() != 2 or not found.is_floating_point():
-        raise TargetError(f"{path}: {name} is {found.dtype} of {tuple(found.shape)}, no matrix")
+        raise TargetError(f"{path}: {name} is {found.dtype} of {tuple(found.shape)}, not a matrix")
     return found
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the part that reads text; a model for images and text has one in its own."""
+    """Returns the config of the text model, which is nested in that of an image and text model."""
     found = config.get("text_config")
     return found if isinstance(found, dict) else config

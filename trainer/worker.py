@@ -1,12 +1,13 @@
-"""Trains a drafter beside an engine: waits for the sidecar's order, trains, evaluates, hands over.
+"""Trains a drafter beside an engine, when the sidecar orders it, and publishes a new version.
 
-    every second        tells the sidecar how many signals are stored
-    ordered             fine-tunes the serving version on most of them, evaluates it on the rest,
-                        keeps the weights as a new version, tells the sidecar how it went
-    answered            deletes the signals it has used
+    every second        reports the number of stored signals to the sidecar
+    on an order         fine-tunes the serving version on most signals, evaluates it on the others,
+                        stores the weights as a new version, reports the result to the sidecar
+    on the answer       deletes the signals that it has used
 
-The sidecar decides whether the version serves.  Killed at any point, the trainer begins the round
-again when it is back: signals are deleted last, and a version that nobody deployed is only a file.
+The sidecar decides whether the version serves.  If the trainer is killed at any point, it repeats
+the round after its restart: signals are deleted last, and a version that was not deployed is only a
+file.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _EVERY_SECONDS: Final = 1.0
 _RETRY_SECONDS: Final = 2.0
 _RETRY_MOST_SECONDS: Final = 30.0
 _PROGRESS_SECONDS: Final = 5.0
-# Of a sidecar's list of engines, which has two at most: 1024 engines, 1000 a page.
+# Limit for the sidecar's list of engines, which has at most two pages: 1024 engines, 1000 a page.
 _PAGES_MAX: Final = 100
 
 _log = structlog.get_logger(__name__)
 
 
 class NoEngineError(RuntimeError):
-    """The sidecar has several engines, and none was named."""
+    """The sidecar has several engines, and --engine was not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class WorkerTarget:
 
 
 class TrainingWorker:
-    """Trains whenever the sidecar orders it.  Raises OSError for a folder that cannot be made."""
+    """Trains whenever the sidecar orders it.  Raises OSError if its folder cannot be created."""
 
     def __init__(self, where: WorkerTarget, settings: AdaptSettings) -> None:
         self._where = where
@@ -74,7 +75,7 @@ class TrainingWorker:
         self._versions = Versions(where.folder / FOLDER)
 
     async def run(self) -> None:
-        """Works until it is cancelled, and waits for a sidecar or engine that is away.
+        """Runs until it is cancelled, and waits for a sidecar or engine that is unavailable.
 
         Raises FolderTakenError, NoEngineError, grpc.RpcError.
         """
@@ -214,7 +215,7 @@ async def _only_engine(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str
             if status.engine.capabilities.can_take_versions
         ]
         token = answer.next_page_token
-        # One engine too many is enough to know; others are named as far as this page has them.
+        # Two engines are enough to raise; the error lists the engines read so far.
         if not token or len(able) > 1:
             break
     else:
@@ -224,7 +225,8 @@ async def _only_engine(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str
         )
     if len(able) > 1:
         raise NoEngineError(
-            f"the sidecar has several engines that learn: name one with --engine, {able[:8]}"
+            f"the sidecar has several engines that can be trained: name one with --engine, "
+            f"{able[:8]}"
         )
     if not able:
         raise grpc.aio.AioRpcError(
@@ -235,7 +237,7 @@ async def _only_engine(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str
 
 
 def _passes(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the error may pass without a change by the operator."""
+    """Whether a retry may succeed without a change by the operator."""
     return error.code() in {
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.NOT_FOUND,

@@ -1,4 +1,4 @@
-"""Holds what the shims of all engines share: errors, settings, losses, names, flags of a report.
+"""Code that the shims of all engines share: errors, settings, lost capabilities, flags of a report.
 
-It knows no engine, and imports no torch.
+It knows no engine, and does not import torch.
 """

@@ -1,7 +1,7 @@
 """The checks that decide whether an engine can be steered.
 
-A shim makes them as its engine starts, where the first obstacle ends the start, and
-`speculation-would-steer` makes the same ones beforehand and shows all of them.
+A shim runs them as its engine starts: the first obstacle ends the start.
+`speculation-would-steer` runs the same checks before the start and shows all results.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Describes one thing that was looked at.
+    """Result of one check.
 
-    found: what the engine has.  obstacle: why it cannot be steered with that, and what to change;
-    "" if it can.  lead: begins the error of an engine that starts.  starts: an engine with this
-    obstacle starts and serves, and never gains from its drafter: its log says why.  advice: what is
-    worth a look and no obstacle; "" if there is nothing.
+    found: what the engine has.  obstacle: why an engine with it cannot be steered, and what to
+    change; "" if it can be steered.  lead: prefix of the error text at the engine's start.  starts:
+    an engine with this obstacle starts and serves but never gains from its drafter; its log
+    contains the reason.  advice: a hint that is not an obstacle, or "".
     """
 
     topic: str
@@ -40,9 +40,9 @@ class Check:
 
 
 def checked(topic: str, found: object, obstacles: Mapping[str, object], lead: str = "") -> Check:
-    """Makes a check with the first of the obstacles that is there.
+    """Makes a check with the first obstacle that applies.
 
-    obstacles: whether each of them is there, by its text.
+    obstacles: text of each obstacle -> whether it applies.
     """
     obstacle = next((text for text, is_so in obstacles.items() if is_so), "")
     return Check(topic, str(found), obstacle, lead)
@@ -57,7 +57,7 @@ def protobuf_check() -> Check:
 def require(checks: Iterable[Check]) -> None:
     """Raises UnsupportedEngineError for the first check with an obstacle.
 
-    Logs those with which an engine starts, and all advice.
+    Logs the obstacles with which an engine starts, and all advice.
     """
     for check in checks:
         if check.obstacle and not check.starts:

@@ -1,6 +1,6 @@
-"""Errors of a shim, and how one ends a process.
+"""Errors of a shim, and the function that ends the process with one.
 
-All of them are raised while the engine starts, none in a step.
+They are raised only while the engine starts, never in a step.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class PluginError(RuntimeError):
-    """The engine must not start: the message says what was wrong and what to do.
+    """The engine must not start; the message says what is wrong and what to do.
 
     A RuntimeError, because engines end their server on any Exception of the scheduler's process.
     """
@@ -20,14 +20,14 @@ class UnsupportedEngineError(PluginError):
 
 
 class HookError(PluginError):
-    """Something that the shim relies on did not take, or is not where it should be."""
+    """A hook did not take effect, or a name that the shim uses does not exist."""
 
 
 def register_or_exit(register: Callable[[], None]) -> None:
-    """Runs a plugin's registration.  Raises SystemExit with the reason of any error.
+    """Runs a plugin's registration.  Raises SystemExit with the message of any error.
 
-    Engines log some errors of a plugin and start without it; one that looks steered and is not must
-    not start.
+    Engines log some errors of a plugin and start without it.  An engine that looks steered but is
+    not must not start.
     """
     try:
         register()

@@ -1,7 +1,4 @@
-"""Names an engine and what it runs on, and ends with it what it has started.
-
-What was started does not end with a fork of the engine.
-"""
+"""Names an engine, its processor and its model revision; registers functions for its exit."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ from pathlib import Path
 def default_engine_id(server: int | str) -> str:
     """Returns `<host name>:<server>`: stable across restarts, and different for each server.
 
-    server: the port that it serves on, or another word of the contract's characters.
+    server: the port that it serves on, or another name of the contract's characters.
     """
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
     return f"{host[:100]}:{server}"
 
 
 def processor_name() -> str:
-    """Names the processor as the kernel does."""
+    """Returns the processor's model name from /proc/cpuinfo, "cpu" if it is missing."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -36,10 +33,10 @@ def revision_of(model: str, revision: str | None) -> str:
 
 
 def at_exit(close: Callable[[], None]) -> None:
-    """Calls `close` when the interpreter of this very process ends.
+    """Calls `close` when the interpreter of this process ends, but not of a forked child.
 
-    A process that is forked from this one inherits what is registered, and would end the agent or
-    the trainer of the engine.
+    A forked child inherits the registered functions, and would end the agent or the trainer of the
+    engine.
     """
     engine = os.getpid()
 

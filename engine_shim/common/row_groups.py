@@ -1,7 +1,7 @@
-"""Counts, in a step's report, the rows in which not the same was verified, and what rows show.
+"""Adds to a step's report the groups of rows that differ, and the evidence of rows and proposals.
 
-A client says that its request must not be drafted for, in whatever way the engine hands extra
-parameters on: `{"speculation": false}`.
+A client disables drafting for its request with the extra parameter `{"speculation": false}`, in the
+way in which the engine forwards extra parameters.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Final
 
 from speculation.v1.engine_pb2 import StepReport
 
-# The most classes of a report that the contract allows; rows of further ones count as of no class.
-# A class can outlive its place among those that are kept apart, in a request that runs for long.
+# The contract's limit of classes in a report; rows of further classes count as without a class.
+# A long request can belong to a class that is no longer counted separately.
 CLASSES_MOST: Final = 64
-# The parameter, of which False alone means something.
+# The name of the parameter; only the value False has an effect.
 SPECULATION: Final = "speculation"
 
 
 def add_group(
     report: StepReport, drafter: str, gamma: int, counts: Sequence[int], *, ended: bool = False
 ) -> None:
-    """Adds rows that were drafted alike.  The arguments are the fields of proto `RowGroup`."""
+    """Adds rows with the same drafter and gamma; the arguments are the fields of `RowGroup`."""
     group = report.groups.add()
     if drafter:
         group.drafter = drafter
@@ -39,10 +39,10 @@ def add_left(
     accepted: Sequence[int],
     gamma: int,
 ) -> None:
-    """Adds to a step's groups those of rows that nothing was drafted for, or that had ended.
+    """Adds to a step's groups the rows without drafts and the rows that had ended.
 
-    undrafted, ended: rows, none in both.  main: the drafter that all others have used, if the
-    report has no groups of these yet.  accepted: [B].
+    undrafted, ended: disjoint sets of rows.  main: the drafter of all other rows, if the report has
+    no groups of these yet.  accepted: [B].
     """
     if not report.groups and len(undrafted) + len(ended) < len(accepted):
         left = {*undrafted, *ended}
@@ -58,7 +58,7 @@ def add_left(
 
 
 class Evidence:
-    """Counts what the rows of a step show about their drafter.
+    """Counts the accepted lengths that the rows of a step show for their drafter.
 
     exact: gamma + 1 counts, censored: gamma counts, as in proto ProposalCounts.
     """
@@ -71,8 +71,8 @@ class Evidence:
     def add(self, accepted: int, shown: int) -> None:
         """Adds a row.
 
-        shown: how many of its drafts were compared with tokens of the answer: gamma, or fewer
-        where fewer were verified, or where the answer ended before.
+        shown: how many of its drafts were compared with tokens of the answer: gamma, or fewer if
+        fewer were verified or if the answer ended earlier.
         """
         if accepted < shown or shown >= self.gamma:
             self.exact[accepted] += 1
@@ -81,11 +81,11 @@ class Evidence:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row has shown anything."""
+        """Whether no row was counted."""
         return not any(self.exact) and not any(self.censored)
 
     def add_to(self, report: StepReport, drafter: str) -> None:
-        """Adds it to the proposals of a report."""
+        """Adds the counts to the proposals of a report."""
         add_proposals(report, drafter, 0, self.exact, self.censored)
 
 
@@ -96,7 +96,7 @@ def add_proposals(
     accepted_counts: Sequence[int],
     censored_counts: Sequence[int] = (),
 ) -> None:
-    """Adds what proposals would have given.  The arguments are the fields of `ProposalCounts`."""
+    """Adds counts of proposals that were not used; the arguments are those of `ProposalCounts`."""
     entry = report.proposals.add()
     entry.drafter = drafter
     if match_length:
@@ -115,7 +115,7 @@ def add_classes(
 ) -> None:
     """Counts accepted drafts by class.
 
-    kept: tokens that the answers took of rows that were cut at their end.
+    kept: row -> tokens that the answer took, for rows that were cut at the answer's end.
     """
     found: dict[str, Evidence] = {}
     for row, (label, length) in enumerate(zip(labels, accepted, strict=True)):

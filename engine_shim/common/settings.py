@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class ShimSettings(LinkSettings):
-    """One field for each SPECULATION_* variable; a shim adds its own."""
+    """Settings from SPECULATION_* variables; a shim adds its own fields."""
 
     allow_unknown_version: bool = False
     """Start on a version of the engine that this plugin was not tested with. Its self-check still
@@ -23,7 +23,7 @@ class ShimSettings(LinkSettings):
 
     @classmethod
     def load_or_refuse(cls) -> Self:
-        """Settings from the environment.  Raises PluginError."""
+        """Reads the settings from the environment.  Raises PluginError."""
         try:
             return cls.load()
         except LinkSettingsError as error:
@@ -32,10 +32,10 @@ class ShimSettings(LinkSettings):
     def version_check(
         self, engine: str, found: str, tested: Sequence[str], alike: Sequence[str] = ()
     ) -> Check:
-        """Checks whether the plugin knows a version of its engine.
+        """Checks whether the plugin supports a version of its engine.
 
-        engine: its name for people.  found: "" if it is not known.  alike: versions that the tests
-        do not run, but whose source was read: they have all that is used.
+        engine: its display name.  found: the installed version, "" if it is unknown.  alike:
+        versions that the tests do not run, but whose source has everything that the plugin uses.
         """
         known = found in tested or found in alike or self.allow_unknown_version
         return Check(
@@ -50,9 +50,9 @@ class ShimSettings(LinkSettings):
     def require_version(
         self, engine: str, found: str, tested: Sequence[str], alike: Sequence[str] = ()
     ) -> None:
-        """Raises UnsupportedEngineError for a version that the plugin does not know.
+        """Raises UnsupportedEngineError for a version that the plugin does not support.
 
-        The arguments are those of `version_check`; versions that are alike start with a warning.
+        The arguments are those of `version_check`; a version in `alike` causes a warning.
         """
         require([self.version_check(engine, found, tested, alike)])
         if found in alike:

@@ -1,7 +1,7 @@
-"""Says how an engine is steered: the link's state, who decides, and what it has lost.
+"""Status of the link, log lines about the source of choices, and the engine's lost capabilities.
 
-The state is in plain values, for the engine's own interfaces.  Who decides (the sidecar, its last
-plan, or the safe default) is logged.  What the engine can no longer do is kept, logged once, and
+The status has plain values, for the engine's own interfaces.  A change of the source (the sidecar's
+plan, its last plan, or the safe default) is logged.  A lost capability is kept, logged once, and
 reported to the sidecar.
 """
 
@@ -23,9 +23,9 @@ _log = logging.getLogger(__name__)
 
 
 def link_status(link: EngineLink | None) -> dict[str, Any]:
-    """Returns every field of `LinkStatus`; nothing without a link.
+    """Returns every field of `LinkStatus`; an empty dict without a link.
 
-    An enum by its name; None for what JSON has no number for; anything else as it is.
+    An enum becomes its name, an infinite or NaN number None; other values are unchanged.
     """
     fields = {} if link is None else asdict(link.status())
     return {name: _plain(value) for name, value in fields.items()}
@@ -38,7 +38,7 @@ def _plain(value: Any) -> Any:
 
 
 def log_source(old: Source, new: Source) -> None:
-    """Writes a line about a source of choices that has changed."""
+    """Logs that the source of choices has changed."""
     if new is Source.PLAN:
         _log.info("the sidecar steers (before: %s)", old.value)
     else:
@@ -46,10 +46,10 @@ def log_source(old: Source, new: Source) -> None:
 
 
 class Losses:
-    """Keeps one engine's losses, on the scheduler's thread only.
+    """Keeps and reports an engine's lost capabilities, on the scheduler's thread only.
 
-    link: reports them; None on ranks without one and before the introduction, which has its own
-    list of losses.  known: losses that the introduction reports to the sidecar.
+    link: reports them; None on ranks without a link, and before the introduction, which has its own
+    list.  known: lost capabilities that the introduction reports to the sidecar.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Losses:
 
     @property
     def all(self) -> list[LostCapability]:
-        """Returns the losses in the order in which they came."""
+        """Returns the lost capabilities in the order in which they were lost."""
         return list(self._lost.values())
 
     def lose(self, capability: Capability.ValueType, reason: str, drafter: str = "") -> None:
-        """The engine cannot do this until it starts again; only the first time counts."""
+        """Marks a capability as lost until the engine restarts; repeated calls have no effect."""
         if (capability, drafter) in self._lost:
             return
         loss = self._lost[capability, drafter] = lost(capability, reason, drafter)
@@ -74,7 +74,7 @@ class Losses:
             self._link.lose(loss)
 
     def status(self) -> list[dict[str, object]]:
-        """Every loss in plain values."""
+        """Returns every lost capability in plain values."""
         return [
             {
                 "capability": Capability.Name(loss.capability),

@@ -1,12 +1,12 @@
-"""Counts the prompt tokens that wait, for a step's report."""
+"""Counts the waiting prompt tokens for a step's report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
-# A queue of unchanged length is counted again after so many steps: one request may have replaced
-# another.
+# A queue of unchanged length is counted again after this many steps, because one request may have
+# replaced another.
 _STEPS_PER_COUNT: Final = 64
 # Requests that may be counted in a step, on average, as the length of a queue changes.
 _REQUESTS_PER_STEP: Final = 64
@@ -15,8 +15,8 @@ _REQUESTS_PER_STEP: Final = 64
 class WaitingPrompts:
     """Counts the prompt tokens of requests that wait for their first pass.
 
-    queue: returns the requests that wait now.  tokens: returns those of a request's prompt, 0 if it
-    has had its first pass.  A long queue is not counted in each step, since the engine would wait.
+    queue: returns the waiting requests.  tokens: returns the prompt tokens of a request, 0 if it
+    has had its first pass.  A long queue is not counted in every step, to save the engine's time.
     """
 
     def __init__(self, queue: Callable[[], Collection[Any]], tokens: Callable[[Any], int]) -> None:
@@ -26,7 +26,7 @@ class WaitingPrompts:
         self._steps = _STEPS_PER_COUNT
 
     def count(self) -> int:
-        """Returns the tokens, as the step ends."""
+        """Returns the number of waiting prompt tokens; call it at the end of each step."""
         queue = self._queue()
         length = len(queue)
         self._steps += 1

@@ -1,6 +1,6 @@
-"""The engine's side of the conversation with the sidecar.
+"""The engine's side of the connection to the sidecar.
 
-One sequenced-packet socket pair joins the engine's process to an agent process that speaks gRPC.
+A sequenced-packet socket pair connects the engine's process to an agent process, which talks gRPC.
 An engine uses `engine_link.EngineLink`, `plan_follower.StepChoice` and `settings.LinkSettings`.
-(Nothing is imported here, so that the agent imports only what it needs.)
+(Nothing is imported here, so the agent imports only the modules that it needs.)
 """

@@ -2,7 +2,7 @@
 
     python -m engine_shim.link.agent --fd 5 --parent 4711 --target unix:/run/.../controller.sock
 
-It speaks gRPC so that the engine need not: gRPC's threads would fight for the engine's GIL.  It
+It talks gRPC in place of the engine, because gRPC's threads would compete for the engine's GIL.  It
 ends when the engine closes its end of the socket, or dies.  Logs are JSON lines on stderr.
 """
 
@@ -31,7 +31,7 @@ EXIT_BAD_INTRODUCTION: Final = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs until the engine is gone; the exit code is 0 then."""
+    """Runs until the engine ends; then returns exit code 0."""
     options = _parse(arguments)
     _die_with(options.parent)
     # Ctrl-C in a terminal reaches the whole process group; the engine decides when to end.
@@ -79,14 +79,14 @@ async def _serve(options: argparse.Namespace) -> int:
         gone = asyncio.create_task(port.gone.wait())
         await asyncio.wait({steering, gone}, return_when=asyncio.FIRST_COMPLETED)
         if steering.done():
-            steering.result()  # it never returns: this raises what broke it
+            steering.result()  # `run` never returns normally: this raises its error
         steering.cancel()
         await asyncio.wait({steering})
         return 0
 
 
 def _die_with(parent: int) -> None:
-    """Ties this process's life to its engine's, even where forked children keep the socket open."""
+    """Kills this process when its engine dies, even if forked children keep the socket open."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -94,10 +94,10 @@ def _die_with(parent: int) -> None:
 
 
 def _give_way(nice: int) -> None:
-    """Lets the engine's threads run on when a report wakes this process.
+    """Lowers this process's priority, so that waking it does not preempt the engine's threads.
 
-    Under the ordinary policy and niceness the scheduler of a full machine puts the woken agent in
-    the place of the thread that woke it: the engine would wait in its own send.
+    Under the ordinary policy and niceness, the scheduler of a busy machine runs the woken agent in
+    place of the thread that woke it: the engine would wait in its own send.
     """
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

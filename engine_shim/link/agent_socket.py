@@ -21,23 +21,24 @@ from engine_shim.link.rate_limited_log import RateLimitedLog
 from engine_shim.link.report_buffer import ReportBuffer
 from speculation.v1.service_pb2 import IntroduceRequest
 
-# A socket can be refilled as fast as it is read: the loop gets its turn after so many packets.
+# A socket can be refilled as fast as it is read: the event loop runs after this many packets.
 _MOST_PACKETS_AT_ONCE: Final = 512
-# After so many looks that found nothing, the next packet wakes this process.
+# After this many polls without a packet, the next packet wakes this process.
 _VAIN_LOOKS: Final = 8
 
 
 class AgentSocket:
-    """Reports come in to `buffer` and losses to `losses`; the newest plan and state go out.
+    """Reads reports into `buffer` and lost capabilities into `losses`; sends the plan and state.
 
-    Either sets `arrived`.
+    `arrived` is set when a report or a lost capability was read.
 
-    `gone` is set when the engine closed its end.  What the engine has not room for waits here, and
-    only the newest of it: an engine that runs no steps reads nothing.
+    `gone` is set when the engine closed its end.  If the engine's socket buffer is full, the newest
+    plan and the newest state wait here: an engine that runs no steps reads nothing.
 
-    A report that wakes this process costs the engine's thread the waking, which can be more than
-    all the rest of its send.  With `rest_seconds` above 0 none does while steps follow each other:
-    after a report it looks every so often by itself, until it has found nothing for some looks.
+    When a report wakes this process, the engine's thread pays for the wake-up, which can cost more
+    than the rest of its send.  With `rest_seconds` above 0, this process polls the socket every
+    `rest_seconds` after a report, and stops polling after a few polls without a packet.  So no
+    report wakes it while steps follow each other.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class AgentSocket:
         self._buffer = buffer
         self._log = log
         self._rest_seconds = rest_seconds
-        # Looks in a row that found nothing; None while a packet wakes this process.
+        # Polls in a row without a packet; None while a packet wakes this process.
         self._vain_looks: int | None = None
         self._loop = asyncio.get_running_loop()
         self._introduction: asyncio.Future[IntroduceRequest] = self._loop.create_future()
@@ -61,23 +62,23 @@ class AgentSocket:
         self._loop.add_reader(peer, self._read)
 
     async def introduction(self) -> IntroduceRequest:
-        """The engine's first packet.  Raises PacketError when that is no introduction."""
+        """Returns the engine's first packet.  Raises PacketError if it is not an introduction."""
         return await self._introduction
 
     def send_plan(self, arrived: ArrivedPlan) -> None:
-        """Sends a plan, or keeps it as the next to send.  Raises PacketError for one too large."""
+        """Sends a plan, or keeps it as the next to send.  Raises PacketError if it is too large."""
         self._unsent_plan = plan_packet(arrived)
         self._flush()
 
     def send_state(self, state: SidecarState, code: int, text: str) -> None:
-        """Tells the engine how the sidecar is doing, once for each change."""
+        """Sends the engine the state of the sidecar, once for each change."""
         if state is not self._state:
             self._state = state
             self._unsent_event = state_packet(state, code, text)
             self._flush()
 
     def close(self) -> None:
-        """Lets go of the socket."""
+        """Closes the socket."""
         if self._peer.fileno() >= 0:
             self._loop.remove_reader(self._peer)
             self._loop.remove_writer(self._peer)
@@ -116,10 +117,10 @@ class AgentSocket:
             self._loop.add_reader(self._peer, self._read)
 
     def _drain(self) -> int:
-        """Packets that were there."""
+        """Reads the waiting packets; returns their number."""
         for number in range(_MOST_PACKETS_AT_ONCE):
             try:
-                # One byte more than a packet may have, which shows that one is longer.
+                # One byte more than the limit, to detect packets that are too long.
                 data = self._peer.recv(MAX_PACKET_BYTES + 1)
             except BlockingIOError:
                 return number

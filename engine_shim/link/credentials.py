@@ -1,6 +1,6 @@
-"""Connects the agent to a sidecar over TCP: TLS, and a token or a certificate of its own.
+"""Connects the agent to a sidecar over TCP: with TLS, and a token or a client certificate.
 
-The files are read for every session, so that what rotates is taken up when the next one opens.
+The files are read again for every session, so rotated files take effect with the next session.
 """
 
 import errno
@@ -15,17 +15,17 @@ from engine_shim.link.errors import LinkSettingsError
 from engine_shim.link.sidecar_address import is_on_this_machine
 
 _CHANNEL_OPTIONS: Final = (
-    # Waits between attempts are the client's; gRPC's own would go up to two minutes.
+    # The client waits between attempts itself; gRPC's own backoff would reach two minutes.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
-    # A plan of 512 rows has 30 kB: what is larger is not for an engine.
+    # A plan of 512 rows has 30 kB; a larger message is not meant for an engine.
     ("grpc.max_receive_message_length", 1 << 20),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCredentials:
-    """Paths of PEM files and of a token's file; "" for none.  Without `ca` the line is open."""
+    """Paths of PEM files and of a token file; "" for none.  No TLS is used without `ca`."""
 
     ca: str = ""
     certificate: str = ""
@@ -35,13 +35,13 @@ class EngineCredentials:
     def channel(self, target: str) -> grpc.aio.Channel:
         """Makes a channel that is not connected yet.
 
-        Raises OSError for a file that cannot be read, and LinkSettingsError where the token would
+        Raises OSError for a file that cannot be read, and LinkSettingsError if the token would
         leave this machine unencrypted.
         """
         if not self.ca:
             if self.token_file and not is_on_this_machine(target):
                 raise LinkSettingsError(
-                    f"the token would go over an open line to {target}: name the authority of the "
+                    f"the token would be sent unencrypted to {target}: name the authority of the "
                     "sidecar's certificate (--ca, or SPECULATION_CA)"
                 )
             return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
@@ -52,8 +52,8 @@ class EngineCredentials:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Returns the metadata that every call carries.
 
-        Raises OSError, also for a file that holds no token: gRPC would raise an error of its own at
-        the call.
+        Raises OSError, also for a file that contains no valid token: otherwise gRPC would raise its
+        own error at the call.
         """
         content = _read(self.token_file)
         if content is None:

@@ -1,12 +1,12 @@
 """The engine's end of the link: one packet out, at most a few in, for every decode step.
 
-Everything here that an engine step calls is non-blocking and raises nothing: no lock, no RPC, no
-wait.  A full socket drops the report and counts it; a dead agent is noticed, flagged, and replaced
-as soon as its successor runs.
+The functions that an engine step calls do not block and do not raise: no lock, no RPC, no wait.  If
+the socket is full, the report is dropped and counted.  A dead agent is detected and reported, and
+its successor is used as soon as it runs.
 
-A process that the engine forks has a copy of the link and of its socket.  What it sent would count
-as the engine's, and what it read would be missing there, so it closes its copy before it does
-anything else.
+A process that the engine forks has a copy of the link and of its socket.  Packets that it sent
+would count as the engine's, and packets that it read would be lost to the engine.  So it closes its
+copy before anything else.
 """
 
 import errno
@@ -43,12 +43,12 @@ from speculation.v1.engine_pb2 import EngineSpec, LostCapability, StepReport
 from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest
 
 _SEND_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-# More than the kernel's buffer holds, and an end to a loop that an agent gone wild could keep up.
+# More than the kernel's buffer holds; it bounds the loop if an agent sends without pause.
 _MOST_PACKETS_AT_ONCE: Final = 1024
 _PEER_GONE: Final = frozenset(
     {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF, errno.ESHUTDOWN}
 )
-# Of protobuf, for numbers that do not fit a field, and of what is too large for a message.
+# Errors of protobuf for numbers that do not fit a field, and of messages that are too large.
 _UNENCODABLE: Final = (TypeError, ValueError, OverflowError, EncodeError, PacketError)
 
 _log = logging.getLogger(__name__)
@@ -59,9 +59,9 @@ class LinkStatus:
     """Describes the state of the link; counts are since the start of the engine.
 
     `source`: where the last choice came from.  `lease_seconds_left`: negative after the lease ran
-    out, -inf before the first plan.  `reports_dropped`: the socket was full or gone.
-    `reports_invalid`: what fits no message.  `packets_refused`: malformed packets and plans
-    that were stale or asked for an arm this engine does not have.
+    out, -inf before the first plan.  `reports_dropped`: the socket was full or closed.
+    `reports_invalid`: reports that could not be encoded.  `packets_refused`: malformed packets, and
+    plans that were stale or asked for an arm that this engine does not have.
     """
 
     agent_connected: bool
@@ -81,9 +81,10 @@ class LinkStatus:
 
 
 class EngineLink:
-    """Report every decode step, choose before every decode step; both from the same thread.
+    """Connects an engine to its agent: `choose` before each decode step, `report` after it.
 
-    steering: what is chosen from; kept here for the status.
+    Both must be called from the same thread.  steering: makes the choices; kept here for the
+    status.
     """
 
     def __init__(self, supervisor: AgentSupervisor, steering: PlanFollower) -> None:
@@ -92,14 +93,14 @@ class EngineLink:
         self._socket: socket.socket | None = None
         self._arrivals = select.poll()
         self._closed = False
-        # One byte more than a packet may have, which shows that one is longer.
+        # One byte more than the limit, to detect packets that are too long.
         self._buffer = bytearray(MAX_PACKET_BYTES + 1)
         self._view = memoryview(self._buffer)
         self._unreported_drops = 0
         self._sent = self._dropped = self._invalid = self._refused = 0
         self._sidecar = SidecarState.UNKNOWN
         self._sidecar_detail = ""
-        # Packets of all losses, and of those that the present agent has not been sent.
+        # Packets of all lost capabilities, and those not yet sent to the current agent.
         self._lost: list[bytes] = []
         self._untold: deque[bytes] = deque()
         _links.add(self)
@@ -115,9 +116,9 @@ class EngineLink:
         """Starts the agent and its supervision; returns at once, before any plan.
 
         The safe default is the first drafter at `settings.safe_gamma`, or at `startup_gamma` (the
-        engine's own) when that is unset; the introduction says it.  secret: by which the sidecar
-        knows this engine again; "" for a new one.  Raises LinkStartError when the introduction or
-        the settings cannot work, or when no agent can be started.
+        engine's own) if that is unset; the introduction contains it.  secret: identifies this
+        engine to the sidecar after a restart; "" for a new one.  Raises LinkStartError if the
+        introduction or the settings are invalid, or if no agent can be started.
         """
         if slow := slow_protobuf():
             raise LinkStartError(slow)
@@ -126,7 +127,7 @@ class EngineLink:
         steering = steering_of(hello, settings, startup_gamma)
         said = EngineSpec(safe_gamma=steering.safe.gamma)
         said.MergeFrom(hello)
-        # All agents of this engine show the same secret, so that each goes on under its id.
+        # All agents of this engine send the same secret, so each continues under the same id.
         introduction = IntroduceRequest(engine=said, engine_secret=secret or new_secret())
         first_packet = introduction.SerializeToString()
         if len(first_packet) > MAX_PACKET_BYTES:
@@ -142,11 +143,11 @@ class EngineLink:
         return link
 
     def report(self, fill: Callable[[StepReport], None]) -> bool:
-        """Sends one step report, which `fill` writes into the empty message that it is given.
+        """Sends one step report; `fill` is called with an empty message and writes the fields.
 
         Returns False if the report was dropped (and counted).
         """
-        # A message that is kept and cleared would grow: its memory is freed with the message only.
+        # A message that is reused would grow: protobuf frees its memory only with the message.
         report = StepReport()
         try:
             fill(report)
@@ -180,9 +181,10 @@ class EngineLink:
         return False
 
     def lose(self, loss: LostCapability) -> None:
-        """Tells the sidecar that the engine can no longer do something, until it has arrived.
+        """Reports a lost capability to the sidecar, again until it has arrived.
 
-        From the thread that reports.  A plan that was made before may still ask for it.
+        Must be called from the thread that reports.  A plan that was made earlier may still ask for
+        this capability.
         """
         packet = REQUEST + SteerRequest(lost=[loss]).SerializeToString()
         self._lost.append(packet)
@@ -192,29 +194,28 @@ class EngineLink:
     def choose(self, batch_size: int) -> StepChoice:
         """Chooses what the next decode step over `batch_size` sequences runs; once for each step.
 
-        For an engine of one process.  One of several takes `receive` and `steering` apart, so that
-        all its processes adopt a plan before the same step.
+        For an engine of one process.  An engine of several processes uses `receive` and `steering`
+        separately, so that all processes adopt a plan before the same step.
         """
         self.poll()
         return self.steering.choose(batch_size, monotonic())
 
     def poll(self) -> None:
-        """Takes in what the agent sent, and adopts it.
+        """Reads the packets of the agent and adopts the newest plan.
 
-        `choose` does it; an engine may also call it between steps (at a prefill after a long
-        pause, say), so that the next step has a fresh lease.
+        `choose` calls it; an engine may also call it between steps (for example at a prefill after
+        a long pause), so that the next step has a fresh lease.
         """
         plan = self.receive()
         if plan is not None:
             self.steering.accept(plan, monotonic())
 
     def receive(self) -> ArrivedPlan | None:
-        """Takes in what the agent sent: the newest plan that `steering` can accept, if any."""
+        """Reads the packets of the agent; returns the newest plan that `steering` can accept."""
         peer = self._socket or self._connected()
         if self._untold:
             peer = self._tell_losses(peer)
-        # Asked first each time: a receive that finds nothing raises, which costs several times as
-        # much.
+        # Polled first each time: a receive without a packet raises, which costs several times more.
         if peer is None or not self._arrivals.poll(0):
             return None
         plans: list[ArrivedPlan] = []
@@ -232,7 +233,7 @@ class EngineLink:
         except OSError as error:
             self._failed(error)
         repeated = None
-        while plans:  # the newest that can be used, and is not in use already if there is another
+        while plans:  # prefer the newest usable plan that is not in use already
             arrived = plans.pop()
             try:
                 self.steering.check(arrived)
@@ -245,7 +246,7 @@ class EngineLink:
         return repeated
 
     def status(self) -> LinkStatus:
-        """Takes a snapshot; it may be called from any thread."""
+        """Returns a snapshot; may be called from any thread."""
         plan = self.steering.plan
         return LinkStatus(
             agent_connected=self._socket is not None,
@@ -265,16 +266,16 @@ class EngineLink:
         )
 
     def close(self) -> None:
-        """Ends the agent.  Later calls work without it: reports are dropped, plans run out."""
+        """Ends the agent.  Later calls still work: reports are dropped, and the lease runs out."""
         if not self._closed:
             self._closed = True
             self._disconnect("the link was closed")
             self._supervisor.stop()
 
     def leave_to_parent(self) -> None:
-        """Gives up this copy, in a fork of the engine, which keeps the link as it was."""
+        """Closes this copy in a forked child; the engine's own link is not affected."""
         self._closed = True
-        self._disconnect("the link is that of the process that forked this one")
+        self._disconnect("the link belongs to the process that forked this one")
         self._supervisor.leave_to_parent()
         self.steering.drop_plan()
 
@@ -288,7 +289,7 @@ class EngineLink:
         return self._socket
 
     def _tell_losses(self, peer: socket.socket | None) -> socket.socket | None:
-        """Sends the losses that the agent has not been sent; the socket that is left in use."""
+        """Sends lost capabilities that the agent has not got; returns the socket still in use."""
         if peer is None:
             return None
         try:
@@ -317,7 +318,7 @@ class EngineLink:
     def _refuse(self, error: Exception) -> None:
         self._refused += 1
         if self._refused == 1:
-            _log.error("the agent sent what cannot be used (later ones are counted): %s", error)
+            _log.error("the agent sent an unusable packet (later ones are counted): %s", error)
 
     def _failed(self, error: OSError) -> None:
         if error.errno in _PEER_GONE:
@@ -346,9 +347,9 @@ os.register_at_fork(after_in_child=_leave_links_to_parent)
 def steering_of(
     hello: EngineSpec, settings: LinkSettings, startup_gamma: int | None
 ) -> PlanFollower:
-    """Makes the follower for an engine with this introduction.
+    """Makes the plan follower of an engine with this introduction.
 
-    Arguments and errors as of `EngineLink.start`.
+    The arguments and errors are those of `EngineLink.start`.
     """
     _check_drafters(hello)
     gamma = startup_gamma if settings.safe_gamma is None else settings.safe_gamma
@@ -363,9 +364,9 @@ def steering_of(
 
 
 def _check_drafters(hello: EngineSpec) -> None:
-    """Raises LinkStartError for drafters with which nothing can be steered."""
+    """Raises LinkStartError if there is no drafter, or if one has invalid draft lengths."""
     if not hello.drafters:
-        raise LinkStartError("0 drafters are introduced: 1 at least is needed")
+        raise LinkStartError("0 drafters are introduced: at least 1 is needed")
     for drafter in hello.drafters:
         if not drafter.gammas or max(drafter.gammas) > MAX_GAMMA:
             raise LinkStartError(

@@ -1,21 +1,21 @@
-"""Errors of the link.  None of them is ever raised into an engine's step."""
+"""Errors of the link.  None of them is raised into an engine's step."""
 
 
 class LinkError(Exception):
-    """Base of every error that the link raises on purpose."""
+    """Base class of the link's errors."""
 
 
 class PacketError(LinkError):
-    """Bytes that are not the packet they should be.  Nothing of them is used."""
+    """A packet that is malformed or too large; it is discarded as a whole."""
 
 
 class LinkSettingsError(LinkError):
-    """A SPECULATION_* variable that is unknown or has an impossible value."""
+    """A SPECULATION_* variable that is unknown or has an invalid value."""
 
 
 class LinkStartError(LinkError):
-    """The link refuses to start: what it was given contradicts itself, or no agent can be run."""
+    """The link cannot start: its arguments are inconsistent, or no agent can be started."""
 
 
 class UnusablePlanError(LinkError):
-    """A plan that asks for what this engine did not introduce, or that is not a table."""
+    """A plan with a malformed table, or with a choice that this engine did not introduce."""

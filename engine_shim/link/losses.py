@@ -1,9 +1,9 @@
-"""Carries to the sidecar what an engine can no longer do.
+"""Reports to the sidecar the capabilities that an engine has lost.
 
-The engine keeps every loss for as long as it runs and sends each one again until the socket takes
-it, and all of them to every new agent.  The agent keeps them as well: it names them in every
-introduction, and on an open stream as soon as there are more.  So no dropped packet, and no restart
-of the agent or of the sidecar, can make a loss be forgotten.
+The engine keeps every lost capability for as long as it runs.  It retries each one until the socket
+accepts it, and sends all of them to every new agent.  The agent keeps them as well: it lists them
+in every introduction, and sends new ones on an open stream.  So neither a dropped packet nor a
+restart of the agent or of the sidecar can lose one.
 """
 
 import time
@@ -14,7 +14,7 @@ from engine_shim.link.errors import PacketError
 from speculation.v1.engine_pb2 import Capability, LostCapability
 
 MAX_REASON_CHARACTERS: Final = 200
-# An engine has fewer draft lengths and capabilities than that.
+# More than the draft lengths and capabilities of any engine.
 _MOST_LOSSES: Final = 512
 MAX_LOSS_BYTES: Final = 1024
 
@@ -25,7 +25,10 @@ def lost(
     drafter: str = "",
     gammas: Sequence[int] = (),
 ) -> LostCapability:
-    """A loss that happens now.  reason: cut and brought into one line of printable characters."""
+    """Makes a lost capability with the current time.
+
+    reason: is cut, and converted to one line of printable characters.
+    """
     words = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
     return LostCapability(
         capability=capability,
@@ -37,12 +40,12 @@ def lost(
 
 
 def reason_of(error: BaseException) -> str:
-    """An error as a reason."""
+    """Formats an error as the reason of a lost capability."""
     return f"{type(error).__name__}: {error}"
 
 
 class KnownLosses:
-    """The agent's end: all losses that the engine has reported, each once."""
+    """Keeps, in the agent, all lost capabilities that the engine has reported, each once."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, LostCapability] = {}
@@ -52,14 +55,14 @@ class KnownLosses:
 
     @property
     def all(self) -> list[LostCapability]:
-        """Returns the losses in the order in which they came."""
+        """Returns the lost capabilities in the order in which they were reported."""
         return list(self._known.values())
 
     def take(self, loss: LostCapability) -> None:
-        """Takes in a loss.  Raises PacketError for one too many, and one that is too large."""
+        """Adds a lost capability.  Raises PacketError if it is too large or one too many."""
         content = loss.SerializeToString(deterministic=True)
         if len(content) > MAX_LOSS_BYTES:
-            raise PacketError(f"a loss of {len(content)} bytes, limit {MAX_LOSS_BYTES}")
+            raise PacketError(f"a lost capability of {len(content)} bytes, limit {MAX_LOSS_BYTES}")
         if content not in self._known and len(self._known) >= _MOST_LOSSES:
-            raise PacketError(f"more than {_MOST_LOSSES} losses")
+            raise PacketError(f"more than {_MOST_LOSSES} lost capabilities")
         self._known[content] = loss

@@ -1,10 +1,10 @@
-"""Packs and reads what travels on the socket pair between an engine and its agent.
+"""Encodes and decodes the packets on the socket pair between an engine and its agent.
 
-A packet is one message of the contract.
+A packet contains one message of the contract.
 
-  engine -> agent   first an IntroduceRequest; then, after a byte that says which of them it is, a
-                    StepReport, which the agent passes on unread, or a SteerRequest without reports
-  agent -> engine   after the time at which it came from the sidecar (8 bytes), an AgentMessage
+  engine -> agent   first an IntroduceRequest; then a type byte followed by a StepReport, which the
+                    agent forwards without parsing it, or by a SteerRequest without reports
+  agent -> engine   the arrival time from the sidecar (8 bytes), then an AgentMessage
 
 Both ends are started from one installation.
 """
@@ -27,11 +27,11 @@ from speculation.v1.plan_pb2 import Plan
 from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest
 
 MAX_GAMMA: Final = 64
-# An introduction and a plan fit well; the kernel's buffer of a socket holds three.
+# Enough for an introduction or a plan; the kernel's socket buffer holds three of them.
 MAX_PACKET_BYTES: Final = 64 * 1024
-# Less than the smallest message that a sidecar may be set to take.
+# Less than the smallest message limit that a sidecar can be configured with.
 MAX_REPORT_BYTES: Final = 60 * 1024
-# Bytes of a state's text.
+# Limit of a state's text.
 MAX_TEXT_BYTES: Final = 256
 PURE_PYTHON_VARIABLE: Final = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
 
@@ -41,7 +41,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 REPORT: Final = b"\x01"
 REQUEST: Final = b"\x02"
 _ARRIVAL: Final = struct.Struct("<q")
-# The head of SteerRequest.reports: a field with a length (wire type 2).
+# The tag of SteerRequest.reports: a length-delimited field (wire type 2).
 _REPORT_HEAD: Final = SteerRequest.REPORTS_FIELD_NUMBER << 3 | 2
 _DIGEST_BYTES: Final = 8
 _NOT_OF_TABLE: Final = tuple(
@@ -50,7 +50,7 @@ _NOT_OF_TABLE: Final = tuple(
 
 
 class SidecarState(IntEnum):
-    """Names the state of the agent's conversation with the sidecar, as proto SidecarState does."""
+    """State of the agent's connection to the sidecar, as in proto SidecarState."""
 
     UNKNOWN = link_pb2.SIDECAR_STATE_UNSPECIFIED
     STEERING = link_pb2.SIDECAR_STATE_STEERING
@@ -59,7 +59,7 @@ class SidecarState(IntEnum):
 
 
 class ArrivedPlan(NamedTuple):
-    """A plan as the agent passes it on.
+    """A plan as the agent forwards it.
 
     `arrival_ns`: CLOCK_MONOTONIC when the agent received it; the lease counts from there.
     `table_digest`: as in proto AgentMessage.
@@ -71,7 +71,7 @@ class ArrivedPlan(NamedTuple):
 
 
 def slow_protobuf() -> str:
-    """Returns why protobuf is too slow for an engine's thread here; "" if it is not."""
+    """Returns why protobuf is too slow for an engine's thread; "" if it is fast enough."""
     if api_implementation.Type() != "python":
         return ""
     return (
@@ -94,7 +94,7 @@ def as_field(report: bytes) -> bytes:
 
 
 def is_report(report: bytes) -> bool:
-    """Whether a sidecar can read a report; one that it cannot spoils the message it comes in."""
+    """Whether a sidecar can parse a report; an invalid one would invalidate its whole message."""
     try:
         StepReport.FromString(report)
     except DecodeError:
@@ -103,7 +103,7 @@ def is_report(report: bytes) -> bool:
 
 
 def table_digest(plan: Plan) -> int:
-    """Returns a number, not 0, that is the same for the same rows and rules."""
+    """Returns a hash of the plan's rows and rules; never 0."""
     table: Message = Plan()
     table.CopyFrom(plan)
     for name in _NOT_OF_TABLE:
@@ -113,29 +113,29 @@ def table_digest(plan: Plan) -> int:
 
 
 def read_introduction(packet: bytes) -> IntroduceRequest:
-    """Reads the engine's first packet.  Raises PacketError when that introduces no engine."""
+    """Reads the engine's first packet.  Raises PacketError if it is not an introduction."""
     try:
         request = IntroduceRequest.FromString(packet)
     except DecodeError as error:
-        raise PacketError(f"the first packet is no introduction: {error}") from error
+        raise PacketError(f"the first packet is not an introduction: {error}") from error
     if not request.HasField("engine"):
         raise PacketError("the first packet introduces no engine")
     return request
 
 
 def read_request(packet: bytes) -> SteerRequest:
-    """Reads a packet from the engine that is no report.  Raises PacketError for anything else."""
+    """Reads a SteerRequest packet from the engine.  Raises PacketError for any other packet."""
     try:
         request = SteerRequest.FromString(packet[1:])
     except DecodeError as error:
-        raise PacketError(f"{len(packet)} bytes are no SteerRequest: {error}") from error
+        raise PacketError(f"{len(packet)} bytes are not a SteerRequest: {error}") from error
     if packet[:1] != REQUEST or request.reports:
-        raise PacketError(f"{len(packet)} bytes are neither a report nor a loss")
+        raise PacketError(f"{len(packet)} bytes are neither a report nor a lost capability")
     return request
 
 
 def plan_packet(arrived: ArrivedPlan) -> bytes:
-    """Packs a plan.  Raises PacketError when it is too large."""
+    """Encodes a plan.  Raises PacketError if it is too large."""
     message = AgentMessage(plan=arrived.plan, table_digest=arrived.table_digest)
     packet = _packed(message, arrived.arrival_ns)
     if len(packet) > MAX_PACKET_BYTES:
@@ -144,7 +144,7 @@ def plan_packet(arrived: ArrivedPlan) -> bytes:
 
 
 def state_packet(state: SidecarState, code: int, text: str) -> bytes:
-    """Packs a state.  `text` is cut to MAX_TEXT_BYTES bytes of UTF-8, and to whole characters."""
+    """Encodes a state.  `text` is cut to MAX_TEXT_BYTES bytes of UTF-8, at a character."""
     text = text.encode("utf-8", "replace")[:MAX_TEXT_BYTES].decode("utf-8", "ignore")
     said = LinkState(state=link_pb2.SidecarState.ValueType(state), code=code, text=text)
     return _packed(AgentMessage(state=said), 0)
@@ -155,17 +155,17 @@ def _packed(message: AgentMessage, arrival_ns: int) -> bytes:
 
 
 def read_packet(packet: Buffer) -> ArrivedPlan | LinkState:
-    """Reads a packet from the agent.  Raises PacketError for anything else."""
+    """Reads a packet from the agent.  Raises PacketError if it is malformed."""
     if len(packet) > MAX_PACKET_BYTES:
         raise PacketError(f"a packet of more than {MAX_PACKET_BYTES} bytes")
     try:
         (arrival_ns,) = _ARRIVAL.unpack_from(packet)
         message = AgentMessage.FromString(bytes(packet[_ARRIVAL.size :]))
     except (struct.error, DecodeError) as error:
-        raise PacketError(f"a packet of {len(packet)} bytes is no message: {error}") from error
+        raise PacketError(f"a packet of {len(packet)} bytes is not a message: {error}") from error
     content = message.WhichOneof("content")
     if content == "plan":
         return ArrivedPlan(message.plan, arrival_ns, message.table_digest)
     if content != "state":
-        raise PacketError(f"a packet of {len(packet)} bytes says nothing")
+        raise PacketError(f"a packet of {len(packet)} bytes has no content")
     return message.state

@@ -1,13 +1,13 @@
-"""Has all ranks carry out before the same step what rank 0 has decided about a drafter's weights.
+"""Makes all ranks carry out rank 0's orders about a drafter's weights before the same step.
 
   rank 0     propose      a version is read, the trainer has answered, acceptance fell, ...
-  engine                  broadcasts it, in one list with the requests that came in
-  all ranks  adopt        note it down
-  all ranks  carry_out    as the next pass begins: call what is registered for it, in order
+  engine                  broadcasts the order, in one list with the requests that came in
+  all ranks  adopt        store the order
+  all ranks  carry_out    as the next pass begins: call the order's handler, in order
 
-As plans do (see ranks.py), orders travel with the engine's own broadcast, and are sent until rank 0
-has adopted them.  What is registered may be a collective, since every rank is in the same pass.  An
-engine of one rank carries an order out at once, as it is proposed.
+Like plans (see ranks.py), orders travel with the engine's own broadcast, and are sent until rank 0
+has adopted them.  A handler may run a collective, because every rank is in the same pass.  An
+engine of one rank carries out an order as soon as it is proposed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class OrderKind(IntEnum):
-    """Names what all ranks have to do."""
+    """Kind of an order to all ranks."""
 
     # A trainer's versions.
     READ = 1
@@ -33,7 +33,7 @@ class OrderKind(IntEnum):
 
 
 class Order(NamedTuple):
-    """Holds an order.  number: counts up.  value: a version, say."""
+    """An order to all ranks.  number: ascending.  value: for example a version."""
 
     number: int
     kind: OrderKind
@@ -41,23 +41,23 @@ class Order(NamedTuple):
 
 
 class Orders:
-    """Keeps this rank's orders.  several: there are other ranks."""
+    """Keeps this rank's orders.  several: whether there are other ranks."""
 
     def __init__(self, *, several: bool = False) -> None:
         self._several = several
         self._obey: dict[OrderKind, Callable[[int], None]] = {}
         self._proposed: list[Order] = []
         self._adopted: list[Order] = []
-        # Of the last order that was proposed, on rank 0, and that was adopted.
+        # Numbers of the last order that was proposed (on rank 0) and of the last one adopted.
         self._last = self._newest = 0
 
     @property
     def are_open(self) -> bool:
-        """Whether something that was proposed, or adopted, is yet to be carried out."""
+        """Whether an order that was proposed or adopted has not been carried out yet."""
         return bool(self._proposed or self._adopted)
 
     def register(self, kind: OrderKind, obey: Callable[[int], None]) -> None:
-        """Registers what an order means to this rank; `obey` is called with its value."""
+        """Registers the handler of a kind of order; `obey` is called with the order's value."""
         self._obey[kind] = obey
 
     def propose(self, kind: OrderKind, value: int = 0) -> None:
@@ -69,11 +69,11 @@ class Orders:
         self._proposed.append(Order(self._last, kind, value))
 
     def outgoing(self) -> list[Order]:
-        """Returns what has to reach all ranks; rank 0 calls it between two steps."""
+        """Returns the orders to broadcast; rank 0 calls it between two steps."""
         return list(self._proposed)
 
     def adopt(self, order: Order) -> None:
-        """Notes down, on every rank, what rank 0 sent.
+        """Stores, on every rank, an order from rank 0.
 
         An order that was adopted before is ignored.
         """
@@ -84,7 +84,7 @@ class Orders:
         self._adopted.append(order)
 
     def carry_out(self) -> None:
-        """Carries out what was adopted; every rank calls it as the same pass begins."""
+        """Carries out the adopted orders; every rank calls it at the start of the same pass."""
         while self._adopted:
             order = self._adopted.pop(0)
             self._obey[order.kind](order.value)

@@ -5,8 +5,9 @@
                       ^                       |                         |
                       +------- a plan arrives +-------------------------+
 
-Pure: time is passed in, and nothing here does I/O.  A choice always comes from one plan as it was
-issued: rows of two plans are never mixed, and no row outlives its plan's lease plus the grace.
+The module does no I/O, and time is passed in.  A choice always comes from one plan as it was
+issued: rows of two plans are never mixed, and no row outlives its plan's lease plus the grace
+period.
 """
 
 from bisect import bisect_left
@@ -27,14 +28,14 @@ from speculation.v1.plan_pb2 import (
 
 MAX_ROWS: Final = 512
 MAX_RULES: Final = 255
-# Rules are for a handful of match lengths.
+# Rules distinguish only a few match lengths.
 MAX_MATCH_LENGTHS: Final = 16
 _REMEMBERED_PROBES: Final = 4096
 _NEVER: Final = float("-inf")
 
 
 class Source(Enum):
-    """Names where a choice comes from."""
+    """Names the source of a choice."""
 
     PLAN = "plan"  # a plan with a valid lease
     GRACE = "grace"  # the last plan; its lease is over
@@ -42,11 +43,11 @@ class Source(Enum):
 
 
 class StepChoice(NamedTuple):
-    """Names what the next step runs.
+    """Describes what the next step runs.
 
-    Hand `epoch`, `probe_id` and `session` back with the report of the step that ran it; a source
-    other than PLAN is to be reported with the flag `unsteered`.
-    `asleep`: at gamma 0, nothing of the drafter runs.
+    The report of the step must contain `epoch`, `probe_id` and `session`, and the flag `unsteered`
+    if the source is not PLAN.
+    `asleep`: at gamma 0, the drafter does not run at all.
     """
 
     drafter_index: int
@@ -59,13 +60,13 @@ class StepChoice(NamedTuple):
 
 
 def safe_choice(gamma: int) -> StepChoice:
-    """The choice of an engine without a valid lease: its first drafter at this draft length."""
+    """Returns the choice of an engine without a valid lease: its first drafter at this gamma."""
     return StepChoice(
         0, gamma, asleep=False, epoch=0, probe_id=0, source=Source.SAFE_DEFAULT, session=0
     )
 
 
-# What a row or its probe runs: place of the drafter, draft length, whether the drafter sleeps.
+# What a row or its probe runs: index of the drafter, draft length, whether the drafter sleeps.
 _Arm: TypeAlias = tuple[int, int, bool]
 
 
@@ -76,9 +77,9 @@ class _Probe(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """The rows and rules of a plan that this engine can run, ready to choose from.
+    """The rows and rules of a plan that this engine can run, prepared for `choose`.
 
-    bounds: of the batch size, of all rows but the last one, which serves every larger batch.
+    bounds: largest batch size of each row, without the last row, which serves every larger batch.
     """
 
     bounds: list[int]
@@ -91,13 +92,13 @@ _NO_TABLE: Final = _Table([], [], [], ())
 
 
 class PlanFollower:
-    """The plan in use.  `choose` is to be called once for every decode step that will run.
+    """Follows the plan in use.  Call `choose` once for every decode step that will run.
 
-    `drafters`: the engine's; a choice names one by its place among them, and `names` has their
-    names.  `lapses` counts how often a lease ran out with no newer plan available; `taken`, the
-    plans; `source`: of the last choice.
-    `plan`: the newest one that was taken, however old; `lease_end`: when its lease ends or ended,
-    in seconds of the clock passed in, -inf before a plan.
+    `drafters`: the engine's drafters; a choice contains an index into them, and `names` has their
+    names.  `lapses`: how often a lease ran out without a newer plan.  `taken`: number of accepted
+    plans.  `source`: of the last choice.
+    `plan`: the newest accepted plan, however old; `lease_end`: the end of its lease in seconds of
+    the clock passed in, -inf before the first plan.
     """
 
     def __init__(self, drafters: Iterable[Drafter], safe: StepChoice, grace_seconds: float) -> None:
@@ -112,11 +113,11 @@ class PlanFollower:
         self._grace_seconds = grace_seconds
         self.plan: Plan | None = None
         self.lease_end = _NEVER
-        # Of the newest plan that was found usable.  A renewed plan has the same table.
+        # Of the newest plan that passed the check.  A renewed plan has the same table.
         self._checked_digest = 0
         self._checked_table = _NO_TABLE
         self._table = _NO_TABLE
-        # The choice of each row once it has been made; a row with an open probe stays None.
+        # The cached choice of each row; None for a row whose probe has steps left.
         self._ready: list[StepChoice | None] = []
         self._steps_left: dict[int, int] = {}
         self._lapsed = False
@@ -125,13 +126,13 @@ class PlanFollower:
 
     @property
     def rules(self) -> tuple[MixtureRule, ...]:
-        """Returns the rules of mixtures in the newest plan that was taken."""
+        """Returns the mixture rules of the newest accepted plan."""
         return self._table.rules
 
     def check(self, arrived: ArrivedPlan) -> None:
         """Raises UnusablePlanError for a plan that is older than the one in use.
 
-        Also for one that is no table, and for one that asks for what the engine has not introduced.
+        Also for a malformed table, and for a choice that the engine has not introduced.
         """
         plan, digest = arrived.plan, arrived.table_digest
         old = self.plan
@@ -144,12 +145,12 @@ class PlanFollower:
             self._checked_digest = digest
 
     def uses(self, plan: Plan) -> bool:
-        """Whether this very plan was taken last; its lease may have been renewed."""
+        """Whether this plan is the one in use; its lease may have been renewed."""
         old = self.plan
         return old is not None and (old.session, old.epoch) == (plan.session, plan.epoch)
 
     def accept(self, arrived: ArrivedPlan, now: float) -> bool:
-        """Takes a plan into use; False, and no change, when it cannot be.
+        """Starts to use a plan; returns False and changes nothing if the plan is unusable.
 
         The lease counts from the plan's arrival at the agent (which cannot lie in the future).
         """
@@ -201,7 +202,7 @@ class PlanFollower:
             if asleep and gamma and (probe is None or probe.arm[1]):
                 raise UnusablePlanError(f"plan {plan.epoch}: gamma {gamma} with the drafter asleep")
             bounds.append(bound)
-            # The flag may speak of the row's probe only.
+            # The flag may apply to the row's probe only.
             arms.append((place, gamma, asleep and not gamma))
             probes.append(probe)
         for rule in plan.rules:
@@ -222,7 +223,7 @@ class PlanFollower:
         return _Probe(probe.probe_id, (place, probe.gamma, asleep), probe.steps)
 
     def source_at(self, now: float) -> Source:
-        """Returns where `choose` would take a choice from, without choosing."""
+        """Returns the source of the choice that `choose` would make now."""
         if now < self.lease_end:
             return Source.PLAN
         if self.plan is None or now >= self.lease_end + self._grace_seconds:
@@ -230,21 +231,24 @@ class PlanFollower:
         return Source.GRACE
 
     def collects_at(self, now: float) -> bool:
-        """Whether training signals are to be kept; not on the safe default."""
+        """Whether training signals are to be collected; False on the safe default."""
         plan = self.plan
         if plan is None or plan.regime.mode != REGIME_MODE_COLLECT:
             return False
         return self.source_at(now) is not Source.SAFE_DEFAULT
 
     def stride_at(self, now: float) -> int:
-        """Rounds between two online updates of the drafter; 0 for none, and in free flight."""
+        """Returns the rounds between two online updates of the drafter; 0 for no updates.
+
+        It is 0 on the safe default.
+        """
         plan = self.plan
         if plan is None or plan.regime.mode != REGIME_MODE_ONLINE:
             return 0
         return 0 if self.source_at(now) is Source.SAFE_DEFAULT else plan.regime.stride
 
     def choose(self, batch_size: int, now: float) -> StepChoice:
-        """The choice for a step over `batch_size` sequences."""
+        """Returns the choice for a step over `batch_size` sequences."""
         if now < self.lease_end:
             self.source = Source.PLAN
             index = bisect_left(self._table.bounds, batch_size)
@@ -253,7 +257,7 @@ class PlanFollower:
         return self._unsteered(batch_size, now)
 
     def _make(self, index: int) -> StepChoice:
-        """A step of the row's probe while it has any left, else the row's own choice, kept."""
+        """Uses a step of the row's probe if any is left, else caches the row's own choice."""
         probe = self._table.probes[index]
         if probe is not None and (left := self._steps_left[probe.probe_id]):
             self._steps_left[probe.probe_id] = left - 1
@@ -263,11 +267,11 @@ class PlanFollower:
 
     def _of(self, arm: _Arm, source: Source, probe_id: int = 0) -> StepChoice:
         plan = self.plan
-        assert plan is not None  # there is no row without one
+        assert plan is not None  # rows exist only with a plan
         return StepChoice(*arm, plan.epoch, probe_id, source, plan.session)
 
     def _unsteered(self, batch_size: int, now: float) -> StepChoice:
-        """Chooses without a lease: the last plan continues without its probes."""
+        """Chooses without a valid lease: the last plan without its probes, or the safe default."""
         self.source = source = self.source_at(now)
         if self.plan is None:
             return self.safe
@@ -280,10 +284,10 @@ class PlanFollower:
         return self._of(table.arms[bisect_left(table.bounds, batch_size)], source)
 
     def _remember(self, probes: Sequence[_Probe]) -> None:
-        """A probe identifier seen before keeps what is left of its steps.
+        """Stores the steps of new probes; a known probe keeps its remaining steps.
 
-        The newest 4096 identifiers are remembered: enough that a renewed plan never starts a
-        probe again, and bounded for an engine that runs for months.
+        The newest 4096 identifiers are kept: enough that a renewed plan never restarts a probe, and
+        bounded for an engine that runs for months.
         """
         ledger = self._steps_left
         for probe in probes:
@@ -299,7 +303,7 @@ def _not_introduced(epoch: int, drafter: str, gamma: int) -> UnusablePlanError:
 
 
 def _rule_fault(rule: MixtureRule) -> str:
-    """Returns what is wrong with a rule; "" if nothing is."""
+    """Returns why a rule is invalid; "" if it is valid."""
     numbers = (rule.main_expected, rule.ratio_weight, *rule.free_expected)
     if not 1 <= rule.gamma <= MAX_GAMMA or not 1 <= rule.least_match <= MAX_GAMMA:
         return f"a rule of gamma {rule.gamma} for matches of {rule.least_match} tokens"

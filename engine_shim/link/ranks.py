@@ -1,17 +1,17 @@
-"""One decision for all ranks of an engine.
+"""Makes all ranks of an engine adopt the same plan before the same step.
 
-With tensor parallelism every rank runs a scheduler of its own, and all of them must launch the same
-step.  Only rank 0 has a link to the sidecar.  What it takes in travels with the engine's own
-broadcast of requests (no collective is added), and every rank, rank 0 as well, adopts it as it
-handles those requests, before the same step:
+With tensor parallelism every rank runs its own scheduler, and all of them must launch the same
+step.  Only rank 0 has a link to the sidecar.  Its updates travel with the engine's own broadcast of
+requests (no collective is added).  Every rank, including rank 0, adopts an update as it handles
+those requests, before the same step:
 
   rank 0     outgoing   a new plan has come, or the lease of the last one has run out
-  engine                broadcasts it, in one list with the requests that came in
+  engine                broadcasts the update, in one list with the requests that came in
   all ranks  adopt
-  all ranks  choose     from the plan, the batch and the adopted time: alike everywhere
+  all ranks  choose     from the plan, the batch and the adopted time: the same on every rank
 
-An engine may leave a broadcast out or hold it back, so an update is sent until rank 0 has adopted
-it itself.  An engine of one rank adopts it at once, as a step begins (`take_in`).
+An engine may skip or delay a broadcast, so an update is sent until rank 0 has adopted it itself.
+An engine of one rank adopts an update at once, at the start of a step (`take_in`).
 """
 
 from time import monotonic
@@ -24,10 +24,10 @@ from speculation.v1.plan_pb2 import MixtureRule
 
 
 class RankUpdate(NamedTuple):
-    """Carries what all ranks adopt together.
+    """An update that all ranks adopt together.
 
-    number: counts up.  now: rank 0's monotonic clock in seconds; all judge the lease by it.
-    plan: None when only time has passed.
+    number: ascending.  now: rank 0's monotonic clock in seconds; all ranks check the lease against
+    it.  plan: None if only time has passed.
     """
 
     number: int
@@ -36,21 +36,24 @@ class RankUpdate(NamedTuple):
 
 
 class Ranks:
-    """This rank's part.  steering: its copy; link: rank 0's, None on the others."""
+    """Adopts updates on this rank.
+
+    steering: this rank's plan follower.  link: of rank 0; None on the other ranks.
+    """
 
     def __init__(self, steering: PlanFollower, link: EngineLink | None) -> None:
         self._steering = steering
         self._link = link
         self._adopted = self._sent = RankUpdate(0, monotonic(), None)
-        # Where choices come from at the adopted time.
+        # Source of the choices at the adopted time.
         self._source = steering.source_at(self._adopted.now)
-        # The last choice, and for how many sequences.  Between two updates nothing changes it but a
-        # probe, which counts its steps.
+        # The last choice and its batch size.  Between two updates only a probe, which counts its
+        # steps, changes the choice.
         self._choice: StepChoice | None = None
         self._batch_size = 0
 
     def outgoing(self) -> list[RankUpdate]:
-        """On rank 0, between two steps: what has to reach all ranks."""
+        """Returns the update to broadcast, if any; rank 0 calls it between two steps."""
         if self._link is None:
             return []
         plan, now = self._link.receive(), monotonic()
@@ -67,7 +70,7 @@ class Ranks:
         return [self._sent]
 
     def take_in(self) -> None:
-        """Adopts what has come at once, for an engine of one rank, as a step begins."""
+        """Adopts a new plan at once, at the start of a step; for an engine of one rank."""
         if self._link is None:
             return
         plan, now = self._link.receive(), monotonic()
@@ -75,7 +78,7 @@ class Ranks:
             self.adopt(RankUpdate(self._adopted.number + 1, now, plan))
 
     def adopt(self, update: RankUpdate) -> None:
-        """Adopts, on every rank, what rank 0 sent.
+        """Adopts, on every rank, an update from rank 0.
 
         An update that was adopted before is ignored.
         """
@@ -88,11 +91,11 @@ class Ranks:
         self._source = self._steering.source_at(update.now)
 
     def stride(self) -> int:
-        """Rounds between two online updates of the drafter, 0 for none."""
+        """Returns the rounds between two online updates of the drafter, 0 for no updates."""
         return self._steering.stride_at(self._adopted.now)
 
     def collects(self) -> bool:
-        """Whether training signals are to be kept."""
+        """Whether training signals are to be collected."""
         return self._steering.collects_at(self._adopted.now)
 
     def draft_version(self) -> int | None:
@@ -101,11 +104,11 @@ class Ranks:
         return None if plan is None else plan.draft_version
 
     def rules(self) -> tuple[MixtureRule, ...]:
-        """Returns the rules of mixtures in the newest plan."""
+        """Returns the mixture rules of the newest plan."""
         return self._steering.rules
 
     def choose(self, batch_size: int) -> StepChoice:
-        """Chooses what the decode step that begins now runs; called once for each step."""
+        """Returns the choice for the decode step that begins now; call it once per step."""
         if self._choice is not None and batch_size == self._batch_size:
             return self._choice
         choice = self._steering.choose(batch_size, self._adopted.now)

@@ -1,4 +1,4 @@
-"""Log lines that may come with every step, held to a rate at which people can read them."""
+"""Limits the rate of log events that could occur in every step."""
 
 import contextlib
 from collections.abc import Callable
@@ -11,7 +11,7 @@ _EVERY_SECONDS: Final = 10.0
 
 
 class RateLimitedLog:
-    """Each event at most once every 10 s; the next line says how many were left out."""
+    """Logs each event at most once every 10 s; the next line contains the number left out."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
@@ -20,11 +20,11 @@ class RateLimitedLog:
         self._left_out: dict[str, int] = {}
 
     def info(self, event: str, **fields: object) -> None:
-        """Logs what is as it should be."""
+        """Logs a normal event."""
         self._line("info", event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """Logs what somebody should look at."""
+        """Logs an event that the operator should look at."""
         self._line("warning", event, fields)
 
     def _line(self, level: str, event: str, fields: dict[str, object]) -> None:
@@ -36,6 +36,6 @@ class RateLimitedLog:
         left_out = self._left_out.pop(event, 0)
         if left_out:
             fields = {**fields, "left_out": left_out}
-        # A broken stderr (the engine's, inherited) is no reason to stop steering.
+        # The agent keeps running if stderr (inherited from the engine) is broken.
         with contextlib.suppress(OSError):
             getattr(self._log, level)(event, **fields)

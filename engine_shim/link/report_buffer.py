@@ -1,11 +1,11 @@
-"""Keeps the reports that the sidecar has not got: every one arrives once or counts as dropped.
+"""Keeps reports until the sidecar has received them: each arrives once or counts as dropped.
 
-Between the socket and the sidecar the newest reports wait in a bounded buffer.  When a stream ends,
-some of its messages may not have arrived.  A sidecar that stops says how much it has received, and
-one that keeps running says it when the engine introduces itself again.  The reports that were not
-received go back to the buffer.  A sidecar that was killed says nothing: the reports that it had not
-acknowledged count as dropped, because none may be used twice.  Only a message that certainly never
-left goes back then.
+The newest reports wait in a bounded buffer between the socket and the sidecar.  When a stream ends,
+some of its messages may not have arrived.  A sidecar that stops states how much it has received; a
+sidecar that keeps running states it when the engine introduces itself again.  The reports that were
+not received return to the buffer.  A sidecar that was killed states nothing: the reports that it
+had not acknowledged count as dropped, because no report may be used twice.  Only a message that was
+certainly not sent returns to the buffer then.
 """
 
 from collections import deque
@@ -16,10 +16,10 @@ from speculation.v1.service_pb2 import Received
 
 
 class ReportBuffer:
-    """Reports in step order, at most `capacity` of them, serialized as they came.
+    """Buffers at most `capacity` serialized reports in step order.
 
-    `dropped`: reports lost since it was last reduced with `forgive`, those lost on the engine's
-    side included.
+    `dropped`: reports that were lost and not yet reported as dropped (`forgive`), including those
+    lost on the engine's side.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -31,20 +31,20 @@ class ReportBuffer:
         return len(self._reports)
 
     def add(self, report: bytes) -> None:
-        """Keeps a report; the oldest one goes when there is no room."""
+        """Adds a report; drops the oldest one if the buffer is full."""
         self._reports.append(report)
         if len(self._reports) > self.capacity:
             self._reports.popleft()
             self.dropped += 1
 
     def lose(self, count: int = 1) -> None:
-        """Counts reports that are not in here and reach nobody."""
+        """Counts reports as dropped that are not in the buffer."""
         self.dropped += count
 
     def take(self, most: int, most_bytes: int) -> list[bytes]:
-        """The oldest reports, which leave the buffer.
+        """Removes and returns the oldest reports.
 
-        They are `most` at most, and `most_bytes` together, or one report that is larger.
+        At most `most` reports of `most_bytes` in total, or one report that is larger.
         """
         taken: list[bytes] = []
         size = 0
@@ -56,24 +56,24 @@ class ReportBuffer:
         return taken
 
     def give_back(self, reports: Sequence[bytes]) -> None:
-        """Puts unsent reports back in front; the oldest go when there is no room."""
+        """Puts unsent reports back in front; drops the oldest ones if the buffer is full."""
         room = self.capacity - len(self._reports)
         kept = reports[max(0, len(reports) - room) :] if room > 0 else ()
         self.dropped += len(reports) - len(kept)
         self._reports.extendleft(reversed(kept))
 
     def forgive(self, count: int) -> None:
-        """`count` losses have been told to the sidecar."""
+        """Subtracts `count` dropped reports that have been reported to the sidecar."""
         self.dropped -= count
 
 
 class InFlightReports:
     """The reports sent on the stream of one session, until `settle`.
 
-    As many are kept as `buffer` holds, the newest.  messages_max: messages with reports that the
-    sidecar wants to have on their way at most, 0 for any number.  acknowledged: what the sidecar
-    said last to have received so far; None when its version does not say it.  received: what it
-    said as it stopped, None while it has not.
+    Keeps the newest reports, at most the capacity of `buffer`.  messages_max: the sidecar's limit
+    of unacknowledged messages with reports, 0 for no limit.  acknowledged: the counts that the
+    sidecar last acknowledged; None if its version does not acknowledge.  received: the counts that
+    it stated when it stopped; None before that.
     """
 
     def __init__(self, buffer: ReportBuffer, session_id: str, messages_max: int = 0) -> None:
@@ -86,12 +86,12 @@ class InFlightReports:
         self._last = Received()
         self._unsent = Received()
         self._messages_max = messages_max
-        # Of the messages on their way, the reports sent up to the end of each.
+        # For each message in flight, the number of reports sent up to its end.
         self._ends: deque[int] = deque()
 
     @property
     def is_full(self) -> bool:
-        """Whether reports have to wait until more of the messages are acknowledged."""
+        """Whether reports must wait until the sidecar acknowledges more messages."""
         if not self._messages_max or self.acknowledged is None:
             return False
         while self._ends and self._ends[0] <= self.acknowledged.reports:
@@ -99,7 +99,7 @@ class InFlightReports:
         return len(self._ends) >= self._messages_max
 
     def begin(self, reports: Sequence[bytes], dropped: int) -> None:
-        """A message with these reports, which tells of so many dropped ones, is to be written."""
+        """Counts a message that is about to be written, with these reports and dropped reports."""
         self._buffer.forgive(dropped)
         self._newest.extend(reports)
         self._sent.reports += len(reports)
@@ -109,14 +109,15 @@ class InFlightReports:
         self._last = Received(reports=len(reports), dropped_reports=dropped)
 
     def did_not_go_out(self) -> None:
-        """The stream had ended before that message."""
+        """Marks the last message as unsent, because the stream had ended before it."""
         self._unsent = self._last
 
     def settle(self, received: Received | None) -> None:
-        """The stream is over.  Gives back to the buffer what did not arrive; to be called once.
+        """Returns to the buffer the reports that did not arrive; call once, after the stream ended.
 
-        A report that no sidecar can read would end every stream that it is sent on: it is lost.
-        received: what the next sidecar says to have received on it; None when it does not know.
+        A report that no sidecar can parse would end every stream that it is sent on, so it is
+        dropped.  received: the counts that the next sidecar states for this stream; None if it does
+        not know them.
         """
         received = self.received or received
         if received is not None:
@@ -129,7 +130,7 @@ class InFlightReports:
         self._buffer.give_back(kept)
 
     def _in_doubt(self) -> int:
-        """Reports, and losses told, that left and were not acknowledged."""
+        """Returns the number of sent and dropped reports that were not acknowledged."""
         if self.acknowledged is None:
             return 0
         doubtful = _difference(_difference(self._sent, self._unsent), self.acknowledged)
@@ -137,7 +138,7 @@ class InFlightReports:
 
 
 def _difference(more: Received, less: Received) -> Received:
-    """Never below zero: the numbers come from outside."""
+    """Subtracts counts, but not below 0, because the counts come from outside."""
     return Received(
         reports=max(0, more.reports - less.reports),
         dropped_reports=max(0, more.dropped_reports - less.dropped_reports),

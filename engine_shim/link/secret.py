@@ -1,8 +1,8 @@
-"""The secret by which a sidecar knows an engine again, and the engine's trainer.
+"""The secret that identifies an engine and its trainer to the sidecar.
 
-An engine chooses it at random when it starts, and its agents show it in every introduction.  An
-engine with a trainer keeps it in the folder that both use: whoever can read that folder can read
-the engine's training signals anyway.
+An engine generates it at random when it starts, and its agents send it in every introduction.  An
+engine with a trainer stores it in the folder that both use: a user who can read that folder can
+read the engine's training signals anyway.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 _NAME: Final = "engine.secret"
-# As open as the folder lets it be; nothing for those outside its group.
+# Readable for the owner and the group.
 _MODE: Final = 0o640
 _BYTES: Final = 32
 
@@ -21,14 +21,15 @@ _log = logging.getLogger(__name__)
 
 
 def new_secret() -> str:
-    """Makes a secret for an engine that keeps it in memory only."""
+    """Generates a secret for an engine that keeps it in memory only."""
     return secrets.token_hex(_BYTES)
 
 
 def secret_of(folder: str) -> str:
-    """The secret of an engine with this folder, "" for none.
+    """Returns the secret of an engine with this folder; folder: "" for an engine without one.
 
-    Where it cannot be kept there, the engine has one of its own and its trainer is refused.
+    If the secret cannot be stored in the folder, a new one is generated, and the sidecar will
+    refuse the engine's trainer.
     """
     if not folder:
         return new_secret()
@@ -40,11 +41,11 @@ def secret_of(folder: str) -> str:
 
 
 def kept_secret(folder: Path) -> str:
-    """The secret in the folder; the first caller chooses it.  Raises OSError."""
+    """Returns the secret in the folder; the first caller generates it.  Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _NAME
     if not path.exists():
-        # Whole or not there: a trainer may look at any moment.
+        # Created atomically, because a trainer may read it at any time.
         unfinished = folder / f".{_NAME}.{os.getpid()}"
         unfinished.unlink(missing_ok=True)
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
@@ -57,7 +58,7 @@ def kept_secret(folder: Path) -> str:
 
 
 def secret_in(folder: Path) -> str:
-    """Returns the secret in the folder, "" without one.  Raises OSError where it cannot be read."""
+    """Returns the secret in the folder, "" if it is missing.  Raises OSError."""
     try:
         return (folder / _NAME).read_text(encoding="ascii").strip()
     except FileNotFoundError:

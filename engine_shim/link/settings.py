@@ -17,7 +17,7 @@ PREFIX: Final = "SPECULATION_"
 
 
 class LinkSettings(BaseSettings):
-    """One field for each variable; SPECULATION_GRACE_SECONDS sets `grace_seconds`, and so on."""
+    """Settings of the link; SPECULATION_GRACE_SECONDS sets `grace_seconds`, and so on."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
@@ -25,40 +25,39 @@ class LinkSettings(BaseSettings):
     """gRPC address of the sidecar: unix:/run/speculation/controller.sock, or host:port. Empty: the
     plugin is off and the engine runs as if it were not installed."""
     ca: str = ""
-    """PEM file of the authority that signed the sidecar's certificate: it is then called with TLS.
-    For a sidecar on TCP."""
+    """PEM file of the authority that signed the sidecar's certificate. If it is set, the connection
+    uses TLS. For a sidecar on TCP."""
     client_certificate: str = ""
     """PEM file: the engine's own certificate for the sidecar."""
     client_key: str = ""
     """PEM file with the private key of that certificate."""
     token_file: str = ""
-    """File with the token that the sidecar's access list knows the engine by."""
+    """File with the token that identifies the engine in the sidecar's access list."""
     engine_id: str = Field(default="", pattern=r"^[A-Za-z0-9._:-]{0,128}$")
-    """Name of this engine, stable across its restarts (the pod's name, say). Empty: the plugin
-    makes one from the host's name and the engine's port."""
+    """Name of this engine, stable across its restarts (for example the pod's name). Empty: the
+    plugin makes one from the host name and the engine's port."""
     gammas: Annotated[tuple[int, ...], NoDecode] = (0, 1, 2, 3, 5, 7)
     """Draft lengths that the engine prepares and the sidecar may choose from, ascending, separated
     by commas. 0 is plain decoding."""
     grace_seconds: float = Field(default=10.0, ge=0, le=3600)
-    """How long the last plan goes on after its lease ran out, before the safe default takes
-    over."""
+    """How long the last plan stays in use after its lease has expired, before the safe default is
+    used."""
     lease_max_seconds: float = Field(default=600.0, ge=1, le=600)
-    """Longest lease that the engine accepts: a plan with a longer one is used for this time, and
-    the agent logs it. It has to be at least the sidecar's last_lease_seconds, which is 600 at
-    most."""
+    """Longest lease that the engine accepts. A longer lease is cut to this value, and the agent
+    logs it. It has to be at least the sidecar's last_lease_seconds, which is at most 600."""
     safe_gamma: int | None = Field(default=None, ge=0, le=MAX_GAMMA)
     """Draft length of an engine without a plan. Unset: the one it started with."""
     report_buffer: int = Field(default=256, ge=1, le=65_536)
-    """Step reports that the agent keeps while the sidecar is away; the newest stay, the rest are
-    counted."""
+    """Number of step reports that the agent keeps while the sidecar is unavailable: the newest are
+    kept, the others are counted as dropped."""
     report_interval_ms: float = Field(default=1.0, ge=0, le=250)
-    """How often the agent looks for reports while steps follow each other. 0: every report wakes it
-    at once, which the engine's thread pays for at each step; 20 or so saves a machine with few free
-    cores some work, and delays what the sidecar learns by as much."""
+    """How often the agent polls for reports while steps follow each other. 0: every report wakes
+    the agent at once, which costs time of the engine's thread in each step. About 20 saves
+    processor time on a machine with few free cores, and delays the reports by that time."""
     agent_nice: int = Field(default=19, ge=0, le=19)
-    """Added to the engine's niceness for the agent process. At 19 the engine's threads are not put
-    aside when a report wakes it, even where no core is free; lower it if reports are dropped
-    because more threads than cores are always busy."""
+    """Added to the engine's niceness for the agent process. At 19 a woken agent does not preempt
+    the engine's threads, even if no core is free. Lower it if reports are dropped because all cores
+    are always busy."""
 
     @field_validator("gammas", mode="before")
     @classmethod
@@ -73,37 +72,35 @@ class LinkSettings(BaseSettings):
         if not gammas or list(gammas) != sorted(set(gammas)):
             raise ValueError("draft lengths are needed, ascending and without duplicates")
         if gammas[0] < 0 or gammas[-1] > MAX_GAMMA:
-            raise ValueError(f"draft lengths leave 0..{MAX_GAMMA}")
+            raise ValueError(f"draft lengths must be in [0, {MAX_GAMMA}]")
         return gammas
 
     @field_validator("sidecar")
     @classmethod
     def _check_sidecar(cls, sidecar: str) -> str:
         if sidecar and not re.fullmatch(r"unix:.+|[^\s/]+:\d{1,5}", sidecar):
-            raise ValueError("neither unix:<path> nor <host>:<port>")
+            raise ValueError("must be unix:<path> or <host>:<port>")
         return sidecar
 
     @model_validator(mode="after")
     def _check_credentials(self) -> Self:
         if bool(self.client_certificate) != bool(self.client_key):
-            raise ValueError("a certificate and its key go together: one of them is not named")
+            raise ValueError("a client certificate and its key must be set together")
         if self.client_certificate and not self.ca:
-            raise ValueError("a certificate needs TLS: name the authority with SPECULATION_CA")
+            raise ValueError("a client certificate requires TLS: set SPECULATION_CA")
         if self.token_file and not (self.ca or is_on_this_machine(self.sidecar)):
-            raise ValueError(
-                "the token would go over an open line: name the authority with SPECULATION_CA"
-            )
+            raise ValueError("the token would be sent unencrypted: set SPECULATION_CA")
         return self
 
     @classmethod
     def load(cls) -> Self:
-        """Settings from the environment.
+        """Reads the settings from the environment.
 
-        Raises LinkSettingsError for a variable with the prefix that no field has, unless Kubernetes
-        has made it for a Service, and for a value that its field refuses.
+        Raises LinkSettingsError for an unknown variable with the prefix, unless Kubernetes has set
+        it for a Service, and for an invalid value.
         """
         fields = {PREFIX + name.upper() for name in cls.model_fields}
-        # A Service named "speculation-router", for example, brings variables that are not ours.
+        # For example, a Service named "speculation-router" sets variables that are not settings.
         links = service_links(os.environ)
         for variable in sorted(os.environ.keys() - links):
             if variable.startswith(PREFIX) and variable not in fields:

@@ -1,4 +1,4 @@
-"""Tells whether what is sent to a sidecar's address stays on this machine."""
+"""Tells whether traffic to a sidecar's address stays on this machine."""
 
 import ipaddress
 import re
@@ -11,8 +11,8 @@ _HOST_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+)):[0-9]
 def is_on_this_machine(address: str) -> bool:
     """Whether an address is a unix socket, or HOST:PORT with `localhost` or a loopback address.
 
-    No other name is resolved.  Other forms that gRPC takes (dns:///HOST, ipv4:ADDRESS,ADDRESS, or
-    ::1:PORT, which it takes for an address without a port) do not count.
+    No other name is resolved.  Other forms that gRPC accepts (dns:///HOST, ipv4:ADDRESS,ADDRESS, or
+    ::1:PORT, which it reads as an address without a port) do not count.
     """
     if address.startswith("unix:"):
         return True

@@ -1,4 +1,4 @@
-"""The agent's conversation with the sidecar: introduce, steer, start over when it breaks off."""
+"""The agent's gRPC client: introduces the engine, streams, and reconnects after an error."""
 
 import asyncio
 import secrets
@@ -30,25 +30,25 @@ _SteerCall: TypeAlias = "grpc.aio.StreamStreamCall[bytes, SteerResponse]"
 
 _STEER: Final = "/speculation.v1.SpeculationService/Steer"
 _REPORTS_PER_MESSAGE: Final = 128
-# Both of a slow sidecar's first answers, the connection's and the call's, lie in it; and the end of
-# a path on which packets vanish is noticed soon.
+# Long enough for the connection and the answer of a slow sidecar, and short enough to detect soon
+# that packets do not get through.
 _INTRODUCE_SECONDS: Final = 5.0
 _FIRST_WAIT_SECONDS: Final = 0.05
 # Short enough that an engine is steered again within a second of the sidecar's return.
 _LONGEST_WAIT_SECONDS: Final = 0.5
-# A session that lasted this long was a good one: the next is tried at once.
+# After a session that lasted this long, the next attempt follows at once.
 _GOOD_SESSION_SECONDS: Final = 2.0
-# A stream on which no plan came for so many leases is dead, whatever TCP thinks.
+# A stream without a plan for this many leases counts as dead, even if TCP reports no error.
 _SILENT_LEASES: Final = 3.0
 _LEAST_SILENCE_SECONDS: Final = 3.0
-# A plan may come with a shorter lease than the one before it.
+# Bounded, because a plan may have a shorter lease than the previous one.
 _LONGEST_NAP_SECONDS: Final = 0.1
-# Half of the shortest lease that signs of life keep pace with.
+# Half of the shortest lease for which keepalive messages are sent in time.
 _SHORTEST_HALF_SECONDS: Final = 0.02
-# Characters of what a sidecar may name a session, and of a reason that is logged.
+# Limits in characters: of a session's id, and of a reason that is logged.
 _SESSION_ID_MAX: Final = 256
 _REASON_MAX: Final = 512
-# For what a sidecar that stops has sent before its stream's end.
+# Time to read the messages that a stopping sidecar sent before it ended the stream.
 _LAST_WORDS_SECONDS: Final = 0.5
 _REFUSALS: Final = frozenset(
     {
@@ -62,11 +62,10 @@ _REFUSALS: Final = frozenset(
 
 @dataclass
 class SidecarClient:
-    """Holds a session with the sidecar whenever one is available.
+    """Keeps a session with the sidecar whenever the sidecar is available.
 
-    lease_max_seconds: a longer lease is cut to it, whatever the sidecar says, so that an engine
-    whose sidecar is gone falls back in bounded time.  secret: by which the sidecar knows the engine
-    again.
+    lease_max_seconds: a longer lease is cut to this value, so that an engine without its sidecar
+    falls back in bounded time.  secret: identifies the engine to the sidecar.
     """
 
     target: str
@@ -77,7 +76,7 @@ class SidecarClient:
     buffer: ReportBuffer
     log: RateLimitedLog
     secret: str = ""
-    # The reports of the last stream, until it is known which of them arrived.
+    # The reports of the last stream, until the sidecar states which of them arrived.
     _unsettled: InFlightReports | None = field(default=None, init=False)
 
     async def run(self) -> None:
@@ -101,7 +100,7 @@ class SidecarClient:
             wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
     async def _session(self) -> tuple[SidecarState, grpc.StatusCode, str]:
-        """One session from introduction to end; returns how it ended."""
+        """Runs one session from the introduction to its end; returns how it ended."""
         try:
             channel = self.credentials.channel(self.target)
             metadata = self.credentials.metadata()
@@ -129,13 +128,13 @@ class SidecarClient:
             self._unsettled = sent = InFlightReports(
                 self.buffer, opened.session_id, opened.messages_in_flight_max
             )
-            # A sidecar that does not tell its sessions apart has them told apart here.
+            # Older sidecars do not number their sessions: a random tag distinguishes them.
             tag = opened.plan.session or secrets.randbits(32) or 1
             steer: grpc.aio.StreamStreamMultiCallable[bytes, SteerResponse] = channel.stream_stream(
                 _STEER, response_deserializer=SteerResponse.FromString
             )
             session = _Session(self, steer(metadata=metadata), sent, losses, tag)
-            # Of the session's id only the tag is shown: the id itself is a secret.
+            # Only the tag is logged: the session's id is a secret.
             name = f"session {tag:08x}"
             self.port.send_state(SidecarState.STEERING, 0, name)
             self.log.info("sidecar-steering", target=self.target, session=name)
@@ -155,10 +154,10 @@ class SidecarClient:
 
 
 class _Session:
-    """One Steer stream.  `run` ends when the stream does, or when the sidecar fell silent.
+    """One Steer stream.  `run` ends when the stream ends or when no plan comes for too long.
 
-    told_losses: so many of the losses does this session know.  tag: of the session, for plans of a
-    sidecar that does not say one.
+    told_losses: number of lost capabilities that this session has been sent.  tag: identifies the
+    session in plans of a sidecar that does not set one.
     """
 
     def __init__(
@@ -180,11 +179,11 @@ class _Session:
         self._told_losses = told_losses
         self._lease_seconds = 1.0
         self._plan_at = monotonic()
-        # The first message tells the sidecar whose stream it is: without one nothing comes on it.
+        # The first message identifies the session: before it the sidecar sends nothing.
         self._sign_due = True
 
     def take_plan(self, plan: Plan) -> None:
-        """Passes a plan on to the engine, without what is for people; the engine checks it."""
+        """Forwards a plan to the engine, without its texts for people; the engine checks it."""
         arrival_ns = monotonic_ns()
         self._plan_at = arrival_ns * 1e-9
         plan.session = plan.session or self._tag
@@ -195,7 +194,7 @@ class _Session:
                 "lease-cut",
                 asked_seconds=plan.lease_ms * 1e-3,
                 used_seconds=self._lease_max_ms * 1e-3,
-                detail="SPECULATION_LEASE_MAX_SECONDS is the longest lease that the engine takes",
+                detail="SPECULATION_LEASE_MAX_SECONDS is the longest lease that the engine accepts",
             )
             plan.lease_ms = self._lease_max_ms
         try:
@@ -207,21 +206,21 @@ class _Session:
             self._lease_seconds = plan.lease_ms * 1e-3
 
     async def run(self) -> tuple[grpc.StatusCode, str]:
-        """The status with which the stream ended, and its detail."""
-        # What piled up while the sidecar was away goes out first.
+        """Runs the stream; returns the status with which it ended, and its detail."""
+        # Reports that were buffered while the sidecar was unavailable are sent first.
         self._port.arrived.set()
         tasks = [asyncio.create_task(part()) for part in (self._read, self._write, self._watch)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[1] in done:
-                # A write notices the end before what came before it has been read: the last plan.
+                # A write may detect the end before the last plan has been read.
                 await asyncio.wait({tasks[0]}, timeout=_LAST_WORDS_SECONDS)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         for task in done:
-            # gRPC cancels a write on a call that it has cancelled; the call's status tells why.
+            # gRPC cancels a write on a call that it has cancelled; the call's status has the cause.
             error = None if task.cancelled() else task.exception()
             if error is not None and not isinstance(error, grpc.aio.AioRpcError):
                 raise error
@@ -239,7 +238,7 @@ class _Session:
             self._sent.acknowledged = (
                 response.received_so_far if response.HasField("received_so_far") else None
             )
-            # Reports may have waited for this.
+            # Reports may have waited for the acknowledgement.
             self._port.arrived.set()
             for rejection in response.rejections:
                 self._log.warning(
@@ -259,10 +258,10 @@ class _Session:
                     return
 
     async def _write_one(self) -> bool:
-        """Sends what has piled up, or a sign of life; False when the stream is over.
+        """Sends buffered reports, or a keepalive message; returns False if the stream has ended.
 
-        What was on its way as the stream broke may have arrived: it is sent again only once the
-        sidecar has said that it did not.
+        A message in flight when the stream breaks may have arrived: it is sent again only after the
+        sidecar has stated that it did not arrive.
         """
         self._sign_due = False
         reports: list[bytes] = []
@@ -276,17 +275,17 @@ class _Session:
         try:
             await self._call.write(b"".join((request.SerializeToString(), *map(as_field, reports))))
         except asyncio.InvalidStateError:
-            # The stream had ended before; its status tells why.
+            # The stream had ended before; its status has the cause.
             self._sent.did_not_go_out()
             return False
         return True
 
     @property
     def _has_reports(self) -> bool:
-        """Whether there are reports that the sidecar takes now.
+        """Whether there are reports that the sidecar accepts now.
 
-        A sidecar that is behind acknowledges late: then more of them go in one message, of which
-        it can take more.
+        A slow sidecar acknowledges late: then each message contains more reports, which the sidecar
+        processes faster.
         """
         return len(self._buffer) > 0 and not self._sent.is_full
 
@@ -295,7 +294,7 @@ class _Session:
         return len(self._port.losses) > self._told_losses
 
     async def _watch(self) -> None:
-        """Has a sign of life sent at half of the lease; returns when that went unanswered."""
+        """Requests a keepalive message after half of the lease; returns if no plan answers."""
         signed_at = self._plan_at
         while True:
             half = max(self._lease_seconds / 2, _SHORTEST_HALF_SECONDS)
@@ -313,9 +312,9 @@ class _Session:
 
 
 async def introduced(port: AgentSocket) -> IntroduceRequest | None:
-    """Reads the introduction from the engine's socket; None when the engine went away first.
+    """Reads the introduction from the engine's socket; returns None if the engine ended first.
 
-    Raises PacketError when what came is no introduction.
+    Raises PacketError if the first packet is not an introduction.
     """
     hello = asyncio.ensure_future(port.introduction())
     gone = asyncio.ensure_future(port.gone.wait())

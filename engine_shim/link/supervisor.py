@@ -1,11 +1,11 @@
 """Keeps an agent process running beside the engine.
 
 A daemon thread starts the agent, waits for its end, and starts the next one after a short wait.
-The engine's thread never waits for it: it picks up the newest connected socket with `take`, and
-it alone uses and closes that socket afterwards, so no descriptor is closed under its hands.
+The engine's thread never waits for it: it takes the newest connected socket with `take`.  From then
+on only the engine's thread uses and closes that socket, so no descriptor is closed while in use.
 
-The agent is started by subprocess without a preexec function, hence by vfork: safe in a process
-with many threads and fast in one with much memory.
+The agent is started by `subprocess` without a preexec function, hence by vfork.  That is safe in a
+process with many threads and fast in a process with much memory.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from engine_shim.link.settings import LinkSettings
 
 _FIRST_WAIT_SECONDS: Final = 0.05
 _LONGEST_WAIT_SECONDS: Final = 5.0
-# An agent that lived this long was well: the wait before the next one is short again.
+# After an agent that ran this long, the wait before the next one is short again.
 _HEALTHY_SECONDS: Final = 10.0
 _STOP_SECONDS: Final = 1.0
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class AgentSupervisor:
-    """Runs `command` again and again; `--fd N` and `--parent PID` are appended to it.
+    """Runs `command`, and restarts it when it ends; `--fd N` and `--parent PID` are appended.
 
     `hello` is the first packet on every new socket.
     """
@@ -56,9 +56,9 @@ class AgentSupervisor:
         return None if process is None else process.pid
 
     def start(self) -> None:
-        """Starts the first agent.  Raises LinkStartError when no process can be started."""
-        # The thread does every start: a parent-death signal belongs to the thread that started
-        # the child, and this one lives as long as the engine.
+        """Starts the first agent.  Raises LinkStartError if the process cannot be started."""
+        # The thread starts every agent: the parent-death signal is bound to the thread that started
+        # the child, and this thread lives as long as the engine.
         self._thread.start()
         self._started.wait()
         if self._start_error is not None:
@@ -67,7 +67,7 @@ class AgentSupervisor:
             ) from self._start_error
 
     def take(self) -> socket.socket | None:
-        """The socket of an agent that was started since the last call, or None."""
+        """Returns the socket of an agent that was started since the last call, or None."""
         taken = None
         with contextlib.suppress(IndexError):
             while True:
@@ -78,15 +78,15 @@ class AgentSupervisor:
         return taken
 
     def leave_to_parent(self) -> None:
-        """Gives up this copy, in a fork of the engine, which keeps its agent."""
-        # The lock of the event may have been taken by the thread, which is not in the fork.
+        """Closes this copy in a forked child; the engine keeps its agent."""
+        # The event's lock may have been held by the thread, which does not exist in the child.
         self._stopping = threading.Event()
         self._stopping.set()
         self._process = None
         self._discard_untaken()
 
     def stop(self) -> None:
-        """Ends the agent (its socket should be closed by now) and the thread."""
+        """Ends the agent and the thread; the agent's socket should have been closed before."""
         self._stopping.set()
         self._discard_untaken()
         self._thread.join(_STOP_SECONDS)
@@ -137,7 +137,7 @@ class AgentSupervisor:
             ours.close()
             raise
         finally:
-            # Only the agent may hold its end, or the engine would not notice its death.
+            # Only the agent may hold its end; otherwise the engine would not notice its death.
             theirs.close()
         self._process = process
         self.starts += 1
@@ -151,7 +151,7 @@ class AgentSupervisor:
 
 
 def agent_command(settings: LinkSettings) -> tuple[str, ...]:
-    """The command that runs the agent with this interpreter."""
+    """Returns the command that runs the agent with this interpreter."""
     return (
         sys.executable,
         "-m",

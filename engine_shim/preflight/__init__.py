@@ -1,1 +1,1 @@
-"""Would an engine be steered?  Answered from its flags, before anything is configured."""
+"""Tells from an engine's flags whether it would be steered, before anything is configured."""

@@ -1,4 +1,4 @@
-"""The command `speculation-would-steer` asks whether an engine with these flags is steered."""
+"""The command `speculation-would-steer`: tells whether an engine with these flags is steered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine_shim.preflight.verdict import InputError, Verdict, page, printable
 
 STEERED, NOT_STEERED, BAD_INPUT = 0, 1, 2
 
-# Characters of a path of somebody else that are shown.
+# Limit in characters of a path from the running engine in an error text.
 _PATH_MAX: Final = 200
 _EPILOG: Final = """\
 examples:
@@ -68,9 +68,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _of_running_engine(url: str, own: list[str]) -> Verdict:
-    """Answers for the harmless flags of a running SGLang, and those that the user adds.
+    """Makes the verdict from the safe flags of a running SGLang and the flags that the user adds.
 
-    own: the user's flags, which win.  Raises InputError or PluginError.
+    own: the user's flags, which take precedence.  Raises InputError or PluginError.
     """
     taken = flags_of(url)
     names = {flag.partition("=")[0] for flag in own}
@@ -84,8 +84,8 @@ def _of_running_engine(url: str, own: list[str]) -> Verdict:
     ]
     if missing:
         raise InputError(
-            f"what SGLang loads is not taken from {url}, which could name anything: give "
-            f"{' and '.join(missing)} after `--`"
+            f"paths that SGLang loads are not taken from {url}, because the answer is not trusted: "
+            f"give {' and '.join(missing)} after `--`"
         )
     found = _quietly(lambda: _verdict("sglang", [*taken.flags, *own]))
     return replace(found, left_out=tuple(name for name in taken.left_out if name not in names))
@@ -96,9 +96,9 @@ def _verdict(engine: str, flags: list[str]) -> Verdict:
 
 
 def _quietly(make: Callable[[], Verdict]) -> Verdict:
-    """Keeps what the engine's package logs, warns of and prints off the answer.
+    """Suppresses the log lines, warnings and output of the engine's package.
 
-    Errors stay on standard error.
+    Errors still go to standard error.
     """
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
@@ -107,7 +107,7 @@ def _quietly(make: Callable[[], Verdict]) -> Verdict:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of what stands before the engine's flags."""
+    """Returns the parser of the options before the engine's flags."""
     found = argparse.ArgumentParser(
         prog="speculation-would-steer",
         description="Says whether an engine with these flags would be steered, what that\n"

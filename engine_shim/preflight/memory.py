@@ -3,7 +3,7 @@
     python -m engine_shim.preflight.memory --model-path MODEL --speculative-algorithm EAGLE3 ...
 
 It takes SGLang's options and reads SPECULATION_* from the environment.  Exit code 2: SGLang or the
-plugin refuses them, or SGLang is not installed here.
+plugin rejects the options, or SGLang is not installed here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ tables: what they keep for graphs"""
 
 
 def table(reserves: Sequence[Reserve]) -> str:
-    """Returns one line for each further draft length and one for their sum, in MiB."""
+    """Returns one line for each additional draft length and one for their sum, in MiB."""
     names = ("length", "batch", "graphs", "backends", "tables", "total")
     rows = [
         (str(row.gamma), str(row.batch), row.graphs, row.backends, row.tables, row.total)
@@ -44,7 +44,7 @@ def table(reserves: Sequence[Reserve]) -> str:
 
 
 def page(prediction: Prediction, share: str) -> str:
-    """Returns the table with what its reader has to know; `share`: a last sentence."""
+    """Returns the table with explanations; `share`: the last sentence."""
     shape = prediction.shape
     parts = [f"MiB for {name}: {size:.1f}" for name, size in prediction.parts.items()]
     start = f"MiB on each device, for each draft length beside {prediction.start}"
@@ -62,7 +62,7 @@ def page(prediction: Prediction, share: str) -> str:
 
 
 def predict(options: list[str]) -> str:
-    """Returns the page for SGLang's options.  Raises PluginError and what SGLang raises."""
+    """Returns the page for SGLang's options.  Raises PluginError and the errors of SGLang."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
@@ -78,7 +78,7 @@ def predict(options: list[str]) -> str:
 
 
 def share_of(args: ServerArgs) -> str:
-    """Says of resolved arguments what share of the device SGLang takes, and who chose it."""
+    """Describes the share of the device that SGLang takes, and who set it."""
     from sglang.srt.utils.common import get_device_memory_capacity
 
     from engine_shim.sglang.api import sglang_api
@@ -88,11 +88,12 @@ def share_of(args: ServerArgs) -> str:
     # The record's fields stay as the user wrote them.
     if args.mem_fraction_static is not None:
         return (
-            share + "as given, so SGLang leaves no room for this; the rest of the device has to do"
+            share + "set by the user, so SGLang reserves no memory for this: the rest of the "
+            "device must suffice"
         )
     if get_device_memory_capacity(view.device) is None:
         return share + "chosen without a device; run this where the engine will run"
-    return share + "chosen by SGLang for the device found here, with room for this"
+    return share + "chosen by SGLang for the device of this machine, with memory for this"
 
 
 def main(options: list[str]) -> int:

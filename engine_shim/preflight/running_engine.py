@@ -18,9 +18,9 @@ from urllib.parse import SplitResult, urlsplit
 from engine_shim.link.sidecar_address import is_on_this_machine
 from engine_shim.preflight.verdict import InputError
 
-# For the whole answer, however slowly it comes.
+# For the whole answer.
 PATIENCE_SECONDS: Final = 10.0
-# Bytes: SGLang's answer has some tens of kB, and its command line some hundred bytes.
+# Bytes and characters: SGLang's answer has tens of kB, its command line hundreds of bytes.
 _LARGEST_ANSWER: Final = 4 << 20
 _LONGEST_COMMAND: Final = 1 << 16
 _INSTEAD: Final = "give its flags after `--`, without --url"
@@ -37,7 +37,7 @@ _SWITCHES: Final = frozenset(
         "--speculative-use-rejection-sampling",
     }
 )  # fmt: skip
-# Above what any engine has, and far below what SGLang would need memory or time for.
+# Limits above the values of any engine, and far below values that cost SGLang memory or time.
 _RANKS: Final = (1, 4096)
 _BATCH: Final = (1, 65_536)
 _DRAFT: Final = (0, 1024)
@@ -81,7 +81,7 @@ _NUMBERS: Final = {
 # Batch sizes, as many as there are in _BATCH at most.
 _LISTS: Final = frozenset({"--cuda-graph-bs", "--cuda-graph-bs-decode", "--cuda-graph-bs-prefill"})
 _WORD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-# SGLang chooses between parts of its own by these.
+# These select among SGLang's own implementations.
 _WORDS: Final = {
     **dict.fromkeys(
         (
@@ -96,25 +96,25 @@ _WORDS: Final = {
     "--device": re.compile(r"cpu|cuda|hpu|mps|musa|npu|xpu"),
     "--mem-fraction-static": re.compile(r"0?\.[0-9]{1,17}|1(\.0{1,17})?|0"),
 }  # fmt: skip
-# What the answer cannot do without, and the user has to give; each with its other names.
+# Flags that the verdict needs and the user has to give; each with its aliases.
 MODEL: Final = ("--model-path", "--model")
 DRAFTER: Final = ("--speculative-draft-model-path", "--speculative-draft-model")
-# Only that there are adapters matters, not which.
+# Only the presence of adapters matters, not which ones.
 _STANDS_FOR: Final = {"--lora-paths": "--enable-lora"}
 _NAME: Final = re.compile(r"--[a-z0-9][a-z0-9-]{0,63}")
 _NUMBER: Final = re.compile(r"-?[0-9]{1,10}")
 _COUNT: Final = re.compile(r"([0-9]{1,10})(k|M|Ki|Mi)?")
 _MULTIPLES: Final = {None: 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
-# Names of flags that are shown; more are counted.
+# Limit of flag names that are shown; further ones are counted.
 _SHOWN_MAX: Final = 64
 _STRANGE: Final = "words that are no flag"
 
 
 def flags_of(url: str) -> TakenFlags:
-    """Asks /server_info for the command line of an engine, and takes what is harmless of it.
+    """Reads an engine's command line from /server_info; returns its safe flags.
 
-    url: http or https; the key in ENGINE_API_KEY is sent, if there is one, but only encrypted or on
-    this machine.  Redirects are not followed, and no proxy is asked.  Raises InputError.
+    url: http or https; the key in ENGINE_API_KEY is sent if it is set, but only encrypted or on
+    this machine.  Redirects are not followed, and no proxy is used.  Raises InputError.
     """
     try:
         parts = urlsplit(url)
@@ -122,7 +122,7 @@ def flags_of(url: str) -> TakenFlags:
     except ValueError as error:
         raise InputError(f"{url}: {error}") from error
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise InputError(f"{url} is no http:// or https:// address")
+        raise InputError(f"{url} is not an http:// or https:// address")
     headers = _headers(parts, os.environ.get("ENGINE_API_KEY", ""))
     if parts.scheme == "https":
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(
@@ -147,7 +147,7 @@ def flags_of(url: str) -> TakenFlags:
 
 
 def flags_in(content: bytes, url: str) -> TakenFlags:
-    """Reads the answer to /server_info.  url: named in errors.  Raises InputError."""
+    """Parses the answer to /server_info.  url: for error texts.  Raises InputError."""
     if len(content) > _LARGEST_ANSWER:
         raise InputError(f"{url}/server_info answers more than {_LARGEST_ANSWER} bytes")
     try:
@@ -163,8 +163,8 @@ def flags_in(content: bytes, url: str) -> TakenFlags:
         raise InputError(f"the command line of {url} has {len(command)} characters: {_INSTEAD}")
     if any(mark in command for mark in "{}\"'"):
         raise InputError(
-            f"the flags of {url} hold JSON, which SGLang joins with blanks and cannot be told "
-            f"apart again: {_INSTEAD}"
+            f"the flags of {url} contain JSON, which SGLang joins with blanks, so they cannot be "
+            f"split again: {_INSTEAD}"
         )
     try:
         return taken_from(command.split())
@@ -173,17 +173,17 @@ def flags_in(content: bytes, url: str) -> TakenFlags:
 
 
 def _headers(parts: SplitResult, key: str) -> dict[str, str]:
-    """Returns the headers of the request.  Raises InputError where the key must not be sent."""
+    """Returns the headers of the request.  Raises InputError if the key must not be sent."""
     if not key:
         return {}
     if not (key.isascii() and key.isprintable()):
-        raise InputError("ENGINE_API_KEY holds what is not printable ASCII text")
+        raise InputError("ENGINE_API_KEY is not printable ASCII text")
     host = parts.hostname or ""
     address = f"[{host}]:80" if ":" in host else f"{host}:80"
     if parts.scheme == "http" and not is_on_this_machine(address):
         raise InputError(
-            "the key in ENGINE_API_KEY would go over an open line: use https://, run this beside "
-            "the engine, or unset ENGINE_API_KEY"
+            "the key in ENGINE_API_KEY would be sent unencrypted: use https://, run this on the "
+            "engine's machine, or unset ENGINE_API_KEY"
         )
     return {"Authorization": f"Bearer {key}"}
 
@@ -191,7 +191,7 @@ def _headers(parts: SplitResult, key: str) -> dict[str, str]:
 def _answer(
     connection: http.client.HTTPConnection, path: str, headers: dict[str, str]
 ) -> tuple[int, bytes]:
-    """Returns the status and the content, of which one byte too many is read at most."""
+    """Returns the status and the content, at most one byte more than the limit."""
     connection.connect()
     opened = connection.sock
 
@@ -216,10 +216,10 @@ def _stranger(url: str, error: Exception) -> InputError:
 
 @dataclass(frozen=True, slots=True)
 class TakenFlags:
-    """Describes what was taken of an engine's command line.
+    """The parts of an engine's command line that are used.
 
-    flags: for SGLang's parser.  left_out: the names of all others, in order, each once.  model,
-    drafter: what the engine says that it loads, "" if it does not; never for SGLang.
+    flags: for SGLang's parser.  left_out: the names of all other flags, in order, each once.
+    model, drafter: paths that the engine names, "" if it names none; they are not given to SGLang.
     """
 
     flags: tuple[str, ...]
@@ -229,9 +229,9 @@ class TakenFlags:
 
 
 def taken_from(words: Sequence[str]) -> TakenFlags:
-    """Reads a command line.  Raises InputError for a known flag with a value that it cannot have.
+    """Filters a command line.  Raises InputError for a known flag with an invalid value.
 
-    What stands before the first flag is how the engine was launched.
+    The words before the first flag are the launch command.
     """
     flags: list[str] = []
     left_out: dict[str, None] = {}
@@ -268,7 +268,7 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _known(name: str, values: list[str]) -> list[str] | None:
-    """Returns the values of a flag that is taken, None for another one."""
+    """Returns the values of a flag that is used, None for any other flag."""
     if name in _SWITCHES:
         return _require(name, values, not values)
     if name in _LISTS:

@@ -1,7 +1,7 @@
-"""Says of a command line of SGLang whether it would be steered, by the checks of a real start.
+"""Tells whether an SGLang with these flags would be steered, with the checks of a real start.
 
-SGLang's own parser and resolution run with the plugin's hooks in place, as in a launcher, so what
-is refused here is what a start refuses.  Only configurations are read, no weights.
+SGLang's own parser and resolution run with the plugin's hooks in place, as in a launcher.  So this
+command refuses what a start refuses.  Only configurations are read, no weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from engine_shim.sglang.api.settings import PluginSettings
 
 _MIB: Final = 2**20
-# How people begin the command; the flags follow.
+# Launch commands; the flags follow.
 _LAUNCHERS: Final = (
     ("python", "-m", "sglang.launch_server"),
     ("python3", "-m", "sglang.launch_server"),
@@ -44,8 +44,8 @@ _LAUNCHERS: Final = (
 class _Engine(NamedTuple):
     """An engine whose flags were resolved.
 
-    has_block: it has a DFlash drafter.  alone: that is its only one.  asked_tokens: as the user
-    wrote --speculative-num-draft-tokens.
+    has_block: it has a DFlash drafter.  alone: DFlash is its only drafter.  asked_tokens: the
+    user's value of --speculative-num-draft-tokens.
     """
 
     args: ServerArgs
@@ -70,7 +70,7 @@ class _Engine(NamedTuple):
 
 
 def verdict(flags: Sequence[str]) -> Verdict:
-    """Returns the answer for SGLang's flags.  Raises InputError or PluginError.
+    """Returns the verdict for SGLang's flags.  Raises InputError or PluginError.
 
     Loads the plugin into this process.
     """
@@ -78,7 +78,7 @@ def verdict(flags: Sequence[str]) -> Verdict:
     if not version:
         raise InputError(
             "SGLang is not installed in this environment: run this in the engine's image or "
-            "environment, where the shim belongs, too"
+            "environment, where the shim is installed too"
         )
     # The plugin is off without it.
     os.environ[SIDECAR_VARIABLE] = os.environ.get(SIDECAR_VARIABLE) or SIDECAR
@@ -118,7 +118,7 @@ def _of_known_version(
         raise InputError(str(error)) from error
     checks = [*begun, _plugin_check(), *wish_checks(view, settings), *kinds]
     if any(check.obstacle for check in kinds):
-        # SGLang itself may read no further.
+        # SGLang itself may fail on these flags.
         return Verdict("SGLang", version, tuple(checks))
     is_resolved = not any(check.obstacle for check in checks)
     checks += _resolution(engine, is_resolved=is_resolved)
@@ -154,12 +154,12 @@ def _parsed(flags: Sequence[str]) -> tuple[ServerArgs, bool]:
     except InputError:
         raise
     except Exception as error:
-        # SGLang reads files of the user's here, and raises what it comes upon.
+        # SGLang reads files of the user here, and may raise any error.
         raise InputError(f"SGLang: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
-    """Returns an error of somebody else on one line, with what kind it is of where it is bare."""
+    """Returns an error of SGLang on one line, with its type unless it is a plain input error."""
     words = " ".join(str(error).split())
     own = isinstance(error, ValueError | OSError) and words
     return words if own else f"{type(error).__name__}: {words}"
@@ -185,9 +185,9 @@ def _plugin_check() -> Check:
 
 
 def _resolution(engine: _Engine, *, is_resolved: bool) -> list[Check]:
-    """Has SGLang resolve the arguments, and returns the checks of that.  Raises InputError.
+    """Lets SGLang resolve the arguments; returns the checks of the result.  Raises InputError.
 
-    is_resolved: the checks before have found nothing, so SGLang comes to its speculation step.
+    is_resolved: earlier checks have no obstacle, so SGLang reaches its speculation step.
     """
     from engine_shim.sglang.server_args import flag_checks, resolution_checks
 
@@ -262,7 +262,7 @@ def _block_obstacle(engine: _Engine, path: str) -> str:
 
 
 def _facts(view: Any, assumed: bool) -> dict[str, str]:
-    """Returns what a steered engine may have either way."""
+    """Returns properties that are not an obstacle, whatever their value is."""
     device = f"{view.device}, assumed because none was found here" if assumed else view.device
     return {
         "tensor parallelism": str(view.tp_size),
@@ -273,7 +273,7 @@ def _facts(view: Any, assumed: bool) -> dict[str, str]:
 
 
 def _drafters(engine: _Engine) -> tuple[Drafter, ...]:
-    """The drafters as the engine would introduce them."""
+    """Returns the drafters as the engine would introduce them."""
     from engine_shim.sglang.drafters.dflash_checkpoint import block_size, lengths_of_block
     from engine_shim.sglang.engine_description import DFLASH_NAME, add_lookup
     from speculation.v1 import engine_pb2
@@ -317,7 +317,7 @@ def _memory(engine: _Engine) -> Memory:
 
 
 def _second_drafter(engine: _Engine) -> dict[str, Any]:
-    """Calculates what a DFlash drafter beside the engine's own takes of each rank."""
+    """Calculates the memory per rank of a DFlash drafter beside the engine's own drafter."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
     config, target = _block_config(engine), model_config_of(engine.args)
@@ -337,7 +337,7 @@ def _second_drafter(engine: _Engine) -> dict[str, Any]:
 
 def _second_drafter_lines(second: dict[str, Any]) -> list[str]:
     weights = second["weights_mib"]
-    size = "unknown, because the checkpoint is in no local folder"
+    size = "unknown, because the checkpoint is not in a local folder"
     return [
         "Second drafter, weights: "
         + (size if weights is None else f"{weights:.1f} MiB, the size of its files"),

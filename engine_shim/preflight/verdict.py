@@ -1,4 +1,4 @@
-"""Describes an engine before it starts: whether it would be steered, and what that takes."""
+"""Describes an engine before it starts: whether it would be steered, and what steering costs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any, Final
 from engine_shim.common.checks import Check
 from engine_shim.common.settings import ShimSettings
 
-# Where the documents put the sidecar's socket.
+# The sidecar's socket in the documents.
 SIDECAR: Final = "unix:/run/speculation/controller.sock"
 
 _ONLY_AT_THE_START: Final = (
-    "Only the start itself can tell whether the engine's package lets every hook take, and whether "
-    "the drafter drafts. If something is missing then, the engine does not start and names it."
+    "Only the start itself shows whether every hook takes effect in the engine's package, and "
+    "whether the drafter drafts. If something is missing, the engine does not start and names it."
 )
 _LEFT_OUT: Final = (
-    "They are not taken from a running engine, because they may name code, files or secrets; what "
-    "matters of them goes after `--`."
+    "They are not taken from a running engine, because they may name code, files or secrets. Give "
+    "those that matter after `--`."
 )
 
 
 class InputError(ValueError):
-    """Options that say nothing about an engine; the message says why."""
+    """Options that do not describe an engine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class Drafter:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Describes what the plugin takes of each device.
+    """The memory that the plugin takes on each device.
 
-    values: the numbers by name, sizes in MiB unless the name says otherwise.  lines: the same for
-    people.
+    values: the numbers by name, sizes in MiB unless the name says otherwise.  lines: the same as
+    text.
     """
 
     values: Mapping[str, Any]
@@ -52,11 +52,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Describes an engine as its flags have it.
+    """The verdict on an engine with these flags.
 
-    facts: what was found and is no obstacle whatever it is.  variables: for the engine's
-    environment, by name.  memory: None where the engine would not be steered.  left_out: names of
-    flags of a running engine that were not looked at, because they may make SGLang load something.
+    facts: properties that are never an obstacle.  variables: for the engine's environment, by name.
+    memory: None if the engine would not be steered.  left_out: names of flags of a running engine
+    that were ignored, because they may make SGLang load something.
     """
 
     engine: str
@@ -75,11 +75,11 @@ class Verdict:
 
     @property
     def starts(self) -> bool:
-        """Whether the engine starts, be it without a gain."""
+        """Whether the engine starts, possibly without a gain."""
         return all(check.starts for check in self.checks if check.obstacle)
 
     def document(self) -> dict[str, Any]:
-        """Returns everything in plain values."""
+        """Returns the verdict in plain values."""
         return {
             "api_version": "speculation.v1",
             "kind": "WouldSteer",
@@ -106,7 +106,7 @@ class Verdict:
 
 @contextlib.contextmanager
 def parsing(engine: str) -> Iterator[None]:
-    """Has the parser of an engine read its flags, inside the block.  Raises InputError."""
+    """Raises InputError if the engine's parser, inside the block, exits because of a bad flag."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -118,7 +118,7 @@ def parsing(engine: str) -> Iterator[None]:
 
 
 def flags_behind(launchers: Iterable[Sequence[str]], words: Sequence[str]) -> list[str]:
-    """Returns the flags of a command line that may begin as one of the launchers does."""
+    """Returns the flags of a command line, without the launch command if it begins with one."""
     for launcher in launchers:
         if list(words[: len(launcher)]) == list(launcher):
             return list(words[len(launcher) :])
@@ -126,9 +126,9 @@ def flags_behind(launchers: Iterable[Sequence[str]], words: Sequence[str]) -> li
 
 
 def variables_of(settings: ShimSettings, gammas: tuple[int, ...]) -> dict[str, str]:
-    """Returns the SPECULATION_* variables that this verdict is true of.
+    """Returns the SPECULATION_* variables for which this verdict holds.
 
-    Those that are set, the two that an engine cannot do without among them.  gammas: draft lengths
+    These are the variables that are set, and the two that an engine needs.  gammas: draft lengths
     that the engine prepares.
     """
     found = {name: getattr(settings, name) for name in sorted(settings.model_fields_set)}
@@ -145,15 +145,15 @@ def _text(value: object) -> str:
 
 
 def page(verdict: Verdict, width: int) -> str:
-    """Returns the lines of an answer.
+    """Formats a verdict as text.
 
-    width: columns of the terminal; a path or an option is not broken, and may exceed them.
+    width: columns of the terminal; a path or an option is not broken, and may exceed the width.
     """
     return "\n".join(_lines(verdict, max(40, width))) + "\n"
 
 
 def printable(words: str) -> str:
-    """Returns words of others without what could command a terminal."""
+    """Replaces characters of a foreign text that could control a terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
 
 
@@ -163,7 +163,7 @@ def _lines(verdict: Verdict, width: int) -> Iterator[str]:
         would = "would start, and gain nothing from its drafter"
     yield from _wrapped(f"{verdict.engine} {verdict.version}: this engine {would}.", "", width)
     if verdict.left_out:
-        yield from _wrapped(f"Not looked at: {', '.join(verdict.left_out)}. {_LEFT_OUT}", "", width)
+        yield from _wrapped(f"Ignored flags: {', '.join(verdict.left_out)}. {_LEFT_OUT}", "", width)
     yield ""
     topics = [*(check.topic for check in verdict.checks), *verdict.facts]
     column = max(map(len, topics))
@@ -208,7 +208,7 @@ def _wrapped(line: str, indent: str, width: int) -> list[str]:
     plain = printable(line)
     if len(plain) <= width:
         return [plain.rstrip()]
-    # The columns in front of the first word stay as they are.
+    # The blanks before the first word are kept.
     return textwrap.wrap(
         plain, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
         drop_whitespace=True, replace_whitespace=False,

@@ -1,7 +1,7 @@
-"""Says of a command line of vLLM whether it would be steered, by the checks of a real start.
+"""Tells whether a vLLM with these flags would be steered, with the checks of a real start.
 
-vLLM's own parser makes its configuration with the plugin's hooks in place, as in its API server, so
-what is refused here is what a start refuses.  Only configurations are read, no weights.
+vLLM's own parser makes the configuration with the plugin's hooks in place, as in its API server.
+So this command refuses what a start refuses.  Only configurations are read, no weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engine_shim.vllm.draft_lengths import disregarded, draft_length_of, runner_
 from engine_shim.vllm.settings import VllmSettings
 
 PLUGIN: Final = "speculation_controller"
-# How people begin the command; the flags follow.
+# Launch commands; the flags follow.
 _LAUNCHERS: Final = (
     ("vllm", "serve"),
     ("python", "-m", "vllm.entrypoints.openai.api_server"),
@@ -43,27 +43,27 @@ _MEMORY: Final = (
 
 
 class _Observed(SteeredConfiguration):
-    """Keeps the engine's configuration as it was before anything was refused."""
+    """Keeps the engine's configuration, even if a check refuses it."""
 
     config: Any = None
 
     def prepare(self, config: Any) -> None:
-        """Does what the plugin does, and remembers of what."""
+        """Stores the configuration, then prepares it as the plugin does."""
         if self.config is None and is_served(config):
             self.config = config
         super().prepare(config)
 
 
 def verdict(flags: Sequence[str]) -> Verdict:
-    """Returns the answer for vLLM's flags.  Raises InputError or PluginError.
+    """Returns the verdict for vLLM's flags.  Raises InputError or PluginError.
 
-    Hooks the plugin's configuration into this process.
+    Installs the hooks of the plugin's configuration in this process.
     """
     version = vllm_api.vllm_version()
     if not version:
         raise InputError(
             "vLLM is not installed in this environment: run this in the engine's image or "
-            "environment, where the shim belongs, too"
+            "environment, where the shim is installed too"
         )
     settings = VllmSettings.load_or_refuse()
     first = settings.version_check("vLLM", version, vllm_api.TESTED, vllm_api.READ)
@@ -117,7 +117,7 @@ def _answered(
 
 
 def _drafting(version: str, config: Any) -> str:
-    """Says what the draft length changes, and how to have it change more."""
+    """Describes what the draft length changes, and how to make the drafter follow it."""
     length = draft_length_of(version, config)
     known = (
         f"{length.drafting}; at a draft length of 0, {length.at_zero}" if length else "not known"

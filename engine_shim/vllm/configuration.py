@@ -1,8 +1,8 @@
-"""The engine's configuration: checked, and completed so that every draft length is prepared.
+"""Checks the engine's configuration, and completes it so that vLLM prepares every draft length.
 
-vLLM can change its draft length by the batch size (`num_speculative_tokens_per_batch_size`), and
-prepares graphs for each length that this schedule names.  The plugin writes a schedule that names
-all of SPECULATION_GAMMAS, and decides by the sidecar's plan in its place.
+vLLM can select its draft length by the batch size (`num_speculative_tokens_per_batch_size`), and
+prepares graphs for each length in this schedule.  The plugin writes a schedule that contains all of
+SPECULATION_GAMMAS, and then selects the length by the sidecar's plan instead.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from engine_shim.vllm import vllm_api
 from engine_shim.vllm.recurrent_targets import recurrent_check
 from engine_shim.vllm.settings import VllmSettings
 
-# Methods whose proposers take a length that changes, in both of vLLM's model runners.
+# Methods whose proposers accept a variable length, in both of vLLM's model runners.
 METHODS: Final = ("eagle", "eagle3", "mtp", "dflash", "ngram", "draft_model")
 _SCHEDULE: Final = "num_speculative_tokens_per_batch_size"
-# Begins the errors of an engine that starts.
+# Prefix of the error texts at the engine's start.
 _LEAD: Final = "SPECULATION_SIDECAR is set, but "
 
 _log = logging.getLogger(__name__)
@@ -69,8 +69,8 @@ class SteeredConfiguration:
     def prepare(self, config: Any) -> None:
         """Writes the schedule into a `VllmConfig`.  Raises UnsupportedEngineError.
 
-        What vLLM makes for itself is left alone (`is_served`), and a copy of a configuration that
-        was prepared has the schedule already.
+        Configurations that vLLM makes for itself are not changed (`is_served`), and a copy of a
+        prepared configuration already has the schedule.
         """
         if not is_served(config):
             return
@@ -85,17 +85,17 @@ class SteeredConfiguration:
 
 
 def is_served(config: Any) -> bool:
-    """Whether a `VllmConfig` is of an engine.
+    """Whether a `VllmConfig` belongs to an engine.
 
-    vLLM makes some for itself: without a model, and for a drafter's model alone, with which its
-    cache of weights is warmed.
+    vLLM makes others for itself: without a model, and for the drafter's model alone, to warm its
+    weight cache.
     """
     model = config.model_config
     return model is not None and getattr(model, "runner_type", "") != "draft"
 
 
 def schedule_of(gammas: Sequence[int], largest: int) -> Schedule:
-    """Returns a schedule that names every draft length, each at as large a batch as possible.
+    """Returns a schedule with every draft length, each at as large a batch size as possible.
 
     vLLM chooses the sizes of its graphs by the largest batch of each length.
     """
@@ -107,7 +107,7 @@ def schedule_of(gammas: Sequence[int], largest: int) -> Schedule:
 
 
 def impossible_gammas(gammas: Sequence[int], most: int, largest: int) -> str | None:
-    """Says why an engine cannot prepare these draft lengths; None if it can.
+    """Returns why an engine cannot prepare these draft lengths; None if it can.
 
     most: `num_speculative_tokens`.  largest: `max_num_seqs`.
     """
@@ -117,7 +117,7 @@ def impossible_gammas(gammas: Sequence[int], most: int, largest: int) -> str | N
     if gammas[-1] != most:
         return (
             f"SPECULATION_GAMMAS is {listed}, but num_speculative_tokens is {most}: it has to be "
-            "the largest of them, since vLLM sizes its buffers by it"
+            "the largest of them, because vLLM sizes its buffers by it"
         )
     if largest < len(gammas):
         return (
@@ -162,8 +162,8 @@ def checks(config: Any, settings: VllmSettings) -> tuple[Check, ...]:
             "parallel drafting",
             "on" if parallel_drafts else "off",
             f"the drafter drafts all tokens in one pass (parallel_drafting with "
-            f"{speculative.method!r}: P-EAGLE, PARD), and vLLM takes its tokens for rows of "
-            "another length where the draft length changes; use another drafter",
+            f"{speculative.method!r}: P-EAGLE, PARD), and vLLM misreads its tokens as rows of "
+            "another length when the draft length changes; use another drafter",
             parallel_drafts,
         ),
         _check(
@@ -217,6 +217,6 @@ def require_schedule(config: Any) -> None:
     """Raises UnsupportedEngineError if vLLM has removed the schedule from its configuration."""
     if getattr(config.speculative_config, _SCHEDULE) is None:
         raise UnsupportedEngineError(
-            "vLLM does not allow draft lengths that change in this configuration; its log says "
-            "why: 'Disabling num_speculative_tokens_per_batch_size'"
+            "vLLM does not allow variable draft lengths in this configuration; its log has the "
+            "reason: 'Disabling num_speculative_tokens_per_batch_size'"
         )

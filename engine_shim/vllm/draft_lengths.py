@@ -1,12 +1,12 @@
-"""Says what a step's draft length changes in each version of vLLM, and has drafters follow it.
+"""Lists what a step's draft length changes in each version of vLLM; makes drafters follow it.
 
-Verification follows the length everywhere: the scheduler leaves room for as many drafts.  What
-drafting costs depends on the version, on which of its two model runners an engine has, and on the
-method.  The table was read from the wheels; `signatures.json` holds what it rests on, and a
-contract test compares them.
+Verification follows the draft length in every version: the scheduler reserves that many drafts.
+The cost of drafting depends on the version, on the model runner (vLLM has two) and on the method.
+The table was read from the wheels.  `signatures.json` has the signatures of the code that was read,
+and a contract test compares them with the wheels.
 
-The changes to drafters, in the workers, are for vLLM's first model runner; the second one drafts a
-whole block by itself.
+The changes to drafters, in the workers, are for vLLM's first model runner; the second one already
+drafts a whole block.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from engine_shim.vllm import vllm_api
 
 FIRST_RUNNER: Final = 1
 SECOND_RUNNER: Final = 2
-# The method of vLLM's name "mtp" where the predictor has several modules, each a layer of its own.
+# The method "mtp" with a predictor of several modules, each of them a layer.
 MTP_MODULES: Final = "mtp with several modules"
 _LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
 
 
 class Drafting(StrEnum):
-    """Says how much is drafted in a step whose draft length is above 0."""
+    """Names how much is drafted in a step with a draft length above 0."""
 
     SHORTER = "as many as asked for"
     BLOCK = "the whole block, in one pass"
@@ -39,7 +39,7 @@ class Drafting(StrEnum):
 
 
 class AtZero(StrEnum):
-    """Says what drafting costs in a step whose draft length is 0."""
+    """Names what is drafted in a step with draft length 0."""
 
     NOTHING = "nothing"
     CONTEXT = "the new tokens' keys and values"
@@ -56,7 +56,7 @@ class DraftLength:
 
     @property
     def is_followed(self) -> bool:
-        """Whether drafting costs less at a shorter length, or at 0 where a block is one pass."""
+        """Whether drafting costs less at a shorter length, or at 0 if a block is one pass."""
         return self.drafting is not Drafting.WHOLE and self.at_zero is not AtZero.WHOLE
 
 
@@ -64,20 +64,20 @@ _SHORTER: Final = DraftLength(Drafting.SHORTER, AtZero.FIRST_FORWARD)
 _WHOLE: Final = DraftLength(Drafting.WHOLE, AtZero.WHOLE)
 _BLOCK: Final = DraftLength(Drafting.BLOCK, AtZero.WHOLE)
 
-# `gpu_model_runner.py`: every method is given the length; the plugin has DFlash draft a whole block
-# and the lookup search nothing at 0 (`hook_drafting`).
+# `gpu_model_runner.py`: every method receives the length.  The plugin makes DFlash draft a whole
+# block, and skips the lookup at 0 (`hook_drafting`).
 _FIRST: Final[Mapping[str, DraftLength]] = {
     **dict.fromkeys(("eagle", "eagle3", "mtp", MTP_MODULES, "draft_model"), _SHORTER),
     "dflash": DraftLength(Drafting.BLOCK, AtZero.FIRST_FORWARD),
     "ngram": DraftLength(Drafting.SHORTER, AtZero.NOTHING),
 }
-# `gpu/model_runner.py`: it gives no length to any method.
+# `gpu/model_runner.py`: no method receives the length.
 _SECOND_UNTOLD: Final[Mapping[str, DraftLength]] = {
     **dict.fromkeys(("eagle", "eagle3", "mtp", MTP_MODULES), _WHOLE),
     "dflash": _BLOCK,
 }
 _SECOND_31: Final = {**_SECOND_UNTOLD, "draft_model": _WHOLE}
-# It gives the length to all, and these use it: EAGLE, EAGLE3, a predictor of one module.
+# All methods receive the length; EAGLE, EAGLE3 and a predictor of one module use it.
 _SECOND_32: Final[Mapping[str, DraftLength]] = {
     **dict.fromkeys(("eagle", "eagle3", "mtp"), _SHORTER),
     **dict.fromkeys((MTP_MODULES, "draft_model", "ngram"), _WHOLE),
@@ -85,8 +85,8 @@ _SECOND_32: Final[Mapping[str, DraftLength]] = {
 }
 _SECOND_33: Final = {**_SECOND_32, "dflash": DraftLength(Drafting.BLOCK, AtZero.CONTEXT)}
 
-# By version and runner; a method that is not there is not in that runner: vLLM then uses the first
-# one, or refuses it where VLLM_USE_V2_MODEL_RUNNER=1.
+# By version and runner.  A runner does not support a method that is not listed: vLLM then uses the
+# first runner, or refuses the method if VLLM_USE_V2_MODEL_RUNNER=1.
 DRAFT_LENGTHS: Final[Mapping[str, Mapping[int, Mapping[str, DraftLength]]]] = {
     version: {FIRST_RUNNER: _FIRST, SECOND_RUNNER: second}
     for version, second in (
@@ -105,16 +105,16 @@ DRAFT_LENGTHS: Final[Mapping[str, Mapping[int, Mapping[str, DraftLength]]]] = {
 def runner_of(config: Any) -> int:
     """Returns the model runner of an engine with this finished `VllmConfig`: 1 or 2.
 
-    vLLM decides: 0.26 to 0.28 take the second one for dense targets without recurrent layers and a
-    list of others, 0.29 and newer for all that it supports; VLLM_USE_V2_MODEL_RUNNER overrules it.
-    Without Triton, as on a processor, it is the first.
+    vLLM decides.  0.26 to 0.28 use the second one for dense targets without recurrent layers and a
+    list of others; 0.29 and newer use it for every target that it supports.
+    VLLM_USE_V2_MODEL_RUNNER overrides this.  Without Triton, as on a CPU, it is the first.
     """
     return SECOND_RUNNER if config.use_v2_model_runner else FIRST_RUNNER
 
 
 def method_of(speculative: Any) -> str:
     """Returns the name of the method in the table."""
-    # vLLM 0.26 and 0.27 do not tell the two apart.
+    # vLLM 0.26 and 0.27 do not distinguish the two.
     several = getattr(speculative, "use_multi_module_mtp", None)
     if speculative.method == "mtp" and several is not None and several():
         return MTP_MODULES
@@ -122,7 +122,7 @@ def method_of(speculative: Any) -> str:
 
 
 def draft_length_of(version: str, config: Any) -> DraftLength | None:
-    """Returns what the draft length changes in this engine; None where that was not read."""
+    """Returns what the draft length changes in this engine; None for an unlisted version."""
     runners = DRAFT_LENGTHS.get(version)
     if runners is None:
         return None
@@ -130,10 +130,10 @@ def draft_length_of(version: str, config: Any) -> DraftLength | None:
 
 
 def disregarded(version: str, config: Any) -> str:
-    """Says what a draft length does not change in this engine, and what to do; "" if it counts."""
+    """Returns what a draft length does not change here, and what to do; "" if drafting follows."""
     found, method = draft_length_of(version, config), method_of(config.speculative_config)
     if found is None:
-        return f"what vLLM {version} does with the draft length of {method} was not read"
+        return f"it is not known what vLLM {version} does with the draft length of {method}"
     if found.is_followed:
         return ""
     name = f"the second model runner of vLLM {version}"
@@ -145,16 +145,16 @@ def disregarded(version: str, config: Any) -> str:
             "length is, 0 included"
         )
     first = (
-        "set VLLM_USE_V2_MODEL_RUNNER=0 for the first runner, whose drafting follows, and which "
-        "verifies with piecewise graphs"
+        "set VLLM_USE_V2_MODEL_RUNNER=0 for the first runner, whose drafting follows the draft "
+        "length, and which verifies with piecewise graphs"
     )
     newer = _follows_from(method, version)
-    ways = first + (f", or take vLLM {newer}" if newer else "")
-    return f"{what}; a shorter length saves verification alone: {ways}"
+    ways = first + (f", or use vLLM {newer}" if newer else "")
+    return f"{what}; a shorter length saves verification only: {ways}"
 
 
 def _follows_from(method: str, version: str) -> str:
-    """First newer version whose second runner follows the draft length; "" if none does."""
+    """Returns the first newer version whose second runner follows the draft length, or ""."""
     later = list(DRAFT_LENGTHS)[list(DRAFT_LENGTHS).index(version) + 1 :]
     for newer in later:
         found = DRAFT_LENGTHS[newer][SECOND_RUNNER].get(method)
@@ -164,9 +164,9 @@ def _follows_from(method: str, version: str) -> str:
 
 
 def unread_layers(config: Any) -> str:
-    """Says that an EAGLE3 drafter's layer numbers lie where the second runner does not look.
+    """Returns a warning if the second runner does not read an EAGLE3 drafter's layer numbers.
 
-    "" if they do not.
+    "" if it reads them.
     """
     speculative = config.speculative_config
     if speculative.method != "eagle3" or runner_of(config) != SECOND_RUNNER:
@@ -176,7 +176,7 @@ def unread_layers(config: Any) -> str:
     if not isinstance(nested, Mapping) or getattr(drafter, _LAYERS, None):
         return ""
     layers = nested.get(_LAYERS)
-    # vLLM 0.26 and 0.27 do not read this one, but a drafter that has it was made for a newer one.
+    # vLLM 0.26 and 0.27 do not read `layer_ids`, but a drafter with it was made for newer versions.
     if not layers or nested.get("layer_ids"):
         return ""
     return (
@@ -190,8 +190,8 @@ def unread_layers(config: Any) -> str:
 def hook_drafting() -> None:
     """Wraps `propose` of DFlash and of the n-gram lookup, each once and as soon as it is imported.
 
-    Not earlier: where vLLM replaces Triton's kernels on a processor, it looks through everything
-    that is imported, and does not survive numba, which the lookup brings.
+    An earlier import would break vLLM on a CPU: there it scans all imported modules to replace
+    Triton's kernels, and fails on numba, which the lookup imports.
     """
     _on_import(vllm_api.DFLASH, vllm_api.PROPOSER, whole_block)
     _on_import(vllm_api.NGRAM, vllm_api.NGRAM, no_search_for_nothing)
@@ -212,7 +212,7 @@ def _on_import(owner: str, defined_by: str, wrapper: Callable[[Any], Any]) -> No
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds one module as usual, and calls `then` when it has been imported."""
+    """Finds one module as usual, and calls `then` after the module has been imported."""
 
     def __init__(self, module: str, then: Callable[[], None]) -> None:
         self.module, self._then = module, then
@@ -229,7 +229,7 @@ class _AfterImport(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loads a module as another loader does."""
+    """Loads a module with another loader, then calls `then`."""
 
     def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
         self._loader, self._then = loader, then
@@ -243,9 +243,9 @@ class _Loader(Loader):
 
 
 def whole_block(original: Any) -> Any:
-    """Has DFlash draft a block of its full length and hand on the first of its tokens.
+    """Makes DFlash draft a block of its full length and return the first tokens of it.
 
-    The block was trained with that length, and a shorter one is accepted less often.
+    DFlash was trained with that length, and a shorter block is accepted less often.
     """
 
     @wraps(original)
@@ -264,7 +264,7 @@ def whole_block(original: Any) -> Any:
 
 
 def no_search_for_nothing(original: Any) -> Any:
-    """Has the lookup search nothing where no token is wanted: it has no state to keep up."""
+    """Skips the lookup if no token is requested: it has no state that must be updated."""
 
     @wraps(original)
     def propose(

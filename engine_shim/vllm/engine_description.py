@@ -16,7 +16,7 @@ from engine_shim.vllm.draft_lengths import FIRST_RUNNER, runner_of
 from engine_shim.vllm.settings import VllmSettings
 from speculation.v1 import engine_pb2
 
-# By vLLM's name of the method.
+# By vLLM's method name.
 KINDS: Final = {
     "eagle": engine_pb2.DRAFTER_KIND_MTP,
     "eagle3": engine_pb2.DRAFTER_KIND_MTP,
@@ -37,7 +37,7 @@ def introduce(config: Any, settings: VllmSettings, gammas: Sequence[int]) -> eng
         drafters=[_drafter(speculative, gammas)],
         max_batch_size=config.scheduler_config.max_num_seqs,
         capabilities=engine_pb2.Capabilities(
-            # At gamma 0 the drafter reads every token all the same, see draft_lengths.py.
+            # At gamma 0 the drafter still reads every token, see draft_lengths.py.
             drafters_follow=True,
             overlap_steps=1 if is_async else 0,
             draft_lag=1,
@@ -46,10 +46,10 @@ def introduce(config: Any, settings: VllmSettings, gammas: Sequence[int]) -> eng
 
 
 def server_word(arguments: Sequence[str]) -> int | str:
-    """Returns the port that this command line serves on, or else a word for its server.
+    """Returns the port that this command line serves on, or else a name for its server.
 
-    The word is of the unix socket (`--uds`), which vLLM prefers to a port, or of the process.  The
-    scheduler's process has the command line of its server, and no other way to know this.
+    The name identifies the unix socket (`--uds`), which vLLM prefers to a port, or the process.
+    The scheduler's process has the command line of its server, which is the only source for this.
     """
     given = _configured(_last(arguments, "--config"))
     given |= {name: found for name in ("port", "uds") if (found := _last(arguments, f"--{name}"))}
@@ -63,7 +63,7 @@ def server_word(arguments: Sequence[str]) -> int | str:
 
 
 def _last(arguments: Sequence[str], option: str) -> str:
-    """The value of an option, which counts where it is given last; "" without one."""
+    """Returns the value of an option, the last one if it is repeated; "" if it is absent."""
     value = ""
     for place, argument in enumerate(arguments):
         name, equals, rest = argument.partition("=")
@@ -73,7 +73,7 @@ def _last(arguments: Sequence[str], option: str) -> str:
 
 
 def _configured(file: str) -> dict[str, str]:
-    """Reads vLLM's configuration file; returns nothing where it cannot be read."""
+    """Reads vLLM's configuration file; returns an empty dict if it cannot be read."""
     if not file:
         return {}
     import yaml
@@ -115,9 +115,9 @@ def _fingerprint(config: Any) -> engine_pb2.Fingerprint:
 
 
 def _how_steps_run(config: Any) -> str:
-    """Names what else the time of a step depends on: backend, graphs, scheduling, model runner.
+    """Describes what else the step time depends on: backend, graphs, scheduling, model runner.
 
-    vLLM's graphs are for numbers of tokens and not of sequences, so `graph_batch_sizes` is empty.
+    vLLM's graphs are for token counts and not for sequence counts, so `graph_batch_sizes` is empty.
     """
     backend = getattr(getattr(config.attention_config, "backend", None), "name", "auto")
     graphs = getattr(config.compilation_config.cudagraph_mode, "name", "NONE")

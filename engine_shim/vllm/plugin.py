@@ -39,7 +39,7 @@ def _register() -> None:
 
 
 def _log_as_vllm() -> None:
-    """Has the plugin's lines appear in vLLM's log, which shows those of its own package only."""
+    """Sends the plugin's log lines to vLLM's handlers, which log only vLLM's own package."""
     ours, theirs = logging.getLogger("engine_shim"), logging.getLogger("vllm")
     if theirs.handlers and not ours.handlers:
         ours.handlers, ours.propagate = list(theirs.handlers), False

@@ -1,16 +1,16 @@
 """Refuses targets with recurrent layers where vLLM corrupts their state.
 
-Before 0.32, a row without drafts that follows one with accepted drafts reads the state of the wrong
-slot: vLLM then takes the first one, and not that of the last accepted token, and its output is
-wrong from there on (vllm-project/vllm issues 39273, 40875 and 56531; read in `gdn_attn.py`,
-`gpu/model_states/mamba_hybrid.py` and `gpu_model_runner.py`).  Engines that draft for every row do
-not meet it.  Steering makes such rows: at a draft length of 0, and for requests that must not be
-drafted for; structured output and the longest sequence make them as well, so that no choice of
-SPECULATION_GAMMAS avoids it.
+Before 0.32, a row without drafts that follows one with accepted drafts reads the wrong state slot:
+vLLM uses the first slot instead of the slot of the last accepted token, and its output is wrong
+from there on (vllm-project/vllm issues 39273, 40875 and 56531; read in `gdn_attn.py`,
+`gpu/model_states/mamba_hybrid.py` and `gpu_model_runner.py`).  Engines that draft for every row are
+not affected.  Steering creates such rows: at a draft length of 0, and for requests that must not be
+drafted for.  Structured output and sequences at the length limit create them as well, so no choice
+of SPECULATION_GAMMAS avoids the error.
 
-Layers of Mamba-1 lose it in every version: neither model runner tells them how many drafts were
-accepted, so what was rejected stays in their state (read in `mamba1_attn.py`, `mamba_mixer.py` and
-the two files above, of 0.31 to 0.33).
+In layers of Mamba-1 the state is wrong in every version: neither model runner tells them how many
+drafts were accepted, so rejected drafts stay in their state (read in `mamba1_attn.py`,
+`mamba_mixer.py` and the two files above, of 0.31 to 0.33).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from engine_shim.common.checks import Check, checked
 from engine_shim.common.errors import UnsupportedEngineError
 from engine_shim.vllm import vllm_api
 
-# The first version that keeps the state of rows without drafts.
+# The first version that reads the right state in rows without drafts.
 _MENDED: Final = "0.32"
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?P<suffix>.*)")
 _ATTENTION: Final = frozenset({"attention", "full_attention"})
-# Layers that keep a state, where a configuration lists the kinds of its layers, and these lists.
+# Kinds of layers with a state, and the configuration fields that list the kinds of layers.
 _RECURRENT: Final = frozenset(
     {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "recurrent"}
 )
 _LISTS: Final = ("layer_types", "layers_block_type")
-# Base class of the caches of all recurrent layers, and the kind of those of Mamba-1.
+# Base class of the cache specs of all recurrent layers, and the type name of Mamba-1.
 _STATE: Final = "MambaSpec"
 _MAMBA_1: Final = "MAMBA1"
-# Types of models whose recurrent layers are of Mamba-1, by their `config.json`.
+# Model types in `config.json` whose recurrent layers are Mamba-1.
 _MAMBA_1_MODELS: Final = frozenset({"falcon_mamba", "jamba", "mamba"})
 
 
@@ -48,9 +48,9 @@ def recurrent_check(model: Any) -> Check:
 
 
 def require_kept_state(kv_cache_config: Any) -> None:
-    """Raises UnsupportedEngineError if the caches that vLLM has made hold a state that it loses.
+    """Raises UnsupportedEngineError if vLLM's caches contain a recurrent state that it corrupts.
 
-    The model's configuration may not tell, and the caches do.
+    The caches show this even if the model's configuration does not.
     """
     groups = getattr(kv_cache_config, "kv_cache_groups", ())
     states = [spec for group in groups for spec in _states(group)]
@@ -61,17 +61,17 @@ def require_kept_state(kv_cache_config: Any) -> None:
 
 
 def is_recurrent(model: Any) -> bool:
-    """Whether a `ModelConfig` is of a target with recurrent layers.
+    """Whether a `ModelConfig` has recurrent layers.
 
-    vLLM's class of a model tells, and so does the model's own list of layers: Transformers runs a
-    model that vLLM has no class for (Bamba, RecurrentGemma).
+    Both vLLM's model class and the model's own list of layers are checked, because Transformers
+    runs a model for which vLLM has no class (Bamba, RecurrentGemma).
     """
     if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
         return True
     layers = _layers(model)
     if not _RECURRENT.isdisjoint(layers):
         return True
-    # A small Granite 4 has the class of its hybrid siblings, and attention layers alone.
+    # A small Granite 4 has the class of the hybrid models, but only attention layers.
     has_attention_only = bool(layers) and _ATTENTION.issuperset(layers)
     return bool(getattr(model, "has_inner_state", False)) and not has_attention_only
 
@@ -88,9 +88,9 @@ def _layers(model: Any) -> set[str]:
 
 
 def loses_state(version: str) -> bool:
-    """Whether this version reads the wrong state; true of one that is not known.
+    """Whether this version reads the wrong state; True for an unknown version.
 
-    A build that comes before a release (`0.32.0rc1`, `0.32.0.dev7`) may lack what the release has.
+    A pre-release (`0.32.0rc1`, `0.32.0.dev7`) may lack the fix of its release.
     """
     found = _VERSION.match(version)
     if found is None:
@@ -101,9 +101,9 @@ def loses_state(version: str) -> bool:
 
 
 def _states(group: Any) -> list[Any]:
-    """Returns the caches of recurrent layers in a group of vLLM's."""
+    """Returns the cache specs of recurrent layers in a cache group of vLLM."""
     spec = group.kv_cache_spec
-    # Layers of one kind and several sizes share a group.
+    # Layers of one kind but several sizes share a group.
     parts = getattr(spec, "kv_cache_specs", None) or {"": spec}
     return [
         part
@@ -116,8 +116,8 @@ def _obstacle() -> str:
     return (
         f"the target has recurrent layers, and vLLM {_version()} reads the wrong recurrent state "
         "in a row without drafts that follows accepted ones, so that answers are silently wrong "
-        f"(vLLM issues 39273, 40875, 56531; fixed in {_MENDED}). Steering makes such rows, with "
-        f"and without 0 in SPECULATION_GAMMAS. Take vLLM {_MENDED} or newer, or unset "
+        f"(vLLM issues 39273, 40875, 56531; fixed in {_MENDED}). Steering creates such rows, with "
+        f"and without 0 in SPECULATION_GAMMAS. Use vLLM {_MENDED} or newer, or unset "
         "SPECULATION_SIDECAR"
     )
 
@@ -126,7 +126,7 @@ def _obstacle_of_mamba_1() -> str:
     return (
         f"the target has layers of Mamba-1, and vLLM {_version()} does not tell them how many "
         "drafts were accepted: rejected ones stay in their recurrent state, so that answers are "
-        "silently wrong, with steering and without it. No version is known that does. Serve this "
+        "silently wrong, with steering and without it. No fixed version is known. Serve this "
         "target without --speculative-config, and unset SPECULATION_SIDECAR"
     )
 

@@ -6,12 +6,12 @@ from engine_shim.common.settings import ShimSettings
 
 
 class VllmSettings(ShimSettings):
-    """One field for each SPECULATION_* variable; vLLM has none of its own."""
+    """Settings from SPECULATION_* variables; vLLM adds no settings."""
 
     def gammas_within(self, most: int) -> tuple[int, ...]:
         """Returns the draft lengths of an engine whose `num_speculative_tokens` is `most`.
 
-        Those that SPECULATION_GAMMAS lists; where it is not set, its default up to `most`.
+        These are the values of SPECULATION_GAMMAS; if it is not set, its default up to `most`.
         """
         if "gammas" in self.model_fields_set:
             return self.gammas

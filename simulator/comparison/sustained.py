@@ -2,7 +2,7 @@
 
 The arrivals of an open loop are played faster or slower until the 99th percentile over requests of
 the latency per token (from arrival to the last token, over the output tokens) is just within the
-bound.  A load that an engine cannot keep up with lets requests wait ever longer, so it never is.
+bound.  Under a load above the engine's capacity the waiting time grows, so the bound is missed.
 """
 
 import math
@@ -34,10 +34,10 @@ def sustained(
 ) -> dict[str, SustainedLoad]:
     """Returns the load that each of the policies sustains, in the order of `policy_names`.
 
-    policies: names, or None for all; a peer that cannot run is left out.  The oracle sustains what
-    any policy that knows the truth, or any static arm, does.  The peers' table is the best one of
-    the arrivals as they are.  The load is 0 for a bound that is missed however slowly requests
-    come, and that of the fastest arrivals tried if the bound always holds.
+    policies: names, or None for all; a peer that cannot run is omitted.  The oracle sustains the
+    highest load of any policy that knows the true values and of any static arm.  The peers' table
+    is the best one for the original arrivals.  The load is 0 if the bound is missed even at the
+    slowest arrivals, and that of the fastest arrivals tried if the bound always holds.
 
     Raises InvalidInputError for a scenario without a bound, for a closed loop, and for arrivals
     that all come at once.

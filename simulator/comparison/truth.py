@@ -1,11 +1,11 @@
 """Finds the true value of every draft length by replaying requests one step after the other.
 
 An average over the positions of a recorded request would be wrong: a step starts where the last one
-ended, so a position within an accepted draft is passed over, and which ones are depends on gamma.
+ended, so positions within an accepted draft are skipped, and gamma determines which.
 
-A static arm of a mixture, and the oracle, use fixed rules: the mean of what each proposal would
-have had accepted over all positions of the workload, the lookup's by the length of its match.  The
-running ratios of each request are kept as everywhere.
+A static arm of a mixture, and the oracle, use fixed rules: the mean accepted length of each
+drafter's proposals over all positions of the workload, for the lookup by match length.  The running
+ratios of each request are updated as usual.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from simulator.rows import RowChoice
 from simulator.surface import CostSurface
 from simulator.workload import RequestPool, Workload, distinct_pools
 
-# As the core's rules have it.
+# The value in the core's rules.
 _RATIO_WEIGHT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Holds what replaying a pool at every arm took, by true kind of request.
+    """The result of replaying a pool at every arm, by true kind of request.
 
     tokens: [kinds] output tokens.  steps: [kinds, arms].  Drafts that are accepted beyond the end
     of an output yield no token, so they do not count.
@@ -70,7 +70,7 @@ def replay(pool: RequestPool, surface: CostSurface, rules: Sequence[MixtureRule]
 
 
 class Truth:
-    """Knows the replay of every pool of a workload; each is replayed once, when it is asked for.
+    """Replays the pools of a workload; each is replayed once, on first use.
 
     rules: of mixtures, in hindsight.
     """
@@ -89,11 +89,11 @@ class Truth:
 
     @property
     def mixed(self) -> bool:
-        """Is true if requests of several kinds come from one pool."""
+        """Whether one pool has requests of several kinds."""
         return any(pool.kind_count > 1 for pool in self._pools)
 
     def expected_by_pool(self) -> NDArray[np.float64]:
-        """Returns [kinds, arms] of E[accepted | arm]; the kinds of a pool have its mean, all alike.
+        """Returns [kinds, arms] of E[accepted | arm]; all kinds of a pool have the pool's mean.
 
         Kinds are numbered as by `distinct_pools`.
         """
@@ -102,7 +102,7 @@ class Truth:
         )
 
     def expected_by_kind(self) -> NDArray[np.float64]:
-        """Returns [kinds, arms] of E[accepted | arm], every kind its own."""
+        """Returns [kinds, arms] of E[accepted | arm], separately for each kind."""
         return np.concatenate([self.of(pool).expected_by_kind for pool in self._pools])
 
 
@@ -144,7 +144,7 @@ def mixture_steps(
     mixture: int,
     rules: Sequence[MixtureRule],
 ) -> NDArray[np.int64]:
-    """[gammas, requests] steps in which each request is done, as `RequestPool.steps` counts them.
+    """Returns [gammas, requests] steps of each request, as `RequestPool.steps` counts them.
 
     mixture: its index in `drafters`.
     """

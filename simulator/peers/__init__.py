@@ -1,4 +1,4 @@
-"""Implements every other way of choosing a draft length that the simulation compares with."""
+"""Policies of other projects, with which the simulation compares the controller."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

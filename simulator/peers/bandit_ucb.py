@@ -11,9 +11,9 @@ wall seconds.  Both are here, the second is the default.  Rewards are divided by
 the bound wants them in [0, 1].
 
 Ours, and generous: one bandit per octave of the batch size (the paper's batch is constant); every
-drafter's arms take part; `exploration` far below UCB1's sqrt(2), which at these small gaps would
-still be exploring after a million steps; `discount` < 1 weighs a sample by discount^age (age in the
-octave's steps), so that shifting traffic is followed.  It is given no costs and no profile.
+drafter's arms take part; `exploration` is far below UCB1's sqrt(2), which at these small gaps would
+still explore after a million steps; `discount` < 1 weights a sample by discount^age (age in the
+octave's steps), to follow shifting traffic.  It receives no costs and no profile.
 """
 
 import math
@@ -34,7 +34,7 @@ _WEIGHT_MAX = 1e100
 
 
 class Reward(Enum):
-    """Computes what a step is worth."""
+    """The reward of a step."""
 
     TOKENS_PER_SECOND = "tokens-per-second"
     TOKENS_PER_STEP = "tokens-per-step"  # per sequence
@@ -42,7 +42,7 @@ class Reward(Enum):
 
 @dataclass(slots=True)
 class _Bandit:
-    """Keeps one octave.  weights, rewards: [arms], sums over steps.  weight: of the newest step."""
+    """State of one octave.  weights, rewards: [arms] sums.  weight: of the newest step."""
 
     weights: list[float]
     rewards: list[float]
@@ -79,7 +79,7 @@ class UcbBandit:
             bandit.asked += 1
             return self._choices[(bandit.asked - 1) % arms]
         if 0.0 in bandit.weights:
-            # Its trial has not been reported yet, or is forgotten.
+            # Its trial has not been reported yet, or has decayed to zero.
             return self._choices[bandit.weights.index(0.0)]
         means = [r / w for r, w in zip(bandit.rewards, bandit.weights, strict=True)]
         samples = bandit.total / bandit.weight
@@ -104,7 +104,7 @@ class UcbBandit:
 
 def _scale_back(bandit: _Bandit) -> None:
     factor = 1.0 / bandit.weight
-    # One that falls to zero counts as never tried, which by then it is.
+    # A weight that underflows to zero counts as an arm that was never tried.
     bandit.weights = [w * factor for w in bandit.weights]
     bandit.rewards = [r * factor for r in bandit.rewards]
     bandit.total *= factor

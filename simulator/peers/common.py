@@ -1,4 +1,4 @@
-"""Holds what peers share: finding an arm by its draft length, pricing arms, and reading a step."""
+"""Helpers of the peers: find an arm by its draft length, relative costs, counts of a step."""
 
 import math
 from collections.abc import Sequence

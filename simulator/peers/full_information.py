@@ -1,29 +1,29 @@
 """Full information on drafters: whatever runs, every drafter is scored on the verified tokens.
 
-Restated from Not-a-Bandit (Liu et al., ICLR 2026, arXiv 2510.20064).  The tokens that the target
-has verified are the truth for every drafter, not only for the one that drafted: each reads them,
-and what it would have had accepted follows without asking the target again.  So the choice of a
-drafter is learning with full information; nothing has to be explored, as a bandit has to.
+Restated from Not-a-Bandit (Liu et al., ICLR 2026, arXiv 2510.20064).  The verified tokens are known
+for every drafter, not only for the one that drafted: each drafter reads them, and its accepted
+length follows without another pass of the target.  So the choice of a drafter is learning with full
+information; unlike a bandit, it needs no exploration.
 
-The simulated engine serves this to the policy (`FullInformation`): drafters that did not draft are
-evaluated on each step's tokens, as far as these go, and the step pays their catch-up price.
+The simulated engine does this for the policy (`FullInformation`): idle drafters are evaluated on
+the tokens of each step, and the step pays their catch-up cost.
 
 The paper's learner, NormalHedge, draws a drafter by weights that grow with the regret towards it.
-Here the one with the least loss runs, which is the heaviest: a batch has one drafter, and where a
-switch costs, drawing only loses.  The paper's loss is that of acceptance, at one draft length and
-with drafters of one cost.  Ours, and generous: the experts are all draft lengths of all drafters,
-plain decoding among them, and an arm is worth
+Here the drafter with the least loss runs, which has the largest weight: a batch has one drafter,
+and with a switch cost random draws only lose.  The paper's loss is that of acceptance, at one draft
+length and with drafters of equal cost.  Ours, and generous: the experts are all draft lengths of
+all drafters, plain decoding included, and the value of an arm is
 
     (1 + E[accepted | drafter, gamma]) / C(drafter, gamma, b)         costs from the profile
 
-with E from the conditional acceptance of each position.  It forgets, so that shifts are followed
-where the paper starts again at each request.  A position that few have reached leans on the one
-before it.  Left out: evaluating in some steps only, as the paper does to save time; a drafter that
-is to be scored has to read every token at some time, and pays by the token.
+with E from the conditional acceptance of each position.  Old evidence decays to follow shifts; the
+paper instead starts again at each request.  A position with little evidence is shrunk towards the
+previous one.  Left out: the evaluation in only some steps, with which the paper saves time, because
+a scored drafter has to read every token at some time and pays per token.
 
-Scores are those of the positions at which the running drafter starts.  A drafter whose acceptance
-comes in long runs, as n-grams do, looks better there than it would fare: a run that it would take
-in one step is met again by every step that falls into it.
+Scores are measured at the positions where the running drafter starts.  They overestimate a drafter
+that is accepted in long runs (n-grams): a run that it would take in one step is counted again by
+every step that starts within the run.
 """
 
 import math
@@ -38,17 +38,17 @@ from simulator.results import PolicyOrigin
 
 MEMORY_SEQUENCES = 400.0
 MEMORY_STEPS = 20.0
-# The acceptance of the first position before anything was seen: high, so that much is drafted, and
-# learnt, at once.  What it and every position's predecessor weigh, in sequences.
+# The prior acceptance of the first position: high, so that much is drafted and learnt at once.  The
+# weight of this prior, and of a position's predecessor, in sequences.
 FIRST_ACCEPTANCE = 0.8
 LEANING_SEQUENCES = 4.0
 
 
 class FullInformationChoice:
-    """The arm that is worth most when every drafter was scored in every step.
+    """Chooses the arm of the highest value; every drafter is scored in every step.
 
-    memory_sequences, memory_steps: all but 1/e is forgotten after so many sequence-steps, and not
-    before so many steps.
+    memory_sequences, memory_steps: evidence decays to 1/e after `memory_sequences` sequence-steps,
+    but not before `memory_steps` steps.
     Raises InvalidInputError for fewer than two drafters, and if the profile lacks an arm.
     """
 
@@ -65,11 +65,11 @@ class FullInformationChoice:
         self._depths = {arm.drafter: max(by_gamma(arms, arm.drafter)) for arm in arms}
         if len(self._depths) < 2:
             raise InvalidInputError(
-                "full information", 0, f"only {list(self._depths)} can draft, nothing is to choose"
+                "full information", 0, f"only {list(self._depths)} can draft: no choice is possible"
             )
         off = off_arm(arms, first_drafter(arms))
         self._costs = RelativeCosts(profile, arms, arms[off or 0])
-        # Even where nothing is drafted, its drafter is kept in step.
+        # The drafter is kept in step even if nothing is drafted.
         self._choices = [ArmChoice(i, asleep=False) for i in range(len(arms))]
         self._arms = tuple(arms)
         self._memory_sequences, self._memory_steps = memory_sequences, memory_steps
@@ -80,17 +80,17 @@ class FullInformationChoice:
 
     @property
     def idle_positions(self) -> int:
-        """Every position that a drafter can have, and at least one."""
+        """Returns the largest number of positions of a drafter, at least 1."""
         return max(1, *self._depths.values())
 
     def choose(self, batch_size: int, _: float) -> ArmChoice:
-        """Returns the arm that is worth most at this batch."""
+        """Returns the arm of the highest value at this batch size."""
         costs = self._costs.at(batch_size)
         values = [(1 + e) / cost for e, cost in zip(self.expected, costs, strict=True)]
         return self._choices[values.index(max(values))]
 
     def observe(self, record: StepRecord, _: float) -> None:
-        """Learns from the drafter that ran, and from those that were evaluated beside it."""
+        """Adds the evidence of the drafter that ran, and of the evaluated idle drafters."""
         forgotten = record.batch_size / self._memory_sequences
         keep = math.exp(-min(forgotten, 1 / self._memory_steps))
         for sums in (*self._reached.values(), *self._accepted.values()):

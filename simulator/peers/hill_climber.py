@@ -4,25 +4,25 @@ Restated from the idea of spec-goodput-control (KookiesNKareem, 2026), whose mea
 that acceptance says little about speed while measured tokens/second do: per batch bucket, measure a
 window of steps, compare one window of another draft length, and decide by a margin.  Its constants:
 windows of 24 steps, margin 3 %, averaging weight 0.35, start at gamma = 1.  (`GoodputProbe` is its
-prototype's rule to the letter, which tries every draft length once and then never again;
-`HillClimber` is the climber that its text describes, which goes on adapting.)
+prototype's exact rule, which tries every draft length once and then never again; `HillClimber` is
+the climber that its text describes, which keeps adapting.)
 
-    measure the base -> one window at the neighbour in the present direction
-        better by the margin: it is the base, go on in the same direction at once
-        otherwise: back to the base, other direction next; after two refusals in a row hold the
-        base for `hold_windows` windows before the next try
+    measure the base -> one window at the neighbour in the current direction
+        better by the margin: it becomes the base, continue in the same direction at once
+        otherwise: back to the base, other direction next; after two failed probes in a row keep
+        the base for `hold_windows` windows before the next probe
 
-A probe is one sample, which is the known weakness: at small batches a window's tokens/second
-scatter by more than the margin.  A batch bucket that was never seen starts where the last one
-stands (ours, generous).  It knows no costs, no acceptance, and the first drafter only.
+A probe is one sample, which is the known weakness: at small batches a window's tokens/second vary
+by more than the margin.  A new batch bucket starts at the base of the last one (ours, generous).
+It knows no costs, no acceptance, and the first drafter only.
 
-Probe once, then the best: the rule of the goodput prototype, as its code runs.
+Probe once, then the best: the rule of the goodput prototype, as implemented in its code.
 
 Restated from spec-goodput-control (KookiesNKareem, 2026), the controller that is kept per batch
 bin with switching off allowed: start at gamma = 1, run every other draft length for one window of
 24 steps (0 last), then after every window take the shortest draft length whose averaged
-tokens/second (weight 0.35 a step) lies within 3 % of the best one.  What is not running keeps the
-average of its only window: nothing is tried twice unless the running one falls below it.
+tokens/second (weight 0.35 per step) is within 3 % of the best one.  An idle draft length keeps the
+average of its only window: it is tried again only if the running one falls below it.
 
 Batch bins end at 1, 2, 4, 8, 16, 24, 32, 48, 64 and infinity.  It knows no costs, no acceptance,
 and the first drafter only.  Left out: the variant that decides per request.

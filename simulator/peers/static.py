@@ -1,7 +1,7 @@
-"""One arm, always: what an engine does that was configured once.
+"""One fixed arm: an engine with a static configuration.
 
 Every serving engine takes a fixed draft length at start (SGLang `--speculative-num-steps`, vLLM
-`num_speculative_tokens`, TensorRT-LLM `max_draft_len`) and keeps it.  It is given nothing.
+`num_speculative_tokens`, TensorRT-LLM `max_draft_len`) and keeps it.  It uses no telemetry.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from simulator.results import PolicyOrigin
 class Static:
     """Runs arms[arm_index] in every step.  Raises InvalidInputError for no such arm.
 
-    rules: by which an arm of a mixture chooses each row's drafter.
+    rules: the rules by which an arm of a mixture chooses each row's drafter.
     """
 
     origin = PolicyOrigin.STATIC
@@ -38,4 +38,4 @@ class Static:
         return self._choice
 
     def observe(self, record: StepRecord, now: float) -> None:
-        """Does nothing with it, since there is nothing to learn."""
+        """Ignores the record, because the policy does not learn."""

@@ -54,7 +54,7 @@ class TideThreshold:
     ) -> None:
         self._on, off = on_and_off(arms, gamma, drafter)
         self._off = off or self._on
-        # With plain decoding alone, or without it, there is nothing to decide.
+        # With plain decoding alone, or without it, there is no choice.
         self._fixed = arms[self._on.arm].gamma == 0 or off is None
         self._recheck_steps = recheck_steps
         self._memory = memory_sequences
@@ -82,7 +82,7 @@ class TideThreshold:
         return self._off
 
     def observe(self, record: StepRecord, _: float) -> None:
-        """Folds a drafted step into the average."""
+        """Adds a step that drafted to the average."""
         if len(record.counts) < 2:
             return
         length = 1.0 + accepted_tokens(record.counts) / record.batch_size

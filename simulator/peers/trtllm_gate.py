@@ -144,11 +144,11 @@ def _require(schedule: Schedule, threshold: float, window: int) -> None:
     fault = "" if schedule else "the schedule lists no batch size"
     for last, gamma in schedule:
         if last < 1 or gamma < 0:
-            fault = f"up to batch size {last} draft {gamma}: 1 and 0 are the least"
+            fault = f"up to batch size {last} draft {gamma}: the minima are 1 and 0"
     if len({last for last, _ in schedule}) < len(schedule):
         fault = "a batch size is listed twice"
     if not 0 <= threshold <= 1:
-        fault = f"the threshold {threshold} leaves 0..1"
+        fault = f"the threshold {threshold} must be in [0, 1]"
     if window < 1:
         fault = f"the window is {window} steps, at least 1 is needed"
     if fault:

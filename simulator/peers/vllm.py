@@ -45,7 +45,7 @@ from simulator.peers.common import RelativeCosts, by_gamma, first_drafter, octav
 from simulator.policy import ArmChoice, StepRecord
 from simulator.results import PolicyOrigin
 
-# (first batch size, last batch size, index of an arm)
+# (first batch size, last batch size, index of the arm)
 Table = tuple[tuple[int, int, int], ...]
 
 _SOURCE = "batch schedule"
@@ -67,7 +67,7 @@ class BatchSchedule:
         return self._choices[bisect_left(self._ends, batch_size)]
 
     def observe(self, record: StepRecord, now: float) -> None:
-        """Does nothing with it, since there is nothing to learn."""
+        """Ignores the record, because the policy does not learn."""
 
 
 def _checked(entries: Sequence[tuple[int, int, int]], arms: int) -> Table:
@@ -90,12 +90,12 @@ def _checked(entries: Sequence[tuple[int, int, int]], arms: int) -> Table:
 
 
 def best_table(sums: Sequence[Mapping[int, Sequence[float]]]) -> Table:
-    """The best table in hindsight: per octave of the batch size the arm with most tokens/second.
+    """Returns the best table in hindsight: per octave the arm with the most tokens/second.
 
     sums: [arms], each octave -> (tokens, seconds) of that arm's own run over the workload (octave o
-    holds batch sizes 2^(o-1)+1 .. 2^o, as `RunResult.octaves`).  An octave that no arm met takes
-    the entry of the nearest one that was, the lower of two.  Ties go to the earlier arm.
-    Raises InvalidInputError when nothing was measured.
+    has batch sizes 2^(o-1)+1 .. 2^o, as in `RunResult.octaves`).  An octave without a measurement
+    takes the entry of the nearest measured one, the lower of two.  Ties go to the earlier arm.
+    Raises InvalidInputError if nothing was measured.
     """
     best: dict[int, tuple[float, int]] = {}
     for arm, by_octave in enumerate(sums):
@@ -124,7 +124,7 @@ class AdaptiveK:
     """The K with the most expected tokens a second, for one drafter (default: the first one).
 
     profile: costs of its arms and of plain decoding; None: the proposal's own cost model.
-    recheck_steps: so often a window drafts one length more than the best one.
+    recheck_steps: one window in this many steps drafts the next longer length.
     Raises InvalidInputError if the profile lacks one of the arms.
     """
 
@@ -170,7 +170,7 @@ class AdaptiveK:
         return self._choices[min(self._current + recheck, longest)]
 
     def _best(self, batch_size: int) -> int:
-        """The index of the K with the highest goodput, the shorter one of two."""
+        """Returns the index of the K with the highest goodput, the shorter one of two."""
         costs = self._prices(batch_size)
         best, best_goodput = 0, 0.0
         expected, survival, position = 1.0, 1.0, 0

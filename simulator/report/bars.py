@@ -1,4 +1,4 @@
-"""Defines what the controller has to reach, and checks whether it does."""
+"""Defines the bars that the controller has to reach, and checks them."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Bar:
 
 
 def bars(report: SimulationReport) -> tuple[Bar, ...]:
-    """Judges every bar that the report has something to say about."""
+    """Checks every bar for which the report has results."""
     pairs = [(s, mine) for s in report.scenarios if (mine := ours(s))]
     still = [(s, p) for s, p in pairs if not s.shifting]
     moving = [(s, p) for s, p in pairs if s.shifting]
@@ -54,7 +54,7 @@ def bars(report: SimulationReport) -> tuple[Bar, ...]:
 
 
 def best_peer(scenario: ScenarioReport) -> str | None:
-    """Names the peer that comes closest to the controller, or leads."""
+    """Returns the name of the best peer relative to the controller."""
     mine = ours(scenario)
     if mine is None or not mine.ratio_to_peers:
         return None
@@ -62,7 +62,7 @@ def best_peer(scenario: ScenarioReport) -> str | None:
 
 
 def is_peer(policy: PolicyReport) -> bool:
-    """True for somebody else's way of choosing (not a static arm, not hindsight)."""
+    """Whether a policy is from another project (not a static arm, not hindsight)."""
     return policy.origin in _PEERS
 
 

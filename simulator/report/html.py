@@ -76,7 +76,7 @@ _STATIONARY = re.compile(r"stationary/(?P<cost>[^/]+)/(?P<kind>[^/]+)/B=(?P<batc
 
 
 def overview_plot(report: SimulationReport) -> str:
-    """Ratio to the oracle of the controller and every peer, a line a moving scenario."""
+    """Plots the ratio to the oracle of the controller and every peer, one line per scenario."""
     scenarios = [s for s in report.scenarios if s.shifting] or list(report.scenarios[:40])
     names = list(dict.fromkeys(p.name for s in scenarios for p in s.policies if is_peer(p)))
     figure = new_figure(9.5, 1.2 + 0.27 * len(scenarios))
@@ -103,7 +103,7 @@ def overview_plot(report: SimulationReport) -> str:
 
 
 def stationary_plot(report: SimulationReport) -> str:
-    """The controller's ratio to the oracle over costs, acceptance and batch; "" without cells."""
+    """Plots the controller's ratio to the oracle by cost, acceptance and batch; "" for none."""
     cells = {
         (found["cost"], found["kind"], int(found["batch"])): p.ratio_to_oracle
         for s in report.scenarios
@@ -128,7 +128,7 @@ def stationary_plot(report: SimulationReport) -> str:
 
 
 def timeline_plot(line: Timeline) -> str:
-    """Batch, draft length and rate over virtual time, ours beside the oracle."""
+    """Plots batch size, draft length and rate over virtual time, with the oracle's."""
     figure = new_figure(9.5, 5.0)
     batch, gamma, rate = figure.subplots(3, 1, sharex=True)
     batch.step(line.seconds, line.batch_size, color="#555555", where="pre")

@@ -6,7 +6,7 @@ from controller.util.text import TextColumn, TextTable
 from simulator.report.bars import OURS, bars, best_peer, ours
 from simulator.results import PolicyReport, ScenarioReport, SimulationReport, Spread, SustainedLoad
 
-# Each title, and when its column is left out where there is no room; with 0 it stays.
+# Title -> order in which columns are omitted in a narrow terminal, the highest first; 0: never.
 SCENARIO_COLUMNS = {
     "policy": 0, "origin": 7, "tokens/s": 2, "of oracle": 0, "of best static": 1, "of off": 1,
     "switches/1000": 4, "recovery": 5, "probing": 6, "probe steps": 8, "TPOT ms": 3,
@@ -20,7 +20,7 @@ OVERVIEW_COLUMNS = {
 LATENCY_COLUMNS = {"policy": 0, "ms a token from arrival": 1, "TPOT ms": 2, "end to end s": 3}
 SUSTAINED_COLUMNS = {"policy": 0, "requests/s sustained": 0, "tokens/s sustained": 1}
 
-# So many scenarios are shown policy by policy; more are shown in the overview alone.
+# Up to this many scenarios are shown policy by policy; more are shown only in the overview.
 _DETAILED = 6
 
 
@@ -92,7 +92,7 @@ def bars_table(report: SimulationReport) -> TextTable:
     )  # fmt: skip
 
 
-# Of words; all others are numbers.
+# Columns with text; all others have numbers.
 _WORDS = {"policy", "origin", "scenario", "closest peer"}
 
 

@@ -1,4 +1,4 @@
-"""Defines the sections `cost` and `profile`: what a step truly costs, and what is believed."""
+"""The sections `cost` and `profile`: the true step costs, and the costs that are measured."""
 
 import math
 from collections.abc import Mapping
@@ -32,14 +32,14 @@ from simulator.surface import (
     with_mixtures,
 )
 
-# Costs of a formula reach this batch unless the engine's limit is given.
+# Largest batch of a cost formula unless the engine's limit is given.
 _FORMULA_BATCH = 64
 # What a change of arm costs on an engine unless the file states it.
 SWITCH_SECONDS = 2e-4
 
 
 class StepFormula(fields.Section):
-    """Seconds of the target's pass and of everything else that happens once in a step.
+    """Seconds of the target's pass and of everything else that runs once in a step.
 
     base_seconds + seconds_per_sequence B + seconds_per_token B (gamma + 1)
     + seconds_per_kv_token kv
@@ -265,7 +265,7 @@ class NoiseShape(Enum):
 
 
 class ProfileSection(fields.Section):
-    """Describes how the profile differs from the truth; by default as a careful measurement does.
+    """Describes how the profile differs from the true costs; by default like a careful measurement.
 
     factor: on all costs.  drafting: on all cells at gamma > 0.  by_arm: drafter -> gamma -> factor.
     by_batch_size: batch size -> factor, linear in log B in between and constant beyond.
@@ -296,7 +296,7 @@ class ProfileSection(fields.Section):
         return self
 
     def measured(self, surface: CostSurface, place: fields.Place) -> Profile:
-        """Makes what `controller profile` would have written.  Raises InvalidInputError."""
+        """Makes the profile that `controller profile` would write.  Raises InvalidInputError."""
         for drafter, factors in self.by_arm.items():
             known = {arm.gamma for arm in surface.arms if arm.drafter == drafter}
             for gamma in factors:
@@ -320,7 +320,7 @@ class ProfileSection(fields.Section):
         )
 
     def _factors(self, surface: CostSurface, sizes: list[int]) -> NDArray[np.float64]:
-        """Returns [arms, sizes] what the profile says over what is true."""
+        """Returns [arms, sizes] factors of the profile's costs over the true costs."""
         rng = np.random.default_rng(self.noise_seed)
         shape = (len(surface.arms), len(sizes))
         if self.noise_shape is NoiseShape.UNIFORM:
@@ -336,7 +336,7 @@ class ProfileSection(fields.Section):
 
 
 def _over_batch(factors: Mapping[int, float], sizes: list[int]) -> NDArray[np.float64]:
-    """[sizes] factors between those that are given."""
+    """Returns [sizes] factors, interpolated between the given ones."""
     if not factors:
         return np.ones(len(sizes))
     known = sorted(factors)

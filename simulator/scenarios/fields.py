@@ -1,4 +1,4 @@
-"""Defines what the sections of a scenario file share: strict models, bounded numbers, places."""
+"""Common parts of scenario sections: strict models, bounded numbers, locations of fields."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def the_one_of(self, *names: str) -> str:
-        """Returns which of these fields is given.  Raises ValueError unless exactly one is."""
+        """Returns the one of these fields that is set.  Raises ValueError unless exactly one is."""
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) == 1:
             return given[0]
@@ -31,7 +31,7 @@ class Section(BaseModel):
         raise ValueError(f"one of {', '.join(names)} is needed; there is {found}")
 
     def refuse_beside(self, other: str, *names: str) -> None:
-        """Raises ValueError about the first of these fields that is not what it is by default."""
+        """Raises ValueError for the first of these fields that differs from its default."""
         for name in names:
             if getattr(self, name) != type(self).model_fields[name].get_default(
                 call_default_factory=True
@@ -40,7 +40,7 @@ class Section(BaseModel):
 
 
 def _number(value: Any) -> Any:
-    # To pydantic true is the number 1, and "1" is one as well.
+    # Pydantic would accept true and "1" as numbers.
     if isinstance(value, bool | str):
         raise PydanticCustomError("number", "a number is needed")
     return value
@@ -71,7 +71,7 @@ FieldPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Tells where the fields of a scenario file are.
+    """Locations of the fields of a scenario file.
 
     source: the file, or the scenario's name if it was not read from one.  lines: line of the key of
     each field, or of each list item, counted from 1.
@@ -92,7 +92,7 @@ class Place:
 
     @contextmanager
     def at(self, *path: str | int) -> Iterator[None]:
-        """Any error of the simulator's inputs within becomes one about this field."""
+        """Converts errors of the simulator's inputs inside the block to errors about this field."""
         try:
             yield
         except SpeculationError as error:

@@ -1,8 +1,8 @@
-"""Scenarios as files: what is in one, reading one, and those of the standard suite.
+"""Defines the schema of scenario files, reads them, and loads the standard suite.
 
-YAML text becomes a checked `ScenarioFile`, with the place of every field, and that a `Scenario`.
-The suite has published costs, drawn acceptance, and everything that is known to go wrong; each of
-its scenarios is a file in `standard`, small enough to be read in one sitting.
+YAML text is parsed to a checked `ScenarioFile` with the location of every field, and then made into
+a `Scenario`.  The suite has published costs, drawn acceptance, and all known failure modes; each of
+its scenarios is a short file in `standard`.
 """
 
 import re
@@ -43,10 +43,10 @@ _NAME = re.compile(r"^name:(.*)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Describes what is run, with all policies, `seeds` times.
+    """A scenario, which all policies run `seeds` times.
 
     workload: makes the workload of a seed; equal seeds make equal workloads.
-    profile: what the controller (and every peer that needs costs) was told; None = nothing.
+    profile: given to the controller and to every peer that needs costs; None: no profile.
     max_batch_size: the engine's limit, which the plan's table reaches.
     shifting: the best arm changes while it runs.
     sustained_tpot_p99_seconds: bound on the 99th percentile of the time per output token, counted
@@ -81,8 +81,8 @@ class EngineSection(fields.Section):
     which stays for some fifty steps.
     prefill: "none" (disaggregated) or "chunked", with prefill_chunk_tokens a pass.
     warm_factor: a step at gamma = 0 costs this much when a drafter is kept in step.
-    stale_steps: for so many steps after a sleep longer than stale_after steps, drafts are accepted
-    with stale_acceptance of their usual probability.
+    stale_steps: for this many steps after a sleep longer than stale_after steps, drafts are
+    accepted with stale_acceptance times their usual probability.
     """
 
     max_batch_size: fields.BatchSize | None = None
@@ -101,7 +101,7 @@ class EngineSection(fields.Section):
     stale_acceptance: fields.Share = _DEFAULT.stale_acceptance
 
     def options(self, switch_seconds: float) -> EngineOptions:
-        """Returns what the engine is given."""
+        """Returns the options of the simulated engine."""
         same = self.model_dump(exclude={"max_batch_size", "lag_steps", "step_noise"})
         return EngineOptions(
             lag=self.lag_steps, noise=self.step_noise, switch_seconds=switch_seconds, **same
@@ -191,7 +191,7 @@ class _Loader(StrictLoader):
     too_deep: ClassVar[str] = "no field of a scenario is that deep"
 
 
-# YAML 1.1 takes 1e-6 and 1.5e3 for texts, because a point or a sign is missing.
+# YAML 1.1 reads 1e-6 and 1.5e3 as texts, because a point or a sign is missing.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
@@ -229,7 +229,7 @@ def parse_scenario(values: Mapping[str, Any], place: fields.Place) -> ScenarioFi
 
 
 def _first_fault(errors: list[ErrorDetails], place: fields.Place) -> InvalidInputError:
-    # An unknown field is likely the cause of the one that is missing.
+    # An unknown field is the likely cause of a missing one.
     first = min(errors, key=lambda item: item["type"] != "extra_forbidden")
     path = tuple(part for part in first["loc"] if part != "[key]")
     if first["type"] == "extra_forbidden":
@@ -283,7 +283,7 @@ def scenario_text(name: str) -> str:
 
 @cache
 def _files() -> dict[str, Path]:
-    """Name -> file.  Only the line with the name is read, because most are not asked for."""
+    """Returns name -> file.  Only the line with the name is parsed, because most are not used."""
     found: dict[str, Path] = {}
     for path in sorted(FOLDER.rglob("*.yaml"), key=_order):
         match = _NAME.search(path.read_text(encoding="utf-8"))

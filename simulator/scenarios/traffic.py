@@ -22,7 +22,7 @@ _OUTPUT_MEAN, _CONTEXT_MEAN = 256.0, 384.0
 
 
 class DrafterMemorySection(fields.Section):
-    """Describes what neighbouring tokens and requests have in common; see `chain.Memory`."""
+    """The correlation of neighbouring tokens and requests; see `chain.Memory`."""
 
     level_spread: fields.Number = Memory().level_spread
     drift_spread: fields.Number = Memory().drift_spread
@@ -131,7 +131,7 @@ class KindSection(fields.Section):
 
     @property
     def mean_tokens(self) -> MeanTokens:
-        """Mean lengths of its requests."""
+        """Returns the mean lengths of its requests."""
         output, context = self.output_tokens_mean, self.context_tokens_mean
         if self.trace is None and self.mix is None:
             output = _OUTPUT_MEAN if output is None else output
@@ -139,7 +139,7 @@ class KindSection(fields.Section):
         return MeanTokens(output, context)
 
     def curves(self, place: fields.Place, name: str) -> dict[str, list[float]]:
-        """Drafter -> conditional acceptance, as deep as a draft can be."""
+        """Returns drafter -> conditional acceptance, up to the longest possible draft."""
         if self.geometric is not None:
             return {drafter: geometric(a) for drafter, a in self.geometric.items()}
         if self.positions is not None:
@@ -179,7 +179,7 @@ class KindSection(fields.Section):
 def sources(
     kinds: Mapping[str, KindSection], folder: Path, place: fields.Place
 ) -> dict[str, AcceptanceSource]:
-    """Kind -> its source; mixes are made of the others.  Raises InvalidInputError."""
+    """Returns kind -> its source; mixes are made of the others.  Raises InvalidInputError."""
     found = {
         name: kind.source(name, folder, place) for name, kind in kinds.items() if kind.mix is None
     }

@@ -29,7 +29,7 @@ _REQUESTS_MAX = 5_000_000
 _SECONDS_MAX = 10_000_000
 # Output tokens of all requests of a kind, which are held in memory.
 _POSITIONS_MAX = 200_000_000
-# The sample from which the worth of a step is worked out: requests, and their mean length at most.
+# The sample for the tokens per step: number of requests, and the limit of their mean length.
 _SAMPLE, _SAMPLE_TOKENS = 64, 1000.0
 
 _Steps = Annotated[fields.Whole, Field(ge=1, le=100_000_000)]
@@ -37,13 +37,13 @@ _Duration = Annotated[fields.Whole, Field(ge=1, le=10_000_000)]
 
 
 class PhaseSection(fields.Section):
-    """A stretch of a closed loop: `batch` sequences of one kind run at a time.
+    """A phase of a closed loop: `batch` sequences of one kind run at a time.
 
-    Its length is one of tokens, which a sequence gains in it on average, and steps, of the arm that
-    is best in it; steps are turned into tokens, so that all policies do the same work.
-    begins: "drained": running requests finish first; "changed": they change over to the acceptance
-    of this phase at its first step; "replaced": they are set aside at its first step for requests
-    of this phase, and continue when a phase of their kind, context and batch returns.
+    Its length is given either in tokens, the mean gain of a sequence, or in steps of the arm that
+    is best in it; steps are converted to tokens, so that all policies do the same work.
+    begins: "drained": running requests finish first; "changed": they switch to the acceptance of
+    this phase at its first step; "replaced": they are suspended at its first step in favour of
+    requests of this phase, and continue when a phase of their kind, context and batch returns.
     context_tokens_mean: replaces that of the kind, tokens.
     """
 
@@ -61,7 +61,7 @@ class PhaseSection(fields.Section):
 
 
 class RateSection(fields.Section):
-    """A stretch of Poisson arrivals.  kind: of its requests; by default that of `arrivals`."""
+    """An interval of Poisson arrivals.  kind: of its requests; by default that of `arrivals`."""
 
     seconds: _Duration
     requests_per_second: Annotated[fields.Number, Field(ge=0, le=100_000)]
@@ -69,11 +69,11 @@ class RateSection(fields.Section):
 
 
 class ArrivalsSection(fields.Section):
-    """Requests that come at their own times: exactly one of `file` and `rates`.
+    """Requests with arrival times: exactly one of `file` and `rates`.
 
-    file: CSV of arrivals, relative to the scenario file; limit: only the first so many requests;
-    speed: 2 makes them come twice as fast.
-    rates: stretches of Poisson arrivals, one after the other, `repeat` times; seed: of the draw of
+    file: CSV of arrivals, relative to the scenario file; limit: number of requests to read; speed:
+    with 2 they arrive twice as fast.
+    rates: intervals of Poisson arrivals, one after the other, `repeat` times; seed: of the draw of
     times and lengths, which are the same in all repetitions of the scenario.
     kind: of the requests.  context_tokens_mean, output_tokens_mean: lengths of drawn requests; by
     default those of the kind.  window_seconds: length of the oracle's segments.
@@ -148,10 +148,10 @@ def closed_loop(
 
 
 class _StepWorth:
-    """Works out what a step of the best arm gains, by truth, from a sample of the requests."""
+    """Computes the true tokens per step of the best arm, from a sample of the requests."""
 
     def __init__(self, surface: CostSurface) -> None:
-        # Mixtures are left out: what they give depends on rules.
+        # Mixtures are omitted, because their gain depends on rules.
         self._surface = surface.plain
         self._samples: dict[tuple[int, MeanTokens], tuple[NDArray[np.float64], float]] = {}
 
@@ -238,7 +238,7 @@ def open_loop(
     context, output = (
         None if m is None else lengths(rng, requests, m) for m in (mean.context, mean.output)
     )
-    # A stretch ends where the next one begins.
+    # An interval ends where the next one begins.
     ends = list(itertools.accumulate(rate.seconds for rate in rates))
     stretch = np.searchsorted(ends, times, side="right")
     names = list(dict.fromkeys(rate.kind or section.kind for rate in rates))

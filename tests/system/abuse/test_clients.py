@@ -139,7 +139,7 @@ def test_a_token_goes_to_no_machine_that_is_only_named_like_this_one(
     for address in ELSEWHERE:
         with pytest.raises(CredentialsError, match="open line"):
             Credentials.for_address(address)
-        with pytest.raises(LinkSettingsError, match="open line"):
+        with pytest.raises(LinkSettingsError, match="unencrypted"):
             EngineCredentials(token_file=str(token)).channel(address)
 
 

@@ -250,7 +250,7 @@ def test_a_share_that_was_given_leaves_no_room(tmp_path: Path) -> None:
     options = ("--attention-backend", "triton", "--mem-fraction-static", "0.8")
     code, output = ran(tmp_path, *EAGLE3, *options)
     assert code == 0, output
-    assert "--mem-fraction-static 0.8: as given, so SGLang leaves no room" in output
+    assert "--mem-fraction-static 0.8: set by the user, so SGLang reserves no memory" in output
 
 
 @pytest.mark.parametrize(

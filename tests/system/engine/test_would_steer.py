@@ -236,7 +236,7 @@ def test_a_machine_without_a_device_stands_for_one_with_a_gpu(tmp_path: Path) ->
         (("sglang", "--", *MODEL, "--no-such"), "SGLang: sglang serve: error: unrecognized arg"),
         (("sglang", "--", "--model-path", "/no/such"), "SGLang refuses these flags itself: "),
         (("sglang", "--url", "http://127.0.0.1:1"), "/server_info does not answer as SGLang does"),
-        (("sglang", "--url", "file:///etc/passwd"), "is no http:// or https:// address"),
+        (("sglang", "--url", "file:///etc/passwd"), "is not an http:// or https:// address"),
         (("sglang",), "the engine's flags are needed after --"),
         (("vllm", "--url", "http://127.0.0.1:1"), "the engine's flags are needed after --"),
         (("vllm", "--", "serve", "MODEL"), "vLLM is not installed in this environment"),

@@ -74,7 +74,11 @@ def test_survival_and_conditional_acceptance_are_two_forms_of_one_curve(curve):
 
 @pytest.mark.parametrize(
     ("survival", "message"),
-    [([0.5, 0.6], "position 2: 0.6 is more than 0.5"), ([1.1], "leaves 0..1"), ([], "0 positions")],
+    [
+        ([0.5, 0.6], "position 2: 0.6 is more than 0.5"),
+        ([1.1], r"must be in \[0, 1\]"),
+        ([], "0 positions"),
+    ],
 )
 def test_a_survival_curve_that_cannot_be_is_refused(survival, message):
     with pytest.raises(InvalidInputError, match=message):
@@ -93,7 +97,7 @@ def test_a_curve_that_cannot_be_is_refused(curves):
 
 @pytest.mark.parametrize("mean", [0, -1, math.nan, math.inf])
 def test_a_mean_length_that_cannot_be_is_refused(mean):
-    with pytest.raises(InvalidInputError, match="no mean number of tokens"):
+    with pytest.raises(InvalidInputError, match=r"a mean of .* tokens must be in"):
         Curves("c", {"mtp": [0.5]}, output_tokens_mean=mean)
 
 
@@ -165,10 +169,10 @@ def test_rounds_are_of_the_drafter_that_is_named_or_of_the_only_one(files):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{0}/chat.jsonl;geometric:0.5", "files do not go with curves"),
+        ("{0}/chat.jsonl;geometric:0.5", "files cannot be combined with curves"),
         ("{0}/chat.jsonl;{0}/rounds.csv", "cannot be mixed"),
-        ("{0}/rounds.csv;{0}/rounds.csv", "whose rounds"),
-        ("a={0}/rounds.csv;a={0}/rounds.csv", "whose rounds"),
+        ("{0}/rounds.csv;{0}/rounds.csv", "the drafter of these rounds"),
+        ("a={0}/rounds.csv;a={0}/rounds.csv", "the drafter of these rounds"),
         ("mtp={0}/chat.jsonl", "names its drafters itself"),
         ("{0}/nothing.jsonl", "cannot be read"),
         ("{0}", "cannot be read"),
@@ -180,5 +184,5 @@ def test_files_that_do_not_go_together_are_refused(files, text, message):
 
 
 def test_rounds_without_a_drafter_are_refused_where_there_are_two(files):
-    with pytest.raises(InvalidInputError, match="whose rounds"):
+    with pytest.raises(InvalidInputError, match="the drafter of these rounds"):
         parse_acceptance(f"{files}/rounds.csv", ("a", "b"))

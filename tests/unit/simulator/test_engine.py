@@ -193,7 +193,7 @@ def test_a_phase_of_smaller_concurrency_lets_requests_finish():
 
 
 def test_a_batch_that_the_costs_do_not_reach_is_refused():
-    with pytest.raises(InvalidInputError, match="a batch of 64 is asked for, costs reach 32"):
+    with pytest.raises(InvalidInputError, match="a batch of 64 is requested, costs reach 32"):
         simulate(closed(64), surface(), Recorder(), STILL, 0)
 
 

@@ -44,7 +44,7 @@ def test_a_step_costs_what_the_main_drafters_does_and_a_lookup():
 @pytest.mark.parametrize(
     ("name", "main", "free", "fault"),
     [
-        ("eagle", "eagle", "ngram", "is a drafter already"),
+        ("eagle", "eagle", "ngram", "is already a drafter"),
         ("m", "eagle", "other", "'other' is not one of"),
         ("m", "ngram", "eagle", "'eagle' is not a lookup"),
         ("m", "ngram", "ngram", "'ngram' is not a lookup"),

@@ -155,14 +155,14 @@ def test_what_is_no_table_is_refused(file, content, message):
     ("field", "message"),
     [
         ("", "a is blank"),
-        ("x", "a 'x' is no whole number"),
-        ("1.5", "no whole number"),
-        ("1e3", "no whole number"),
-        ("\u0661", "no whole number"),
-        ("nan", "no whole number"),
-        ("10", "a '10' leaves 0..9"),
-        ("-1", "leaves 0..9"),
-        ("9" * 5000, "leaves 0..9"),
+        ("x", "a 'x' is not an integer"),
+        ("1.5", "not an integer"),
+        ("1e3", "not an integer"),
+        ("\u0661", "not an integer"),
+        ("nan", "not an integer"),
+        ("10", r"a '10' must be in \[0, 9\]"),
+        ("-1", r"must be in \[0, 9\]"),
+        ("9" * 5000, r"must be in \[0, 9\]"),
     ],
 )
 def test_what_is_no_such_count_is_refused(file, field, message):
@@ -178,7 +178,7 @@ def test_what_is_no_such_count_is_refused(file, field, message):
 def test_what_is_no_finite_number_is_refused(file, field):
     file.write_text(f"a\n{field}\n", encoding="utf-8")
     (row,) = csv_rows(file, ("a",), others=False)
-    with pytest.raises(InvalidInputError, match=r"a .* is no finite number"):
+    with pytest.raises(InvalidInputError, match=r"a .* is not a finite number"):
         row.number("a")
 
 

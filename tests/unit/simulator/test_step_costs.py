@@ -73,15 +73,15 @@ def test_a_profile_survives_its_file(tmp_path_factory, grid):
         (",1,0.1", 3, "batch_size is blank"),
         ("2,,0.1", 3, "num_draft_tokens is blank"),
         ("2,1", 3, "2 fields, the header names 3"),
-        ("2,1,nan", 3, "step_seconds 'nan' is no finite number"),
-        ("2,1,inf", 3, "step_seconds 'inf' is no finite number"),
-        ("2,1,0", 3, "step_seconds 0 is no time"),
-        ("2,1,-0.1", 3, "step_seconds -0.1 is no time"),
-        ("2,1,4000", 3, "step_seconds 4000 is no time up to 3600"),
-        ("2,0,0.1", 3, "num_draft_tokens '0' leaves 1..65"),
-        ("2,66,0.1", 3, "num_draft_tokens '66' leaves 1..65"),
-        ("0,1,0.1", 3, "batch_size '0' leaves 1..65536"),
-        ("2.0,1,0.1", 3, "batch_size '2.0' is no whole number"),
+        ("2,1,nan", 3, "step_seconds 'nan' is not a finite number"),
+        ("2,1,inf", 3, "step_seconds 'inf' is not a finite number"),
+        ("2,1,0", 3, "step_seconds 0 must be above 0"),
+        ("2,1,-0.1", 3, "step_seconds -0.1 must be above 0"),
+        ("2,1,4000", 3, "step_seconds 4000 must be above 0 and at most 3600"),
+        ("2,0,0.1", 3, r"num_draft_tokens '0' must be in \[1, 65\]"),
+        ("2,66,0.1", 3, r"num_draft_tokens '66' must be in \[1, 65\]"),
+        ("0,1,0.1", 3, r"batch_size '0' must be in \[1, 65536\]"),
+        ("2.0,1,0.1", 3, "batch_size '2.0' is not an integer"),
         ("1,1,0.1", 3, "batch size 1 at width 1 is in line 2 already"),
         ("1,2,0.1\n2,2,0.1", 4, r"batch size 2 lacks num_draft_tokens 1 \(plain decoding\)"),
         ("2,3,.1\n2,1,.1", 2, r"batch size 1 lacks num_draft_tokens 3 \(other batch sizes have it"),
@@ -150,6 +150,6 @@ def test_plain_decoding_that_was_measured_once_serves_every_drafter():
 
 
 def test_a_long_complaint_about_a_profile_is_cut(write):
-    with pytest.raises(InvalidInputError, match="is no profile") as caught:
+    with pytest.raises(InvalidInputError, match="is not a profile") as caught:
         read_profile(write('{"format": "' + "x" * 100_000 + '"}'))
     assert len(str(caught.value)) < 600

@@ -97,12 +97,12 @@ def folder(saved: Path, tmp_path: Path) -> Path:
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"scaled \(yarn\)"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 0}}, "lacks a number above 0"),
         ({"hidden_act": "gelu"}, "its activation is gelu"),
-        ({"num_hidden_layers": 10**9}, "are no decoder"),
+        ({"num_hidden_layers": 10**9}, "are not a valid decoder"),
         ({"num_hidden_layers": "many"}, "'many' as layers"),
-        ({"num_key_value_heads": 3}, "are no decoder"),
-        ({"num_hidden_layers": 4}, "does not hold what its config says"),
-        ({"intermediate_size": 65}, "does not hold what its config says"),
-        ({"tie_word_embeddings": False, "hidden_size": 64}, "does not hold what its config says"),
+        ({"num_key_value_heads": 3}, "are not a valid decoder"),
+        ({"num_hidden_layers": 4}, "do not fit its config"),
+        ({"intermediate_size": 65}, "do not fit its config"),
+        ({"tie_word_embeddings": False, "hidden_size": 64}, "do not fit its config"),
     ],
 )
 def test_what_is_not_one_of_them_is_refused(

@@ -122,7 +122,7 @@ def test_a_drafter_of_another_vocabulary_is_refused(
 ):
     save_draft(with_draft_vocabulary(student, torch.arange(0, 40, 2)), tmp_path / "draft")
     versions = Versions(folder / FOLDER)
-    with pytest.raises(VersionError, match="its draft_vocabulary is 20, that of the engine's"):
+    with pytest.raises(VersionError, match="its draft_vocabulary is 20, the engine's drafter has"):
         import_draft(tmp_path / "draft", versions)
     even = with_draft_vocabulary(student, torch.arange(0, 40, 2))
     others = base_of(even, tmp_path / "even")
@@ -135,7 +135,7 @@ def test_a_drafter_of_another_vocabulary_is_refused(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rope_theta": 5e5}, "its rope_base is 500000.0, that of the engine's drafter 10000.0"),
+        ({"rope_theta": 5e5}, "its rope_base is 500000.0, the engine's drafter has 10000.0"),
         ({"norm_output": True}, "its norm_output is True"),
         ({"eagle_config": {EAGLE_LAYERS: [1, 2, 3]}}, r"its feature_layers is \(1, 2, 3\)"),
         ({"rope_scaling": {"type": "longrope"}}, "rotary positions are scaled"),
@@ -213,7 +213,7 @@ def change_config(folder: Path, **changes: object) -> None:
 
 
 def test_a_folder_that_is_no_drafter_is_refused(folder: Path, tmp_path: Path):
-    with pytest.raises(VersionError, match="cannot be read as EAGLE3 drafter"):
+    with pytest.raises(VersionError, match="cannot be read as drafter of kind EAGLE3"):
         import_draft(tmp_path / "nowhere", Versions(folder / FOLDER))
     assert Versions(folder / FOLDER).numbers() == []
 
@@ -262,11 +262,11 @@ def test_an_export_appears_whole_or_not_at_all(
     # Others may read it: a trainer often runs as another user.
     assert out.stat().st_mode & 0o777 == 0o755
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    with pytest.raises(ExportError, match="is there and not empty"):
+    with pytest.raises(ExportError, match="exists and is not empty"):
         export_signals(folder, versions, 0, target, out)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     (tmp_path / "file").write_text("")
-    with pytest.raises(ExportError, match="is there and not empty"):
+    with pytest.raises(ExportError, match="exists and is not empty"):
         export_signals(folder, versions, 0, target, tmp_path / "file")
 
 
@@ -304,15 +304,15 @@ def test_an_import_to_a_full_disk_leaves_no_version(
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("[" * 100_000, "cannot be read as EAGLE3 drafter"),
-        ("[]", "cannot be read as EAGLE3 drafter"),
-        ("\x00\xff", "cannot be read as EAGLE3 drafter"),
-        ({"hidden_size": 1 << 40}, "its hidden is 1099511627776, that of the engine's drafter 32"),
-        ({"hidden_size": "32"}, "cannot be read as EAGLE3 drafter"),
-        ({"vocab_size": -1}, "cannot be read as EAGLE3 drafter"),
-        ({"eagle_config": [1]}, "cannot be read as EAGLE3 drafter"),
+        ("[" * 100_000, "cannot be read as drafter of kind EAGLE3"),
+        ("[]", "cannot be read as drafter of kind EAGLE3"),
+        ("\x00\xff", "cannot be read as drafter of kind EAGLE3"),
+        ({"hidden_size": 1 << 40}, "its hidden is 1099511627776, the engine's drafter has 32"),
+        ({"hidden_size": "32"}, "cannot be read as drafter of kind EAGLE3"),
+        ({"vocab_size": -1}, "cannot be read as drafter of kind EAGLE3"),
+        ({"eagle_config": [1]}, "cannot be read as drafter of kind EAGLE3"),
         ({"rms_norm_eps": float("nan")}, "its norm_epsilon is nan"),
-        ({"draft_vocab_size": {}}, "cannot be read as EAGLE3 drafter"),
+        ({"draft_vocab_size": {}}, "cannot be read as drafter of kind EAGLE3"),
     ],
 )
 def test_a_hostile_config_is_refused(
@@ -376,7 +376,7 @@ def test_pickled_weights_are_never_read(folder: Path, tmp_path: Path, student: E
     with pytest.raises(VersionError, match=r"model\.safetensors"):
         import_draft(tmp_path / "draft", Versions(folder / FOLDER))
     torch.save(parts, weights)
-    with pytest.raises(VersionError, match="cannot be read as EAGLE3 drafter"):
+    with pytest.raises(VersionError, match="cannot be read as drafter of kind EAGLE3"):
         import_draft(tmp_path / "draft", Versions(folder / FOLDER))
 
 
@@ -410,7 +410,9 @@ def test_a_block_drafter_of_another_kind_is_refused(tmp_path: Path):
         place = tmp_path / str(number)
         save_dflash(student, place)
         change_config(place, **change)
-        with pytest.raises(VersionError, match="cannot be read as DFlash drafter") as raised:
+        with pytest.raises(
+            VersionError, match="cannot be read as drafter of kind DFlash"
+        ) as raised:
             import_draft(place, versions)
         assert reason in str(raised.value)
     assert versions.numbers() == []
@@ -467,7 +469,7 @@ def test_a_target_that_is_none_is_refused(folder: Path, target: Path, tmp_path: 
         assert not (tmp_path / "out").exists()
         return str(raised.value)
 
-    assert "cannot be read as target" in refused(Path("some/hub-name"))
+    assert "cannot be read as a target" in refused(Path("some/hub-name"))
     config = (target / "config.json").read_text()
     place = tmp_path / "place"
     place.mkdir()
@@ -480,13 +482,13 @@ def test_a_target_that_is_none_is_refused(folder: Path, target: Path, tmp_path: 
     (place / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
     assert "its config does not tie the head" in refused(place)
     (place / "config.json").write_text("[" * 100_000)
-    assert "cannot be read as target" in refused(place)
+    assert "cannot be read as a target" in refused(place)
     (place / "config.json").write_text(config)
     index = place / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": ["model.embed_tokens.weight"]}))
-    assert "cannot be read as target" in refused(place)
+    assert "cannot be read as a target" in refused(place)
     index.write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "gone"}}))
-    assert "cannot be read as target" in refused(place)
+    assert "cannot be read as a target" in refused(place)
 
 
 def test_a_target_in_several_files_is_read_by_its_index(folder: Path, target: Path, tmp_path: Path):

@@ -72,7 +72,7 @@ def test_the_command_line_is_read_and_the_key_is_sent(
         (b"[1]", "has no launch_command"),
         (b'{"version": "0.5.21"}', "has no launch_command"),
         (b'{"launch_command": 7}', "has no launch_command"),
-        (b'{"launch_command": "--x {\\"a\\": 1}"}', "hold JSON"),
+        (b'{"launch_command": "--x {\\"a\\": 1}"}', "contain JSON"),
         (command("--tp-size 2 " + 70_000 * "x"), "characters"),
         (command("--tp-size evil"), "--tp-size has 'evil'"),
         (command("--tp-size 2 3"), "--tp-size has '2 3'"),
@@ -149,7 +149,7 @@ def test_a_redirect_is_not_followed_and_the_key_goes_nowhere_else(
 @pytest.mark.parametrize("host", ["127.evil.example", "10.0.0.1", "[::2]", "engine"])
 def test_the_key_never_goes_over_an_open_line(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setenv("ENGINE_API_KEY", "secret")
-    with pytest.raises(InputError, match="would go over an open line") as error:
+    with pytest.raises(InputError, match="would be sent unencrypted") as error:
         flags_of(f"http://{host}:1")
     assert "secret" not in str(error.value)
 

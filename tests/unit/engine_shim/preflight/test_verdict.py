@@ -59,7 +59,7 @@ def test_a_path_is_never_broken_and_commands_no_terminal() -> None:
 def test_what_was_not_looked_at_is_said() -> None:
     verdict = replace(STEERED, left_out=("--trust-remote-code", "--load-format"))
     lines = page(verdict, 120).splitlines()
-    assert lines[1].startswith("Not looked at: --trust-remote-code, --load-format. They are not")
+    assert lines[1].startswith("Ignored flags: --trust-remote-code, --load-format. They are not")
     assert verdict.document()["left_out"] == ["--trust-remote-code", "--load-format"]
 
 

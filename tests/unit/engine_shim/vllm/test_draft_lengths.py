@@ -83,14 +83,14 @@ def test_the_first_runner_follows_in_every_version(version, method):
     ("version", "method", "modules", "says"),
     [
         ("0.26.0", "eagle3", 1, ("whatever the draft length is", "V2_MODEL_RUNNER=0", "0.32.0")),
-        ("0.31.0", "mtp", 1, ("in every step", "or take vLLM 0.32.0")),
-        ("0.31.0", "dflash", 1, ("a whole block with dflash", "or take vLLM 0.33.0")),
-        ("0.32.0", "dflash", 1, ("a whole block with dflash", "or take vLLM 0.33.0")),
+        ("0.31.0", "mtp", 1, ("in every step", "or use vLLM 0.32.0")),
+        ("0.31.0", "dflash", 1, ("a whole block with dflash", "or use vLLM 0.33.0")),
+        ("0.32.0", "dflash", 1, ("a whole block with dflash", "or use vLLM 0.33.0")),
         ("0.32.0", "mtp", 3, (MTP_MODULES, "VLLM_USE_V2_MODEL_RUNNER=0")),
         ("0.33.0", "draft_model", 1, ("draft_model in every step", "VLLM_USE_V2_MODEL_RUNNER=0")),
         ("0.33.0", "ngram", 1, ("ngram in every step",)),
-        ("0.31.1", "eagle3", 1, ("vLLM 0.31.1 does", "was not read")),
-        ("0.26.0", "draft_model", 1, ("was not read",)),
+        ("0.31.1", "eagle3", 1, ("vLLM 0.31.1 does", "it is not known")),
+        ("0.26.0", "draft_model", 1, ("it is not known",)),
     ],
 )
 def test_where_drafting_does_not_follow_it_is_said_and_what_to_do(version, method, modules, says):

@@ -45,7 +45,7 @@ def test_a_recurrent_target_is_refused_before_0_32(monkeypatch, version, gammas,
     monkeypatch.setenv("SPECULATION_GAMMAS", gammas)
     with pytest.raises(UnsupportedEngineError, match="39273") as raised:
         SteeredConfiguration(VllmSettings.load()).prepare(config(model_config=target))
-    for words in ("silently wrong", version or "unknown version", "Take vLLM 0.32", "unset"):
+    for words in ("silently wrong", version or "unknown version", "Use vLLM 0.32", "unset"):
         assert words in str(raised.value)
 
 

@@ -77,7 +77,7 @@ def test_a_file_is_replaced_by_force_only():
         (["no.json", "a.csv"], "no.json: cannot be read: No such file"),
         (["bad.csv", "a.json", "--like", "one.json"], "bad.csv:2: step_seconds 'nan'"),
         (["bad.csv", "a.json"], "--like PROFILE.json is needed"),
-        (["bad.csv", "a.json", "--like", "bad.csv"], "bad.csv: is no profile"),
+        (["bad.csv", "a.json", "--like", "bad.csv"], "bad.csv: is not a profile"),
         (["one.json", "a.csv", "--like", "one.json"], "a profile knows its engine"),
         (["one.json", "a.json"], "only .json to .csv and .csv to .json are possible"),
         (["one.json", "a"], "only .json to .csv"),

@@ -153,7 +153,7 @@ def test_switches_and_catching_up_have_their_price():
         (("--acceptance", "geometric:0.6"), "--cost"),
         (("--acceptance", "geometric:0.6", "--cost", "h100-lama"), "h100-llama3.1-8b"),
         (("--acceptance", "geometric:0.6", "--cost", "mtp=no.csv"), "'no.csv' is neither a file"),
-        (("--acceptance", "geometric:1.6", "--cost", "costs.csv"), "no probability"),
+        (("--acceptance", "geometric:1.6", "--cost", "costs.csv"), "not a probability"),
         (("--acceptance", "nowhere.jsonl", "--cost", "costs.csv"), "nowhere.jsonl"),
         (("--acceptance", "geometric:0.6", "--cost", "holes.csv"), "holes.csv:3"),
         (("--acceptance", "geometric:0.6", "--cost", "nan.csv"), "nan.csv:2"),

@@ -105,8 +105,8 @@ def test_without_plain_decoding_a_closed_gate_drafts_as_little_as_it_can():
         ({"schedule": ((0, 3),)}, "up to batch size 0"),
         ({"schedule": ((4, -1),)}, "draft -1"),
         ({"schedule": ((4, 3), (4, 1))}, "listed twice"),
-        ({"threshold": 1.5}, "the threshold 1.5 leaves 0..1"),
-        ({"threshold": float("nan")}, "the threshold nan leaves 0..1"),
+        ({"threshold": 1.5}, r"the threshold 1.5 must be in \[0, 1\]"),
+        ({"threshold": float("nan")}, r"the threshold nan must be in \[0, 1\]"),
         ({"window": 0}, "the window is 0 steps"),
     ],
 )

@@ -86,7 +86,7 @@ def test_numbers_may_have_an_exponent_without_a_point(tmp_path: Path, number: st
          "no.jsonl: cannot be read"),
         (HEAD.replace("geometric: {eagle: 0.7}",
                       "geometric: {eagle: 0.7}, memory: {correlation: 2}"),
-         "mine.yaml:4: traffic.code.memory: correlation: 2.0 leaves 0..1"),
+         "mine.yaml:4: traffic.code.memory: correlation: 2.0 must be in [0, 1]"),
         (HEAD.replace("h100-llama3.1-8b", "h100"), "mine.yaml:2: cost.published: "),
         (HEAD.replace("[eagle]", "[hawk]"), "mine.yaml:2: cost.drafters[0]: 'hawk' is not one of"),
         (HEAD.replace("published: h100-llama3.1-8b, drafters: [eagle]", "table: {eagle: no.csv}"),

@@ -138,7 +138,7 @@ def test_copying_requests_have_the_fields_that_are_given_and_lengths_of_their_ow
     assert source == Copying(
         "code", lookup="suffix", copied=0.9, output_tokens_mean=50.0, context_tokens_mean=384.0
     )
-    with pytest.raises(InvalidInputError, match=r"code\.copying: copied: 2\.0 leaves 0\.\.1"):
+    with pytest.raises(InvalidInputError, match=r"code\.copying: copied: 2\.0 must be in \[0, 1\]"):
         made(tmp_path, code={"copying": {"copied": 2.0}})
 
 
