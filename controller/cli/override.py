@@ -77,7 +77,9 @@ def set_(
     ttl: Annotated[
         str | None, typer.Option(help="How long: 90s, 30m, 2h, 1d.  By default the sidecar's.")
     ] = None,
-    for_ever: Annotated[bool, typer.Option("--for-ever", help="Until it is cleared.")] = False,
+    permanent: Annotated[
+        bool, typer.Option("--permanent", help="Keep the override until it is cleared.")
+    ] = False,
     override_id: Annotated[
         str | None, typer.Option("--id", help="Its name; repeating a request needs the same.")
     ] = None,
@@ -123,11 +125,11 @@ def set_(
         dry_run=dry_run,
         require_effect=not allow_no_effect,
     )  # fmt: skip
-    if ttl is not None and for_ever:
-        raise typer.BadParameter("--ttl and --for-ever contradict each other")
+    if ttl is not None and permanent:
+        raise typer.BadParameter("--ttl and --permanent contradict each other")
     if ttl is not None:
         request.ttl_seconds = _seconds(ttl)
-    elif for_ever:
+    elif permanent:
         request.for_ever = True
     hints = dict.fromkeys((Exit.NO_EFFECT, Exit.NOT_INTRODUCED), _ALLOW)
     with connected(for_operators(address), hints) as channel:

@@ -127,7 +127,8 @@ async def check_redis(settings: Settings) -> Finding:
             await redis_client.close(client)
     seconds, micros = next(iter(said.values())) if isinstance(said, dict) else said
     there = seconds + micros * 1e-6
-    apart = min(there - asked, 0.0) or max(there - answered, 0.0)
+    # Adding 0.0 turns -0.0 into 0.0.
+    apart = round(min(there - asked, 0.0) or max(there - answered, 0.0), 1) + 0.0
     if abs(apart) > _CLOCK_SECONDS:
         return warn(
             "redis",

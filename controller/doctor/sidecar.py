@@ -82,7 +82,8 @@ def check_sidecar(answers: Answers) -> Iterator[Finding]:
     for service in sidecar.services:
         if not service.serving and service.service != _STORE:
             name = service.service or "the sidecar"
-            yield fail("sidecar", f"{name} is NOT_SERVING: {service.detail}", _fix(service.service))
+            fix = _fix(service.service, has_engines=bool(answers.engines.engines))
+            yield fail("sidecar", f"{name} is NOT_SERVING: {service.detail}", fix)
     if all(service.serving for service in sidecar.services if service.service != _STORE):
         yield ok("sidecar", f"SERVING for {sidecar.uptime_seconds:.0f} s")
     yield _version(sidecar.version)
@@ -115,10 +116,12 @@ def check_engines(answers: Answers, address: str, engine_url: str) -> Iterator[F
         yield _profile(engine, engine_url)
 
 
-def _fix(service: str) -> str:
-    if service.endswith("SpeculationService"):
-        return "measure a profile (controller profile), or declare a prior enough (ready_with)"
-    return "wait for its start to end, or see its log"
+def _fix(service: str, *, has_engines: bool) -> str:
+    if not service.endswith("SpeculationService"):
+        return "wait until the sidecar has started, or read its log"
+    if not has_engines:
+        return "start an engine with the shim (see `engine` below), or load a profile (--profile)"
+    return "measure a profile (controller profile), or accept a prior with ready_with"
 
 
 def _version(version: str) -> Finding:
@@ -149,7 +152,15 @@ def _clock(answers: Answers) -> Finding:
             f"the wall clock was set by {jump:+.1f} s since the sidecar started",
             "see what sets it; leases and overrides go by the monotonic clock and are right",
         )
-    return ok("clock", f"set by {jump:+.1f} s since the sidecar started, {apart:+.1f} s from here")
+    return ok(
+        "clock",
+        f"set by {_signed(jump)} since the sidecar started, {_signed(apart)} from this clock",
+    )
+
+
+def _signed(seconds: float) -> str:
+    # Adding 0.0 turns -0.0, a small negative number that was rounded, into 0.0.
+    return f"{round(seconds, 1) + 0.0:+.1f} s"
 
 
 def _store(store: policy_pb2.StoreStatus) -> Finding:

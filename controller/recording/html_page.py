@@ -99,7 +99,7 @@ class MissingPlotsError(SpeculationError):
     """matplotlib is not installed."""
 
     def __init__(self) -> None:
-        super().__init__("the page's plots need matplotlib: pip install matplotlib")
+        super().__init__("the plots need matplotlib: pip install 'speculation-controller[plots]'")
 
 
 def new_figure(width: float, height: float) -> "Figure":

@@ -17,6 +17,7 @@ overrides of operators is decided in `controller.core.planning.overrides`; they 
 `policies: []` is an empty policy.  A file without that key cannot be used: it may be a beginning.
 """
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,12 +250,20 @@ def _readable(path: Path, lines: Mapping[_Location, int], error: ValidationError
 
 def _fault(item: ErrorDetails) -> str:
     if item["type"] == "extra_forbidden":
-        return f"{item['loc'][-1]} is not a key of the policy file"
+        return _unknown_key(item["loc"])
     if item["type"] == "tuple_type":
         return f"{item['loc'][-1]}: a list is needed, with a dash before each item"
     text = item["msg"].removeprefix("Value error, ")
     names = [str(part) for part in item["loc"] if isinstance(part, str)]
     return f"{names[-1]}: {text}" if names and item["type"] != "value_error" else text
+
+
+def _unknown_key(location: _Location) -> str:
+    model = _File if len(location) == 1 else _Step if "schedule" in location[:-1] else _Entry
+    name, known = str(location[-1]), [*model.model_fields]
+    near = difflib.get_close_matches(name.replace("-", "_"), known, 1)
+    hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+    return f"{name} is not a key of the policy file: {hint}"
 
 
 def _place(path: Path, lines: Mapping[_Location, int], place: _Location) -> str:

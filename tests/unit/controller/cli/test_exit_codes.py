@@ -385,6 +385,22 @@ def test_a_directory_that_may_not_be_entered_says_who_may(shut: Path):
     assert text.rstrip().endswith("run this command as uid 0")
 
 
+@pytest.mark.parametrize("words", [["-h"], ["explain", "-h"], ["override", "set", "-h"]])
+def test_h_is_short_for_help(words: list[str]):
+    short = CliRunner().invoke(app, words)
+    long = CliRunner().invoke(app, [*words[:-1], "--help"])
+    assert short.exit_code == Exit.DONE, short.output
+    assert short.output == long.output
+
+
+@pytest.mark.parametrize("words", [["explain", "pod-7"], ["policy", "check", "policy.yaml"]])
+def test_a_wrong_value_of_an_option_is_named_without_the_words_of_a_library(words: list[str]):
+    done = CliRunner().invoke(app, [*words, "-o", "jsn"], env={"COLUMNS": "300"})
+    assert done.exit_code == Exit.USAGE
+    assert "'jsn' is not one of 'table'" in done.output
+    assert "Value error" not in done.output
+
+
 def test_a_profile_on_the_shelf_is_pulled(sidecar: SidecarProcess, tmp_path: Path):
     file = tmp_path / "p.json"
     file.write_text(make_profile("another").to_json())

@@ -172,7 +172,7 @@ def test_every_kind_of_rule_can_be_said(sidecar: SidecarProcess):
         "drafter": (["--fleet", "--drafter", "mtp", "--batch", "8-12"], "drafter mtp"),
         "regime": (["--engine", "day", "--regime", "online:10"], "regime online:10"),
         "deny": (["--fleet", "--deny-drafter", "dflash", "--deny-updates"], "not drafter dflash"),
-        "probe": (["--fleet", "--deny-exploration", "--for-ever"], "no probing"),
+        "probe": (["--fleet", "--deny-exploration", "--permanent"], "no probing"),
     }
     for name, (words, text) in rules.items():
         more = ["--id", name, "--reason", "test", "--allow-no-effect"]
@@ -196,7 +196,7 @@ def test_every_kind_of_rule_can_be_said(sidecar: SidecarProcess):
         (["--fleet", "--off", "--ttl", "soon"], "90s, 30m, 2h or 1d"),
         (["--fleet", "--off", "--ttl", "0s"], "ttl_seconds 0"),
         (["--fleet", "--off", "--ttl", "30d"], "at most 604800"),
-        (["--fleet", "--off", "--ttl", "1h", "--for-ever"], "contradict each other"),
+        (["--fleet", "--off", "--ttl", "1h", "--permanent"], "contradict each other"),
         (["--fleet", "--off", "--batch", "many"], "8-32"),
         (["--fleet", "--off", "--batch", "9-3"], "the range is empty"),
         (["--fleet", "--regime", "online"], "online:STRIDE"),

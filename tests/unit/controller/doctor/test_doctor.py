@@ -155,7 +155,7 @@ async def test_a_sidecar_without_engine_and_profile(tmp_path: Path):
     async with serving(tmp_path):
         found = await examined(tmp_path)
     assert "SpeculationService is NOT_SERVING: no engine" in found["sidecar"].found
-    assert "controller profile" in found["sidecar"].fix
+    assert "start an engine with the shim" in found["sidecar"].fix
     assert found["engine"].level is Level.FAIL
     assert f"SPECULATION_SIDECAR=unix:{tmp_path}/controller.sock" in found["engine"].fix
 
@@ -295,6 +295,7 @@ async def test_engines_that_are_ill_or_want_a_key(tmp_path: Path, http: Http):
     ("jump", "apart", "level", "text"),
     [
         (0.0, 0.0, Level.OK, "set by +0.0 s"),
+        (-0.01, 0.0, Level.OK, "set by +0.0 s"),
         (-3600.0, 0.0, Level.WARN, "was set by -3600.0 s"),
         (0.0, 40.0, Level.WARN, "is +39.5 s from the one here"),
         (0.0, -40.0, Level.WARN, "is -39.5 s from the one here"),

@@ -107,7 +107,10 @@ def entry(text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [
-        (entry("at_mos: 3"), 5, "at_mos is not a key of the policy file"),
+        (entry("at_mos: 3"), 5, "at_mos is not a key of the policy file: did you mean at_most?"),
+        (entry("at-most: 3"), 5, "at-most is not a key of the policy file: did you mean at_most?"),
+        (entry("x: 3"), 5, "x is not a key of the policy file: known keys: name, reason, engine"),
+        (entry("schedule: [{batch: 1, gama: 1}]"), 5, "did you mean gamma?"),
         (entry("off: true"), 5, "off is not a key of the policy file"),
         (entry("<<: {gamma: 1}"), 5, "<< is not a key of the policy file"),
         (entry("gamma: 65"), 5, "gamma: Input should be less than or equal to 64"),
@@ -134,7 +137,7 @@ def entry(text: str) -> str:
         ("policies:\n  - {name: a, reason: r, gamma: 1}\n", 2, "one of engine, model and fleet"),
         ("policies:\n", 1, "policies: a list is needed"),
         ("policies: {a: 1}\n", 1, "policies: a list is needed"),
-        ("policy: []\n", 1, "policy is not a key of the policy file"),
+        ("policy: []\n", 1, "policy is not a key of the policy file: did you mean policies?"),
         ("- a\n", 1, "not a mapping"),
         ("policies: &a []\n", 1, "anchors"),
         ("policies: !!python/object:os.system []\n", 1, "tags"),
