@@ -34,7 +34,7 @@ FilterOption = Annotated[
     str,
     typer.Option(
         "--filter",
-        help="With --fleet: show only matching engines, such as `pod-7 link=alone` (docs/fleet.md).",
+        help="With --fleet: show matching engines only, e.g. `pod-7 link=alone` (docs/fleet.md).",
     ),
 ]
 

@@ -28,7 +28,7 @@ from tests.support.sidecar_process import CONTROLLER, SidecarProcess, sidecar_pr
 ROOT = Path(__file__).resolve().parents[4]
 NOBODY = 65534
 SET = ("override", "set", "--reason", "test", "--dry-run")
-FORMS = "unix:PATH, /PATH or HOST:PORT is needed"
+FORMS = "must be unix:PATH, /PATH or HOST:PORT"
 RUNNING = "is `controller serve` running there?"
 
 POLICY = "policies:\n  - {name: bound, fleet: true, reason: memory, at_most: 2}\n"

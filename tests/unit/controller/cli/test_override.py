@@ -68,10 +68,10 @@ def test_policy_is_listed_with_its_file_and_a_bad_file_is_reported(tmp_path: Pat
         )
         assert f"gamma <= 2; policy file {policy}: memory" in explained
         policy.write_text("policies: 1\n")
-        said = eventually_said(running, "a list is needed")
+        said = eventually_said(running, "must be a list")
         assert "its previous version stays in force" in said
         doctor = controller("doctor", "--address", running.address, "--engine-url", "")
-        assert f"fail policy: {policy}, line 1: policies: a list is needed" in doctor.stdout
+        assert f"fail policy: {policy}, line 1: policies: must be a list" in doctor.stdout
         assert (
             command(running, "clear", "policy:bound", "--reason", "r").returncode == Exit.NOT_FOUND
         )
@@ -82,7 +82,7 @@ def test_policy_is_listed_with_its_file_and_a_bad_file_is_reported(tmp_path: Pat
         timeout=PATIENCE_SECONDS,
     )  # fmt: skip
     assert done.returncode == Exit.BAD_FILE
-    assert f"{policy}, line 1: policies: a list is needed" in done.stderr
+    assert f"{policy}, line 1: policies: must be a list" in done.stderr
 
 
 def eventually_said(sidecar: SidecarProcess, text: str) -> str:
@@ -364,7 +364,7 @@ def test_no_sidecar_is_said_in_words(tmp_path: Path):
     result = controller("override", "list", "--address", f"unix:{tmp_path}/nobody.sock")
     assert result.returncode == Exit.NO_SIDECAR
     assert "is `controller serve` running there?" in result.stderr
-    assert "CONTROLLER_ADDRESS names the place" in result.stderr
+    assert "If it uses another address, set CONTROLLER_ADDRESS" in result.stderr
 
 
 def test_over_tcp_with_tls_and_a_token(tmp_path: Path):
