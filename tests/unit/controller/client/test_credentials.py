@@ -74,7 +74,7 @@ def test_on_this_machine_a_token_may_go_over_an_open_line(name, address: str):
 @pytest.mark.parametrize("address", ELSEWHERE)
 def test_what_only_looks_like_this_machine_gets_no_token(name, address: str):
     name("TOKEN_FILE")
-    with pytest.raises(CredentialsError, match="open line"):
+    with pytest.raises(CredentialsError, match="sent unencrypted"):
         Credentials.for_address(address)
 
 

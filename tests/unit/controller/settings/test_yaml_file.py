@@ -69,8 +69,8 @@ def test_a_mounted_file_is_a_link(tmp_path: Path):
         ('a: "\\ud800"\n', "line 1: a text with a NUL character, or with half a surrogate pair"),
         ('a: 1\nb: "/x\\0"\n', "line 2: a text with a NUL character"),
         (b"a: \xff\n", "not UTF-8 text"),
-        (b"a: \x00\x01\n", "not YAML text"),
-        (b"\x7fELF" + bytes(4000), "not YAML text"),
+        (b"a: \x00\x01\n", "the file is not YAML"),
+        (b"\x7fELF" + bytes(4000), "the file is not YAML"),
         ("a: " + "x" * 70_000, "larger than 64 KiB"),
     ],
 )
