@@ -170,7 +170,7 @@ async def acknowledged(store: RedisStore, names: Iterable[str]) -> None:
     for name in names:
         async with asyncio.timeout(120):
             while words := await refusal(store, name):
-                assert words.endswith(("nothing was changed", "repeat it with the same id"))
+                assert words.endswith(("nothing was changed", "retry with the same id"))
                 await asyncio.sleep(0.05)
 
 
