@@ -65,7 +65,7 @@ def test_a_torn_tail_is_passed_over_wherever_it_is_torn(whole: bytes, tmp_path: 
 def test_a_segment_without_its_opening_is_refused(whole: bytes, tmp_path: Path, cut: int):
     path = tmp_path / "x.record"
     path.write_bytes(whole[:cut])
-    with pytest.raises(RecordingError, match=f"{path}: nothing in it can be read"):
+    with pytest.raises(RecordingError, match=f"{path} cannot be read"):
         RecordingPart(path)
 
 
@@ -152,7 +152,7 @@ def test_what_is_written_is_read_however_much_it_is(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_device_is_no_recording():
-    with pytest.raises(RecordingError, match="is no file"):
+    with pytest.raises(RecordingError, match="is not a regular file"):
         find(Path("/dev/zero"))
 
 
