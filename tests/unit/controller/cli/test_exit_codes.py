@@ -111,7 +111,7 @@ CASES: list[tuple[str, Exit, str]] = [
     ("profile push {HERE}/one.json", Exit.DONE, "is in the profile store"),
     ("profile push {HERE}/one.json --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
     ("profile pull 0123456789abcdef --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
-    ("profile show {HERE}/one.json", Exit.DONE, "milliseconds of a step"),
+    ("profile show {HERE}/one.json", Exit.DONE, "milliseconds per step"),
     ("profile show 0123456789abcdef --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
     ("profile diff {HERE}/one.json {HERE}/one.json", Exit.DONE, "second / first"),
     ("profile diff {HERE}/one.json {HERE}/other.json", Exit.MISMATCH, "target_model"),

@@ -319,7 +319,7 @@ async def test_a_write_whose_answer_is_lost_is_not_sent_again(cluster: RedisServ
             store = RedisStore(url, timeout_seconds=0.2, reconcile_seconds=60)
             await store.open(lambda: None)
             try:
-                with pytest.raises(StoreUnavailableError, match="is not known"):
+                with pytest.raises(StoreUnavailableError, match="it is unknown"):
                     await store.write("o1", "1", None, 0, ANN)
                 assert sent == 1
             finally:
@@ -408,18 +408,22 @@ def test_a_url_that_is_none_is_refused_without_its_password(url: str, text: str)
 
 
 CONTRADICTING: tuple[tuple[str, RedisAccess, str], ...] = (
-    ("redis://:secret@h", RedisAccess(password="hunter2"), "redis_password each give"),
-    ("redis://:secret@h", RedisAccess(password_file=Path("/p")), "redis_password_file each give"),
+    ("redis://:secret@h", RedisAccess(password="hunter2"), "redis_password give different values"),
+    (
+        "redis://:secret@h",
+        RedisAccess(password_file=Path("/p")),
+        "redis_password_file give different values",
+    ),
     ("redis://h?password=secret", RedisAccess(password="hunter2"), "in its query and redis_pass"),
     ("redis://:secret@h?password=hunter2", RedisAccess(), "the URL and password in its query"),
-    ("redis://ann@h", RedisAccess(user="bob"), "the URL and redis_user each"),
+    ("redis://ann@h", RedisAccess(user="bob"), "the URL and redis_user give different"),
     ("redis://h", RedisAccess(user="bob", user_file=Path("/u")), "redis_user and redis_user_file"),
     (
         "redis+sentinel://h/s?sentinel_password=secret",
         RedisAccess(sentinel_password_file=Path("/p")),
-        "another sentinel password",
+        "values of sentinel password",
     ),
-    ("rediss://h?ssl_ca_certs=/a", RedisAccess(ca=Path("/b")), "another ca"),
+    ("rediss://h?ssl_ca_certs=/a", RedisAccess(ca=Path("/b")), "values of ca"),
     ("redis://h", RedisAccess(ca=Path("/a")), "need a scheme with TLS"),
     ("redis+cluster://h?ssl_ca_certs=/a", RedisAccess(), "need a scheme with TLS"),
     ("unix:///s", RedisAccess(client_certificate=Path("/a")), "need a scheme with TLS"),
