@@ -164,7 +164,7 @@ def test_a_frame_of_no_possible_length_is_refused_at_once():
 def test_another_file_is_named_as_such(tmp_path: Path):
     path = tmp_path / "x.record"
     path.write_text("timestamp,tokens\n")
-    with pytest.raises(RecordingError, match="no recording"):
+    with pytest.raises(RecordingError, match="not a recording"):
         find(path)
 
 
@@ -177,7 +177,7 @@ def test_a_record_of_a_newer_version_ends_what_can_be_decided(whole: bytes, tmp_
     path = tmp_path / "x.record"
     path.write_bytes(whole + frame([record_pb2.Record(clock_seconds=1.0)]))
     everything, damage = moments_of(path)
-    assert "not known here" in damage
+    assert "of an unknown kind" in damage
     assert len(everything) > 100
 
 
