@@ -77,7 +77,7 @@ install() {
   "$venv/bin/python" scripts/kubernetes_tools.py build/kubernetes-tools "$venv/bin"
   rm -rf build/kubernetes-tools
   say "the products of this clone, in place, with their extras"
-  pip install --no-compile "${constraints[@]}" -e '.[demo,otel,dev,docs]' -e ./engine_shim \
+  pip install --no-compile "${constraints[@]}" -e '.[demo,otel,plots,dev,docs]' -e ./engine_shim \
     -e ./simulator -e ./trainer
 }
 

@@ -1,4 +1,4 @@
-"""The command line.  Commands import what they need when they run, so that `--help` is instant."""
+"""The command line.  Commands import what they need when they run, so that `--help` is fast."""
 
 import os
 import sys
@@ -25,7 +25,9 @@ from controller.util.exit_codes import Exit
 app = typer.Typer(
     name="controller",
     cls=WithSimulator,
-    help="Steers speculative decoding: how far should an LLM engine speculate, right now?",
+    help="Chooses the draft length of speculative decoding while LLM engines serve.",
+    # Subcommands inherit it.
+    context_settings={"help_option_names": ["--help", "-h"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -77,13 +79,13 @@ def main() -> None:
         with completion.for_bash(os.environ):
             app(prog_name="controller")
     except SystemExit as ended:
-        # The pipe's other end went away while something was printed, or before the last of it.
+        # The reader of the pipe closed it before everything was printed.
         if isinstance(ended.__context__, BrokenPipeError) or not _is_flushed():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(Exit.BROKEN_PIPE) from ended
         raise
     except UnicodeEncodeError as error:
-        # An argument was no UTF-8, and stands in a message to the sidecar or on the screen.
+        # An argument that is not UTF-8 cannot be sent to the sidecar or printed.
         print_error(f"controller: {ascii(error.object)[:200]} is not UTF-8 text")
         raise SystemExit(Exit.USAGE) from error
 

@@ -1,7 +1,7 @@
-"""Completes ids in a shell: asks the sidecar, for a moment only, and stays silent on any failure.
+"""Completes ids in a shell by asking the sidecar, with a short time limit.
 
-A person waits for the answer with a finger on the tab key, so a sidecar that is away, slow or
-closed to the caller means that nothing is offered.
+If the sidecar does not answer, is slow or refuses the caller, nothing is offered and no error is
+printed: the user is waiting at the prompt.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def profile_ids(context: typer.Context, incomplete: str) -> list[str]:
 def _offered(
     context: typer.Context, incomplete: str, ask: Callable[..., Iterable[str]]
 ) -> list[str]:
-    # Whatever goes wrong, there is nothing to offer, and nobody to tell.
+    # An error offers nothing: there is no place to print it while the shell completes.
     with contextlib.suppress(Exception):
         return [
             one for one in _asked(context, ask) if one.startswith(incomplete) and one.isprintable()
@@ -86,11 +86,11 @@ def _asked(context: typer.Context, ask: Callable[..., Iterable[str]]) -> list[st
 
 @contextlib.contextmanager
 def for_bash(variables: MutableMapping[str, str]) -> Iterator[None]:
-    """Undoes, for a block that completes, that bash splits words at colons.
+    """Joins, while the block runs, the words that bash has split at colons.
 
-    Ids such as pod-7:30000 and addresses have colons.  Bash hands over pod-7, : and 3 as words, and
-    replaces what is behind the last colon.  variables: of the environment, in which bash gives
-    COMP_WORDS and COMP_CWORD; changed.
+    Ids such as pod-7:30000 and addresses have colons.  Bash passes pod-7, : and 3 as words, and
+    replaces only what follows the last colon.  variables: the environment; its COMP_WORDS and
+    COMP_CWORD are changed.
     """
     words, position = variables.get("COMP_WORDS", ""), variables.get("COMP_CWORD", "")
     if variables.get("_CONTROLLER_COMPLETE") != "complete_bash" or not position.isdecimal():

@@ -13,7 +13,7 @@ from controller.util.text import printable
 if TYPE_CHECKING:
     import grpc
 
-# The largest number that a message of the sidecar can carry.
+# The largest value of a uint32 field in a request.
 UINT32_MAX = 2**32 - 1
 
 
@@ -39,7 +39,7 @@ DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
 
 
 def for_operators(address: str) -> str:
-    """Returns where overrides are set: beside the sidecar's unix socket, or at its TCP address."""
+    """Returns the operators' address: the socket next to the sidecar's, or its TCP address."""
     from controller.util.sockets import operators_address
 
     return operators_address(address)
@@ -47,10 +47,10 @@ def for_operators(address: str) -> str:
 
 @contextmanager
 def connected(address: str, hints: Mapping[Exit, str] | None = None) -> "Iterator[grpc.Channel]":
-    """Opens a channel; an error of a call ends the command with one line, and an exit code for it.
+    """Opens a channel.  If a call fails, ends the command with one line and an exit code.
 
-    address: of the sidecar, for calls that only read; `for_operators` of it for all others.
-    hints: what to say after the error, by exit code.
+    address: of the sidecar, for calls that only read; its `for_operators` address for all others.
+    hints: text that follows the error, by exit code.
     """
     import os
 
@@ -71,7 +71,7 @@ def connected(address: str, hints: Mapping[Exit, str] | None = None) -> "Iterato
 
 
 def _failure(address: str, error: "grpc.RpcError") -> tuple[str, Exit]:
-    """Turns a failed call into what its caller gets: one line, and the exit code."""
+    """Returns one line of text and the exit code for a failed call."""
     from controller.client.channels import why_silent
     from controller.util.sockets import why_denied
 
@@ -85,7 +85,7 @@ def _failure(address: str, error: "grpc.RpcError") -> tuple[str, Exit]:
     return details, _BY_ERROR.get(kind) or _BY_STATUS.get(error.code().name, Exit.FAILED)
 
 
-# By the name of the sidecar's error, and by the status for all others.
+# Exit codes by the sidecar's error name; all other errors by their status.
 _BY_ERROR = {
     "UnknownEngineError": Exit.NOT_INTRODUCED,
     "NoEffectError": Exit.NO_EFFECT,
@@ -104,10 +104,10 @@ def is_away(error: "grpc.RpcError") -> bool:
     import grpc
 
     code, details = error.code(), error.details()
-    # No command cancels a call of its own.
+    # The commands cancel no calls themselves.
     if code is grpc.StatusCode.CANCELLED or details == "Cancelling all calls":
         return True
-    # A sidecar that serves says more than this when it cannot do something.
+    # A running sidecar sends other details with its errors.
     silent = details is None or "failed to connect" in details or "Deadline" in details
     return code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED} and silent
 
@@ -115,7 +115,7 @@ def is_away(error: "grpc.RpcError") -> bool:
 def open_channel(address: str) -> "grpc.Channel":
     """Opens a channel with the credentials that the environment names.
 
-    address: as of `connected`.  Ends the command when they cannot be used.
+    address: as in `connected`.  Ends the command if they cannot be used.
     """
     from controller.client.channels import Credentials, CredentialsError, reading_channel
 

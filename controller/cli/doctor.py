@@ -31,19 +31,19 @@ def doctor(
         ),
     ] = "",
     engine_url: Annotated[
-        str, typer.Option(help='The engine\'s HTTP API; "": it is not asked.')
+        str, typer.Option(help='The engine\'s HTTP API; "" skips its checks.')
     ] = "http://localhost:30000",
     api_key: Annotated[
         str, typer.Option(envvar="ENGINE_API_KEY", help="The engine's API key, if it has one.")
     ] = "",
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Looks at everything between engine and sidecar: ok, warn or fail, and one line of what to do.
+    """Checks everything between engine and sidecar: ok, warn or fail, and what to do.
 
-    Settings, socket, sidecar, versions, engines and their reports, profile, store, clocks, the
-    engine's HTTP API and plugin, state directory, disk, health port.  Nothing is changed.
+    Checks settings, socket, sidecar, versions, engines and their reports, profile, store, clocks,
+    the engine's HTTP API and plugin, state directory, disk, health port.  Changes nothing.
 
-    Exit codes: 0 nothing failed, 1 something did.
+    Exit codes: 0 no check failed, 1 a check failed.
     """
     import os
 
@@ -68,7 +68,7 @@ def doctor(
 def _findings(
     request: "DoctorRequest", tell: "Callable[[Finding], None] | None"
 ) -> "list[Finding]":
-    """Returns all findings.  tell: gets each as soon as it is there."""
+    """Returns all findings.  tell: called with each finding as soon as it is available."""
     import asyncio
 
     from controller.doctor import diagnose

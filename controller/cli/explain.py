@@ -1,6 +1,7 @@
-"""`controller engines` and `controller explain`: what a running sidecar knows.
+"""Implements `controller engines` and `controller explain`, which ask a running sidecar.
 
-Of the latter's levels, the decision in a line and in a paragraph are here.
+`explain` has three levels.  The line and the paragraph are here; the numbers are in
+`explain_numbers`.
 """
 
 from collections.abc import Iterator
@@ -45,14 +46,14 @@ if TYPE_CHECKING:
     from speculation.v1 import service_pb2
 
 _ANSWER_SECONDS_MAX = 5.0
-# An estimate with less behind it is called weak.
+# An estimate with fewer observations is called weak.
 _WEAK_EVIDENCE = 50
 _REASONS = {
     "exploit": "this is the best choice by the current estimates",
-    "probe": "this stays the choice while a few steps try another one",
-    "hold": "another choice is better, but not by enough to pay for the change",
+    "probe": "this remains the choice while a few steps try another one",
+    "hold": "another choice is better, but not by enough to pay for the switch",
     "profile-missing": "this is the best choice by assumed step times",
-    "profiling": "a measurement chooses",
+    "profiling": "a profile measurement chooses the draft length",
     "lease": "nothing has changed since the last plan",
     "override": "an override or a bound has excluded a better choice",
 }
@@ -64,7 +65,7 @@ def engines(
     words: FilterOption = "",
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Lists the engines that the sidecar steers, or, with --fleet, those of all sidecars."""
+    """Lists the engines of this sidecar, or, with --fleet, of all sidecars."""
     from controller.client.paging import every_page_of
     from speculation.v1 import service_pb2, service_pb2_grpc
 
@@ -97,20 +98,20 @@ def explain(
     batch_size: Annotated[
         int,
         typer.Option(
-            min=0, max=UINT32_MAX, help="Batch size to explain; 0: that of the last report."
+            min=0, max=UINT32_MAX, help="Batch size to explain; 0: the last reported one."
         ),
     ] = 0,
-    short: Annotated[bool, typer.Option("--short", help="One line.")] = False,
+    short: Annotated[bool, typer.Option("--short", help="Print one line.")] = False,
     numbers: Annotated[
-        bool, typer.Option("--numbers", help="All numbers: every choice, every estimate.")
+        bool, typer.Option("--numbers", help="Print every choice and every estimate.")
     ] = False,
     output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Tells in a paragraph why an engine runs the draft length that it runs.
+    """Explains in a paragraph why an engine runs its present draft length.
 
-    With --short in one line, with --numbers (or -o wide) with all numbers. JSON and YAML always
-    have all numbers.
+    --short prints one line, --numbers (or -o wide) all numbers. JSON and YAML always have all
+    numbers.
     """
     from speculation.v1 import service_pb2, service_pb2_grpc
 
@@ -166,7 +167,7 @@ _ENGINES: "Listing[service_pb2.EngineStatus]" = Listing(
 
 
 def line_text(answer: "service_pb2.ExplainResponse") -> str:
-    """Says in one line what the engine runs, what that should yield, and why."""
+    """Returns one line: what the engine runs, the expected throughput, and the reason."""
     arm = _chosen(answer)
     if arm is None:
         return f"{answer.engine_id}: no choice has been made yet"
@@ -178,7 +179,7 @@ def line_text(answer: "service_pb2.ExplainResponse") -> str:
 
 
 def paragraph_text(answer: "service_pb2.ExplainResponse") -> str:
-    """Tells the same in full sentences, and below them a line for everything that is in trouble."""
+    """Returns the same in full sentences, followed by a line for each problem."""
     arm = _chosen(answer)
     told = [f"No choice has been made yet for {answer.engine_id}."]
     if arm is not None:
@@ -222,7 +223,7 @@ def _evidence(
     answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmExplanation"
 ) -> Iterator[str]:
     if answer.policy not in {"", "goodput"}:
-        yield f"The rule {answer.policy} decides, not the controller's own."
+        yield f"The decision rule is {answer.policy}, not the default (goodput)."
     if answer.profile_id:
         yield f"Step times come from profile {answer.profile_id}, corrected by live steps."
     else:
@@ -237,11 +238,11 @@ def _evidence(
     ]
     if behind and min(behind) < _WEAK_EVIDENCE:
         yield (
-            f"The acceptance of draft position {arm.gamma} is weakly known, from "
+            f"The acceptance of draft position {arm.gamma} is uncertain: it has "
             f"{min(behind):.0f} recent observations."
         )
     if answer.probes:
-        yield f"Trying other choices has cost {answer.probe_share:.2%} of the step time so far."
+        yield f"Probing other choices has cost {answer.probe_share:.2%} of the step time so far."
 
 
 def _limits(answer: "service_pb2.ExplainResponse") -> Iterator[str]:
@@ -251,12 +252,12 @@ def _limits(answer: "service_pb2.ExplainResponse") -> Iterator[str]:
     for held in counting:
         yield f"Override {held.override.override_id} limits the choice ({held_text(held)})."
     if others := len(answer.overrides) - len(counting):
-        yield f"Overrides that do not count at this batch size: {others}."
+        yield f"Overrides that do not apply at this batch size: {others}."
     if (regime := regime_text(answer.plan.regime)) not in {"off", "unspecified"}:
-        yield f"The drafter's regime is {regime}."
+        yield f"Online updates of the drafter: {regime}."
     if answer.HasField("bound"):
         bound = answer.bound
-        kept = "is kept" if bound.expected_seconds <= bound.seconds else "is not kept"
+        kept = "is met" if bound.expected_seconds <= bound.seconds else "is not met"
         yield (
             f"The bound of {bound.seconds * 1e3:g} ms per output token {kept}: "
             f"{bound.expected_seconds * 1e3:.2f} ms are expected."
@@ -286,20 +287,20 @@ def _against_plain(answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmE
 
 
 def _why(answer: "service_pb2.ExplainResponse") -> str:
-    """Says why the row of this batch size is what it is."""
+    """Returns the reason of the plan's row for this batch size."""
     reason = reason_text(row_for(answer.plan, answer.batch_size))
     if reason == "exploit" and not answer.profile_id and answer.prior:
         # A row does not say that its costs are assumed, or that longer drafts are discounted.
         arm, best = _chosen(answer), _best_allowed(answer)
         if arm is None or best is None or best.tokens_per_second <= arm.tokens_per_second:
             return _REASONS["profile-missing"]
-        return "without a profile it begins carefully, and drafts more once that is sure to pay"
+        return "without a profile it starts with short drafts until longer ones surely pay off"
     return _REASONS.get(reason, f"the reason is {reason}")
 
 
 def _best_allowed(
     answer: "service_pb2.ExplainResponse",
 ) -> "service_pb2.ArmExplanation | None":
-    """The arm with the most tokens per second by the estimates, of those that overrides allow."""
+    """Returns the allowed arm with the highest estimated tokens per second."""
     allowed = (arm for arm in answer.arms if not arm.forbidden)
     return max(allowed, key=lambda arm: arm.tokens_per_second, default=None)

@@ -1,6 +1,6 @@
 """The third level of `controller explain`: every choice with all its numbers.
 
-Below it is what all levels, and `controller engines`, put into words.
+Also has the texts that all levels, and `controller engines`, share.
 """
 
 import time
@@ -14,9 +14,9 @@ from controller.wire.override_text import PRECEDENCE, held_text, reason_text, re
 if TYPE_CHECKING:
     from speculation.v1 import engine_pb2, plan_pb2, policy_pb2, service_pb2
 
-# Rounds of training that are shown, the newest.
+# Number of training rounds that are shown: the newest.
 _PAST_ROUNDS = 4
-# Columns of the choices, by when they are left out.
+# Columns of the choices, with the priority by which they are left out.
 _ARMS = {
     "": 0, "drafter": 0, "gamma": 0, "accepted": 3, "step ms": 2, "drift": 6, "catch-up ms": 7,
     "ms a token": 4, "tokens/s": 1, "of best": 2, "could be": 5,
@@ -24,13 +24,13 @@ _ARMS = {
 
 
 def print_numbers(answer: "service_pb2.ExplainResponse", *, wide: bool) -> None:
-    """Prints every choice and estimate, and what else the decision was made from.
+    """Prints every choice and estimate, and the other inputs of the decision.
 
-    wide: all columns of the tables, whether they fit or not.
+    wide: prints all columns of the tables, even if they do not fit.
     """
     print_table(_arms_table(answer), wide=wide)
     if any(arm.extrapolated for arm in answer.arms):
-        print_words("* outside of what the profile measured")
+        print_words("* extrapolated: the profile did not measure it")
     if any(_above_bound(answer, arm) for arm in answer.arms):
         print_words("! above the bound")
     print_table(_positions_table(answer), wide=wide)
@@ -40,7 +40,7 @@ def print_numbers(answer: "service_pb2.ExplainResponse", *, wide: bool) -> None:
 
 
 def _arms_table(answer: "service_pb2.ExplainResponse") -> TextTable:
-    # Columns that would say the same everywhere are left out.
+    # Columns with the same value in all rows are left out.
     drifted = any(abs(arm.cost_drift - 1) >= 0.005 for arm in answer.arms)
     priced = any(arm.catch_up_seconds > 0 for arm in answer.arms)
     useless = {
@@ -144,15 +144,15 @@ def _updates_text(answer: "service_pb2.ExplainResponse") -> str:
         return "" if regime == "off" else f"the drafter's online updates: {regime}\n"
     it = answer.updates
     found = (
-        f"{it.updates} so far, the last took {it.update_seconds * 1e3:.0f} ms and "
-        f"{it.lost_seconds * 1e3:.1f} ms of the steps beside it"
+        f"{it.updates} so far, the last took {it.update_seconds * 1e3:.0f} ms and delayed "
+        f"concurrent steps by {it.lost_seconds * 1e3:.1f} ms"
         if it.updates
         else "none so far"
     )
     return (
         f"the drafter's online updates: {regime}{' on trial' if it.trying else ''}; {found}; they "
-        f"may add {it.gain:.3f} +- {it.gain_deviation:.3f} to P(first accepted); trying may lose "
-        f"{max(0.0, it.trial_steps):.0f} steps more\n"
+        f"may add {it.gain:.3f} +- {it.gain_deviation:.3f} to P(first accepted); trials may cost "
+        f"{max(0.0, it.trial_steps):.0f} more steps\n"
     )
 
 
@@ -161,8 +161,8 @@ def _training_text(answer: "service_pb2.ExplainResponse") -> str:
         return ""
     it = answer.training
     head = (
-        f"the drafter's training: {it.phase}; acceptance rate {it.alpha_short:.3f} lately, "
-        f"{it.alpha_long:.3f} over long ({it.measured} measured); {it.stored_signals} of "
+        f"the drafter's training: {it.phase}; acceptance rate {it.alpha_short:.3f} short-term, "
+        f"{it.alpha_long:.3f} long-term ({it.measured} measured); {it.stored_signals} of "
         f"{it.signals_needed} signals for round {it.rounds + 1}"
     )
     lines = [head]
@@ -170,7 +170,7 @@ def _training_text(answer: "service_pb2.ExplainResponse") -> str:
         arrived = "" if it.served_version == it.draft_version else f", {it.served_version} serves"
         trial = f", on trial after {it.parent_version}" if it.on_trial else ""
         learnt = ", changed by online updates since" if it.learnt else ""
-        lines.append(f"  its version: {it.draft_version or 'as loaded'}{arrived}{learnt}{trial}")
+        lines.append(f"  version: {it.draft_version or 'as loaded'}{arrived}{learnt}{trial}")
     lines += [f"  {_round_text(past)}" for past in it.past[-_PAST_ROUNDS:]]
     return "\n".join(lines) + "\n"
 
@@ -192,19 +192,23 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
         if answer.profile_id
         else f"{answer.prior or 'generic'} prior (no profile matches)"
     )
-    policy = "" if answer.policy in {"", "goodput"} else f"\nthe rule is {answer.policy}, not ours"
+    policy = (
+        ""
+        if answer.policy in {"", "goodput"}
+        else f"\nthe decision rule is {answer.policy}, not the default (goodput)"
+    )
     second = (
         f"runner-up {answer.runner_up_drafter} gamma {answer.runner_up_gamma}, "
         f"{answer.margin:.1%} behind the best"
         if answer.runner_up_drafter
         else "nothing to choose from"
     )
-    warm = f"acceptance began from {answer.warm_start}\n" if answer.warm_start else ""
+    warm = f"acceptance was warm-started from {answer.warm_start}\n" if answer.warm_start else ""
     return (
         f"plan {plan.epoch}: {reason_text(plan)}; {plan.reason_detail}\n"
         f"{lost_text(answer.lost)}{warnings_text(answer.warnings)}{_bound_text(answer)}{_mixtures_text(answer)}"
         f"{_updates_text(answer)}{_training_text(answer)}"
-        f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence; "
+        f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens per sequence; "
         f"{answer.cost_outliers} step times left out as outliers\n"
         f"{second}; {counted(answer.switches, 'switch', 'switches')}"
         f"{_switch_price_text(answer.switch_seconds)}\n"
@@ -223,7 +227,7 @@ def _switch_price_text(seconds: float) -> str:
 
 
 def resembles_text(answer: "service_pb2.ExplainResponse") -> str:
-    """Names the earlier traffic that the present one is taken for, by this machine's clock."""
+    """Names the earlier traffic that the present traffic resembles, by this machine's clock."""
     if not answer.HasField("resembles"):
         return ""
     past = answer.resembles
@@ -235,28 +239,28 @@ def resembles_text(answer: "service_pb2.ExplainResponse") -> str:
 
 
 def _bound_text(answer: "service_pb2.ExplainResponse") -> str:
-    """Tells which bound on the time per output token is in force, whose it is, and if it binds."""
+    """Describes the active bound on the time per output token, its source and its effect."""
     if not answer.HasField("bound"):
         return ""
     it = answer.bound
     whose = f"override {it.override_id}" if it.override_id else "planner.tpot_ceiling_seconds"
     if it.expected_seconds > it.seconds:
-        found = f"not kept, {it.expected_seconds / it.seconds:.3g} times as long is expected"
-        found += "" if it.attainable else ", and no choice keeps it here"
+        found = f"not met, {it.expected_seconds / it.seconds:.3g} times as long is expected"
+        found += "" if it.attainable else ", and no choice meets it here"
     elif it.HasField("excluded_drafter"):
         found = f"it excludes {it.excluded_drafter} gamma {it.excluded_gamma}"
     else:
-        found = "kept, and without it the choice would be the same"
+        found = "met, and without it the choice would be the same"
     if it.kept_up_to:
-        where = f"some choice keeps it in every batch up to {it.kept_up_to}"
+        where = f"it can be met in every batch up to {it.kept_up_to}"
     else:
-        where = "no choice keeps it even in the smallest batches"
+        where = "no choice meets it even in the smallest batches"
     return f"bound of {it.seconds * 1e3:g} ms a token ({whose}): {found}; {where}\n"
 
 
 def _mixtures_text(answer: "service_pb2.ExplainResponse") -> str:
     return "".join(
-        f"{it.drafter}: lately {it.free_share:.0%} of the rows used the free drafter, "
+        f"{it.drafter}: {it.free_share:.0%} of the recent rows used the free drafter, "
         f"{it.gained:+.1f} tokens each\n"
         for it in answer.mixtures
     )
@@ -274,7 +278,7 @@ def _overrides_text(answer: "service_pb2.ExplainResponse") -> str:
 
 
 def _standing(it: "policy_pb2.Override", limits: "service_pb2.OverrideLimits") -> str:
-    """Whether it counts at this batch size, and what decides in its place."""
+    """Says if an override does not apply at this batch size, or which others shadow it."""
     if it.override_id not in limits.overrides:
         return " (not at this batch size)"
     rule, by = it.rule, set[str]()
@@ -289,7 +293,7 @@ def _standing(it: "policy_pb2.Override", limits: "service_pb2.OverrideLimits") -
 
 
 def probing_text(lost_seconds: float) -> str:
-    """Tells what probes have lost in all, or gained where they found something better."""
+    """Returns what all probes together have lost, or gained if they ran something better."""
     if lost_seconds < 0:
         return f"{-lost_seconds:.2f} s gained"
     return f"{lost_seconds:.2f} s lost"
@@ -308,19 +312,19 @@ def counted(number: int, one: str, several: str) -> str:
 
 
 def lost_text(lost: "Iterable[engine_pb2.LostCapability]") -> str:
-    """A line for everything that the engine can no longer do."""
+    """Returns a line for each capability that the engine has lost."""
     from controller.wire import engines
 
     return "".join(f"{engines.lost_text(loss)}\n" for loss in lost)
 
 
 def warnings_text(warnings: "Iterable[service_pb2.EngineWarning]") -> str:
-    """A line for everything that an engine's reports show to be wrong with it."""
+    """Returns a line for each problem that the engine's reports show."""
     return "".join(f"warning: {it.found}; {it.advice}\n" for it in warnings)
 
 
 def health_text(services: "Iterable[service_pb2.ServiceHealth]") -> str:
-    """The services that are NOT_SERVING, and why."""
+    """Returns a line for each service that is NOT_SERVING, with the reason."""
     return "".join(
         f"{it.service or 'the sidecar'} is NOT_SERVING: {it.detail}\n"
         for it in services
@@ -329,8 +333,8 @@ def health_text(services: "Iterable[service_pb2.ServiceHealth]") -> str:
 
 
 def store_text(store: "policy_pb2.StoreStatus") -> str:
-    """Says what is wrong with the store of overrides; "" for nothing."""
-    return "" if store.ok else f"the store of overrides is in trouble: {store.detail}\n"
+    """Says what is wrong with the store of overrides; "" if nothing is."""
+    return "" if store.ok else f"the store of overrides has failed: {store.detail}\n"
 
 
 def row_for(plan: "plan_pb2.Plan", batch_size: int) -> "plan_pb2.PlanRow":

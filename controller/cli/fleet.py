@@ -34,19 +34,19 @@ FilterOption = Annotated[
     str,
     typer.Option(
         "--filter",
-        help="With --fleet: words that engines match, such as `pod-7 link=alone` (docs/fleet.md).",
+        help="With --fleet: show matching engines only, e.g. `pod-7 link=alone` (docs/fleet.md).",
     ),
 ]
 
 
 def require_fleet(*, fleet: bool, words: str) -> None:
-    """Raises a usage error where --filter is given without --fleet."""
+    """Raises a usage error if --filter is given without --fleet."""
     if words and not fleet:
         raise typer.BadParameter("--filter needs --fleet")
 
 
 def fleet_of(channel: "grpc.Channel", words: str) -> "service_pb2.ListFleetResponse":
-    """Asks for the engines of all pages.  Raises grpc.RpcError."""
+    """Returns the engines of all pages.  Raises grpc.RpcError."""
     from controller.client.paging import every_page_of
     from speculation.v1 import service_pb2, service_pb2_grpc
 
@@ -57,7 +57,7 @@ def fleet_of(channel: "grpc.Channel", words: str) -> "service_pb2.ListFleetRespo
 
 
 def show_fleet(answer: "service_pb2.ListFleetResponse", output: Output) -> None:
-    """Prints the engines. Tables and documents also have the totals, and say what is missing."""
+    """Prints the engines.  Tables and documents also have the totals and what is missing."""
     if output in DOCUMENTS:
         print_document(FLEET.kind, document(answer), output)
         return
@@ -74,7 +74,7 @@ def head(answer: "service_pb2.ListFleetResponse") -> str:
 
 
 def foot(answer: "service_pb2.ListFleetResponse") -> list[str]:
-    """Returns the totals, and lines that say what the table lacks."""
+    """Returns the lines below the table: the totals, and what the table does not show."""
     totals = answer.totals
     counts = {
         "steered": totals.steered,
@@ -97,7 +97,7 @@ def foot(answer: "service_pb2.ListFleetResponse") -> list[str]:
     if answer.refused:
         lines.append(f"{answer.refused} entries in the store cannot be used")
     if answer.left_out:
-        lines.append(f"{answer.left_out} engines or sidecars do not fit into this view")
+        lines.append(f"{answer.left_out} engines or sidecars are not shown: the view is full")
     return lines
 
 
@@ -109,12 +109,12 @@ def document(answer: "service_pb2.ListFleetResponse") -> dict[str, Any]:
 
 
 def _values(message: "Message") -> dict[str, Any]:
-    """Returns plain values, zeros too: a program counts engines whose gamma is 0."""
+    """Returns plain values, including zeros: a program counts engines whose gamma is 0."""
     import inspect
 
     from google.protobuf import json_format
 
-    # The first name since protobuf 5.26, the second one before.
+    # The first name is that of protobuf 5.26 and later, the second of earlier versions.
     names = ("always_print_fields_with_no_presence", "including_default_value_fields")
     known = inspect.signature(json_format.MessageToDict).parameters
     zeros: dict[str, Any] = {next(name for name in names if name in known): True}

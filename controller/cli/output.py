@@ -1,7 +1,7 @@
-"""Prints what commands find: text for people, JSON and YAML for programs, names for scripts.
+"""Prints the results of commands: text for people, JSON and YAML for programs, ids for scripts.
 
-On a terminal, columns that do not fit are left out, the least important first; nothing that is
-shown is cut.  Into a pipe or a file all columns go, aligned by spaces, one line for each item.
+On a terminal, columns that do not fit are left out, the least important first; values are never
+shortened.  Into a pipe or a file all columns are written, aligned by spaces, one line per item.
 """
 
 import json
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
     from controller.util.text import TextTable
 
-# Of all documents.  Fields are only added to a version.
+# The api_version of all documents.  Within a version, fields are only added.
 API_VERSION = "speculation.v1"
-# What a table's frame takes, and what it takes besides for each column.
+# Characters that a table's frame takes in all, and in addition for each column.
 _FRAME, _COLUMN = 1, 3
 _GAP = "  "
-# A column of text that is folded keeps at least so much.
+# Least width of a column whose text is folded.
 _NARROW = 10
 
 Item = TypeVar("Item")
 
 
 class Output(StrEnum):
-    """Names the forms in which a command can print what it has found."""
+    """Names the output formats of a command."""
 
     TABLE = "table"
     WIDE = "wide"
@@ -47,12 +47,12 @@ class Output(StrEnum):
     NAME = "name"
 
 
-# What programs read, and what people do.
+# The formats for programs, and those for people.
 DOCUMENTS = frozenset({Output.JSON, Output.YAML})
 TABLES = frozenset({Output.TABLE, Output.WIDE})
-FORM_HELP = "How to print: table (what fits), wide (all columns), json, yaml, or name (ids only)."
+FORM_HELP = "Format: table (columns that fit), wide (all columns), json, yaml, or name (only ids)."
 OutputOption = Annotated[Output, typer.Option("--output", "-o", help=FORM_HELP)]
-# Of a command that has --output FILE.
+# For a command whose --output names a file.
 FormOption = Annotated[Output, typer.Option("-o", help=FORM_HELP)]
 
 
@@ -60,8 +60,8 @@ FormOption = Annotated[Output, typer.Option("-o", help=FORM_HELP)]
 class Column(Generic[Item]):
     """Describes a column of a list.
 
-    priority: 0 is always shown; of the others, the largest are left out first.  wide: it is shown
-    with `-o wide` only.  style: of a cell, by its text.
+    of: the text of an item's cell.  priority: 0 is always shown; of the others, the largest are
+    left out first.  wide: it is shown with `-o wide` only.  style: of a cell, by its text.
     """
 
     title: str
@@ -74,10 +74,10 @@ class Column(Generic[Item]):
 
 @dataclass(frozen=True, slots=True)
 class Listing(Generic[Item]):
-    """Describes a list of one kind of items.
+    """Describes a list of items of one kind.
 
     kind: of its document.  name: of an item.  document: an item as plain values.  unavailable: why
-    an item cannot be shown, "" for one that can; it stands behind the name then.
+    an item cannot be shown, "" if it can; printed after the name.
     """
 
     kind: str
@@ -88,7 +88,7 @@ class Listing(Generic[Item]):
 
 
 def show(listing: Listing[Item], items: Sequence[Item], output: Output, empty: str = "") -> None:
-    """Prints items in the form that was asked for.  empty: what to say in place of a table."""
+    """Prints items in a format.  empty: the text that is printed if there are no items."""
     if output in DOCUMENTS:
         found = {"items": [listing.document(item) for item in items]}
         print_document(listing.kind, found, output)
@@ -107,7 +107,7 @@ def show_one(
     names: Sequence[str],
     people: Callable[[], None],
 ) -> None:
-    """Prints the one thing that a command has found.
+    """Prints a result that is not a list.
 
     values: its document.  names: for `-o name`.  people: prints it as text.
     """
@@ -140,11 +140,11 @@ def print_document(kind: str, values: Mapping[str, Any], output: Output) -> None
 
 
 def _yaml_text(document: Mapping[str, Any]) -> str:
-    """Returns YAML with escapes for all that is not printable."""
+    """Returns YAML with escapes for unprintable characters."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Quotes such strings, as only quoted ones have escapes."""
+        """Quotes strings with unprintable characters, since only quoted strings have escapes."""
 
     def quoted(dumper: Dumper, text: str) -> yaml.Node:
         style = None if text.isprintable() else '"'
@@ -160,7 +160,7 @@ def _document(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON and YAML have it; NaN and infinity, which JSON lacks, as null."""
+    """Returns a value of JSON's types; NaN and infinity, which JSON lacks, become null."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, float):
@@ -175,7 +175,7 @@ def _plain(value: Any) -> Any:
 
 
 def plain_values(message: "Message") -> dict[str, Any]:
-    """Returns a message of the contract as plain values, by the contract's field names."""
+    """Returns a protobuf message as plain values, by its proto field names."""
     from google.protobuf import json_format
 
     found: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
@@ -183,45 +183,45 @@ def plain_values(message: "Message") -> dict[str, Any]:
 
 
 def optional_text(message: "Message", name: str, form: str) -> str:
-    """Formats an optional field, such as by "{:.2f}"; "-" where the message does not have it."""
+    """Formats an optional field, for example by "{:.2f}"; "-" if the message lacks it."""
     return form.format(getattr(message, name)) if message.HasField(name) else "-"
 
 
 def optional_column(title: str, name: str, form: str, priority: int) -> Column[Any]:
-    """Describes a column of an optional number.  The parameters are those of `optional_text`."""
+    """Describes a column of an optional number; name and form are those of `optional_text`."""
     return Column(
         title, lambda message: optional_text(message, name, form), right=True, priority=priority
     )
 
 
 def print_line(words: str) -> None:
-    """Prints one line, without what could command a terminal or begin another line."""
+    """Prints one line, without line breaks and terminal control characters."""
     print(printable(words), flush=True)
 
 
 def print_lines(text: str) -> None:
-    """Prints text as it is, without what could command a terminal."""
+    """Prints text without terminal control characters."""
     print(printable_lines(text), flush=True)
 
 
 def print_error(text: str) -> None:
-    """Prints lines to standard error, without what could command a terminal."""
+    """Prints lines to standard error, without terminal control characters."""
     typer.echo(printable_lines(text), err=True)
 
 
 def refuse(command: str, fault: object, code: Exit = Exit.USAGE) -> Never:
-    """Ends a command with an error text.  command: as in `profile`; "" where several share it."""
+    """Ends a command with an error text.  command: its name; "" if several commands share it."""
     print_error(f"controller{command and ' '}{command}: {fault}")
     raise typer.Exit(code)
 
 
 def print_json(value: Any, indent: int | None = None) -> None:
-    """Prints JSON with escapes for all that is not printable; by default in one line."""
+    """Prints JSON with escapes for unprintable characters; by default in one line."""
     print(escaped_json(json.dumps(value, ensure_ascii=False, indent=indent)), flush=True)
 
 
 def print_table(table: "TextTable", *, wide: bool = False) -> None:
-    """Prints a table below its title.  wide: all columns are shown, whether they fit or not."""
+    """Prints a table below its title.  wide: prints all columns, even if they do not fit."""
     columns: list[Column[tuple[str, ...]]] = [
         Column(
             column.title, itemgetter(number), column.right, column.priority,
@@ -239,7 +239,7 @@ def _style(styles: Mapping[str, str], text: str) -> str:
 
 
 def print_words(words: str) -> None:
-    """Prints text, which a terminal gets broken between words."""
+    """Prints text.  On a terminal, lines are broken between words."""
     console = _console()
     if not console.is_terminal:
         print_lines(words)
@@ -289,7 +289,7 @@ def fitting_table(
 ) -> "tuple[Table, list[str]]":
     """Returns a table that fits the console, and the titles of the columns that do not.
 
-    wide: all columns are shown, whether they fit or not.
+    wide: all columns are shown, even if they do not fit.
     """
     from rich.cells import cell_len
     from rich.table import Table
@@ -303,7 +303,7 @@ def fitting_table(
     widest = {c.title: max(map(cell_len, (c.title, *cells[c.title]))) for c in columns}
 
     def width(most: int = sys.maxsize) -> int:
-        """Returns what the columns take if none but the first is wider than this."""
+        """Returns the table's width if no column but the first is wider than `most`."""
         return _FRAME + sum(
             _COLUMN + (min(most, widest[c.title]) if number else widest[c.title])
             for number, c in enumerate(columns)
@@ -315,7 +315,7 @@ def fitting_table(
         columns.remove(gone)
         left_out.append(gone.title)
     table = Table(style=style)
-    # What does not fit even so goes on in the next line; names, in the first column, do so last.
+    # Text that still does not fit is folded; the names in the first column are folded last.
     whole = width() > console.width >= width(most=_NARROW)
     for number, column in enumerate(columns):
         table.add_column(

@@ -29,68 +29,77 @@ if TYPE_CHECKING:
     from speculation.v1 import policy_pb2
 
 _ANSWER_SECONDS_MAX = 10.0
-_ALLOW = "nothing is set; --allow-no-effect sets it all the same"
+_ALLOW = "nothing was set; add --allow-no-effect to set it anyway"
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 override = typer.Typer(
     no_args_is_help=True,
-    help=f"Pins, bounds and forbids what engines may run, for a while.\n\n{PRECEDENCE}",
+    help=f"Pins, bounds or forbids draft lengths and drafters for a limited time.\n\n{PRECEDENCE}",
 )
 
 
 @override.command("set")
 def set_(
-    reason: Annotated[str, typer.Option(help="Why; stays in the audit.")],
+    reason: Annotated[str, typer.Option(help="Reason of the change, for the audit log.")],
     engine: Annotated[
-        str | None, typer.Option(help="For this engine.", autocompletion=engine_ids)
+        str | None, typer.Option(help="Apply to this engine.", autocompletion=engine_ids)
     ] = None,
-    model: Annotated[str | None, typer.Option(help="For all engines of this target model.")] = None,
-    fleet: Annotated[bool, typer.Option("--fleet", help="For every engine.")] = False,
-    off: Annotated[bool, typer.Option("--off", help="No speculation.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Apply to all engines of this target model.")
+    ] = None,
+    fleet: Annotated[bool, typer.Option("--fleet", help="Apply to every engine.")] = False,
+    off: Annotated[bool, typer.Option("--off", help="Turn speculation off.")] = False,
     gamma: Annotated[
-        int | None, typer.Option(min=0, max=UINT32_MAX, help="Exactly this draft length.")
+        int | None, typer.Option(min=0, max=UINT32_MAX, help="Pin the draft length (gamma).")
     ] = None,
     at_least: Annotated[
-        int | None, typer.Option(min=0, max=UINT32_MAX, help="No shorter drafts.")
+        int | None, typer.Option(min=0, max=UINT32_MAX, help="Smallest draft length.")
     ] = None,
     at_most: Annotated[
-        int | None, typer.Option(min=0, max=UINT32_MAX, help="No longer drafts.")
+        int | None, typer.Option(min=0, max=UINT32_MAX, help="Largest draft length.")
     ] = None,
     tpot_max_ms: Annotated[
         float | None,
-        typer.Option(help="At most so many milliseconds per output token, on the mean."),
+        typer.Option(help="Bound on the mean time per output token, in milliseconds."),
     ] = None,
-    drafter: Annotated[str | None, typer.Option(help="Only this drafter.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Use only this drafter.")] = None,
     regime: Annotated[
         str | None, typer.Option(help="Online updates: off, collect, or online:STRIDE.")
     ] = None,
-    deny_drafter: Annotated[list[str] | None, typer.Option(help="Not this drafter.")] = None,
+    deny_drafter: Annotated[
+        list[str] | None, typer.Option(help="Do not use this drafter; may be repeated.")
+    ] = None,
     deny_updates: Annotated[
-        bool, typer.Option("--deny-updates", help="No online updates.")
+        bool, typer.Option("--deny-updates", help="Forbid online updates.")
     ] = False,
     deny_exploration: Annotated[
-        bool, typer.Option("--deny-exploration", help="No probing.")
+        bool, typer.Option("--deny-exploration", help="Forbid probing.")
     ] = False,
     batch: Annotated[
-        str | None, typer.Option(help="Only in batches of this size: 8, 8-32, 64- or -4.")
+        str | None, typer.Option(help="Apply only to these batch sizes: 8, 8-32, 64- or -4.")
     ] = None,
     ttl: Annotated[
-        str | None, typer.Option(help="How long: 90s, 30m, 2h, 1d.  By default the sidecar's.")
+        str | None,
+        typer.Option(help="Time to live: 90s, 30m, 2h, 1d.  The sidecar has a default."),
     ] = None,
-    for_ever: Annotated[bool, typer.Option("--for-ever", help="Until it is cleared.")] = False,
+    permanent: Annotated[
+        bool, typer.Option("--permanent", help="Keep the override until it is cleared.")
+    ] = False,
     override_id: Annotated[
-        str | None, typer.Option("--id", help="Its name; repeating a request needs the same.")
+        str | None, typer.Option("--id", help="Id of the override; give the same id to retry.")
     ] = None,
-    etag: Annotated[str, typer.Option(help="Replaces the override that has this etag.")] = "",
-    author: Annotated[str | None, typer.Option(envvar="CONTROLLER_AUTHOR", help="Who.")] = None,
+    etag: Annotated[str, typer.Option(help="Replace the override that has this etag.")] = "",
+    author: Annotated[
+        str | None, typer.Option(envvar="CONTROLLER_AUTHOR", help="Author, for the audit log.")
+    ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Checks everything, shows the effects, sets nothing.")
+        bool, typer.Option("--dry-run", help="Check everything and show the effects; set nothing.")
     ] = False,
     allow_no_effect: Annotated[
         bool,
         typer.Option(
             "--allow-no-effect",
-            help="Set it even if it does nothing to the engines of this sidecar.",
+            help="Set it even if it has no effect on the engines of this sidecar.",
         ),
     ] = False,
     output: OutputOption = Output.TABLE,
@@ -99,8 +108,8 @@ def set_(
     """Sets an override and shows what it changes on this sidecar's engines.
 
     Exit codes: 0 set, 1 refused, 2 options, 4 no sidecar answers, 6 the sidecar does not know the
-    engine, 10 the store takes nothing, 11 it would have no effect, 12 the caller may not.  Only
-    with 0 it is set.
+    engine, 10 the store cannot be written, 11 it would have no effect, 12 permission denied.  With
+    any code but 0 nothing was set.
     """
     from controller.client.channels import user_name
     from speculation.v1 import policy_pb2, policy_pb2_grpc
@@ -123,11 +132,11 @@ def set_(
         dry_run=dry_run,
         require_effect=not allow_no_effect,
     )  # fmt: skip
-    if ttl is not None and for_ever:
-        raise typer.BadParameter("--ttl and --for-ever contradict each other")
+    if ttl is not None and permanent:
+        raise typer.BadParameter("--ttl and --permanent contradict each other")
     if ttl is not None:
         request.ttl_seconds = _seconds(ttl)
-    elif for_ever:
+    elif permanent:
         request.for_ever = True
     hints = dict.fromkeys((Exit.NO_EFFECT, Exit.NOT_INTRODUCED), _ALLOW)
     with connected(for_operators(address), hints) as channel:
@@ -147,10 +156,10 @@ def set_(
 def _print_answer(name: str, answer: "policy_pb2.SetOverrideResponse", *, dry_run: bool) -> None:
     lasts = override_lists.lasts_text(answer.held)
     if answer.repeated:
-        print_line(f"{name} is in force by this very request already, and ends in {lasts}")
+        print_line(f"{name} is already in force by the same request, and ends in {lasts}")
     elif answer.end_moved:
         print_line(
-            f"{name} is in force already; its end {'would move' if dry_run else 'has moved'}:"
+            f"{name} is already in force; its end {'would move' if dry_run else 'has moved'}:"
         )
         print_line(f"{name} {'would last' if dry_run else 'lasts'} {lasts} from now on")
     else:
@@ -166,18 +175,22 @@ def _print_answer(name: str, answer: "policy_pb2.SetOverrideResponse", *, dry_ru
 def clear(
     override_id: Annotated[
         str,
-        typer.Argument(help="As `controller override list` shows it.", autocompletion=override_ids),
+        typer.Argument(
+            help="Override id, as `controller override list` shows it.", autocompletion=override_ids
+        ),
     ],
-    reason: Annotated[str, typer.Option(help="Why; stays in the audit.")],
-    etag: Annotated[str, typer.Option(help="Only if it still has this etag.")] = "",
-    author: Annotated[str | None, typer.Option(envvar="CONTROLLER_AUTHOR", help="Who.")] = None,
+    reason: Annotated[str, typer.Option(help="Reason of the change, for the audit log.")],
+    etag: Annotated[str, typer.Option(help="Clear it only if it still has this etag.")] = "",
+    author: Annotated[
+        str | None, typer.Option(envvar="CONTROLLER_AUTHOR", help="Author, for the audit log.")
+    ] = None,
     output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Ends an override now, and shows what that changes.
 
     Exit codes: 0 ended, 1 refused (another etag), 2 options, 4 no sidecar answers, 10 the store
-    takes nothing, 12 the caller may not, 13 no such override.
+    cannot be written, 12 permission denied, 13 no such override.
     """
     from controller.client.channels import user_name
     from speculation.v1 import policy_pb2, policy_pb2_grpc
@@ -219,17 +232,17 @@ def _print_effects(
         if effect.changes or effect.regime_changes:
             head = f" {'would change' if would else 'changes'} {_timing_text(effect)}:"
         elif effect.constrains:
-            head = " runs as now, but what it may choose from changes"
+            head = " runs as now, but the allowed choices change"
         elif effect.unable:
             head = f": no effect: {effect.unable}"
         elif shadows:
             head = f": no effect: shadowed by {shadows}"
         else:
-            head = ": as before" if renewed else ": no change"
+            head = ": unchanged" if renewed else ": no change"
         if effect.constrains and effect.unable:
-            lines.append(f"  it cannot do all of this: {effect.unable}")
+            lines.append(f"  it cannot obey all of it: {effect.unable}")
         if effect.constrains and shadows:
-            lines.append(f"  in part shadowed by {shadows}")
+            lines.append(f"  partly shadowed by {shadows}")
         for line in (f"engine {effect.engine_id}{head}", *lines):
             print_line(line)
 
@@ -242,13 +255,13 @@ def _effect_lines(effect: "policy_pb2.OverrideEffect") -> list[str]:
         for change in effect.changes
     ]
     lines += [
-        f"  B {_sizes(stuck)}: the overrides leave nothing that this "
+        f"  B {_sizes(stuck)}: the overrides leave no choice that this "
         "engine can run, so it does not speculate there"
         for stuck in effect.stuck
     ]
     lines += [
-        f"  B {_sizes(above)}: no choice that is left keeps the bound on the time per output "
-        "token, so the one with the smallest time runs there"
+        f"  B {_sizes(above)}: no allowed choice meets the bound on the time per output "
+        "token, so the fastest one runs there"
         for above in effect.above_bound
     ]
     if effect.regime_changes:
@@ -270,8 +283,8 @@ def _timing_text(effect: "policy_pb2.OverrideEffect") -> str:
     kind = policy_pb2.OverrideEffect
     return {
         kind.TIMING_NEXT_STEP: "at its next decode step",
-        kind.TIMING_NEXT_CONTACT: "when it next asks (it is not connected now)",
-        kind.TIMING_AFTER_MEASUREMENT: "when the measurement under way has ended",
+        kind.TIMING_NEXT_CONTACT: "when it connects again (it is not connected now)",
+        kind.TIMING_AFTER_MEASUREMENT: "when the running measurement has ended",
     }.get(effect.timing, "with its next plan")
 
 
@@ -279,7 +292,7 @@ def _scope(engine: str | None, model: str | None, fleet: bool) -> "policy_pb2.Sc
     from speculation.v1 import policy_pb2
 
     if [engine is not None, model is not None, fleet].count(True) != 1:
-        raise typer.BadParameter("one of --engine ID, --model NAME and --fleet says whom it is for")
+        raise typer.BadParameter("name the engines: one of --engine ID, --model NAME and --fleet")
     if fleet:
         return policy_pb2.Scope(fleet=True)
     if engine is not None:
@@ -315,7 +328,7 @@ def _batch_range(text: str | None) -> tuple[int, int]:
 
 
 def _count(option: str, digits: str) -> int:
-    """A number that a message can carry; the sidecar says whether it makes sense."""
+    """Returns a number that fits a uint32 field; the sidecar checks its meaning."""
     if int(digits) > UINT32_MAX:
         raise typer.BadParameter(f"{option}: {digits} is too large")
     return int(digits)
@@ -324,7 +337,7 @@ def _count(option: str, digits: str) -> int:
 def _seconds(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if not found:
-        raise typer.BadParameter("--ttl is a number and a unit: 90s, 30m, 2h or 1d")
+        raise typer.BadParameter("--ttl needs a number and a unit: 90s, 30m, 2h or 1d")
     return float(found[1]) * _UNITS[found[2]]
 
 

@@ -1,6 +1,6 @@
 """Implements `controller override list`, `watch` and `log`, and `controller policy check`.
 
-The first three show what is in force and its audit; the last reads a file as a sidecar would.
+The first three show the active overrides and their audit; the last reads a policy file.
 """
 
 import contextlib
@@ -49,11 +49,11 @@ def list_(
         print_line(PRECEDENCE)
     if answer.HasField("policy") and not answer.policy.ok:
         print_error(
-            "the policy file cannot be used, so what it said before stays in force: "
+            "the policy file cannot be used, and its previous version stays in force: "
             f"{answer.policy.detail}"
         )
     if not answer.store.ok:
-        print_error(f"the store is in trouble: {answer.store.detail}")
+        print_error(f"the store has failed: {answer.store.detail}")
     if answer.store.unusable_count:
         print_error(f"{answer.store.unusable_count} overrides in the store are not in force:")
         for line in answer.store.unusable:
@@ -64,7 +64,7 @@ def watch(
     output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Shows what is in force, then every change, until it is interrupted.
+    """Shows the active overrides, then every change, until Ctrl-C.
 
     -o json prints one line for each change, -o yaml a stream of documents, -o name the id.
     """
@@ -86,13 +86,13 @@ def watch(
 
 def log(
     override_id: Annotated[
-        str, typer.Argument(help="Only of this override.", autocompletion=override_ids)
+        str, typer.Argument(help="Show only this override.", autocompletion=override_ids)
     ] = "",
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of records to show.")] = 50,
     output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Shows who changed what, when, why and from where; the newest first."""
+    """Shows who changed which override, when, why and from where; the newest first."""
     from controller.client.paging import Pages
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
@@ -110,7 +110,7 @@ def log(
 
 
 def _moment(seconds: float) -> str:
-    """A Unix time, in UTC."""
+    """Formats Unix seconds in UTC."""
     return moment_text(seconds, utc=True)
 
 
@@ -122,7 +122,7 @@ def _in_short(record: "policy_pb2.AuditRecord", name: Literal["before", "after"]
 
 
 def lasts_text(held: "policy_pb2.HeldOverride") -> str:
-    """Says how long an override lasts from now on."""
+    """Returns the remaining time of an override as text."""
     if held.origin:
         return "with its file"
     if not held.HasField("remaining_seconds"):
@@ -180,9 +180,9 @@ def check(
     file: Annotated[Path, typer.Argument(help="The policy file.")],
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Reads a policy file, without a sidecar, and prints what it stands for.
+    """Checks a policy file without a sidecar, and prints the overrides that it defines.
 
-    Exit codes: 0 a sidecar would put it into force, 2 it would not.
+    Exit codes: 0 a sidecar would accept the file, 2 it would refuse it.
     """
     from controller.settings.policy_file import PolicyFileError, read_policy
     from controller.wire.overrides import override_to_proto

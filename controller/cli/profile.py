@@ -45,7 +45,7 @@ def measure(
     engine_id: Annotated[
         str,
         typer.Option(
-            help="Which introduced engine; needed when there are several.",
+            help="Engine to measure; needed if several are connected to the sidecar.",
             autocompletion=engine_ids,
         ),
     ] = "",
@@ -59,7 +59,9 @@ def measure(
     budget: Annotated[float, typer.Option(min=1.0, help="Seconds for the measurement.")] = 45.0,
     tolerance: Annotated[
         float,
-        typer.Option(help="Relative half width of a median's 95 % interval that is good enough."),
+        typer.Option(
+            help="A cell is done if the 95 % interval of its median has this relative half width."
+        ),
     ] = 0.01,
     context_tokens: Annotated[
         int, typer.Option(min=1, help="Prompt length of the loads, in tokens.")
@@ -67,14 +69,14 @@ def measure(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            exists=True, dir_okay=False, help="Text that prompts are cut from, not random words."
+            exists=True, dir_okay=False, help="Text for the prompts, instead of random words."
         ),
     ] = None,
     wait_seconds: Annotated[
         float, typer.Option(min=0.0, help="How long to wait for the sidecar and the engine.")
     ] = 30.0,
     force: Annotated[
-        bool, typer.Option("--force", help="Measure although there is a profile, and replace it.")
+        bool, typer.Option("--force", help="Measure even if a profile exists, and replace it.")
     ] = False,
     api_key: Annotated[
         str, typer.Option(envvar="ENGINE_API_KEY", help="The engine's API key, if it has one.")
@@ -83,21 +85,21 @@ def measure(
 ) -> None:
     """Measures the seconds of a step for every draft length and batch size, gamma = 0 included.
 
-    The sidecar has the engine run each choice in turn, this command supplies the load, and the
-    profile is installed in the sidecar and put into its profile store, where pods of the same kind
-    find it.  A profile of this engine at --output or in that store is reused; another engine's is
-    refused.  An interrupted measurement is continued.  Nothing else should use the engine then.
+    This command generates the load, and the sidecar makes the engine run each draft length in
+    turn.  The profile is installed in the sidecar and put into its profile store for pods of the
+    same kind.  A profile of this engine at --output or in that store is reused; another engine's is
+    refused.  An interrupted measurement is continued.  Send no other requests to the engine.
 
-    Exit codes: 0 done, 1 other errors, 2 usage, 3 the file at --output is no profile of this
-    engine, 4 no sidecar, 5 no engine, 6 the engine is not introduced or there are several, 7 the
-    measurement broke off, 12 the caller may not, 130 and 143 stopped by SIGINT or SIGTERM.
+    Exit codes: 0 done, 1 other errors, 2 usage, 3 the file at --output is not a profile of this
+    engine, 4 no sidecar, 5 no engine, 6 no or several engines are connected to the sidecar, 7 the
+    measurement failed, 12 permission denied, 130 and 143 stopped by SIGINT or SIGTERM.
     """
     import os
     import sys
 
     if context.invoked_subcommand is not None:
         return
-    # Before grpc is loaded: its own lines on standard error are noise beside ours.
+    # Before grpc is imported: it would print its own lines on standard error.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
     from controller.core.errors import SpeculationError
@@ -129,7 +131,7 @@ def measure(
 
 
 def _command(arguments: list[str], secret: str) -> str:
-    """The command line for the record, without its secret."""
+    """Returns the command line that the profile records, without the API key."""
     import shlex
 
     shown = [part.replace(secret, "***") if secret else part for part in arguments]
@@ -140,11 +142,13 @@ def _sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError as error:
-        raise typer.BadParameter(f"{text!r}: numbers separated by commas are needed") from error
+        raise typer.BadParameter(
+            f"{text!r} is not a list of integers separated by commas, such as 1,2,4"
+        ) from error
 
 
 def _run(request: "ProfileRequest") -> "ProfileOutcome":
-    """Ends cleanly on SIGINT and SIGTERM: what was measured is kept."""
+    """Runs the measurement.  On SIGINT and SIGTERM it ends, and keeps what was measured."""
     import asyncio
     import signal
     import sys

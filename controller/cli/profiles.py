@@ -1,4 +1,4 @@
-"""`controller profile push | pull | list | show | diff | merge`: profiles as the fleet's goods."""
+"""Implements `controller profile push | pull | list | show | diff | merge`."""
 
 import re
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def push(
     output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Puts a profile into the sidecar's store, for every pod of the fleet that it belongs to."""
+    """Puts a profile into the sidecar's store, for all pods whose engine it matches."""
     from speculation.v1 import service_pb2
 
     text = _read(file).to_json()
@@ -65,21 +65,25 @@ def pull(
     profile_id: Annotated[
         str,
         typer.Argument(
-            help="Id of a profile, or an identity.", show_default=False, autocompletion=profile_ids
+            help="Id of a profile, or of an identity (all its measurements, merged).",
+            show_default=False,
+            autocompletion=profile_ids,
         ),
     ] = "",
     engine: Annotated[
-        str, typer.Option(help="Or: what belongs to this engine.", autocompletion=engine_ids)
+        str,
+        typer.Option(help="Instead of an id: the engine to match.", autocompletion=engine_ids),
     ] = "",
     file: Annotated[
-        Path | None, typer.Option("--output", help="The file.", show_default="standard output")
+        Path | None,
+        typer.Option("--output", help="File to write.", show_default="standard output"),
     ] = None,
     form: FormOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Fetches a profile from the sidecar's store; of an identity all its measurements merged."""
+    """Fetches a profile from the sidecar's store, by its id, its identity or its engine."""
     if bool(profile_id) == bool(engine):
-        raise typer.BadParameter("name a profile, or an engine with --engine")
+        raise typer.BadParameter("name either a profile id, or an engine with --engine")
     found = _fetched(address, profile_id, engine)
     if file is not None:
         _write(file, found)
@@ -106,14 +110,14 @@ _PROFILES: "Listing[service_pb2.ShelvedProfile]" = Listing(
         Column("cells", lambda item: str(item.cells), right=True, priority=7),
         Column("steps", lambda item: str(item.steps), right=True, priority=6),
         Column("newest", lambda item: item.measured_at, priority=5),
-        Column("belongs to", lambda item: ", ".join(item.engine_ids) or "no engine here"),
+        Column("used by", lambda item: ", ".join(item.engine_ids) or "no engine here"),
     ),
     plain_values,
 )
 
 
 def list_(output: OutputOption = Output.TABLE, address: Address = DEFAULT_ADDRESS) -> None:
-    """Lists the profiles that the sidecar keeps, the newest first."""
+    """Lists the profiles in the sidecar's store, the newest first."""
     from controller.client.paging import every_page_of
     from speculation.v1 import service_pb2
 
@@ -130,10 +134,12 @@ def show(
     address: Address = DEFAULT_ADDRESS,
     acceptance: Annotated[
         float,
-        typer.Option(min=0.01, max=1.0, help="Highest acceptance of a position to reckon with."),
+        typer.Option(
+            min=0.01, max=1.0, help="Highest acceptance per draft position to assume for limits."
+        ),
     ] = 0.9,
 ) -> None:
-    """Prints a profile's table and what it belongs to."""
+    """Prints a profile's step times and the engine that it was measured on."""
     from controller.core.cost.profile import batch_limits
 
     found = _profile(which, address)
@@ -157,7 +163,7 @@ def print_profile(profile: "Profile", *, wide: bool) -> None:
 
 
 def profile_values(profile: "Profile", path: Path | None = None) -> dict[str, Any]:
-    """Returns a profile as its document has it.  path: where it was written."""
+    """Returns the document of a profile.  path: the file that it was written to."""
     import json
 
     where = {} if path is None else {"path": path}
@@ -167,9 +173,9 @@ def profile_values(profile: "Profile", path: Path | None = None) -> dict[str, An
 def _about(found: "Profile", limits: dict[int, int], acceptance: float) -> str:
     import dataclasses
 
-    lines = [f"profile {found.profile_id}, measured {found.measured_at or 'some time ago'}"]
+    lines = [f"profile {found.profile_id}, measured {found.measured_at or 'at an unknown time'}"]
     if found.merged_from:
-        lines.append(f"  made of {', '.join(found.merged_from)}")
+        lines.append(f"  merged from {', '.join(found.merged_from)}")
     lines += [
         f"  {name}: {value}"
         for name, value in dataclasses.asdict(found.fingerprint).items()
@@ -179,7 +185,7 @@ def _about(found: "Profile", limits: dict[int, int], acceptance: float) -> str:
     if limits:
         listed = ",".join(f"{gamma}:{size}" for gamma, size in limits.items())
         lines += [
-            f"with at most {acceptance:g} accepted these cannot win in larger batches:",
+            f"with acceptance up to {acceptance:g}, larger batches gain nothing from these:",
             f"  SPECULATION_GRAPH_LIMITS={listed}",
         ]
     return "\n".join(lines)
@@ -191,10 +197,10 @@ def diff(
     output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Compares two profiles: what they belong to, and what they measured.
+    """Compares two profiles: their engines, and their step times.
 
-    Exit codes: 0 of one engine, 3 of different ones (the fields are named), 2 a file that is no
-    profile, 13 an id that the store does not have.
+    Exit codes: 0 the same engine, 3 different engines (the fields are named), 2 a file is not a
+    profile, 13 the store has no profile with this id.
     """
     import dataclasses
 
@@ -210,7 +216,7 @@ def diff(
             print_words(f"{field}: {mine!r} in {one}, {theirs!r} in {other}")
         for table in difference_tables(cells):
             print_table(table, wide=output is Output.WIDE)
-        print_line("! further apart than both spreads together; -: measured in one of them only")
+        print_line("!: differs by more than the sum of both spreads; -: only in one profile")
 
     fields = [{"field": name, "first": mine, "second": its} for name, mine, its in different]
     values = {"fields": fields, "cells": [dataclasses.asdict(cell) for cell in cells]}
@@ -221,10 +227,10 @@ def diff(
 
 def merge(
     files: Annotated[list[Path], typer.Argument(help="Profiles of one engine.")],
-    file: Annotated[Path, typer.Option("--output", help="The file.")],
+    file: Annotated[Path, typer.Option("--output", help="File to write.")],
     form: FormOption = Output.TABLE,
 ) -> None:
-    """Makes one profile of several pods' measurements; their spread and step counts are kept."""
+    """Merges profiles that several pods measured; spreads and step counts are combined."""
     from controller.core.cost.profile_merge import merge_profiles
     from controller.core.errors import ProfileMergeError
 
@@ -241,7 +247,7 @@ def merge(
 
 
 def _profile(which: str, address: str) -> "Profile":
-    # An id is never taken for a file that is missing, nor a file for an id.
+    # A text that looks like an id is a file name only if that file exists.
     if re.fullmatch(r"[0-9a-f]{16}", which) and not Path(which).exists():
         return _fetched(address, which, "")
     return _read(Path(which))
@@ -262,7 +268,7 @@ def _fetched(address: str, profile_id: str, engine: str) -> "Profile":
     try:
         return Profile.from_json(answer.profile_json)
     except InvalidProfileError as error:
-        refuse("profile", f"what the sidecar gave is no profile: {error}")
+        refuse("profile", f"the sidecar's answer is not a valid profile: {error}")
 
 
 def _stub(channel: "grpc.Channel") -> "service_pb2_grpc.ProfilingServiceStub":
@@ -280,7 +286,7 @@ def _read(file: Path) -> "Profile":
     except OSError as error:
         refuse("profile", f"{file}: {error.strerror}")
     except (InvalidProfileError, UnicodeDecodeError) as error:
-        refuse("profile", f"{file} is no profile: {error}")
+        refuse("profile", f"{file} is not a valid profile: {error}")
 
 
 def _write(file: Path, what: "Profile") -> None:

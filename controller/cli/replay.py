@@ -1,7 +1,7 @@
 """Implements `controller replay` and `controller report`, which read recordings.
 
-The one decides a recording again, unchanged or with other constants; the other makes a recorded
-window one page for an incident.
+`replay` repeats the recorded decisions, unchanged or with other constants.  `report` writes one
+HTML page about a recording for an incident.
 """
 
 from pathlib import Path
@@ -27,36 +27,41 @@ if TYPE_CHECKING:
     from controller.recording.counterfactual import Comparison, CounterfactualChange
     from controller.recording.replay import ReplayVerdict
 
-# Stretches that a terminal shows, the longest.
+# Number of stretches that are printed: the longest.
 _SHOWN = 20
 
 RecordingPath = Annotated[
     Path, typer.Argument(metavar="RECORDING", help="A segment, or a directory of them.")
 ]
-Engine = Annotated[str, typer.Option(help="Which engine, where a directory holds several.")]
+Engine = Annotated[
+    str, typer.Option(help="Engine id; needed if the directory has recordings of several.")
+]
 
 
 def replay(
     recording: RecordingPath,
     engine: Engine = "",
     policy: Annotated[
-        str, typer.Option(help="What would this rule have done? goodput, tide or sglang-ema.")
+        str,
+        typer.Option(help="Also replay with this decision rule: goodput, tide or sglang-ema."),
     ] = "",
     profile: Annotated[
-        Path | None, typer.Option(help="What would have been done under this profile?")
+        Path | None, typer.Option(help="Also replay with this profile of step times.")
     ] = None,
     planner_constant: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="What with this constant? Several are allowed."),
+        typer.Option(
+            metavar="NAME=VALUE", help="Also replay with this planner constant; may be repeated."
+        ),
     ] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Decides a recording again, and compares every plan with the recorded one bit by bit.
+    """Repeats the decisions of a recording, and compares every plan bit by bit.
 
-    With --policy, --profile or --planner-constant also: what would have been done, and what that
-    might have gained.
+    With --policy, --profile or --planner-constant it also shows what would have been decided with
+    these, and estimates the gain.
 
-    Exit codes: 0 every plan came out the same, 1 one did not, 2 bad input.
+    Exit codes: 0 all plans are the same, 1 a plan differs, 2 bad input.
     """
     from controller.core.errors import SpeculationError
     from controller.recording.counterfactual import Counterfactual
@@ -104,7 +109,8 @@ def _constant(text: str) -> tuple[str, object]:
     kinds: dict[str, Any] = {field.name: field.type for field in fields(PlannerSettings)}
     if name not in kinds:
         raise RecordingError(
-            f"--planner-constant {text}: known are {', '.join(sorted(kinds))}, as NAME=VALUE"
+            f"--planner-constant {text} is not NAME=VALUE with one of the names "
+            f"{', '.join(sorted(kinds))}"
         )
     try:
         return name, kinds[name](value)
@@ -119,7 +125,7 @@ def _profile(path: Path) -> "Profile":
     try:
         return Profile.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise RecordingError(f"--profile {path}: {error}") from error
+        raise RecordingError(f"--profile {path} cannot be read: {error}") from error
 
 
 def _print(verdict: "ReplayVerdict") -> None:
@@ -135,8 +141,8 @@ def _print(verdict: "ReplayVerdict") -> None:
         print_line(f"gap: {name}: {why}")
     if verdict.is_same:
         print_line(
-            f"the same, bit by bit: {verdict.decisions} decisions, and the core's variables at "
-            f"{verdict.states} openings"
+            f"all {verdict.decisions} decisions are the same, bit by bit, and so is the state of "
+            f"the core at {verdict.states} checkpoints"
         )
         return
     first = verdict.first
@@ -144,22 +150,22 @@ def _print(verdict: "ReplayVerdict") -> None:
     print_line(f"{verdict.differences} differences; the first, at {time_text(first.wall_seconds)},")
     print_line(f"{first.path.name}, record {first.record}: {first.text}")
     for name, there, here in verdict.strange:
-        print_line(f"recorded with {name} {there}, decided again with {here}: last bits may differ")
+        print_line(f"recorded with {name} {there}, replayed with {here}: last bits may differ")
 
 
 def _print_comparison(found: "Comparison", *, wide: bool) -> None:
     print_line(
-        f"otherwise: another arm for {found.differing_share:.1%} of {found.steps} steps; "
+        f"with the change: another choice in {found.differing_share:.1%} of {found.steps} steps; "
         f"estimated {found.other_rate:.1f} tokens/s against {found.recorded_rate:.1f} "
-        f"({found.gain:+.1%}); observed, probes included, {found.observed_rate:.1f}"
+        f"({found.gain:+.1%}); observed, including probes, {found.observed_rate:.1f}"
     )
     print_line(
-        "An estimate: by the costs and acceptance that the recorded configuration believed in. "
-        f"In {found.unseen} of the {found.differing} differing steps the other arm drafts "
-        "positions that were hardly seen, or not at all: there it says little."
+        "The estimate uses the step times and acceptance that were estimated at that time. In "
+        f"{found.unseen} of the {found.differing} differing steps the other choice drafts "
+        "positions with few or no observations: the estimate is unreliable there."
     )
     if found.measured:
-        print_line(f"{found.measured} steps of a measurement are left out")
+        print_line(f"{found.measured} steps of a profile measurement are left out")
     if found.stretches:
         print_table(_stretches(found), wide=wide)
 
@@ -169,7 +175,7 @@ def _stretches(found: "Comparison") -> TextTable:
 
     longest = sorted(found.stretches, key=lambda s: s.seconds, reverse=True)[:_SHOWN]
     rest = len(found.stretches) + found.more_stretches - len(longest)
-    title = "Where it would have been otherwise"
+    title = "Where the choice differs"
     rows = [
         (
             time_text(at.wall_seconds), f"{at.seconds:.2f}", str(at.steps),
@@ -180,16 +186,16 @@ def _stretches(found: "Comparison") -> TextTable:
         for at in sorted(longest, key=lambda s: s.wall_seconds)
     ]  # fmt: skip
     return TextTable(
-        f"{title} ({rest} shorter stretches are not shown)" if rest else title, _STRETCHES, rows
+        f"{title} ({rest} shorter periods are not shown)" if rest else title, _STRETCHES, rows
     )
 
 
 _STRETCHES = (
     TextColumn("from"), TextColumn("seconds", right=True, priority=1),
     TextColumn("steps", right=True, priority=5), TextColumn("B", right=True, priority=2),
-    TextColumn("recorded"), TextColumn("otherwise"), TextColumn("why", priority=4),
+    TextColumn("recorded"), TextColumn("changed to"), TextColumn("reason", priority=4),
     TextColumn("estimated gain", right=True, priority=1),
-    TextColumn("unseen", right=True, priority=3),
+    TextColumn("unobserved", right=True, priority=3),
 )  # fmt: skip
 
 
@@ -217,11 +223,11 @@ def _values(verdict: "ReplayVerdict", compared: "Comparison | None") -> dict[str
 
 def report(
     recording: RecordingPath,
-    file: Annotated[Path, typer.Option("--output", help="Where the page is written.")],
+    file: Annotated[Path, typer.Option("--output", help="HTML file to write.")],
     engine: Engine = "",
     output: FormOption = Output.TABLE,
 ) -> None:
-    """Turns a recording into one self-contained HTML file.
+    """Writes an incident report about a recording: one self-contained HTML file.
 
     Exit codes: 0 written, 2 bad input.
     """

@@ -1,6 +1,6 @@
 """Implements `controller serve` and `controller config`: runs the sidecar, and shows its settings.
 
-The latter takes the former's options, and names the place that each value comes from.
+`config` takes the options of `serve`, and names the source of each value.
 """
 
 from collections.abc import Mapping
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from controller.settings.settings import Settings
     from controller.settings.sources import Sources
 
-# Options that are not ours are those of `controller serve`.
+# All other options of `controller config` are those of `controller serve`.
 CONFIG_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def _option(name: str, kind: Any, text: str, shown: str = "", *, flags: str = "") -> Parameter:
-    """Describes an option that sets something.
+    """Describes the option of a setting.
 
-    name: of the setting, or of `flags_of`.  text: its help.  shown: what the help calls its
-    default; the option's own is None, so that other sources of settings count.  flags: its names on
-    the command line where they are not --NAME.
+    name: of the setting, or of `flags_of`.  text: the help.  shown: the default that the help
+    names; the real one is None, so that the other sources of settings count.  flags: the names on
+    the command line if they are not --NAME.
     """
     names = (flags,) if flags else ()
     option = typer.Option(*names, help=text, show_default=shown or True)
@@ -46,29 +46,32 @@ def _option(name: str, kind: Any, text: str, shown: str = "", *, flags: str = ""
 _OPTIONS = (
     _option("config", Path, "YAML file of settings; also CONTROLLER_CONFIG."),
     _option("address", str, "Unix socket to serve on, unix:PATH or /PATH.", DEFAULT_ADDRESS),
-    _option("tcp", str, "HOST:PORT to serve on as well."),
+    _option("tcp", str, "Serve on this HOST:PORT as well."),
     _option("access", Path, "Access list for TCP: who may read, steer, override."),
-    _option("tls_certificate", Path, "PEM file: TCP is served with TLS."),
-    _option("tls_key", Path, "PEM file with its private key."),
-    _option("tls_client_ca", Path, "PEM file: clients need a certificate of this authority."),
+    _option("tls_certificate", Path, "PEM file with the certificate; TCP then uses TLS."),
+    _option("tls_key", Path, "PEM file with the private key of the certificate."),
+    _option("tls_client_ca", Path, "PEM file; clients need a certificate of this authority."),
     _option(
-        "state_directory", Path, "Where overrides and their audit are kept.", "beside the socket"
+        "state_directory", Path, "Directory of overrides and their audit.", "next to the socket"
     ),
-    _option(
-        "profile", list[Path], "Profile file, or directory of them; may be given several times."
-    ),
+    _option("profile", list[Path], "Profile file, or directory of profiles; may be repeated."),
     _option(
         "profile_directory",
         Path,
-        "Where profiles measured through this sidecar are kept, and found again.",
+        "Directory that keeps the profiles measured through this sidecar.",
     ),
-    _option("ready_with", str, "Steering is SERVING from: profile, roofline or guess.", "roofline"),
+    _option(
+        "ready_with",
+        str,
+        "Step times that the health check requires: profile, roofline or guess.",
+        "roofline",
+    ),
     _option("health_host", str, "Address of the health port.", "all"),
-    _option("health_port", int, "TCP port with grpc.health.v1 alone, for a kubelet; 0: none.", "0"),
+    _option("health_port", int, "TCP port with only grpc.health.v1, for a kubelet; 0: none.", "0"),
     _option("metrics_host", str, "Address of /metrics.", "127.0.0.1"),
     _option("metrics_port", int, "Port of /metrics; 0: none.", "9464"),
     _option("page_host", str, "Address of the web page.", "127.0.0.1"),
-    _option("page_port", int, "Port of the web page, to look at; 0: none.", "0"),
+    _option("page_port", int, "Port of the web page; 0: none.", "0"),
     _option("reflection", bool, "gRPC reflection.", "on", flags="--reflection/--no-reflection"),
     _option(
         "channelz",
@@ -82,11 +85,11 @@ _OPTIONS = (
 
 
 def serve(**given: Any) -> None:
-    """Runs the sidecar until SIGTERM or SIGINT; SIGHUP has it read its settings again.
+    """Runs the sidecar until SIGTERM or SIGINT; on SIGHUP it reads its settings again.
 
-    Every option, and more, can be set in a YAML file (--config) and by environment variables with
-    the prefix CONTROLLER_ (CONTROLLER_METRICS_PORT, …).  An option goes before its variable, that
-    before the file.  `controller config` shows the resulting settings.
+    All settings can be set in a YAML file (--config) and by environment variables with the prefix
+    CONTROLLER_ (CONTROLLER_METRICS_PORT, …).  An option overrides its variable, and a variable
+    overrides the file.  `controller config` shows the resulting settings.
 
     Exit codes: 0 stopped by SIGTERM or SIGINT, 2 options or settings, 8 a socket or port is taken,
     9 a file that a setting names (profile, access list, policy, certificate) cannot be used, 10 the
@@ -96,9 +99,9 @@ def serve(**given: Any) -> None:
     import os
     import signal
 
-    # Until the sidecar listens to it: it would end the process.
+    # The sidecar handles it once it has started; by default it would end the process.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    # Before grpc is loaded: its own lines on standard error are no JSON.
+    # Before grpc is imported: it would print lines on standard error that are not JSON.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
     from controller.core.errors import SpeculationError
@@ -126,12 +129,12 @@ def serve(**given: Any) -> None:
         logs.tell_suppressed()
 
 
-# Which options there are: typer asks for the signature.
+# Typer reads the options from the signature.
 serve.__signature__ = Signature(_OPTIONS)  # type: ignore[attr-defined]
 
 
 def flags_of(params: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
-    """(settings, settings file) that a command line of `serve` names."""
+    """Returns the settings and the settings file that a command line of `serve` names."""
     given = {name: value for name, value in params.items() if value not in (None, (), [])}
     if "profile" in given:
         given["profiles"] = given.pop("profile")
@@ -164,15 +167,16 @@ def config(
     context: typer.Context,
     output: OutputOption = Output.TABLE,
     check: Annotated[
-        bool, typer.Option("--check", help="Print nothing; the exit code says it.")
+        bool, typer.Option("--check", help="Print nothing, and only set the exit code.")
     ] = False,
 ) -> None:
-    """Prints every setting: its value, where it comes from, and whether SIGHUP puts it into use.
+    """Prints every setting: its value, its source, and whether SIGHUP reloads it.
 
-    Takes every option of `controller serve`, --config FILE above all, and reads the environment as
-    it does.  Secrets are masked.  A profile or certificate that a setting names is not looked at.
+    Takes the options of `controller serve`, such as --config FILE, and reads the environment as
+    `serve` does.  Secrets are masked.  Files that a setting names, such as profiles and
+    certificates, are not read.
 
-    Exit codes: 0 `controller serve` would take these settings, 2 it would refuse them.
+    Exit codes: 0 `controller serve` would accept these settings, 2 it would refuse them.
     """
     from controller.core.errors import SpeculationError
     from controller.settings.settings import Settings
@@ -189,7 +193,7 @@ def config(
 
 
 def _require_a_redis(settings: "Settings") -> None:
-    """Nobody is called.  Raises RedisUrlError, as the start would."""
+    """Checks the Redis settings without connecting.  Raises RedisUrlError, as `serve` would."""
     if settings.redis_url is not None:
         from controller.settings.redis_settings import redis_access
         from controller.store.redis_client import connect
@@ -199,10 +203,7 @@ def _require_a_redis(settings: "Settings") -> None:
 
 
 def _serve_params(arguments: list[str]) -> dict[str, Any]:
-    """Reads the settings that `controller serve` takes from a command line.
-
-    Ends with its usage error if it does.
-    """
+    """Parses a command line as `controller serve` does, usage errors included."""
     app = typer.Typer()
     app.command()(serve)
     command = typer.main.get_command(app)
@@ -253,7 +254,7 @@ def _reloads(key: str) -> bool:
 
 
 def _value(settings: "Settings", key: str) -> Any:
-    """Returns a value as JSON has it; secrets masked, which is how pydantic writes them."""
+    """Returns a setting as a JSON value.  Secrets are masked, which is how pydantic writes them."""
     value: Any = settings
     for name in key.split("."):
         value = getattr(value, name)

@@ -1,4 +1,4 @@
-"""The commands of the simulator, a distribution of its own that need not be installed."""
+"""Adds the commands of the simulator, which is a separate, optional distribution."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -11,17 +11,20 @@ from controller.cli.output import print_error
 from controller.util.exit_codes import Exit
 
 _MODULE = "simulator.commands"
-# What `--help` says of those that are not installed.
+# The help texts of the commands if the simulator is not installed.
 _SUMMARIES = {
     "simulate": "Compares the controller with every static choice, hindsight, and the peers.",
     "convert": "Writes a profile's cells as batch_size,num_draft_tokens,step_seconds, or back.",
-    "advise": "Tells which GPUs should train, and from which speedup on it pays.",
+    "advise": "Advises which GPUs should train the drafter, and from which speedup it pays off.",
 }
 _ADVICE = "pip install speculation-controller-simulator"
 
 
 class WithSimulator(TyperGroup):
-    """Commands, and those of the simulator: it stands on this package, so it is imported last."""
+    """The `controller` commands, those of the simulator included.
+
+    The simulator imports this package, so it is imported last.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -37,9 +40,17 @@ class WithSimulator(TyperGroup):
                 )(_absent(name))
         self.commands.update(typer.main.get_group(app).commands)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Runs a command.  Removes the prefix that pydantic adds to errors of option values."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
 
 def _installed() -> Mapping[str, Callable[..., None]]:
-    """The simulator's commands by name; {} where it is not installed."""
+    """Returns the simulator's commands by name; {} if it is not installed."""
     try:
         found: Mapping[str, Callable[..., None]] = import_module(_MODULE).COMMANDS
     except ModuleNotFoundError as error:

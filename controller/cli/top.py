@@ -55,11 +55,11 @@ _ANSWER_SECONDS_MAX = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _View(Generic[Answer]):
-    """Describes what is watched.
+    """Describes what `top` shows.
 
-    ask: raises grpc.RpcError.  head, foot: lines above and below the table; foot_style: of the
-    latter.  print: one look.  document: the same as
-    plain values.
+    ask: calls the sidecar; raises grpc.RpcError.  head, foot: lines above and below the table.
+    foot_style: style of the lines below.  print: prints an answer.  document: an answer as plain
+    values.
     """
 
     ask: "Callable[[grpc.Channel], Answer]"
@@ -74,21 +74,21 @@ class _View(Generic[Answer]):
 def top(
     address: Address = DEFAULT_ADDRESS,
     interval: Annotated[
-        float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks.")
+        float, typer.Option(min=0.1, max=3600.0, help="Seconds between two updates.")
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     fleet: FleetOption = False,
     words: FilterOption = "",
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Shows the engines as they are steered, until Ctrl-C.
+    """Shows the state of all engines live, until Ctrl-C.
 
-    Into a pipe or a file it writes one plain table a look.  A sidecar that goes away is waited for.
-    -o json then prints one line a look, and -o yaml a stream of documents; wide and name need
-    --once.
+    Into a pipe or a file it writes one plain table per update.  If the sidecar goes away, it waits
+    for the sidecar to return.  -o json prints one line per update, and -o yaml a stream of
+    documents; wide and name need --once.
     """
     if not once and output in {Output.WIDE, Output.NAME}:
-        raise typer.BadParameter(f"-o {output} shows one look: add --once")
+        raise typer.BadParameter(f"-o {output} needs --once")
     require_fleet(fleet=fleet, words=words)
     if fleet:
         _show(_fleet_view(words), address, interval, output, once=once)
@@ -116,7 +116,7 @@ def _show(
 
 
 def _stream(view: _View[Answer], looks: Iterator[tuple[Answer, str]], output: Output) -> None:
-    """Prints a document for every look that was answered."""
+    """Prints a document for every answer."""
     known = ""
     for found, trouble in looks:
         if not trouble:
@@ -199,7 +199,7 @@ def _screen(
 
 
 def _print(view: _View[Answer], answer: Answer, output: Output, trouble: str = "") -> None:
-    """Prints one look; what stands above the table is for people only."""
+    """Prints an answer; the line above the table is printed for people only."""
     if output in TABLES:
         print_line(view.head(answer))
         if trouble:
@@ -259,7 +259,7 @@ _SIDECAR: "_View[service_pb2.OverviewResponse]" = _View(
 
 
 def _text(words: str, style: str = "") -> "Text":
-    """Words of others, which may not command the terminal."""
+    """Returns text without terminal control characters, since engines supply parts of it."""
     from rich.text import Text
 
     return Text(printable(words), style)

@@ -9,7 +9,7 @@ __all__ = ["Client"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the client, and gRPC, when it is asked for: commands set gRPC up before that."""
+    """Imports the client, and gRPC, on first use: commands configure gRPC before that."""
     if name != "Client":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from controller.client.client import Client  # noqa: PLC0415  # only when asked for

@@ -1,13 +1,12 @@
-"""Connects a command to a sidecar: open on its unix socket; over TCP by TLS, and with a token.
+"""Connects to a sidecar: without encryption on its unix socket; over TCP with TLS and a token.
 
-CONTROLLER_CA names the authority of the sidecar's certificate, and switches TLS on;
-CONTROLLER_CLIENT_CERTIFICATE and CONTROLLER_CLIENT_KEY a certificate of the caller's own;
+CONTROLLER_CA names the authority of the sidecar's certificate, and turns TLS on.
+CONTROLLER_CLIENT_CERTIFICATE and CONTROLLER_CLIENT_KEY name the caller's own certificate, and
 CONTROLLER_TOKEN_FILE its token.  All are PEM or text files.
 
-Calls that only read go through the operators' socket where that is possible: there, the calls of
-engines and of others cannot use up what a sidecar answers in a second.  Who may not read there,
-because the access list names other users or because too many operators are connected, reads
-through the engines' socket.
+Calls that only read use the operators' socket if possible, because calls of engines do not count
+against its rate limit.  If it refuses a caller, because the access list names other users or too
+many operators are connected, the call is repeated on the engines' socket.
 """
 
 import getpass
@@ -23,9 +22,9 @@ import grpc.aio
 from controller.core.errors import SpeculationError
 from controller.util.sockets import is_loopback, reading_addresses
 
-# A sidecar is called where it is, whatever proxy the environment names for the web.
+# Connect directly, even if the environment names an HTTP proxy.
 _OPTIONS = (("grpc.enable_http_proxy", 0),)
-# What the operators' socket answers to those who have to ask elsewhere.
+# Answers of the operators' socket after which the call is repeated on the engines' socket.
 _ELSEWHERE = frozenset(
     {
         grpc.StatusCode.PERMISSION_DENIED,
@@ -41,14 +40,14 @@ class CredentialsError(SpeculationError):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Holds the credentials of a caller.  tls: None for a plaintext line.  token: "" for none."""
+    """Credentials of a caller.  tls: None for a plaintext connection.  token: "" for none."""
 
     tls: grpc.ChannelCredentials | None = None
     token: str = ""
 
     @classmethod
     def for_address(cls, address: str) -> Self:
-        """Returns the credentials of the environment; none for a unix socket.
+        """Reads the credentials that the environment names; a unix socket needs none.
 
         Raises CredentialsError.
         """
@@ -58,14 +57,14 @@ class Credentials:
         certificate, key = _read("CLIENT_CERTIFICATE"), _read("CLIENT_KEY")
         if (certificate is None) != (key is None):
             raise CredentialsError(
-                "CONTROLLER_CLIENT_CERTIFICATE and CONTROLLER_CLIENT_KEY go together: one of them "
-                "is not set"
+                "CONTROLLER_CLIENT_CERTIFICATE and CONTROLLER_CLIENT_KEY need each other, and one "
+                "of them is not set"
             )
         if authority is None and certificate is not None:
             raise CredentialsError("a certificate needs TLS: name the authority in CONTROLLER_CA")
         if authority is None and token and not is_loopback(address):
             raise CredentialsError(
-                "the token would go over an open line: name the authority in CONTROLLER_CA"
+                "the token would be sent unencrypted: name the authority in CONTROLLER_CA"
             )
         tls = (
             None if authority is None else grpc.ssl_channel_credentials(authority, key, certificate)
@@ -73,7 +72,7 @@ class Credentials:
         return cls(tls, token)
 
     def channel(self, address: str, *options: tuple[str, int | str]) -> grpc.Channel:
-        """Makes a channel that is not connected yet; its calls carry no metadata of themselves."""
+        """Makes a channel that is not connected yet; callers add `metadata` to their calls."""
         if self.tls is None:
             return grpc.insecure_channel(address, options=_OPTIONS + options)
         return grpc.secure_channel(address, self.tls, options=_OPTIONS + options)
@@ -90,20 +89,20 @@ class Credentials:
 
 
 def why_silent(address: str, details: str | None) -> str:
-    """Names what to check where no sidecar answers.  details: gRPC's words."""
+    """Names what to check if no sidecar answers.  details: gRPC's error text."""
     if "handshake failed" in (details or "").lower():
-        return "CONTROLLER_CA's authority has issued no such certificate for this name"
+        return "the authority in CONTROLLER_CA has not issued this sidecar's certificate and name"
     running = "is `controller serve` running there?"
     if address.startswith("unix:"):
-        return f"{running} If it listens elsewhere, CONTROLLER_ADDRESS names the place"
+        return f"{running} If it uses another address, set CONTROLLER_ADDRESS"
     if "CONTROLLER_CA" in os.environ:
         return running
-    return f"{running} If it serves TLS, name its authority in CONTROLLER_CA"
+    return f"{running} If it uses TLS, name its authority in CONTROLLER_CA"
 
 
 def _read_token() -> str:
     token = (_read("TOKEN_FILE") or b"").decode("ascii", "replace").strip()
-    # gRPC would raise an error of its own at the call.
+    # Otherwise gRPC would raise a different error at the call.
     if not (token.isascii() and token.isprintable()):
         raise CredentialsError(
             f"CONTROLLER_TOKEN_FILE: {os.environ['CONTROLLER_TOKEN_FILE']}: the token is not one "
@@ -123,16 +122,16 @@ def _read(name: str) -> bytes | None:
 def reading_channel(
     credentials: Credentials, address: str, *options: tuple[str, int | str]
 ) -> grpc.Channel:
-    """Makes a channel that is not connected yet, for calls that can be repeated without harm.
+    """Makes a channel that is not connected yet, for calls that only read.
 
-    address: of the sidecar.  A call that the operators' socket refuses is made there.
+    address: of the sidecar.  A call that the operators' socket refuses is repeated at `address`.
     """
     first, *others = [credentials.channel(found, *options) for found in reading_addresses(address)]
     return _ReadingChannel(first, others[0]) if others else first
 
 
 class _ReadingChannel(grpc.Channel):
-    """Asks `first`, and `other` what is refused there."""
+    """Calls `first`; repeats a refused call on `other`."""
 
     def __init__(self, first: grpc.Channel, other: grpc.Channel) -> None:
         self._first, self._other = first, other
@@ -182,7 +181,7 @@ class _ReadingChannel(grpc.Channel):
 
 
 class _Answers:
-    """Iterates over the answers of a call that answers with a stream."""
+    """Iterates over the answers of a streaming call."""
 
     def __init__(self, first: Callable[[], Any], other: Callable[[], Any]) -> None:
         self._call, self._other = first(), other
@@ -208,15 +207,15 @@ class _Answers:
 
 
 def _is_refused(error: grpc.RpcError) -> bool:
-    """Whether the operators' socket, or the server behind it, does not take the call."""
+    """Whether the operators' socket, or its server, refused the call."""
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        # What a sidecar is away for says something else.
+        # A sidecar that is shutting down sends other details.
         return "failed to connect" in (error.details() or "")
     return error.code() in _ELSEWHERE
 
 
 def user_name() -> str:
-    """The name of the user; the number where nobody has named it, as in a container."""
+    """Returns the user's name, or its uid if it has no name, as in a container."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

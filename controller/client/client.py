@@ -1,10 +1,9 @@
 """A client of one sidecar for programs: engines, explanations, overrides and profiles.
 
-Results are the messages of the contract (docs/api.md), errors those of `controller.client.errors`,
-and EndlessListError of `controller.client.paging` where what answers lists without an end.
-Every call has a deadline.  Calls that can be repeated without harm are, where the sidecar cannot be
-reached for a moment: those that read, and those that change something with a request id, which lets
-the sidecar do it once only.
+Results are protobuf messages (docs/api.md).  Errors are those of `controller.client.errors`, and
+EndlessListError of `controller.client.paging` for a list that does not end.  Every call has a
+deadline.  If the sidecar cannot be reached, idempotent calls are retried: those that read, and
+changes with a request id, which the sidecar carries out only once.
 """
 
 import json
@@ -33,7 +32,7 @@ _REPEATED: Final = {
         "ListProfiles", "GetProfile", "PushProfile", "InstallProfile",
     ),
 }  # fmt: skip
-# Attempts within the deadline; gRPC makes 5 at most.
+# Attempts within the deadline; gRPC allows at most 5.
 _RETRY: Final = {
     "maxAttempts": 5,
     "initialBackoff": "0.2s",
@@ -55,7 +54,7 @@ _SERVICE_CONFIG: Final = {
 }
 _OPTIONS: Final = (
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
-    # Or the attempts would all come before the connection is tried again.
+    # Otherwise all attempts would be made before gRPC reconnects.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -67,8 +66,8 @@ Answer = TypeVar("Answer")
 class Client:
     """Calls one sidecar.
 
-    Changes through the operators' socket, and reads there too if this process may open it, else
-    through the engines' socket; over TCP both are the same address.  Calls can be made from several
+    Changes use the operators' socket.  Reads use it too if this process may open it, and otherwise
+    the engines' socket.  Over TCP both are the same address.  It may be used from several
     threads.
     """
 
@@ -79,7 +78,7 @@ class Client:
 
         address: unix:PATH, /PATH or HOST:PORT; by default CONTROLLER_ADDRESS, or the usual socket.
         author: who sets and clears overrides; by default CONTROLLER_AUTHOR, or the user's name.
-        timeout_seconds: for each call, with all its attempts.
+        timeout_seconds: for each call, including retries.
 
         Raises ValueError for a text that is not an address, and CredentialsError if the environment
         names credentials that cannot be used.
@@ -106,7 +105,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes the connections; calls under way end."""
+        """Closes the connections and cancels running calls."""
         self._reading.close()
         self._changing.close()
 
@@ -126,15 +125,15 @@ class Client:
     def fleet(self, words: str = "") -> list[service_pb2.FleetEngine]:
         """Returns the engines of all sidecars that share the store.
 
-        words: what engines have to match, as in `pod-7 link=alone` (docs/fleet.md); by default all.
+        words: a filter such as `pod-7 link=alone` (docs/fleet.md); by default all engines match.
 
-        Raises InvalidRequestError for words that are no filter.
+        Raises InvalidRequestError for an invalid filter.
         """
         request = service_pb2.ListFleetRequest(filter=words)
         return self._listed(self._inspection.ListFleet, request)
 
     def explain(self, engine_id: str, batch_size: int = 0) -> service_pb2.ExplainResponse:
-        """Explains the choice at a batch size; 0: that of the last report.
+        """Explains the choice at a batch size; 0: the last reported one.
 
         Raises NotFoundError for an engine that the sidecar does not know.
         """
@@ -152,9 +151,9 @@ class Client:
     ) -> policy_pb2.SetOverrideResponse:
         """Sets an override, which is in force when this returns.
 
-        override: where its id or its author is empty, a new id and the client's author are used.
-        ttl_seconds: math.inf for no end; by default the sidecar's time.  etag: of the override that
-        this one replaces.  dry_run: everything is checked, and nothing is set.
+        override: if its id or its author is empty, a new id and the client's author are used.
+        ttl_seconds: math.inf for a permanent override; by default the sidecar's default time.
+        etag: of the override that this one replaces.  dry_run: checks everything and sets nothing.
 
         Raises InvalidRequestError, AlreadyExistsError, OverrideChangedError, StoreUnavailableError,
         and with require_effect NoEffectError and NotFoundError, if nothing would change for the
@@ -178,7 +177,7 @@ class Client:
         try:
             return self._call(self._policy.GetOverride, request).held
         except UnsupportedError:
-            # A sidecar from before this call lists them.
+            # An older sidecar without this call can list overrides.
             for held in self.overrides():
                 if held.override.override_id == override_id:
                     return held
@@ -198,7 +197,7 @@ class Client:
     ) -> policy_pb2.ClearOverrideResponse:
         """Ends an override; it has ended when this returns.
 
-        etag: ends it only if it still has this one.  allow_missing: it may have ended already.
+        etag: end it only if it still has this etag.  allow_missing: it may have ended already.
 
         Raises NotFoundError, OverrideChangedError, InvalidRequestError, StoreUnavailableError.
         """
@@ -209,15 +208,15 @@ class Client:
         try:
             return self._call(self._policy_changes.ClearOverride, request)
         except NotFoundError as error:
-            # Without a reason it is from a sidecar that does not know allow_missing.
+            # An error without a reason is from a sidecar that does not support allow_missing.
             if allow_missing and not error.reason:
                 return policy_pb2.ClearOverrideResponse(missing=True)
             raise
 
     def watch_overrides(self) -> Iterator[policy_pb2.WatchOverridesResponse]:
-        """Yields what is in force, then every change, until the caller stops or the sidecar ends.
+        """Yields the active overrides, then every change, until the caller stops.
 
-        Raises UnavailableError and OverloadedError; watch again then.
+        Raises UnavailableError and OverloadedError, after which the caller may watch again.
         """
         try:
             call = self._policy.WatchOverrides(
@@ -231,7 +230,7 @@ class Client:
             raise error_of(self.address, error) from error
 
     def audit(self, override_id: str = "") -> Iterator[policy_pb2.AuditRecord]:
-        """Yields who changed what, when and why, the newest first; only of this override if any.
+        """Yields the audit records, the newest first; only those of one override if it is named.
 
         Raises EndlessListError.
         """
@@ -250,9 +249,9 @@ class Client:
         return self._listed(self._profiles.ListProfiles, request, "profiles")
 
     def get_profile(self, *, profile_id: str = "", engine_id: str = "") -> str:
-        """Returns the JSON text of a profile: of this id or identity, or of what fits an engine.
+        """Returns the JSON text of the profile with this id or identity, or of an engine.
 
-        Raises ValueError unless one of them is named, and NotFoundError.
+        Raises ValueError unless exactly one argument is given, and NotFoundError.
         """
         if bool(profile_id) == bool(engine_id):
             raise ValueError("name either a profile or an engine")

@@ -1,7 +1,7 @@
-"""Defines the errors of calls, made from what a sidecar says of them in google.rpc's words.
+"""Defines the errors of calls, made from the google.rpc error details that a sidecar sends.
 
-A sidecar from before these details, and gRPC itself, say no more than the status: `reason` is
-empty then, and the class follows from the status.
+Errors of older sidecars, and of gRPC itself, have no details: `reason` is empty, and the class
+follows from the status.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _DOMAIN: Final = "speculation.v1"
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """Describes what is wrong with a field of a request, whose path is as in `override.scope`."""
+    """What is wrong with a field of a request.  field: its path, such as `override.scope`."""
 
     field: str
     description: str
@@ -31,7 +31,7 @@ class CallError(SpeculationError):
 
     status: gRPC's.  reason: the name of a value of `ErrorReason` without its prefix, "" if unknown.
     violations: the fields that are wrong.  resource_type, resource: what the error is about, both
-    "" if that is unknown.  facts: what the reason brings along (proto/speculation/v1/errors.proto).
+    "" if that is unknown.  facts: metadata of the reason (proto/speculation/v1/errors.proto).
     """
 
     status: grpc.StatusCode = grpc.StatusCode.UNKNOWN
@@ -41,31 +41,31 @@ class CallError(SpeculationError):
 
 
 class InvalidRequestError(CallError):
-    """The request cannot be what it is; `violations` says where."""
+    """The request is not valid; `violations` names the fields."""
 
 
 class NotFoundError(CallError):
-    """There is no such engine, override or profile; `resource_type` says which of them."""
+    """The engine, override or profile does not exist; `resource_type` says which of them."""
 
 
 class AlreadyExistsError(CallError):
-    """The id is taken, or was; `facts["etag"]` has the etag of what has it."""
+    """The id is, or was, in use; `facts["etag"]` has the etag of the existing resource."""
 
 
 class OverrideChangedError(CallError):
-    """The override is not what the caller has seen; `facts["etag"]` has the newest etag."""
+    """The override has changed since the caller read it; `facts["etag"]` has its newest etag."""
 
 
 class PreconditionError(CallError):
-    """Something else has to be done first."""
+    """The call needs another action first."""
 
 
 class NoEffectError(PreconditionError):
-    """The override would do nothing to the engines of this sidecar, and is not set."""
+    """The override would have no effect on the engines of this sidecar, and was not set."""
 
 
 class AccessDeniedError(CallError):
-    """The caller may not do this, or the sidecar does not know who calls."""
+    """The caller lacks the permission, or could not be authenticated."""
 
 
 class OverloadedError(CallError):
@@ -73,11 +73,11 @@ class OverloadedError(CallError):
 
 
 class UnavailableError(CallError):
-    """The sidecar does not answer, or is going away, and repeating the call did not help."""
+    """The sidecar does not answer, or is shutting down, and retries did not help."""
 
 
 class StoreUnavailableError(UnavailableError):
-    """The store behind overrides and profiles takes nothing now."""
+    """The store of overrides and profiles cannot be written now."""
 
 
 class DeadlineExceededError(CallError):
@@ -85,7 +85,7 @@ class DeadlineExceededError(CallError):
 
 
 class UnsupportedError(CallError):
-    """The sidecar is older than this call."""
+    """The sidecar is too old for this call."""
 
 
 _BY_REASON: Final[dict[str, type[CallError]]] = {
@@ -132,7 +132,7 @@ def error_of(address: str, failed: grpc.RpcError) -> CallError:
 
 def _text(address: str, failed: grpc.RpcError) -> str:
     details: str = failed.details() or failed.code().name
-    # Every sidecar names its errors, also one from before the details.
+    # Every sidecar names its errors, even an older one that sends no details.
     if failed.code() is not grpc.StatusCode.UNAVAILABLE or "speculation-error" in _metadata(failed):
         return details
     if denied := why_denied(address):
@@ -156,6 +156,6 @@ def _details(failed: grpc.RpcError) -> dict[str, Any]:
             if part is not None and packed.Unpack(part):
                 found[type(part).__name__] = part
     except DecodeError:
-        # Not from a sidecar: the status code says enough.
+        # Not from a sidecar: the status code has to do.
         return {}
     return found

@@ -1,27 +1,26 @@
-"""Follows the pages of a call that lists (rules: proto/README.md, "Pages")."""
+"""Follows the pages of a call that returns a list (rules: proto/README.md, "Pages")."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
 from controller.core.errors import SpeculationError
 
-# Of one list.  A sidecar gives 1000 rows a page, if they fit.
+# Pages of one list.  A page has up to 1000 rows.
 PAGES_MAX: Final = 1000
-# Of the pages of one list that are kept, as they are sent: 1024 engines, each with the longest plan
-# that there is, have half of it.
+# Serialized bytes of all pages of one list: twice those of 1024 engines with the longest plan.
 LIST_BYTES_MAX: Final = 64 << 20
 
 Answer = TypeVar("Answer", bound=Any)
 
 
 class EndlessListError(SpeculationError):
-    """A list that no sidecar gives: it has no end, or is larger than any."""
+    """A list that does not end, or that is larger than any sidecar's."""
 
 
 class Pages:
     """Follows the pages of one list, and refuses a list that does not end.
 
-    keeps: the caller keeps all of them, so that their bytes count together.
+    keeps: the caller keeps all pages in memory, so that the sum of their bytes is limited.
     """
 
     def __init__(self, *, keeps: bool = True) -> None:
@@ -30,7 +29,7 @@ class Pages:
         self._bytes = 0
 
     def next_token(self, answer: Any) -> str:
-        """Takes a page and returns the next one's token, "" after the last one.
+        """Returns the token of the page after `answer`, "" after the last one.
 
         Raises EndlessListError.
         """
@@ -39,7 +38,7 @@ class Pages:
         if self._bytes > LIST_BYTES_MAX:
             raise EndlessListError(f"the sidecar's list has more than {LIST_BYTES_MAX} bytes")
         if token in self._tokens:
-            raise EndlessListError("the sidecar names a page as the next one that it has given")
+            raise EndlessListError("the sidecar's list repeats a page")
         if len(self._tokens) >= PAGES_MAX:
             raise EndlessListError(f"the sidecar's list has more than {PAGES_MAX} pages")
         if token:
@@ -48,7 +47,7 @@ class Pages:
 
 
 def every_page(call: Callable[[str], Answer], rows: str = "engines") -> Answer:
-    """The first page's answer, with the rows of all pages.
+    """Returns the first page's answer, with the rows of all pages.
 
     call: takes a page token.  rows: name of the field that has them.  Raises EndlessListError.
     """
@@ -63,7 +62,7 @@ def every_page(call: Callable[[str], Answer], rows: str = "engines") -> Answer:
 
 
 def every_page_of(call: Callable[[Any], Answer], request: Any, rows: str = "engines") -> Answer:
-    """Does the same for a call that takes a request, whose page token is set for each page."""
+    """Does the same for a call that takes a request; sets its page token for each page."""
 
     def page(token: str) -> Answer:
         request.page_token = token

@@ -1,4 +1,4 @@
-"""Checks a pod from inside: what is wrong between engine and sidecar, and what to do about it."""
+"""Checks a pod from the inside: what is wrong between engine and sidecar, and how to fix it."""
 
 from controller.doctor.finding import Finding, Level
 from controller.doctor.run import DoctorRequest, diagnose

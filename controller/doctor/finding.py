@@ -5,7 +5,7 @@ from enum import Enum
 
 
 class Level(Enum):
-    """Names how serious a finding is.  WARN: it works, but worse than it could, or not for long."""
+    """Severity of a finding.  WARN: it works, but not as well as it could, or not for long."""
 
     OK = "ok"
     WARN = "warn"
@@ -14,9 +14,9 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Holds the result of one check.
+    """Result of one check.
 
-    found: the state.  fix: what to do, in one line; "" when OK.
+    found: the state.  fix: what to do, in one line; "" if the level is OK.
     """
 
     check: str
@@ -26,15 +26,15 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """Nothing to do."""
+    """Returns a finding that needs no action."""
     return Finding(check, Level.OK, found)
 
 
 def warn(check: str, found: str, fix: str) -> Finding:
-    """Something to look at."""
+    """Returns a finding that the operator should look at."""
     return Finding(check, Level.WARN, found, fix)
 
 
 def fail(check: str, found: str, fix: str) -> Finding:
-    """Something to mend."""
+    """Returns a finding that must be fixed."""
     return Finding(check, Level.FAIL, found, fix)

@@ -1,4 +1,4 @@
-"""Checks what is visible without a call: the socket, the state directory, its disk."""
+"""Checks what needs no call to the sidecar: the socket, the state directory, its disk."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ _DISK_WARN_BYTES = 256 * 1024 * 1024
 
 
 def check_socket(path: Path) -> Finding:
-    """There, a socket, and somebody behind it."""
+    """Checks that the socket exists and that a sidecar accepts connections on it."""
     try:
         found = path.stat()
     except PermissionError:
@@ -24,7 +24,7 @@ def check_socket(path: Path) -> Finding:
     except OSError:
         return _missing(path)
     if not stat.S_ISSOCK(found.st_mode):
-        return fail("socket", f"{path} is no socket", "remove it, and start the sidecar again")
+        return fail("socket", f"{path} is not a socket", "remove it, and start the sidecar again")
     owner = f"mode {stat.S_IMODE(found.st_mode):o}, uid {found.st_uid}, gid {found.st_gid}"
     with socket.socket(socket.AF_UNIX) as caller:
         caller.settimeout(_CONNECT_SECONDS)
@@ -46,13 +46,13 @@ def _missing(path: Path) -> Finding:
     if not path.parent.is_dir():
         return fail(
             "socket",
-            f"{path.parent} is not here",
-            "mount one volume there in the engine's and in the sidecar's container",
+            f"{path.parent} does not exist",
+            "mount the same volume there in the engine's and in the sidecar's container",
         )
     return fail(
         "socket",
-        f"there is no {path}",
-        "start `controller serve`, or say where it serves with --address",
+        f"{path} does not exist",
+        "start `controller serve`, or name its address with --address",
     )
 
 
@@ -62,27 +62,27 @@ def _unreachable(path: Path, owner: str, error: OSError) -> Finding:
     if error.errno == errno.ECONNREFUSED:
         return fail(
             "socket",
-            f"{path} was left behind by a sidecar that is gone",
-            "start `controller serve`: it takes the path over",
+            f"{path} belongs to a sidecar that no longer runs",
+            "start `controller serve`: it replaces the socket",
         )
-    return fail("socket", f"{path}: {error.strerror or error}", "see whether the sidecar hangs")
+    return fail("socket", f"{path}: {error.strerror or error}", "check whether the sidecar hangs")
 
 
 def check_state(directory: Path, *, has_redis: bool = False) -> list[Finding]:
-    """Can be written, and has room.
+    """Checks that the state directory can be written and has space.
 
-    has_redis: overrides are in Redis.  Then a sidecar makes the directory only when it has one to
-    keep, so that it may be missing.
+    has_redis: overrides are in Redis.  The sidecar then creates the directory with the first
+    override, so that it may be missing.
     """
     if not directory.is_dir():
         if has_redis and os.access(directory.parent, os.W_OK, effective_ids=True):
-            message = f"{directory} will be made for a copy of the first override in Redis"
+            message = f"{directory} will be created with the first override in Redis"
             return [ok("state directory", message), _disk(directory.parent)]
         return [
             fail(
                 "state directory",
-                f"there is no {directory}",
-                "start the sidecar, which makes it, or name another with state_directory",
+                f"{directory} does not exist",
+                "start the sidecar, which creates it, or name another with state_directory",
             )
         ]
     try:
@@ -90,7 +90,7 @@ def check_state(directory: Path, *, has_redis: bool = False) -> list[Finding]:
             file.write(b"doctor")
             file.flush()
     except OSError as error:
-        fix = "make room there" if error.errno == errno.ENOSPC else _WRITABLE
+        fix = "free disk space there" if error.errno == errno.ENOSPC else _WRITABLE
         return [fail("state directory", f"{directory} cannot be written: {error.strerror}", fix)]
     return [ok("state directory", f"{directory} can be written"), _disk(directory)]
 
@@ -101,7 +101,7 @@ _WRITABLE = "mount it writable, for the sidecar's user, or name another with sta
 def _disk(directory: Path) -> Finding:
     free = shutil.disk_usage(directory).free
     said = f"{free / 1024**2:.0f} MiB free at {directory}"
-    fix = "make room: overrides, audit and training states are written there"
+    fix = "free disk space: overrides, audit and training states are written there"
     if free < _DISK_FAIL_BYTES:
         return fail("disk", said, fix)
     return warn("disk", said, fix) if free < _DISK_WARN_BYTES else ok("disk", said)

@@ -1,18 +1,17 @@
-"""Looks at the processes on this host, and at those that are connected to the engines' socket.
+"""Checks the processes on this host, and those that are connected to the engines' socket.
 
-Engines that name the sidecar and have no agent are steered by nobody.  An engine whose plugins were
+Engines that name the sidecar and have no agent are not steered.  An engine whose plugins were
 loaded before `SPECULATION_SIDECAR` was set, or not at all (embedded in another program, or spawned
-by one), runs as if nothing had been asked for.  Processes of other containers are not visible, and
-say nothing here.
+by one), runs as if the variable were unset.  Processes of other containers are not visible here.
 
-Engines give their processes titles, which overwrites what the kernel shows of a command line and of
-its environment: such a process still links its agent to the process that started it.
+Engines set process titles, which overwrite the command line and environment that the kernel shows.
+Such a process still connects its agent to the process that started it.
 
-Callers of the engines' socket who could open the operators' socket beside it are root and the
-sidecar's own user.  Here that is nobody's mistake: such processes are the operator's own.  In
-another container it is an engine that shares the directory of the sockets.  The kernel names the
-user of every connection of this network namespace, of which a pod has one (NETLINK_SOCK_DIAG, as
-`ss -x` asks it).
+Of the processes that are connected to the engines' socket, those of root and of the sidecar's user
+can also open the operators' socket next to it.  In this container that is intended.  In another
+container it is an engine that shares the directory of the sockets.  The kernel names the user of
+every connection in this network namespace, which all containers of a pod share (NETLINK_SOCK_DIAG,
+as used by `ss -x`).
 """
 
 import os
@@ -28,9 +27,9 @@ from controller.util.sockets import operators_path
 
 _VARIABLE = "SPECULATION_SIDECAR"
 _AGENT = "engine_shim.link.agent"
-# One of these is in a word of an engine's command line, or in its title.
+# The command line or the title of an engine has one of these in a word.
 _ENGINES = ("sglang", "vllm", "VLLM")
-# Words of a command line that a finding has.
+# Words of a command line that a finding shows.
 _WORDS = 4
 # From linux/netlink.h, linux/sock_diag.h and linux/unix_diag.h.
 _NETLINK_SOCK_DIAG = 4
@@ -46,7 +45,7 @@ _ATTRIBUTE = struct.Struct("=HH")  # length, type
 _NUMBER = struct.Struct("=I")
 _ALL = 0xFFFF_FFFF
 _READ_BYTES = 1 << 17
-# The kernel answers at once; a sandbox that has no such sockets may not.
+# The kernel answers at once; a sandbox without such sockets may not.
 _ANSWER_SECONDS = 2.0
 _ROOT_USER = 0
 
@@ -76,10 +75,11 @@ def check_processes(address: str, proc: Path = Path("/proc")) -> Iterator[Findin
         command = " ".join(found[root].command[:_WORDS])
         yield warn(
             f"process {root}",
-            f"{command}: it names the sidecar and has no agent: it is still starting, or it runs "
-            "unsteered, because its plugins were not loaded, or before the variable was set",
-            "wait for its start to end; in a program of your own, set SPECULATION_SIDECAR before "
-            "anything of the engine is imported, and load its plugins before its arguments exist",
+            f"{command}: names the sidecar but has no agent: it is still starting, or it runs "
+            "unsteered because its plugins were not loaded, or were loaded before the variable was "
+            "set",
+            "wait until it has started; in your own program, set SPECULATION_SIDECAR before "
+            "importing the engine, and load the engine's plugins before creating its arguments",
         )
 
 
@@ -91,11 +91,11 @@ def _processes(address: str, proc: Path) -> dict[int, _Process]:
             continue
         try:
             command = (folder / "cmdline").read_bytes().decode(errors="replace")
-            # The name of the program, in brackets, may hold anything.
+            # The program's name, in parentheses, may contain any character.
             state = (folder / "stat").read_text(errors="replace").rpartition(")")[2]
             parent = int(state.split()[1])
         except (OSError, IndexError, ValueError):
-            continue  # it has ended
+            continue  # the process has ended
         words = tuple(command.rstrip("\0").split("\0"))
         found[int(folder.name)] = _Process(parent, words, _has(wanted, folder / "environ"))
     return found
@@ -105,14 +105,14 @@ def _has(variable: bytes, environment: Path) -> bool:
     try:
         return variable in environment.read_bytes().split(b"\0")
     except OSError:
-        return False  # it is another user's, or may not be looked into
+        return False  # of another user, or not readable
 
 
 def _root(pid: int, found: dict[int, _Process]) -> int | None:
-    """The uppermost of a process and those above it that names the sidecar; None if none does."""
+    """Returns the topmost of a process and its ancestors that names the sidecar, if any does."""
     root = None
     seen: set[int] = set()
-    while pid in found and pid not in seen:  # numbers that are used again may form a circle
+    while pid in found and pid not in seen:  # reused process ids may form a cycle
         seen.add(pid)
         if found[pid].names_sidecar:
             root = pid
@@ -122,9 +122,10 @@ def _root(pid: int, found: dict[int, _Process]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Socket:
-    """Describes one end of a connection, or a listener.
+    """One end of a connection, or a listener.
 
-    file: inode of the path that it is bound to.  peer: inode of the other end.  0: none.
+    file: inode of the path that it is bound to.  peer: inode of the other end.  Both are 0 if there
+    is none.
     """
 
     file: int
@@ -133,16 +134,16 @@ class _Socket:
 
 
 def check_callers(engines: Path, proc: Path = Path("/proc")) -> Iterator[Finding]:
-    """Yields where the operators' socket lies, and a warning if an engine may be an operator.
+    """Yields the path of the operators' socket, or a warning if an engine can open it.
 
     engines: path of the engines' socket.  proc: the kernel's file system of processes.  Yields
-    nothing where the sockets cannot be looked at, or the kernel does not say who is connected.
+    nothing if the sockets cannot be read, or the kernel does not list connections.
     """
     operators = Path(os.path.realpath(operators_path(engines)))
     try:
         file, owner = engines.stat().st_ino, operators.stat().st_uid
         if operators.parent != Path(os.path.realpath(engines.parent)):
-            yield ok("operators", f"{operators}: not in the directory that engines share")
+            yield ok("operators", f"{operators}: outside the directory that engines share")
             return
         sockets = _unix_sockets()
     except OSError:
@@ -151,15 +152,15 @@ def check_callers(engines: Path, proc: Path = Path("/proc")) -> Iterator[Finding
     elsewhere = callers - _inodes(proc)
     users = sorted({sockets[inode].uid for inode in elsewhere} & {_ROOT_USER, owner})
     if not users:
-        yield ok("operators", f"{operators}: no process of another container may open it")
+        yield ok("operators", f"{operators}: no process of another container can open it")
         return
     named = " and ".join("root" if uid == _ROOT_USER else f"uid {uid}" for uid in users)
     yield warn(
         "operators",
-        f"a process of {named}, not of this container, is connected to {engines}: it may open "
-        f"{operators} in the same directory, and is an operator then",
-        "name a directory that the engine does not mount with operators_directory, or give the "
-        "engine another user",
+        f"a process of {named} in another container is connected to {engines}: it can also open "
+        f"{operators} in the same directory, and act as an operator",
+        "set operators_directory to a directory that the engine does not mount, or run the engine "
+        "as another user",
     )
 
 
@@ -205,10 +206,10 @@ def _parts(data: bytes, header: struct.Struct) -> Iterator[tuple[int, bytes]]:
 
 
 def _inodes(proc: Path) -> set[int]:
-    """Returns the sockets of the processes here that this user may look into."""
+    """Returns the inodes of the sockets of all processes that this user may inspect."""
     found = set()
     for folder in proc.glob("[0-9]*/fd"):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             for descriptor in folder.iterdir():
                 with suppress(OSError):
                     kind, _, rest = str(descriptor.readlink()).partition(":[")

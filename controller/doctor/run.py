@@ -1,4 +1,4 @@
-"""All checks, in the order in which one thing needs the other."""
+"""Runs all checks, each one after those that it depends on."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from controller.util.sockets import reading_addresses, socket_path
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
-    """Names what is checked.
+    """What to check.
 
-    config: the settings' file.  address: of the sidecar; "": as in the settings.  engine_url: of
-    the engine's HTTP API; "": it is not asked.
+    config: the settings file.  address: of the sidecar; "": as in the settings.  engine_url: of the
+    engine's HTTP API; "" skips its checks.
     """
 
     config: Path | None = None
@@ -29,7 +29,7 @@ class DoctorRequest:
 
 
 async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
-    """Every finding, as it is made."""
+    """Yields each finding as soon as its check is done."""
     settings = None
     try:
         settings = Settings.load({}, request.config)
@@ -55,7 +55,7 @@ async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
         yield finding
     if settings is None:
         return
-    # Beside the socket that was asked, which need not be the one that the settings name.
+    # The state directory is next to the socket that was asked; the settings may name another one.
     beside = {"address": address} if request.address and address.startswith("unix:") else {}
     state = settings.model_copy(update=beside).state_path
     for finding in local.check_state(state, has_redis=settings.redis_url is not None):
@@ -67,7 +67,7 @@ async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
 
 
 async def _sidecar(address: str, engine_url: str) -> tuple[list[Finding], set[str] | None]:
-    """Asks the sidecar.  Returns what kinds of engines it knows, too; None without an answer."""
+    """Returns the sidecar's findings and its kinds of engines ("vllm"); None without an answer."""
     try:
         credentials = Credentials.for_address(address)
     except CredentialsError as error:

@@ -1,4 +1,4 @@
-"""Checks the answers of the sidecar: is it SERVING, whom does it steer, by what."""
+"""Checks the answers of the sidecar: its health, its engines, and their step costs."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,16 @@ from controller.wire.engines import lost_text
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 
 _ANSWER_SECONDS = 5.0
-# Wall clocks that are further apart make audits hard to read.
+# Largest tolerated difference of wall clocks.  Beyond it, audits are hard to read.
 _CLOCK_SECONDS = 2.0
-# Overrides that a finding names.
+# Number of overrides that a finding names.
 _NAMED_MAX = 3
 _STORE = "speculation.store"
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Holds a sidecar's answers.  asked_at, answered_at: Unix seconds here."""
+    """A sidecar's answers.  asked_at, answered_at: Unix seconds by this machine's clock."""
 
     engines: service_pb2.ListEnginesResponse
     overrides: policy_pb2.ListOverridesResponse
@@ -63,26 +63,31 @@ def check_silence(address: str, error: grpc.aio.AioRpcError) -> Finding:
         return fail(
             "sidecar",
             f"{address}: {error.details()}",
-            "ask on the unix socket, or name a token's file in CONTROLLER_TOKEN_FILE",
+            "use the unix socket, or name a token file in CONTROLLER_TOKEN_FILE",
         )
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return fail("sidecar", f"{address}: no sidecar, or another version", "see what runs there")
+        return fail(
+            "sidecar",
+            f"{address}: not a sidecar, or one of another version",
+            "check which program listens there",
+        )
     if denied := why_denied(address):
-        return fail("sidecar", f"{address} cannot be asked", denied)
+        return fail("sidecar", f"{address} cannot be opened", denied)
     return fail(
         "sidecar",
         f"{address} does not answer: {error.code().name}",
-        f"see the sidecar's log; {why_silent(address, error.details())}",
+        f"read the sidecar's log; {why_silent(address, error.details())}",
     )
 
 
 def check_sidecar(answers: Answers) -> Iterator[Finding]:
-    """Health, version, clock and store."""
+    """Checks the sidecar's health, version, clock, store and policy."""
     sidecar = answers.engines.sidecar
     for service in sidecar.services:
         if not service.serving and service.service != _STORE:
             name = service.service or "the sidecar"
-            yield fail("sidecar", f"{name} is NOT_SERVING: {service.detail}", _fix(service.service))
+            fix = _fix(service.service, has_engines=bool(answers.engines.engines))
+            yield fail("sidecar", f"{name} is NOT_SERVING: {service.detail}", fix)
     if all(service.serving for service in sidecar.services if service.service != _STORE):
         yield ok("sidecar", f"SERVING for {sidecar.uptime_seconds:.0f} s")
     yield _version(sidecar.version)
@@ -93,20 +98,20 @@ def check_sidecar(answers: Answers) -> Iterator[Finding]:
 
 
 def check_engines(answers: Answers, address: str, engine_url: str) -> Iterator[Finding]:
-    """Checks each engine: introduced, steered, reporting, by which version, priced by what.
+    """Checks each engine: its stream and reports, its version, and the source of its step costs.
 
-    engine_url: of the HTTP API of an engine; "": not known.
+    engine_url: of an engine's HTTP API; "" if unknown.
     """
     if not answers.engines.engines:
         yield fail(
             "engine",
             "no engine has introduced itself",
-            f"set SPECULATION_SIDECAR={address} in the engine's container; its log says the rest",
+            f"set SPECULATION_SIDECAR={address} in the engine's container, and read its log",
         )
     for engine in answers.engines.engines:
         if engine.unavailable:
             name = engine.engine.engine_id
-            yield fail(f"engine {name}", engine.unavailable, "see the sidecar's log")
+            yield fail(f"engine {name}", engine.unavailable, "read the sidecar's log")
             continue
         yield _engine(engine)
         yield from _lost(engine)
@@ -115,17 +120,21 @@ def check_engines(answers: Answers, address: str, engine_url: str) -> Iterator[F
         yield _profile(engine, engine_url)
 
 
-def _fix(service: str) -> str:
-    if service.endswith("SpeculationService"):
-        return "measure a profile (controller profile), or declare a prior enough (ready_with)"
-    return "wait for its start to end, or see its log"
+def _fix(service: str, *, has_engines: bool) -> str:
+    if not service.endswith("SpeculationService"):
+        return "wait until the sidecar has started, or read its log"
+    if not has_engines:
+        return "start an engine with the shim (see `engine` below), or load a profile (--profile)"
+    return "measure a profile (controller profile), or accept a prior with ready_with"
 
 
 def _version(version: str) -> Finding:
     ours = controller.__version__
     if version != ours:
         return warn(
-            "version", f"the sidecar is {version or 'older'}, this command {ours}", "use one image"
+            "version",
+            f"the sidecar has version {version or 'unknown (older)'}, this command {ours}",
+            "run both from the same image",
         )
     return ok("version", version)
 
@@ -133,37 +142,45 @@ def _version(version: str) -> Finding:
 def _clock(answers: Answers) -> Finding:
     sidecar = answers.engines.sidecar
     jump = sidecar.now_unix_seconds - sidecar.started_at_unix_seconds - sidecar.uptime_seconds
-    # Its clock was read some time between the question and the answer.
+    # The sidecar read its clock at some time between the request and the answer.
     early = sidecar.now_unix_seconds - answers.asked_at
     late = sidecar.now_unix_seconds - answers.answered_at
     apart = early if early < 0 else max(late, 0.0)
     if abs(apart) > _CLOCK_SECONDS:
         return warn(
             "clock",
-            f"the sidecar's clock is {apart:+.1f} s from the one here",
-            "set both by NTP: times in the audit do not fit together",
+            f"the sidecar's clock is {apart:+.1f} s from this machine's clock",
+            "synchronize both by NTP: times in the audit are inconsistent",
         )
     if abs(jump) > _CLOCK_SECONDS:
         return warn(
             "clock",
             f"the wall clock was set by {jump:+.1f} s since the sidecar started",
-            "see what sets it; leases and overrides go by the monotonic clock and are right",
+            "check what sets it; leases and overrides use the monotonic clock and are not affected",
         )
-    return ok("clock", f"set by {jump:+.1f} s since the sidecar started, {apart:+.1f} s from here")
+    return ok(
+        "clock",
+        f"set by {_signed(jump)} since the sidecar started, {_signed(apart)} from this machine's",
+    )
+
+
+def _signed(seconds: float) -> str:
+    # Adding 0.0 turns -0.0, a small negative number that was rounded, into 0.0.
+    return f"{round(seconds, 1) + 0.0:+.1f} s"
 
 
 def _store(store: policy_pb2.StoreStatus) -> Finding:
     if not store.ok:
         return fail(
             "store",
-            f"in trouble for {store.since_seconds:.0f} s: {store.detail}",
-            "mend it: overrides in force stay, new ones are refused",
+            f"failing for {store.since_seconds:.0f} s: {store.detail}",
+            "repair it; active overrides stay in force, new ones are refused",
         )
     if store.unusable_count:
         return warn(
             "store",
             f"{store.unusable_count} overrides in it are not in force: {_few(store.unusable)}",
-            "end them with `controller override clear ID`, or delete their keys in Redis",
+            "clear them with `controller override clear ID`, or delete their keys in Redis",
         )
     return ok("store", store.detail or "can be read and written")
 
@@ -178,8 +195,8 @@ def _policy(overrides: policy_pb2.ListOverridesResponse) -> Finding:
     if not policy.ok:
         return fail(
             "policy",
-            f"{policy.detail}; what the file said before is in force",
-            "correct the file, or the ConfigMap that it comes from; it is read again by itself",
+            f"{policy.detail}; the previous version of the file is in force",
+            "correct the file, or its ConfigMap; the sidecar reads it again automatically",
         )
     entries = sum(held.override.from_file for held in overrides.overrides)
     return ok("policy", f"{entries} entries of {policy.path} are in force")
@@ -191,15 +208,17 @@ def _engine(engine: service_pb2.EngineStatus) -> Finding:
         return fail(
             name,
             "introduced, but its stream is closed: it runs without a valid plan",
-            "see whether the engine still runs, and its agent's lines in its log",
+            "check whether the engine still runs, and read its agent's lines in its log",
         )
     if not engine.reports:
-        return warn(name, "no step was reported yet", "send it a request, then look again")
+        return warn(name, "no step was reported yet", "send it a request, then check again")
     lost = f"{engine.rejected_reports} reports refused, {engine.dropped_reports} dropped"
     if engine.rejected_reports:
-        return warn(name, lost, "see report_rejected in the sidecar's log: the versions may differ")
+        return warn(
+            name, lost, "read report_rejected in the sidecar's log: the versions may differ"
+        )
     if engine.dropped_reports:
-        return warn(name, lost, "the agent gets too little processor time: give the pod more")
+        return warn(name, lost, "the agent gets too little CPU time: give the pod more")
     alone = f", {engine.unsteered_steps} without a lease" if engine.unsteered_steps else ""
     return ok(
         name,
@@ -212,7 +231,7 @@ def _lost(engine: service_pb2.EngineStatus) -> Iterator[Finding]:
         yield fail(
             f"engine {engine.engine.engine_id}",
             lost_text(loss),
-            "see the engine's log for the whole error; restart the engine to try again",
+            "read the engine's log for the full error; restart the engine to try again",
         )
 
 
@@ -227,7 +246,7 @@ def _shim(engine: service_pb2.EngineStatus, ours: str) -> Finding:
     if theirs != ours:
         return warn(
             name,
-            f"version {theirs or '(not said)'}, the sidecar {ours or 'older'}",
+            f"version {theirs or 'unknown'}, the sidecar {ours or 'unknown (older)'}",
             "install the same version of speculation-controller and speculation-controller-shim",
         )
     return ok(name, f"version {theirs}")
@@ -239,6 +258,6 @@ def _profile(engine: service_pb2.EngineStatus, engine_url: str) -> Finding:
         return ok(name, f"{engine.profile_id} matches")
     return warn(
         name,
-        f"costs are a {engine.costs} prior: {engine.no_profile}",
+        f"step costs are a {engine.costs} prior: {engine.no_profile}",
         f"measure one: controller profile --engine-url {engine_url or 'http://127.0.0.1:PORT'}",
     )

@@ -1,10 +1,10 @@
-"""Drives one engine under a load, forces its arms, and sorts the steps that count into cells.
+"""Runs loads on one engine, forces its arms, and sorts the usable steps into cells.
 
-    hold(batch size, prompt length)     a load that keeps that batch decoding
+    hold(batch size, prompt length)     keeps a batch of this size decoding
     visit(arm, seconds)                 forces the arm for a while; its steps go to the cell
 
-A step goes to the cell of what it really ran: those that the engine still makes of the previous
-arm after a switch are not lost, and none is ever credited to an arm that was only asked for.
+A step goes to the cell of the arm that it ran.  Steps of the previous arm after a switch are
+therefore kept, and no step is attributed to an arm that was only requested.
 """
 
 from collections import Counter
@@ -23,26 +23,26 @@ from controller.profiling.sidecar import MeasureStream
 from controller.profiling.wake_cost import WakeUps
 
 _LISTEN_SECONDS = 0.1
-# After a load has ended its last reports are still on their way.
+# After a load has ended, its last reports may still arrive.
 _QUIET_SECONDS = 0.05
 _QUIET_SECONDS_MAX = 1.0
 _REASONS_TOLD = 3
-# Steps of other draft lengths in a row under the plan that asks for one, and seconds since it was
-# asked for, after which the engine does not follow: a switch takes a few.
+# Consecutive steps of other draft lengths under the plan with the requested one, and seconds since
+# the request, after which the engine is found not to follow; a switch takes a few steps.
 _OTHER_WIDTH_STEPS = 40
 _OTHER_WIDTH_SECONDS = 2.0
-# Loads that may end before a step of the wanted batch is reported: where a busy machine keeps an
-# agent or the sidecar waiting, all reports of a load can be lost.
+# Most loads that may end before a step of the requested batch size is reported: if the machine is
+# busy and delays the agent or the sidecar, all reports of a load can be lost.
 _LOADS_MOST = 5
-# Tells the steps of one load from late ones of the load before it.
+# Slack factor of the context lengths, which tell a load's steps from late ones of the load before.
 _CONTEXT_SLACK = 1.1
 
 
 class Bench:
-    """`cells` and `wakings` are filled as steps come in.
+    """Fills `cells` and `wakings` from the reported steps.
 
-    uneven: as in StepFilter.  rows, short_rows: in steps that drafted, all rows of an uneven
-    drafter, and those that verified fewer drafts, by drafter.  prefill_seconds_per_token: from a
+    uneven: as in StepFilter.  rows, short_rows: by uneven drafter, the rows of steps that drafted,
+    and of these the rows that verified fewer drafts.  prefill_seconds_per_token: from a
     load's request to its full batch; inf before the first.
     """
 
@@ -61,7 +61,7 @@ class Bench:
         self.rows: Counter[str] = Counter()
         self.short_rows: Counter[str] = Counter()
         self.prefill_seconds_per_token = float("inf")
-        # Kept with each step: the round of visits that it belongs to.
+        # The current round of visits, which is stored with each step.
         self.round_number = 0
         self._stream = stream
         self._loads = loads
@@ -74,12 +74,12 @@ class Bench:
         self._prompt_tokens = 0
         self._context = Context.GRID
         self._wanted: Arm | None = None
-        # Steps of each other draft length under the plan that asks for the wanted one.
+        # Number of steps of each other draft length under the plan with the requested one.
         self._others: Counter[int] = Counter()
         self._wanted_at = 0.0
-        # The stream's when the wanted arm was asked for: the plan that asks has a later one.
+        # The stream's epoch at the request; the plan with the requested arm has a later one.
         self._epoch_before = 0
-        # The wanted batch has been seen under this load; and the last report was of a smaller one.
+        # The requested batch size was reached under this load; the last report had a smaller one.
         self._full = False
         self._fell_short = False
         self._begun_at = 0.0
@@ -89,9 +89,9 @@ class Bench:
     async def hold(
         self, batch_size: int, prompt_tokens: int, context: Context, first: Arm
     ) -> AsyncIterator[None]:
-        """Keeps a decode batch of this size up inside the block; it begins with arm `first`.
+        """Keeps a decode batch of this size running inside the block, with arm `first` at first.
 
-        Raises MeasurementStalledError when it does not come up, EngineUnreachableError.
+        Raises MeasurementStalledError if the batch is not reached, and EngineUnreachableError.
         """
         self._batch_size, self._prompt_tokens = batch_size, prompt_tokens
         self._context = context
@@ -103,7 +103,7 @@ class Bench:
             await self._end()
 
     async def visit(self, arm: Arm, seconds: float) -> None:
-        """Runs the arm for so long or until enough of its steps counted, a few in any case.
+        """Runs the arm for this time or until enough of its steps counted, but at least a few.
 
         Raises MeasurementStalledError, OtherWidthError, EngineUnreachableError, MeasurementError.
         """
@@ -119,7 +119,7 @@ class Bench:
                 await self._begin()
 
     def samples(self, arm: Arm) -> Samples:
-        """The cell that steps of this arm go to now."""
+        """Returns the current cell of this arm."""
         key = CellKey(arm.drafter, arm.gamma, self._batch_size, self._context)
         return self.cells.setdefault(key, Samples())
 
@@ -163,7 +163,7 @@ class Bench:
             pass
 
     def _contexts(self) -> range:
-        """Returns the context lengths of the load's sequences, with room for how engines count."""
+        """Returns the context lengths of the load, with slack for how engines count tokens."""
         grown = self._prompt_tokens + self._loads.new_tokens_for(
             self._batch_size, self._prompt_tokens
         )
@@ -173,16 +173,16 @@ class Bench:
     def _load_is_over(self) -> bool:
         if self._load is None or self._load.ended:
             return True
-        # Once full, a smaller batch means that a sequence has reached its end.
+        # After the full batch, a smaller one means that a sequence has ended.
         return self._full and self._fell_short
 
     async def _listen(self) -> None:
-        """Takes what comes, for a moment."""
+        """Processes the reports that arrive within a short time."""
         self._fell_short = False
         for report in await self._stream.reports(_LISTEN_SECONDS):
             self._take(report)
         if self._clock.now() - self._counted_at > self._settings.stall_seconds:
-            # An engine that refuses the load says more than a silence does.
+            # If the engine refused the load, `ended` raises a more specific error.
             if self._load is not None:
                 _ = self._load.ended
             waited = f"for {self._settings.stall_seconds:.0f} s"
@@ -213,10 +213,10 @@ class Bench:
             )
 
     def _require_wanted(self, report: StepReport) -> None:
-        """Raises OtherWidthError once the engine has run other draft lengths for too long.
+        """Raises OtherWidthError if the engine has run other draft lengths for too long.
 
-        An engine's agent gives way to everybody, so that a plan can be late by seconds: steps under
-        the plans before it say nothing.
+        The agent has a low priority, so a plan can be seconds late: steps under earlier plans do
+        not count.
         """
         wanted, others = self._wanted, self._others
         if wanted is None or report.drafter != wanted.drafter or report.flags.unsteered:
@@ -234,36 +234,36 @@ class Bench:
             return
         ran = " and ".join(f"gamma {gamma}" for gamma in sorted(others))
         raise OtherWidthError(
-            f"{wanted.drafter}: gamma {wanted.gamma} was asked for, and the engine verified {ran} "
-            f"in {others.total()} steps in a row since then: it does not follow the draft length "
-            "(docs/engines.md has what its version, method and model runner can do; shim and "
-            "sidecar may be of different versions), and no profile is written"
+            f"{wanted.drafter}: gamma {wanted.gamma} was requested, but the engine verified {ran} "
+            f"in {others.total()} consecutive steps since then: it does not follow the draft "
+            "length (docs/engines.md lists what its version, method and model runner "
+            "support; shim and sidecar may have different versions); no profile is written"
         )
 
     def _why_stalled(self, when: str) -> str:
         reasons = self._filter.left_out.most_common(_REASONS_TOLD)
-        what = "what came instead: " + ", ".join(f"{n} x {why}" for why, n in reasons)
+        what = "unusable steps: " + ", ".join(f"{n} x {why}" for why, n in reasons)
         if not reasons and self._stream.earlier_steps:
             what = (
                 f"the engine has reported {self._stream.earlier_steps} steps under earlier plans, "
-                "and none under the measurement's: its shim does not take plans, or is of another "
+                "and none under the measurement's: its shim does not follow plans, or has another "
                 "version"
             )
         elif not reasons:
             what = (
-                "the engine reports no step at all: is the engine behind this URL the one that "
-                "introduced itself to the sidecar?"
+                "the engine reports no steps: check that the engine at this URL is the one that "
+                "introduced itself to the sidecar"
             )
         wanted = self._wanted
         arm = f" of {wanted.drafter} gamma {wanted.gamma}" if wanted else ""
-        return f"no plain step{arm} with a batch of {self._batch_size} {when}; {what}"
+        return f"no usable step{arm} with a batch of {self._batch_size} {when}; {what}"
 
 
 class StepFilter:
-    """Takes reports in order.  `settle_steps`: how many are left out after anything changed.
+    """Selects usable steps from reports in order.
 
-    uneven: names of the drafters whose rows differ by their nature: mixtures, and lookups, which
-    find nothing in some rows.
+    settle_steps: how many steps are left out after a change.  uneven: names of drafters whose rows
+    differ in draft length: mixtures, and lookups, which find no match in some rows.
     """
 
     def __init__(self, settle_steps: int, uneven: Collection[str] = ()) -> None:
@@ -273,17 +273,17 @@ class StepFilter:
         self._batch_size = 0
         self._context_tokens = range(0)
         self._last: tuple[Arm, int] | None = None
-        # Why reports were left out, for people; the user empties it.
+        # Number of left-out reports by reason, for people; the caller clears it.
         self.left_out: Counter[str] = Counter()
 
     def expect(self, batch_size: int, context_tokens: range) -> None:
-        """Counts steps of this batch size and of such contexts (their mean) from now on."""
+        """Accepts only steps of this batch size and of these mean contexts from now on."""
         self._batch_size = batch_size
         self._context_tokens = context_tokens
         self._last = None
 
     def accepts(self, report: StepReport) -> bool:
-        """True for a step whose seconds are those of its arm at the wanted batch size."""
+        """Whether the step's seconds are those of its arm at the requested batch size."""
         why = self._why_not(report)
         if why:
             self.left_out[why] += 1
@@ -306,14 +306,14 @@ class StepFilter:
     def _why_disturbed(self, report: StepReport) -> str:
         flags = report.flags
         if flags.distorts_cost or flags.switched:
-            # What disturbed this step may still be felt in the next.
+            # The disturbance may also affect the next step.
             self._unsettled = max(self._unsettled - 1, 1)
             names = (
                 "after_gap", "eager_fallback", "first_use", "mixed_choice", "switched", "updating",
             )  # fmt: skip
             return f"flagged {next(name for name in names if getattr(flags, name))}"
         if report.prefill_tokens:
-            return "read prompts beside decoding"
+            return "prefilled while decoding"
         if (widths := other_widths(report)) and report.drafter not in self._uneven:
             return f"verified {widths} in some rows of gamma {report.gamma}"
         settled, self._unsettled = not self._unsettled, max(self._unsettled - 1, 0)
@@ -322,7 +322,7 @@ class StepFilter:
     def width_of(self, report: StepReport) -> int:
         """Returns the draft length that a step verified: the largest of its rows.
 
-        Rows of an uneven drafter may all verify less than their step was to.
+        For an uneven drafter, returns the step's own, since all rows may verify less.
         """
         if not report.groups or report.drafter in self._uneven:
             return report.gamma
@@ -330,6 +330,6 @@ class StepFilter:
 
 
 def other_widths(report: StepReport) -> str:
-    """Names the draft lengths of rows that verified another one than their step; "" for none."""
+    """Names the draft lengths of rows that differ from their step's; "" if none does."""
     widths = {group.gamma for group in report.groups} - {report.gamma}
     return " and ".join(f"gamma {width}" for width in sorted(widths))

@@ -1,7 +1,7 @@
-"""The engine's own HTTP API: is it ready, what can it hold, and load for a measurement.
+"""Calls the engine's HTTP API: readiness, limits, tokenizer, and load for a measurement.
 
-SGLang's and vLLM's have the same things, and each calls them by other names.  Standard library
-only, in threads: a handful of requests a minute needs no HTTP framework.
+SGLang and vLLM have the same functions under different paths.  It uses only the standard library,
+in threads: a few requests per minute need no HTTP framework.
 """
 
 import asyncio
@@ -27,19 +27,19 @@ _ANSWER_SECONDS = 30.0
 # /health_generate itself waits up to 20 s for the scheduler.
 _HEALTH_SECONDS = 25.0
 _LOAD_SECONDS = 1800.0
-# Bytes of an answer that is read; a description of a server has some tens of kB.
+# Largest answer that is read; a server's description has a few tens of kB.
 _ANSWER_BYTES_MAX = 8 << 20
-# Bytes of a load's answer that are in memory at a time; what it says is not looked at.
+# Bytes of a load's answer that are read at a time; they are discarded.
 _PIECE_BYTES = 1 << 20
-# Tokens of a sequence, where an engine does not say how many it takes.
+# Assumed tokens of a sequence if an engine does not report its limit.
 _FALLBACK_CONTEXT: Final = 2048
-# Tokens, more than any engine holds: a larger number is no limit of an engine.
+# A larger number of tokens is not a valid limit of an engine.
 _TOKENS_MAX: Final = 2**48
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Tokens that one sequence, and all sequences together, may hold."""
+    """Most tokens of one sequence, and of all sequences together."""
 
     sequence_tokens: int
     pool_tokens: int
@@ -47,10 +47,10 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class ServerKind:
-    """Names the paths of one kind of server.
+    """The paths of one kind of server.
 
-    ready: answers 200 once the engine can generate.  abort: ends a request; "" where there is no
-    such path, and an engine notices that its client has hung up.
+    ready: answers 200 once the engine can generate.  abort: ends a request; "" if there is no such
+    path, and the engine ends a request when its client disconnects.
     """
 
     name: str
@@ -67,10 +67,10 @@ VLLM: Final = ServerKind("vLLM", "/health", "/tokenize", "/v1/completions", "")
 
 
 class EngineHttp:
-    """Calls one engine's HTTP API; redirects are not followed, and no proxy is asked.
+    """Calls one engine's HTTP API, without redirects or proxies.
 
-    Raises ProfilingUsageError for an impossible URL, and for a key that would be sent unencrypted
-    to another machine.
+    Raises ProfilingUsageError for an invalid URL, and for a key that would be sent unencrypted to
+    another machine.
     """
 
     def __init__(self, url: str, api_key: str = "") -> None:
@@ -81,7 +81,7 @@ class EngineHttp:
             raise ProfilingUsageError(f"engine URL {url!r}: {error}") from error
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise ProfilingUsageError(
-                f"engine URL {url!r}: http://HOST:PORT is needed, as the engine serves it"
+                f"engine URL {url!r} must be http://HOST:PORT or https://HOST:PORT"
             )
         self.url = url
         self._secure = parts.scheme == "https"
@@ -91,16 +91,16 @@ class EngineHttp:
         self._kind: ServerKind | None = None
         if api_key:
             if not (api_key.isascii() and api_key.isprintable()):
-                raise ProfilingUsageError("the API key holds what is not printable ASCII text")
+                raise ProfilingUsageError("the API key must be printable ASCII text")
             if not (self._secure or is_loopback_host(parts.hostname)):
                 raise ProfilingUsageError(
-                    f"the API key would go over an open line to {parts.hostname}: use https://, or "
-                    "run this beside the engine"
+                    f"the API key would be sent unencrypted to {parts.hostname}: use https://, or "
+                    "run this command on the engine's host"
                 )
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     async def kind(self) -> ServerKind:
-        """Returns which server it is.  Raises EngineUnreachableError if it does not answer."""
+        """Returns the kind of server.  Raises EngineUnreachableError if it does not answer."""
         if self._kind is None:
             status, said = await self.call("GET", "/version")
             is_vllm = status == 200 and isinstance(said, dict) and "version" in said
@@ -108,7 +108,7 @@ class EngineHttp:
         return self._kind
 
     async def why_not_ready(self) -> str:
-        """Names what keeps the engine from generating; "" when nothing does."""
+        """Explains why the engine cannot generate; "" if it can."""
         try:
             path = (await self.kind()).ready
             status, _ = await self.call("GET", path, seconds=_HEALTH_SECONDS)
@@ -117,9 +117,9 @@ class EngineHttp:
         return "" if status == 200 else f"{self.url}{path} answers {status}"
 
     async def limits(self) -> EngineLimits:
-        """Reads the limits from the engine's description of itself; cautious where it does not say.
+        """Reads the limits from the server's description; missing ones have cautious defaults.
 
-        Raises EngineUnreachableError when it does not answer, or refuses to.
+        Raises EngineUnreachableError if the server does not answer or refuses.
         """
         if await self.kind() is VLLM:
             models = await self._described("/v1/models")
@@ -128,23 +128,23 @@ class EngineHttp:
         return sglang_limits(await self._described("/server_info", "/get_server_info"))
 
     async def _described(self, *paths: str) -> dict[str, Any]:
-        """Returns what the first of these paths says that there is."""
+        """Returns the answer of the first of these paths that exists."""
         for path in paths:
             status, body = await self.call("GET", path)
             if status != 404:
                 break
         if status in {401, 403}:
             raise EngineUnreachableError(
-                f"{self.url} answers {status}: it wants an API key (--api-key)"
+                f"{self.url} answers {status}: it requires an API key (--api-key)"
             )
         if status != 200 or not isinstance(body, dict):
             raise EngineUnreachableError(
-                f"{self.url}{paths[0]} answers {status}: is this a server of SGLang or vLLM?"
+                f"{self.url}{paths[0]} answers {status}: is this an SGLang or vLLM server?"
             )
         return body
 
     async def tokenize(self, text: str) -> list[int]:
-        """Ids of the engine's own tokenizer; [] when it runs without one."""
+        """Returns the token ids of a text; [] if the engine runs without a tokenizer."""
         body = {"prompt": text, "add_special_tokens": False}
         status, answer = await self.call("POST", (await self.kind()).tokenize, body)
         tokens = answer.get("tokens") if status == 200 and isinstance(answer, dict) else None
@@ -162,14 +162,14 @@ class EngineHttp:
     async def call(
         self, method: str, path: str, body: object = None, seconds: float = _ANSWER_SECONDS
     ) -> tuple[int, Any]:
-        """Status, and the body if it is JSON.  Raises EngineUnreachableError."""
+        """Returns the status and the body (JSON or text).  Raises EngineUnreachableError."""
         return await asyncio.to_thread(self.ask, method, path, body, seconds)
 
     def ask(self, method: str, path: str, body: object, seconds: float) -> tuple[int, Any]:
-        """Calls as `call` does, but blocks.
+        """Does the same as `call`, but blocks.
 
-        Every request has a connection of its own: one that was kept may be closed by the server in
-        the moment in which it is used again, and the request would be lost.
+        Every request opens a new connection: the server could close a kept-alive one just when it
+        is used again, and the request would be lost.
         """
         connection = self.connection(seconds)
         try:
@@ -194,9 +194,9 @@ class EngineHttp:
         *,
         is_load: bool = False,
     ) -> tuple[int, Any]:
-        """One request and its answer, blocking.  Raises EngineUnreachableError.
+        """Sends one request and returns its answer, blocking.  Raises EngineUnreachableError.
 
-        is_load: an answer of 200 is read to its end, and not kept: None is returned for it.
+        is_load: an answer with status 200 is read and discarded; the returned body is None.
         """
         content = None if body is None else json.dumps(body)
         try:
@@ -216,8 +216,8 @@ class EngineHttp:
             ) from error
         if len(text) > _ANSWER_BYTES_MAX:
             raise EngineUnreachableError(
-                f"{self.url}{path} answers more than {_ANSWER_BYTES_MAX} bytes: is this a server "
-                "of SGLang or vLLM?"
+                f"{self.url}{path} answers more than {_ANSWER_BYTES_MAX} bytes: is this an SGLang "
+                "or vLLM server?"
             )
         try:
             return answer.status, json.loads(text)
@@ -226,13 +226,13 @@ class EngineHttp:
 
 
 def _require_whole(answer: http.client.HTTPResponse) -> None:
-    """Raises IncompleteRead for an answer that was cut off, as a read of all of it would."""
+    """Raises IncompleteRead for a truncated answer, as `read()` without a size would."""
     if answer.length:
         raise http.client.IncompleteRead(b"", answer.length)
 
 
 class Generation:
-    """A request that is being generated, from `EngineHttp.generate`."""
+    """A running request, made by `EngineHttp.generate`."""
 
     def __init__(
         self, engine: EngineHttp, kind: ServerKind, body: dict[str, Any], ids: Sequence[str]
@@ -246,7 +246,7 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """True once the engine has answered.
+        """Whether the engine has answered.
 
         Raises EngineRefusedError if it refused, EngineUnreachableError if it went away.
         """
@@ -261,17 +261,17 @@ class Generation:
         return True
 
     async def stop(self) -> None:
-        """Ends every sequence; returns when the engine has let go of them."""
+        """Ends all sequences, and returns when the engine has released them."""
         if not self._task.done():
             self._stopped = True
             with contextlib.suppress(EngineUnreachableError):
                 await asyncio.to_thread(self._abort)
             if self._kind.abort:
-                # An engine that refuses to abort notices that the client has hung up.
+                # If the engine refuses to abort, it notices that the client disconnects.
                 await asyncio.wait({self._task}, timeout=2.0)
         self._hang_up()
         await asyncio.wait({self._task})
-        # What a request says that was cut off is not news.
+        # Retrieve the expected error of the aborted request.
         self._task.exception()
 
     def _run(self, body: dict[str, Any]) -> tuple[int, Any]:
@@ -317,14 +317,14 @@ def load_body(
 
 
 def sglang_limits(said: dict[str, Any]) -> EngineLimits:
-    """Reads the limits from `/server_info`; cautious where it does not say."""
+    """Reads the limits from `/server_info`; missing ones have cautious defaults."""
     pool = _positive(said.get("max_total_num_tokens"))
     longest = _positive(said.get("max_req_input_len")) or _FALLBACK_CONTEXT
     return EngineLimits(longest, pool or longest)
 
 
 def vllm_limits(models: Any, metrics: str) -> EngineLimits:
-    """Reads the limits from `/v1/models` and `/metrics`; cautious where they do not say.
+    """Reads the limits from `/v1/models` and `/metrics`; missing ones have cautious defaults.
 
     Raises EngineUnreachableError if there is no model.
     """
@@ -339,7 +339,7 @@ def vllm_limits(models: Any, metrics: str) -> EngineLimits:
 
 
 def _label(metrics: str, name: str) -> int:
-    """A number that a label of `vllm:cache_config_info` has; 0 if it is not there."""
+    """Returns the number in a label of `vllm:cache_config_info`; 0 if it is missing."""
     line = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
     found = re.search(rf'(?:^|,){name}="(\d{{1,12}})"', line.group(1)) if line else None
     return int(found.group(1)) if found else 0

@@ -1,4 +1,4 @@
-"""Defines why a profile cannot be measured or used; each kind has an exit code."""
+"""Errors of measuring and using profiles; each has an exit code."""
 
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ class ProfilingError(SpeculationError):
 
 
 class ProfilingUsageError(ProfilingError):
-    """An option that cannot work with this engine."""
+    """An option is not valid for this engine."""
 
     exit_code = Exit.USAGE
 
@@ -47,24 +47,24 @@ class EngineRefusedError(EngineUnreachableError):
 
 
 class EngineNotIntroducedError(ProfilingError):
-    """The sidecar does not know which engine is meant: none, another one, or several."""
+    """No engine, another engine or several engines are connected to the sidecar."""
 
     exit_code = Exit.NOT_INTRODUCED
 
 
 class MeasurementError(ProfilingError):
-    """The measurement broke off, or nothing usable came out of it."""
+    """The measurement failed, or has no usable result."""
 
     exit_code = Exit.BROKE_OFF
 
 
 class MeasurementStalledError(MeasurementError):
-    """Reports that count stopped coming; the message says what came instead."""
+    """No more usable reports arrive; the message names the reports that do."""
 
 
 class OtherWidthError(MeasurementError):
-    """The engine verifies another draft length than it is asked for: no cell would be true."""
+    """The engine verifies another draft length than requested, so no cell would be valid."""
 
 
 class InvalidPartialError(ProfilingError):
-    """A file of an interrupted measurement that cannot be read."""
+    """The file of an interrupted measurement cannot be read."""

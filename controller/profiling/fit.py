@@ -2,19 +2,20 @@
 
     seconds = c[d, gamma, B] + k_kv * (kv - B * kv_ref)
 
-k_kv comes from the context sweep alone.  There each (arm, B) was measured with a short and a long
-context in turn; its intercept is its own, so only differences within it count, and points weigh
-by the inverse square of their median's standard error.  The grid's steps are then moved to the
-reference context, the mean of what the grid saw, and rid of the machine's drift.
+k_kv comes from the context sweep only.  There each (arm, B) was measured with a short and a long
+context in turn.  Each has its own intercept, so only differences within it count; points are
+weighted by the inverse square of their median's standard error.  The grid's steps are then
+converted to the reference context, the mean context of the grid, and the machine's drift is
+removed.
 
-At one batch size every arm is visited in every round.  A machine that is slower in one round than
-in another slows all arms alike, so with m[a, r] the median of arm a in round r
+At one batch size every arm is visited in every round.  A machine that is slower in one round slows
+all arms alike, so with m[a, r] the median of arm a in round r
 
     log m[a, r] = level[a] + drift[r] + noise
 
-and the drift is found by median polish (Tukey): the median over arms of what their levels leave,
-then the median over rounds of what the drifts leave, in turn.  Medians, because a disturbance that
-hits one visit must touch neither.  Dividing by exp(drift) leaves the arms' ratios as they were
+The drift is estimated by median polish (Tukey): alternately the median over arms after subtracting
+the levels, and the median over rounds after subtracting the drifts.  Medians are used so that a
+disturbance of one visit affects neither.  Dividing by exp(drift) keeps the ratios of the arms
 within the rounds, at the machine's usual speed.
 """
 
@@ -40,22 +41,22 @@ from controller.profiling.samples import (
     without_outliers,
 )
 
-# A median is not known better than this, relative: what drifts within a visit is not averaged out.
+# Least relative error of a median: drift within a visit is not averaged out.
 _ERROR_FLOOR = 0.003
 _LEAST_STEPS = 3
-# From where on a measurement is worth a warning.
+# Thresholds of a warning about a measurement.
 _DOUBTFUL_SPREAD = 0.15
 _DOUBTFUL_DISORDER = 0.1
-# The longest draft must cost more than none by this share: a pass of a small drafter beside a large
-# target takes more than 1 %, and a median is not known better.  One token may take none: a drafter
-# that keeps in step runs one pass at gamma = 0 as well.
+# The longest draft must cost at least this share more than gamma = 0: even a small drafter's pass
+# takes more than 1 % of a large target's, which is about the error of a median.  A single token may
+# cost nothing: a drafter that stays awake runs one pass at gamma = 0 too.
 _FLAT_GROWTH = 0.01
 _LENGTHS_APART = 2
 # Interquartile range of a normal distribution, in standard deviations; and the standard error of
 # its median over that of its mean.
 _IQR_TO_SIGMA = 1 / 1.349
 _MEDIAN_PENALTY = 1.2533
-# Turns of the median polish.
+# Iterations of the median polish.
 _POLISH_TIMES = 8
 
 Key = TypeVar("Key")
@@ -64,7 +65,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ContextTerm:
-    """Seconds that one more token of context adds to a step, and the estimate's standard error."""
+    """Seconds that a token of context adds to a step, and the standard error of this estimate."""
 
     seconds_per_kv_token: float
     error: float
@@ -73,7 +74,7 @@ class ContextTerm:
 
 @dataclass(frozen=True, slots=True)
 class CostFit:
-    """Holds the result of a measurement: see Profile for the meaning and the units."""
+    """The result of a measurement; see Profile for the meaning and the units."""
 
     kv_tokens_per_sequence: float
     context: ContextTerm
@@ -81,10 +82,10 @@ class CostFit:
 
 
 def fit_costs(cells: Mapping[CellKey, Samples]) -> CostFit:
-    """Raises MeasurementError when the grid is empty."""
+    """Fits all cells.  Raises MeasurementError if the grid is empty."""
     grid = {k: s for k, s in cells.items() if k.context is Context.GRID and len(s) >= _LEAST_STEPS}
     if not grid:
-        raise MeasurementError("no cell of the grid was measured: there is nothing to fit")
+        raise MeasurementError("no cell of the grid was measured")
     context = fit_context(cells)
     per_sequence = [kv / key.batch_size for key, s in grid.items() for kv in s.kv_tokens]
     reference = float(np.mean(per_sequence))
@@ -104,7 +105,7 @@ def fit_costs(cells: Mapping[CellKey, Samples]) -> CostFit:
 def summarise_column(
     column: Mapping[CellKey, Samples], kv_reference: float, seconds_per_kv_token: float
 ) -> list[tuple[CellKey, Summary]]:
-    """The cells of one batch size, at the reference context and the machine's usual speed."""
+    """Summarises the cells of a batch size at the reference context, with the drift removed."""
     at_reference = {
         key: np.asarray(samples.seconds)
         - seconds_per_kv_token * (np.asarray(samples.kv_tokens) - key.batch_size * kv_reference)
@@ -115,7 +116,7 @@ def summarise_column(
 
 
 def fit_context(cells: Mapping[CellKey, Samples]) -> ContextTerm:
-    """Zero, and not measured, when no cell has both a short and a long context."""
+    """Fits the context term; 0 and not measured if no cell has both a short and a long context."""
     groups: dict[tuple[Arm, int], list[tuple[float, float, float]]] = defaultdict(list)
     for key, samples in cells.items():
         if key.context is Context.GRID or len(samples) < _LEAST_STEPS:
@@ -140,7 +141,7 @@ def fit_context(cells: Mapping[CellKey, Samples]) -> ContextTerm:
 
 
 def why_doubtful(cells: Sequence[ProfileCell]) -> str:
-    """Names what casts doubt on a measurement; "" when nothing does."""
+    """Explains why a measurement is doubtful; "" if it is not."""
     spread = float(np.median([cell.spread_seconds / cell.step_seconds for cell in cells]))
     if spread > _DOUBTFUL_SPREAD:
         return f"steps of one cell spread by {spread:.0%} (interquartile range)"
@@ -150,9 +151,9 @@ def why_doubtful(cells: Sequence[ProfileCell]) -> str:
 
 
 def flat_drafters(cells: Sequence[ProfileCell], drafters: Sequence[DrafterSpec]) -> Iterator[str]:
-    """Yields a line for each drafter with weights whose longest draft costs what none does.
+    """Yields a line for each drafter with weights whose longest draft costs as much as none.
 
-    At every batch size: where verification is free, drafting is not.
+    This must hold at every batch size: even where verification is free, drafting is not.
     """
     cost = {(cell.drafter, cell.gamma, cell.batch_size): cell.step_seconds for cell in cells}
     for drafter in drafters:
@@ -167,16 +168,16 @@ def flat_drafters(cells: Sequence[ProfileCell], drafters: Sequence[DrafterSpec])
         if growth and max(growth) < _FLAT_GROWTH:
             yield (
                 f"a step of {drafter.name} takes no longer at gamma {longest} than at gamma 0, at "
-                "any batch size: the engine may draft its full length whatever it is asked for "
-                "(docs/engines.md has its version, method and model runner)"
+                "any batch size: the engine may ignore the draft length and always draft in full "
+                "(docs/engines.md lists its version, method and model runner)"
             )
 
 
 def disorder(cells: Sequence[ProfileCell]) -> float:
-    """Measures how far the cells are from what costs must be: rising with gamma and with B.
+    """Measures how much the costs violate monotonicity in gamma and in B.
 
-    The largest share by which a cell costs more than one with more of either; 0 when none does.
-    What a busy machine does to a measurement shows here first.
+    Returns the largest share by which a cell costs more than one with a larger gamma or B; 0 if
+    none does.  It is the first sign that other load disturbed the measurement.
     """
     cost = {(cell.drafter, cell.gamma, cell.batch_size): cell.step_seconds for cell in cells}
     gammas = {d: sorted({g for x, g, _ in cost if x == d}) for d, _, _ in cost}
@@ -195,7 +196,7 @@ def disorder(cells: Sequence[ProfileCell]) -> float:
 def without_drift(
     seconds: Mapping[Key, Floats], rounds: Mapping[Key, Sequence[int]]
 ) -> dict[Key, Floats]:
-    """Step times of one batch size, as if the machine had kept its usual speed.
+    """Returns the step times of one batch size with the machine's drift removed.
 
     seconds[arm][i] was measured in round rounds[arm][i].  Arms without steps are left out.
     """
@@ -214,7 +215,7 @@ def without_drift(
 
 
 def _polish(medians: Floats) -> Floats:
-    """Drift of each round, from [arms, rounds] logarithms; nan where an arm was not visited."""
+    """Returns the drift of each round.  medians: [arms, rounds] logarithms, NaN if not visited."""
     drift = np.zeros(medians.shape[1])
     for _ in range(_POLISH_TIMES):
         level = np.nanmedian(medians - drift, axis=1, keepdims=True)

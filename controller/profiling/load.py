@@ -1,4 +1,4 @@
-"""Load of a wanted batch size: distinct prompts of a wanted length, in one request."""
+"""Generates load of a given batch size: distinct prompts of a given length, in one request."""
 
 import random
 import string
@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 from controller.profiling.engine_http import EngineHttp, EngineLimits, Generation
 from controller.profiling.errors import ProfilingUsageError
 
-# The text that random prompts are cut from, when the user gives none.
+# Words of the random text for prompts, if the user gives no text.
 _WORDS = 4000
-# Without a tokenizer: ids that every vocabulary has.
+# Token ids that every vocabulary has, for an engine without a tokenizer.
 _COMMON_IDS = range(16, 256)
 # Share of the KV pool that a load may fill; the engine reserves room for drafts in the rest.
 _POOL_SHARE = 0.8
-# Tokens of a sequence that the engine keeps for itself, for drafts among others.
+# Tokens of a sequence that the engine reserves, for example for drafts.
 _RESERVED_TOKENS = 64
-# A load that has room for fewer new tokens is over before it was measured.
+# A load with fewer new tokens would end before it is measured.
 _LEAST_NEW_TOKENS = 48
 
 
 class Prompts:
-    """Prompts cut from one text's tokens.  `ids`: at least one.
+    """Makes prompts from one text's tokens.  `ids`: at least one.
 
-    Each begins with two random tokens of its own, so that a prefix cache finds next to nothing.
+    Each prompt begins with two random tokens, so that a prefix cache has almost no hits.
     """
 
     def __init__(self, ids: Sequence[int], seed: int = 0) -> None:
@@ -32,17 +32,17 @@ class Prompts:
 
     @classmethod
     async def of_engine(cls, engine: EngineHttp, text: str = "") -> "Prompts":
-        """Tokenized by the engine.  Raises ProfilingUsageError when a given text cannot be."""
+        """Tokenizes the text with the engine.  Raises ProfilingUsageError if that is impossible."""
         ids = await engine.tokenize(text or random_text())
         if not ids and text:
             raise ProfilingUsageError(
                 "the prompt file cannot be used: the engine runs without a tokenizer, or the file "
-                "holds no token"
+                "is empty"
             )
         return cls(ids or list(_COMMON_IDS))
 
     def cut(self, count: int, tokens: int) -> list[list[int]]:
-        """`count` prompts of `tokens` ids each."""
+        """Returns `count` prompts of `tokens` ids each."""
         return [self._one(tokens) for _ in range(count)]
 
     def _one(self, tokens: int) -> list[int]:
@@ -55,7 +55,7 @@ class Prompts:
 
 
 def random_text(seed: int = 0) -> str:
-    """Words that no corpus has, in ASCII."""
+    """Returns random ASCII words."""
     rng = random.Random(seed)
     letters = string.ascii_lowercase
     return " ".join("".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(_WORDS))
@@ -65,7 +65,7 @@ def random_text(seed: int = 0) -> str:
 class LoadSource:
     """Starts loads on one engine.  `replicas`: data-parallel ranks that share a request's prompts.
 
-    `new_tokens`: the most that a load's sequences grow by.
+    `new_tokens`: most tokens that a load generates per sequence.
     """
 
     engine: EngineHttp
@@ -76,7 +76,7 @@ class LoadSource:
     _started: int = field(default=0, init=False)
 
     def new_tokens_for(self, batch_size: int, prompt_tokens: int) -> int:
-        """Returns how far sequences of a load can grow; 0 when the engine has no room for it."""
+        """Returns the new tokens per sequence of a load; 0 if it does not fit into the engine."""
         each = min(
             self.limits.sequence_tokens - _RESERVED_TOKENS,
             int(_POOL_SHARE * self.limits.pool_tokens / batch_size),
@@ -85,7 +85,7 @@ class LoadSource:
         return room if room >= min(_LEAST_NEW_TOKENS, self.new_tokens) else 0
 
     def start(self, batch_size: int, prompt_tokens: int) -> Generation:
-        """A request that makes a decode batch of this size; there must be room for it."""
+        """Starts a request that makes a decode batch of this size, which must fit."""
         self._started += 1
         count = batch_size * self.replicas
         ids = [f"controller-profile-{id(self):x}-{self._started}-{i:05}" for i in range(count)]

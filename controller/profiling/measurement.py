@@ -1,9 +1,9 @@
-"""Measuring C(drafter, B, gamma, kv): the grid, then the context sweep.
+"""Measures C(drafter, B, gamma, kv): the grid, and the context sweep.
 
-At each batch size one load stays up while the arms take turns, forth and back, round after round,
-and every batch size has its turn twice: what drifts (the machine, the growing contexts) then
-touches all of them alike and can be taken out, and the ratios between them are good even where the
-absolute times are not.  A cell whose median is known well enough leaves its time to the others.
+At each batch size a load runs while the arms take turns, alternately in ascending and descending
+order.  Every batch size is measured twice.  Drift (of the machine, and from growing contexts) then
+affects all arms alike and can be removed, and the ratios are accurate even if the absolute times
+are not.  Once a cell's median is accurate enough, its time goes to the other cells.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ _SAVE_SECONDS = 5.0
 
 
 class ProfileMeasurement:
-    """Measures one engine.  `save` is called repeatedly with all that is measured so far."""
+    """Measures one engine.  `save` is called repeatedly with all steps measured so far."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ProfileMeasurement:
         self._budget = TimeBudget(settings, self._parts, len(self._parts))
 
     def resume(self, partial: Partial) -> int:
-        """Goes on where another run stopped; the number of parts that it had finished."""
+        """Continues an interrupted run; returns the number of its finished parts."""
         self._started_at = partial.started_at
         self.cells = partial.cells_by_key()
         names = {
@@ -81,10 +81,10 @@ class ProfileMeasurement:
         return len(names)
 
     async def run(self, stream: MeasureStream, loads: LoadSource) -> None:
-        """Fills `cells` by visiting all parts.
+        """Measures all parts, and fills `cells`.
 
-        Raises MeasurementError when no cell of the grid was measured, when the engine or the
-        sidecar went away, or when the engine does not run what it is asked for.
+        Raises MeasurementError if no cell of the grid was measured, if the engine or the sidecar
+        ended, or if the engine does not run the requested arms.
         """
         uneven = [d.name for d in self._spec.drafters if d.kind in WEIGHTLESS]
         bench = Bench(stream, loads, self._settings, self._clock, self.cells, self.wakings, uneven)
@@ -99,7 +99,7 @@ class ProfileMeasurement:
                     await self._sweep(part, bench, loads)
             except (MeasurementStalledError, EngineRefusedError) as error:
                 if not self._finished:
-                    # What the smallest batch cannot do, no larger one will.
+                    # If the smallest batch fails, larger ones would fail too.
                     raise
                 self._reporter.note(f"left out B={part.batch_size}: {error}")
             else:
@@ -108,24 +108,24 @@ class ProfileMeasurement:
             self.save()
         if not any(self._is_measured(part) for part in self._parts):
             raise MeasurementError(
-                "the engine's KV pool or context length has no room for any load of the grid"
+                "the engine's KV pool or context length is too small for any load of the grid"
             )
         self._tell_short_rows(bench)
 
     def _tell_short_rows(self, bench: Bench) -> None:
-        """Marks costs of a lookup that found nothing in most rows: they are too low."""
+        """Warns of costs that are too low because a lookup found no match in most rows."""
         lookups = [d.name for d in self._spec.drafters if d.kind is DrafterKind.NGRAM]
         for name in lookups:
             if 2 * bench.short_rows[name] > bench.rows[name]:
                 share = bench.short_rows[name] / bench.rows[name]
                 self._reporter.note(
-                    f"the profile is doubtful: {name} drafted fewer tokens than asked for in "
-                    f"{share:.0%} of the rows, so that a step with its full drafts may take "
-                    "longer; measure again with --prompts and a text that repeats itself"
+                    f"the profile is doubtful: {name} drafted fewer tokens than requested in "
+                    f"{share:.0%} of the rows, so that a step with full drafts may take longer; "
+                    "measure again with --prompts and a text that repeats itself"
                 )
 
     def save(self) -> None:
-        """Keeps what is measured so far."""
+        """Saves the steps measured so far."""
         self._saved_at = self._clock.now()
         finished = tuple(sorted(self._finished))
         self._save(Partial.of(self._spec, self._started_at, finished, self.cells))
@@ -135,17 +135,17 @@ class ProfileMeasurement:
         return is_measured(part, arms, self.cells, self._settings.visit_steps)
 
     def _arms_of(self, part: ProfilePart) -> list[Arm]:
-        """Returns the arms that the engine has prepared for the part's batch."""
+        """Returns the arms that the engine can run at the part's batch size."""
         return [arm for arm in self._spec.arms if self._spec.can_run(arm, part.batch_size)]
 
     async def _grid(self, part: ProfilePart, bench: Bench, loads: LoadSource) -> None:
         seconds = self._budget.share(part, self._clock.now())
         if part.again and not (seconds and self._is_measured(part)):
-            return  # out of time; or it was left out, and was said to be
+            return  # out of time, or left out before, with a note
         if not loads.new_tokens_for(part.batch_size, self._settings.context_tokens):
             self._reporter.note(
-                f"left out B={part.batch_size}: the engine's KV pool or context length has no room "
-                "for such a load"
+                f"left out B={part.batch_size}: the engine's KV pool or context length is too "
+                "small for such a load"
             )
             return
         begun_at = self._clock.now()
@@ -165,7 +165,7 @@ class ProfileMeasurement:
                 left = max(deadline - self._clock.now(), 0.0)
                 waiting = max(len(unsettled), 1) * max(self._settings.rounds - turn, 1)
                 for arm in arms if turn % 2 == 0 else reversed(arms):
-                    # A settled arm is visited for a moment: it shows the round's drift.
+                    # A settled arm is visited briefly, to show the round's drift.
                     await bench.visit(arm, left / waiting if arm in unsettled else 0.0)
                     self._tell(part, arm, (self._clock.now() - begun_at) / max(seconds, 1e-9))
                 turn += 1
@@ -182,7 +182,7 @@ class ProfileMeasurement:
         return 1 + max((max(s.rounds) for s in self._column(part).values()), default=-1)
 
     def _unsettled(self, part: ProfilePart) -> set[Arm]:
-        """The arms whose medians are not known well enough yet."""
+        """Returns the arms whose medians are not accurate enough yet."""
         settled = {
             key.arm
             for key, summary in summarise_column(self._column(part), 0.0, 0.0)
@@ -199,7 +199,7 @@ class ProfileMeasurement:
         bench.round_number = 0
         prepared = self._arms_of(part)
         arms = [arm for arm in sweep_arms(self._spec) if arm in prepared] or prepared[:1]
-        # Short, long, short: a drift of the machine falls on both alike.
+        # Short, long, short: so that a drift of the machine affects both contexts alike.
         for context, time_share in (
             (Context.SHORT, 0.25),
             (Context.LONG, 0.5),
@@ -212,7 +212,7 @@ class ProfileMeasurement:
                 )
                 if not tokens:
                     self._reporter.note(
-                        f"no context sweep at B={part.batch_size}: no room, or no time, for a "
+                        f"no context sweep at B={part.batch_size}: not enough memory or time for a "
                         f"context of more than {self._settings.context_tokens} tokens"
                     )
                     return

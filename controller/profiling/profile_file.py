@@ -1,7 +1,7 @@
-"""Keeps on disk what a measurement yields: the profile, or its raw steps if it was interrupted.
+"""Reads and writes the files of a measurement: the profile, or the raw steps if interrupted.
 
-Of an interrupted measurement the steps are kept, not their summaries: a later run goes on where
-this one stopped, and fits everything together.
+An interrupted measurement keeps steps and not summaries, so that a later run can continue it and
+fit all steps together.
 """
 
 import hashlib
@@ -20,15 +20,15 @@ from controller.profiling.errors import InvalidPartialError, ProfileRefusedError
 from controller.profiling.samples import CellKey, Cells, Context, Samples
 from controller.util.files import write_whole
 
-# Characters of a model's, and of a device's, name in the name of a file.
+# Most characters of a model's or device's name in a file name.
 _NAME_MAX = 48
-# An interrupted measurement that is older is begun again.
+# An older interrupted measurement is started again.
 OLDEST = timedelta(days=1)
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def default_path(spec: EngineSpec, directory: Path = Path("profiles")) -> Path:
-    """`<model>-<device>-<digest of the fingerprint and the drafters>.json`."""
+    """Returns `<model>-<device>-<digest of the fingerprint and the drafters>.json`."""
     fingerprint = replace(spec.fingerprint, shim_version="")
     identity = repr((asdict(fingerprint), identities(spec)))
     digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
@@ -42,7 +42,7 @@ def _slug(text: str) -> str:
 
 
 def reusable_profile(path: Path, spec: EngineSpec) -> Profile | None:
-    """The profile there, if it is this engine's; None when there is no file.
+    """Returns the profile in a file if it is this engine's; None if there is no file.
 
     Raises ProfileRefusedError for another engine's profile, and for a file that is not a profile.
     """
@@ -64,7 +64,7 @@ def reusable_profile(path: Path, spec: EngineSpec) -> Profile | None:
 
 
 def uncovered(profile: Profile, spec: EngineSpec) -> list[str]:
-    """Names what the engine can run and the profile did not measure."""
+    """Names the choices that the engine can run but the profile did not measure."""
     cells = profile.cells
     largest = max(cell.batch_size for cell in cells)
     missing = [
@@ -78,14 +78,14 @@ def uncovered(profile: Profile, spec: EngineSpec) -> list[str]:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Whole, or not at all.  Raises OSError."""
+    """Writes a profile atomically.  Raises OSError."""
     write_whole(path, profile.to_json().encode())
 
 
 @with_config(_STRICT)
 @dataclass(frozen=True, slots=True)
 class PartialCell:
-    """One cell's steps; see CellKey and Samples."""
+    """The steps of one cell; see CellKey and Samples."""
 
     drafter: str
     gamma: int
@@ -99,9 +99,9 @@ class PartialCell:
 @with_config(_STRICT)
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Holds an interrupted measurement.
+    """An interrupted measurement.
 
-    finished: names of the plan's parts that need no more steps.  started_at: ISO 8601.
+    finished: names of the parts that need no more steps.  started_at: ISO 8601.
     """
 
     format: Literal["speculation-profile-partial/1"]
@@ -115,7 +115,7 @@ class Partial:
     def of(
         cls, spec: EngineSpec, started_at: datetime, finished: tuple[str, ...], cells: Cells
     ) -> "Partial":
-        """Makes one of what is measured so far."""
+        """Makes one from the steps that are measured so far."""
         return cls(
             "speculation-profile-partial/1",
             started_at,
@@ -137,7 +137,7 @@ class Partial:
         )
 
     def cells_by_key(self) -> Cells:
-        """The cells as the measurement keeps them."""
+        """Returns the cells in the form that a measurement uses."""
         return {
             CellKey(c.drafter, c.gamma, c.batch_size, Context(c.context)): Samples(
                 list(c.seconds), list(c.kv_tokens), list(c.rounds)
@@ -146,14 +146,14 @@ class Partial:
         }
 
     def why_unusable(self, spec: EngineSpec, now: datetime) -> str:
-        """Explains why a measurement cannot be continued; "" when it can."""
+        """Explains why a measurement cannot be continued; "" if it can."""
         age = now - self.started_at
         if not timedelta(0) <= age <= OLDEST:
-            return f"it was begun {self.started_at:%Y-%m-%d %H:%M}, more than a day ago"
-        # The profile that it could become is what has to match.
+            return f"it was started {self.started_at:%Y-%m-%d %H:%M}, more than a day ago"
+        # A profile with its fingerprint must match the engine.
         some = ProfileCell(self.drafters[0].name, 0, 1, 1.0, 0.0, 1) if self.drafters else None
         if some is None:
-            return "it names no drafter"
+            return "it has no drafter"
         try:
             Profile(self.fingerprint, self.drafters, 0.0, 0.0, (some,)).require_match(
                 spec.fingerprint, spec.drafters
@@ -167,12 +167,12 @@ _ADAPTER = TypeAdapter(Partial)
 
 
 def partial_path(output: Path) -> Path:
-    """Returns the path beside the output."""
+    """Returns the path of the interrupted measurement, next to the output."""
     return output.with_name(f"{output.stem}.partial.json")
 
 
 def load_partial(path: Path) -> Partial | None:
-    """None when there is no such file.  Raises InvalidPartialError for what is not one."""
+    """Reads an interrupted measurement; None if there is no file.  Raises InvalidPartialError."""
     try:
         partial = _ADAPTER.validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -187,26 +187,30 @@ def load_partial(path: Path) -> Partial | None:
         ) from error
     for cell in partial.cells:
         if not len(cell.seconds) == len(cell.kv_tokens) == len(cell.rounds):
-            raise InvalidPartialError(f"{path}: a cell's seconds, kv_tokens, rounds do not pair up")
+            raise InvalidPartialError(
+                f"{path}: a cell has different numbers of seconds, kv_tokens and rounds"
+            )
         if not all(s > 0 for s in cell.seconds) or min(cell.kv_tokens, default=0) < 0:
-            raise InvalidPartialError(f"{path}: a step's seconds or kv_tokens cannot be")
+            raise InvalidPartialError(f"{path}: a step has invalid seconds or kv_tokens")
         if cell.batch_size < 1 or cell.gamma < 0:
-            raise InvalidPartialError(f"{path}: batch size {cell.batch_size}, gamma {cell.gamma}")
+            raise InvalidPartialError(
+                f"{path}: batch size {cell.batch_size} or gamma {cell.gamma} is not valid"
+            )
     if partial.started_at.tzinfo is None:
-        raise InvalidPartialError(f"{path}: started_at names no time zone")
+        raise InvalidPartialError(f"{path}: started_at has no time zone")
     return partial
 
 
 def save_partial(path: Path, partial: Partial) -> None:
-    """Whole, or as it was.  Raises OSError."""
+    """Writes an interrupted measurement atomically.  Raises OSError."""
     write_whole(path, _ADAPTER.dump_json(partial, indent=1))
 
 
 def identities(spec: EngineSpec) -> tuple[DrafterIdentity, ...]:
-    """The drafters' weights, as a profile names them."""
+    """Returns the identities of the drafters' weights, as in a profile."""
     return tuple(DrafterIdentity(d.name, d.model, d.revision) for d in spec.drafters)
 
 
 def utc_now() -> datetime:
-    """Wall time, to the second."""
+    """Returns the wall time, to the second."""
     return datetime.now(UTC).replace(microsecond=0)

@@ -1,4 +1,4 @@
-"""Shows the progress of a measurement: a bar, or lines if it is no terminal."""
+"""Shows the progress of a measurement: a bar on a terminal, and lines otherwise."""
 
 import sys
 from typing import Protocol, Self, TextIO
@@ -13,20 +13,20 @@ _LINE_SECONDS = 10.0
 
 
 class Reporter(Protocol):
-    """Told what goes on.  `async` code calls it; nothing blocks for long."""
+    """Shows progress.  `async` code calls it, so that no method may block for long."""
 
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """Shows a line permanently."""
 
     def waiting(self, text: str) -> None:
-        """Something is waited for; called again and again meanwhile."""
+        """Shows what is waited for; called repeatedly."""
 
     def progress(self, share: float, doing: str, left_seconds: float) -> None:
-        """`share` in [0, 1] of the work is done; `doing`: at which cell."""
+        """Shows the share in [0, 1] of the work that is done.  doing: the current cell."""
 
 
 class LineReporter:
-    """Plain lines, one every few seconds, for logs."""
+    """Prints plain lines, one every few seconds, for logs."""
 
     def __init__(self, out: TextIO | None = None, clock: Clock | None = None) -> None:
         self._out = out or sys.stderr
@@ -61,7 +61,7 @@ class LineReporter:
 
 
 class BarReporter:
-    """A bar with the time that is left, on a terminal."""
+    """Shows a bar with the remaining time on a terminal."""
 
     def __init__(self) -> None:
         self._progress = Progress(

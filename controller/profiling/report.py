@@ -1,4 +1,4 @@
-"""A profile as people read it: the table of step times, and what it was measured on."""
+"""Formats a profile for people: the table of step times, and what it was measured on."""
 
 import os
 import platform
@@ -14,14 +14,14 @@ from controller.util.text import TextColumn, TextTable, spread_priorities
 def profile_tables(profile: Profile) -> Iterator[TextTable]:
     """Yields a table for each drafter: rows gamma, columns B.
 
-    A cell has the milliseconds of a step, and their ratio to gamma = 0 of the same drafter.
+    A cell has the milliseconds of a step, and the ratio to gamma = 0 of the same drafter.
     """
     sizes = sorted({cell.batch_size for cell in profile.cells})
     cells = {(cell.arm, cell.batch_size): cell for cell in profile.cells}
     for drafter in dict.fromkeys(cell.drafter for cell in profile.cells):
         gammas = sorted({c.gamma for c in profile.cells if c.drafter == drafter})
         yield _by_batch_size(
-            f"{drafter}: milliseconds of a step, and its ratio to gamma = 0",
+            f"{drafter}: milliseconds per step, and ratio to gamma = 0",
             sizes,
             {
                 (gamma, size): _cell(cells, Arm(drafter, gamma), size)
@@ -60,26 +60,25 @@ def _cell(cells: dict[tuple[Arm, int], ProfileCell], arm: Arm, size: int) -> str
 
 
 def measured_text(profile: Profile) -> str:
-    """Tells how and on what a profile was measured, in three lines."""
+    """Returns three lines about how and on what a profile was measured."""
     spreads = sorted(cell.spread_seconds / cell.step_seconds for cell in profile.cells)
     steps = sorted(cell.steps for cell in profile.cells)
     middle = len(steps) // 2
     return (
-        f"at {profile.kv_tokens_per_sequence:.0f} tokens of context; every token more or less "
-        f"{profile.seconds_per_kv_token * 1e6:.3f} us a step\n"
-        f"steps in a cell: {steps[0]} to {steps[-1]}, mostly {steps[middle]}; interquartile range "
-        f"mostly {spreads[middle]:.1%} of the median, {spreads[-1]:.1%} at worst\n"
+        f"at {profile.kv_tokens_per_sequence:.0f} tokens of context; each further token adds "
+        f"{profile.seconds_per_kv_token * 1e6:.3f} us per step\n"
+        f"steps per cell: {steps[0]} to {steps[-1]}, median {steps[middle]}; interquartile range "
+        f"{spreads[middle]:.1%} of the median typically, {spreads[-1]:.1%} at most\n"
         f"{profile.hardware}"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class CellDifference:
-    """Compares one cell of two profiles.
+    """A cell in two profiles.
 
-    ratio: the second one's seconds as a multiple of the first one's; None where only one of them
-    has measured it.  apart: they lie further apart than both spreads together (interquartile
-    ranges).
+    ratio: seconds in the second profile over those in the first; None if only one has measured it.
+    apart: they differ by more than the sum of both spreads (interquartile ranges).
     """
 
     drafter: str
@@ -126,9 +125,9 @@ def _ratio_text(found: CellDifference) -> str:
 
 
 def hardware_note(device: str) -> str:
-    """The engine's device, and the machine that measured."""
+    """Describes the engine's device, and the machine that measured."""
     host = f"{_processor()}, {os.cpu_count()} processors, {_memory_gib():.0f} GiB"
-    return f"device: {device or 'not said'}; measured from a host with {host}"
+    return f"device: {device or 'unknown'}; measured from a host with {host}"
 
 
 def _processor() -> str:

@@ -1,4 +1,4 @@
-"""`controller profile` from end to end: wait, reuse or refuse, measure, write, install."""
+"""Implements `controller profile`: wait, reuse or refuse, measure, write, install."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -39,18 +39,18 @@ from controller.profiling.schedule import ProfilingSettings
 from controller.profiling.sidecar import ProfilingClient
 
 _POLL_SECONDS = 0.5
-# An engine that answers HTTP introduces itself within this time, or has no shim.
+# An engine with the shim introduces itself within this time after it answers HTTP.
 _INTRODUCTION_SECONDS = 10.0
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """Names what to profile, and where the profile goes.
+    """What to profile, and where to write the profile.
 
-    output: None for a name made from the engine's identity.  engine_id: "" for the only one.
-    force: measure although a file is there.  prompt_text: what prompts are cut from, "" for
-    random words.  command: recorded in the profile.
+    output: None for a name made from the engine's identity.  engine_id: "" for the only engine.
+    force: measure even if a profile exists.  prompt_text: text for prompts, "" for random words.
+    command: recorded in the profile.
     """
 
     engine_url: str
@@ -67,9 +67,9 @@ class ProfileRequest:
 
 @dataclass(frozen=True, slots=True)
 class ProfileOutcome:
-    """Holds the outcome.
+    """The result of `controller profile`.
 
-    reused: the profile existed already.  seconds: of the measurement, else 0.
+    reused: the profile already existed.  seconds: of the measurement; 0 if reused.
     """
 
     profile: Profile
@@ -82,9 +82,9 @@ class ProfileOutcome:
 async def profile_engine(
     request: ProfileRequest, reporter: Reporter, clock: Clock | None = None
 ) -> ProfileOutcome:
-    """Measures a running engine, or finds that it was measured, and installs the profile.
+    """Measures a running engine, or reuses its profile, and installs the profile.
 
-    What is measured so far is kept, whatever ends the measurement.  Raises ProfilingError.
+    If the measurement ends early, its steps are saved.  Raises ProfilingError.
     """
     clock = clock or WallClock()
     engine = EngineHttp(request.engine_url, request.api_key)
@@ -114,7 +114,7 @@ def _require_drafters(spec: EngineSpec) -> None:
     loss = next((loss for loss in spec.lost if loss.drafter), None)
     if loss is not None:
         raise MeasurementError(
-            f"engine {spec.engine_id!r} has lost {loss.what} ({loss.reason}), which cannot be "
+            f"engine {spec.engine_id!r} has lost {loss.what} ({loss.reason}), so that it cannot be "
             "measured: restart the engine, then measure again"
         )
 
@@ -140,7 +140,7 @@ class _ProfileRun:
         )
 
     async def measure(self, engine: EngineHttp, sidecar: ProfilingClient) -> Profile:
-        """Measures the engine.  Raises ProfilingError; what is measured by then is kept."""
+        """Measures the engine.  Raises ProfilingError, after saving the steps measured so far."""
         self._resume()
         loads = LoadSource(
             engine,
@@ -156,8 +156,8 @@ class _ProfileRun:
             if self._measurement.cells:
                 self._measurement.save()
                 self._reporter.note(
-                    f"what was measured is kept in {self._partial_path}: run the same command "
-                    "again to go on"
+                    f"the measured steps are saved in {self._partial_path}: run the same command "
+                    "again to continue"
                 )
             raise
         profile = self._fit()
@@ -170,7 +170,7 @@ class _ProfileRun:
         if fit.context.measured:
             self._reporter.note(
                 f"context term: {fit.context.seconds_per_kv_token * 1e6:.3f} "
-                f"+- {fit.context.error * 1e6:.3f} us for each token"
+                f"+- {fit.context.error * 1e6:.3f} us per token"
             )
         else:
             self._reporter.note("context term: not measured, 0 is assumed")
@@ -179,13 +179,12 @@ class _ProfileRun:
         )
         if wakings:
             self._reporter.note(
-                f"waking a drafter: {waking * 1e6:.0f} us for each token that it missed "
-                f"({wakings} wakings)"
+                f"waking a drafter: {waking * 1e6:.0f} us per missed token ({wakings} wake-ups)"
             )
         if doubt := why_doubtful(fit.cells):
             self._reporter.note(
-                f"the profile is doubtful: {doubt}; something else kept the machine busy, so "
-                "measure again (--force) when it is quiet"
+                f"the profile is doubtful: {doubt}; other load may have disturbed it, so measure "
+                "again (--force) when the machine is idle"
             )
         for flat in flat_drafters(fit.cells, self._spec.drafters):
             self._reporter.note(f"the profile is doubtful: {flat}")
@@ -206,17 +205,21 @@ class _ProfileRun:
         try:
             partial = load_partial(path)
         except InvalidPartialError as error:
-            self._reporter.note(f"starts again: the interrupted measurement is unreadable: {error}")
+            self._reporter.note(
+                f"starting again: the interrupted measurement cannot be read: {error}"
+            )
             return
         if partial is None:
             return
         if why := partial.why_unusable(self._spec, utc_now()):
-            self._reporter.note(f"starts again: {path} is an interrupted measurement, but {why}")
+            self._reporter.note(
+                f"starting again: the interrupted measurement {path} cannot be continued: {why}"
+            )
             return
         done = self._measurement.resume(partial)
         steps = sum(len(cell.seconds) for cell in partial.cells)
         self._reporter.note(
-            f"continues the measurement begun {partial.started_at:%Y-%m-%d %H:%M} UTC "
+            f"continuing the measurement started {partial.started_at:%Y-%m-%d %H:%M} UTC "
             f"({path}): {done} parts are done, {steps} steps are kept"
         )
 
@@ -230,7 +233,7 @@ class _ProfileRun:
 async def _shelved_profile(
     sidecar: ProfilingClient, spec: EngineSpec, path: Path, reporter: Reporter
 ) -> Profile | None:
-    """Takes what another pod, or this one before, has measured, and writes it down here too."""
+    """Returns the profile in the fleet's store, if any, and writes it to the output."""
     profile = await sidecar.stored(spec)
     if profile is not None:
         _tell_reuse("the profile store has this engine's profile", profile, spec, reporter)
@@ -247,7 +250,7 @@ def _write(path: Path, profile: Profile) -> None:
 
 def _tell_reuse(what: str, profile: Profile, spec: EngineSpec, reporter: Reporter) -> None:
     reporter.note(
-        f"{what}, measured {profile.measured_at or 'some time ago'}: it is used as it is (--force "
+        f"{what}, measured {profile.measured_at or 'at an unknown time'}: it is reused (--force "
         "measures again)"
     )
     if missing := uncovered(profile, spec):
@@ -255,7 +258,7 @@ def _tell_reuse(what: str, profile: Profile, spec: EngineSpec, reporter: Reporte
 
 
 class Waiter:
-    """Tries again until it works or the time is over.  `seconds`: for all that is waited for."""
+    """Retries until success or until the time is over.  `seconds`: for all waits together."""
 
     def __init__(self, seconds: float, clock: Clock, reporter: Reporter) -> None:
         self._clock = clock
@@ -281,7 +284,7 @@ class Waiter:
     async def for_introduction(
         self, sidecar: ProfilingClient, engine: EngineHttp, engine_id: str
     ) -> EngineSpec:
-        """The engine to measure; `engine_id` "" when there is only one.
+        """Returns the engine to measure.  engine_id: "" if there is only one.
 
         Raises EngineNotIntroducedError.
         """
@@ -310,13 +313,16 @@ class Waiter:
 
 
 class NotYetIntroducedError(EngineNotIntroducedError):
-    """It may still come."""
+    """The engine has not introduced itself yet."""
 
 
 def choose_engine(
     engines: Sequence[EngineSpec], engine_id: str, url: str, address: str
 ) -> EngineSpec:
-    """Raises NotYetIntroducedError when it is not there, EngineNotIntroducedError for several."""
+    """Returns the engine with this id, or the only one if the id is "".
+
+    Raises NotYetIntroducedError if there is none, and EngineNotIntroducedError for several.
+    """
     names = [spec.engine_id for spec in engines]
     for spec in engines:
         if spec.engine_id == engine_id:
@@ -334,6 +340,6 @@ def choose_engine(
     if len(engines) > 1:
         raise EngineNotIntroducedError(
             f"{len(engines)} engines have introduced themselves ({', '.join(names)}): "
-            "say with --engine-id which one is behind the engine URL"
+            "name the one at the engine URL with --engine-id"
         )
     return engines[0]

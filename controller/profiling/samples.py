@@ -1,4 +1,4 @@
-"""Step times of one cell, and what can be said about them robustly."""
+"""Step times of one cell, and their robust statistics."""
 
 import math
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from controller.core.engine_spec import Arm
 
-# Steps further from the median than so many (normal-consistent) deviations are left out; nothing
-# nearer than the floor, a share of the median, is.
+# Steps further from the median than this number of (normal-consistent) deviations are outliers,
+# unless they are within the floor, a share of the median.
 _OUTLIER_DEVIATIONS = 6.0
 _OUTLIER_FLOOR = 0.1
 _MAD_TO_SIGMA = 1.4826
@@ -19,7 +19,7 @@ _Z95 = 1.96
 
 
 class Context(Enum):
-    """Names what a load was for: the grid, or one end of the context sweep."""
+    """Purpose of a load: the grid, or one end of the context sweep."""
 
     GRID = "grid"
     SHORT = "short"
@@ -28,7 +28,7 @@ class Context(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CellKey:
-    """Identifies what a step ran, and under which kind of load."""
+    """Identifies the arm and batch size of a step, and the purpose of its load."""
 
     drafter: str
     gamma: int
@@ -53,7 +53,7 @@ class Samples:
         return len(self.seconds)
 
     def add(self, seconds: float, kv_tokens: int, round_number: int) -> None:
-        """One more step."""
+        """Adds a step."""
         self.seconds.append(seconds)
         self.kv_tokens.append(kv_tokens)
         self.rounds.append(round_number)
@@ -77,7 +77,7 @@ class Summary:
 
 
 def without_outliers(seconds: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
-    """The steps that are not far outside: ascending."""
+    """Returns the steps that are not outliers, in ascending order."""
     values = np.sort(np.asarray(seconds, dtype=np.float64))
     median = float(np.median(values))
     deviation = _MAD_TO_SIGMA * float(np.median(np.abs(values - median)))

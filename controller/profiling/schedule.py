@@ -1,9 +1,9 @@
 """Defines what is measured, orders its parts, and divides the time among them.
 
-A part is one batch size of the grid, or one batch size of the context sweep.  The grid is gone
-through twice, up and down again with the sweep between, so that a machine that is slower for a
-while is not taken for a dear batch size.  A part that needs less than its share leaves the rest to
-those after it.
+A part is one batch size of the grid, or one batch size of the context sweep.  The grid is measured
+twice, in ascending and then in descending order, with the sweep between, so that a temporary
+slowdown does not make one batch size look expensive.  Time that a part does not need goes to the
+parts after it.
 """
 
 from collections.abc import Sequence
@@ -15,26 +15,26 @@ from controller.profiling.errors import ProfilingUsageError
 from controller.profiling.load import LoadSource
 from controller.profiling.samples import CellKey, Cells
 
-# Lengths that a long context may have; the longest that fits and can be afforded is taken.
+# Candidate lengths of the long context; the longest that fits into the engine and the time is used.
 LONG_CONTEXTS = (8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512, 384, 256)
-# The long context is at least so many times the short one, or there is no sweep.
+# Least ratio of the long context to the short one; below it there is no sweep.
 _LEAST_RATIO = 2
 _SWEEP_LARGEST_BATCH = 8
 _SWEEP_BATCH_STEP = 4
 # Share of its time that a part of the sweep may spend on the long prefill.
 _PREFILL_SHARE = 0.4
-# Beyond this the default grid stops: larger batches cost time and rarely speculate.
+# Largest batch of the default grid: larger ones cost time and rarely speculate.
 DEFAULT_LARGEST_BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ProfilingSettings:
-    """Raises ProfilingUsageError for values that cannot work.
+    """Settings of a measurement.  Raises ProfilingUsageError for invalid values.
 
-    batch_sizes: () for powers of two up to what the engine runs.  budget_seconds: the whole
-    measurement.  tolerance: relative half width of a median's 95 % confidence interval that is
-    good enough.  context_tokens: prompt length of the grid's loads.  new_tokens: how far a load's
-    sequences grow before a fresh load takes over.
+    batch_sizes: () for powers of two up to the engine's largest.  budget_seconds: for the whole
+    measurement.  tolerance: relative half width of a median's 95 % confidence interval at which a
+    cell is done.  context_tokens: prompt length of the grid's loads.  new_tokens: tokens that a
+    load generates per sequence before a new load replaces it.
     """
 
     batch_sizes: tuple[int, ...] = ()
@@ -42,35 +42,35 @@ class ProfilingSettings:
     tolerance: float = 0.01
     context_tokens: int = 128
     new_tokens: int = 512
-    # Part of the budget for the context sweep, and part that is kept for what takes longer.
+    # Share of the budget for the context sweep, and share that is reserved for delays.
     context_share: float = 0.15
     spare_share: float = 0.08
-    # Times that every draft length is visited each time a batch size is, at the least.
+    # Least number of visits of every draft length per visit of a batch size.
     rounds: int = 2
     # Steps after a switch that are left out: the switch itself, and one that it may have disturbed.
     settle_steps: int = 2
-    # Steps of a visit, at the least and when they come quickly: short visits make many rounds,
-    # and a drift that is slow beside a round can be taken out.
+    # Least and most steps of a visit.  Short visits make many rounds, so that a drift that is slow
+    # compared with a round can be removed.
     visit_steps: int = 3
     visit_steps_most: int = 10
-    # Steps of a cell, at the least.
+    # Least number of steps of a cell.
     cell_steps: int = 9
-    # Nothing usable for so long means that something is wrong.
+    # The measurement fails after this time without a usable step.
     stall_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         if not self.budget_seconds > 0:
-            raise ProfilingUsageError(f"a budget of {self.budget_seconds} s leaves no time")
+            raise ProfilingUsageError(f"the budget of {self.budget_seconds} s must be above 0")
         if any(size < 1 for size in self.batch_sizes):
-            raise ProfilingUsageError(f"batch sizes {list(self.batch_sizes)}: 1 is the least")
+            raise ProfilingUsageError(f"batch sizes {list(self.batch_sizes)} must be at least 1")
         if not 0 < self.tolerance < 1:
-            raise ProfilingUsageError(f"tolerance {self.tolerance} must lie in (0, 1)")
+            raise ProfilingUsageError(f"tolerance {self.tolerance} must be in (0, 1)")
         if self.context_tokens < 1 or self.new_tokens < 1:
-            raise ProfilingUsageError("a load needs at least one token of context and one to make")
+            raise ProfilingUsageError("a load needs at least one prompt token and one new token")
 
 
 class PartKind(Enum):
-    """Names what a part measures."""
+    """What a part measures."""
 
     GRID = "grid"
     CONTEXT = "context"
@@ -78,7 +78,7 @@ class PartKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ProfilePart:
-    """One part, for one batch size.  `again`: on the way back."""
+    """A part, with one batch size.  `again`: in the second, descending pass."""
 
     kind: PartKind
     batch_size: int
@@ -86,24 +86,24 @@ class ProfilePart:
 
     @property
     def name(self) -> str:
-        """Returns the part's name in a partial file."""
+        """Returns the part's name in the file of an interrupted measurement."""
         return f"{self.kind.value}:{self.batch_size}{':again' if self.again else ''}"
 
 
 def sweep_arms(spec: EngineSpec) -> tuple[Arm, ...]:
-    """The first drafter's smallest gamma and its middle one: the context term is one scalar."""
+    """Returns the first drafter's smallest and middle gamma, since the context term is a scalar."""
     drafter = spec.drafters[0]
     middle = drafter.gammas[len(drafter.gammas) // 2]
     return tuple(dict.fromkeys((Arm(drafter.name, drafter.gammas[0]), Arm(drafter.name, middle))))
 
 
 def batch_sizes_for(spec: EngineSpec, wanted: Sequence[int]) -> tuple[int, ...]:
-    """The batch sizes to measure, ascending.  Raises ProfilingUsageError."""
+    """Returns the batch sizes to measure, ascending.  Raises ProfilingUsageError."""
     most = spec.max_batch_size
     if wanted:
         if max(wanted) > most:
             raise ProfilingUsageError(
-                f"batch size {max(wanted)}: this engine runs {most} sequences at most"
+                f"batch size {max(wanted)}: this engine runs at most {most} sequences"
             )
         return tuple(sorted(set(wanted)))
     largest = min(most, DEFAULT_LARGEST_BATCH)
@@ -112,7 +112,7 @@ def batch_sizes_for(spec: EngineSpec, wanted: Sequence[int]) -> tuple[int, ...]:
 
 
 def parts_of(batch_sizes: Sequence[int]) -> tuple[ProfilePart, ...]:
-    """The grid, the context sweep at one or two of its batch sizes, and the grid again."""
+    """Returns the grid, the context sweep at one or two of its batch sizes, and the grid again."""
     largest = max((b for b in batch_sizes if b <= _SWEEP_LARGEST_BATCH), default=min(batch_sizes))
     smaller = [b for b in batch_sizes if b * _SWEEP_BATCH_STEP <= largest]
     sweep = sorted({largest, *smaller[-1:]})
@@ -124,7 +124,7 @@ def parts_of(batch_sizes: Sequence[int]) -> tuple[ProfilePart, ...]:
 
 
 def is_measured(part: ProfilePart, arms: Sequence[Arm], cells: Cells, least_steps: int) -> bool:
-    """True when every arm's grid cell of the part holds enough steps."""
+    """Whether the grid cell of every arm at the part's batch size has enough steps."""
     keys = [CellKey(arm.drafter, arm.gamma, part.batch_size) for arm in arms]
     return all(key in cells and len(cells[key]) >= least_steps for key in keys)
 
@@ -136,7 +136,7 @@ def long_context(
     prefill_seconds_per_token: float,
     seconds: float,
 ) -> int:
-    """The long end of the sweep, in tokens; 0 when nothing long enough fits or can be afforded."""
+    """Returns the tokens of the sweep's long context; 0 if none fits the engine and the time."""
     for tokens in LONG_CONTEXTS:
         if tokens < _LEAST_RATIO * settings.context_tokens:
             break
@@ -147,9 +147,9 @@ def long_context(
 
 
 class TimeBudget:
-    """Shares the time out.  Times are of the clock that gives `now`.
+    """Divides the time among the parts.  All times are of the same clock as `now`.
 
-    `parts`: what is still to be measured.
+    `parts`: those that remain to be measured.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class TimeBudget:
         seconds = settings.budget_seconds * len(parts) / all_parts
         self.seconds = seconds
         self._left = list(parts)
-        # A part of the grid weighs 1; the sweep's together get their share of the whole.
+        # A part of the grid has weight 1; the parts of the sweep together get their share.
         grid = sum(part.kind is PartKind.GRID for part in parts)
         share = settings.context_share
         sweeps = max(len(parts) - grid, 1)
@@ -167,21 +167,24 @@ class TimeBudget:
         self._total_weight = sum(map(self._weight, parts)) or 1.0
 
     def begin(self, now: float) -> None:
-        """The measurement begins."""
+        """Starts the clock of the measurement."""
         self._begun_at = now
         self._deadline = now + self._spendable
 
     def share(self, part: ProfilePart, now: float) -> float:
-        """Seconds for the part that begins now, if those after it are to get theirs."""
+        """Returns the seconds for the part that begins now, by its share of the remaining time."""
         left = max(self._deadline - now, 0.0)
         return left * self._weight(part) / sum(map(self._weight, self._left))
 
     def finish(self, part: ProfilePart) -> None:
-        """The part is done, or left out."""
+        """Removes a part that is done or left out."""
         self._left.remove(part)
 
     def progress(self, part_share: float, now: float) -> tuple[float, float]:
-        """Share of the work that is done, and seconds that are left; `part_share` of this part."""
+        """Returns the share of the work that is done, and the remaining seconds.
+
+        part_share: the share of the current part that is done.
+        """
         left = sum(map(self._weight, self._left))
         if self._left:
             left -= min(part_share, 1.0) * self._weight(self._left[0])

@@ -1,4 +1,4 @@
-"""The sidecar as the measurement sees it: its engines, a forced choice, a new profile."""
+"""Calls the sidecar for a measurement: lists engines, forces arms, installs profiles."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -31,7 +31,7 @@ from controller.wire.reports import report_from_proto
 from speculation.v1 import service_pb2, service_pb2_grpc
 
 _ANSWER_SECONDS = 10.0
-# gRPC would wait up to two minutes between attempts; a starting sidecar is there much sooner.
+# gRPC would wait up to two minutes between attempts; a sidecar starts much faster.
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -42,7 +42,7 @@ _REFUSED = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSIO
 
 
 class MeasureStream:
-    """One engine that runs what `force` says.  Every report it sends comes by here, in order."""
+    """Measures one engine: `force` sets its arm, and `reports` returns its reports in order."""
 
     def __init__(
         self,
@@ -52,16 +52,16 @@ class MeasureStream:
         self._call = call
         self._engine_id = engine_id
         self._arrived: asyncio.Queue[service_pb2.MeasureResponse] = asyncio.Queue()
-        # Read beside, because a read that is cancelled takes the whole call with it.
+        # A separate task reads, because cancelling a read would cancel the whole call.
         self._reader = asyncio.create_task(self._read())
         self.first_epoch: int | None = None
-        # From which on the last request is in force that the sidecar has answered; 0 before one.
+        # First plan epoch of the last request that the sidecar has answered; 0 before any.
         self.forced_epoch = 0
-        # Steps that came by and had run under plans from before the measurement.
+        # Number of steps that ran under plans from before the measurement.
         self.earlier_steps = 0
 
     async def force(self, arm: Arm) -> None:
-        """Makes every batch run this arm, soon.  Raises MeasurementError."""
+        """Requests this arm for all batch sizes.  Raises MeasurementError."""
         request = service_pb2.MeasureRequest(
             engine_id=self._engine_id, drafter=arm.drafter, gamma=arm.gamma
         )
@@ -71,9 +71,9 @@ class MeasureStream:
             raise await self._why_over() from error
 
     async def reports(self, wait_seconds: float) -> list[StepReport]:
-        """Returns the reports since the last call; [] when none comes for so long.
+        """Returns the reports since the last call; [] if none arrives within `wait_seconds`.
 
-        Only steps under a forced plan count.  Raises MeasurementError when the measurement is over.
+        Only steps under a forced plan count.  Raises MeasurementError if the measurement has ended.
         """
         try:
             async with asyncio.timeout(wait_seconds):
@@ -95,7 +95,7 @@ class MeasureStream:
         return counting
 
     async def close(self) -> None:
-        """Lets the engine go back to normal planning."""
+        """Ends the measurement; the engine returns to normal planning."""
         self._call.cancel()
         self._reader.cancel()
         await asyncio.wait({self._reader})
@@ -105,19 +105,19 @@ class MeasureStream:
             async for response in self._call:
                 self._arrived.put_nowait(response)
         except grpc.aio.AioRpcError:
-            pass  # its status is asked for where it matters
+            pass  # `_why_over` reads its status
 
     async def _why_over(self) -> ProfilingError:
         details = await self._call.details()
         if await self._call.code() in _AWAY:
             return SidecarUnreachableError(
-                f"the sidecar went away: {details}; start it again, and this command to go on"
+                f"the sidecar ended: {details}; restart it, and run this command again to continue"
             )
         return MeasurementError(f"the sidecar ended the measurement: {details}")
 
 
 class ProfilingClient:
-    """One sidecar, called as an operator.  `async with ProfilingClient(address) as sidecar`.
+    """Calls one sidecar as an operator: `async with ProfilingClient(address) as sidecar`.
 
     Raises ProfilingUsageError for credentials that cannot be used.
     """
@@ -140,9 +140,9 @@ class ProfilingClient:
         await self._channel.close()
 
     async def engines(self) -> Sequence[EngineSpec]:
-        """Every engine that has introduced itself.
+        """Returns all engines that have introduced themselves.
 
-        Raises SidecarUnreachableError, and ProfilingError for a caller without the right.
+        Raises SidecarUnreachableError, and ProfilingError if the caller lacks the permission.
         """
         try:
             answer = await every_page_aio(
@@ -161,9 +161,9 @@ class ProfilingClient:
         ]
 
     async def install(self, profile: Profile) -> Sequence[str]:
-        """Puts a profile into use; the engines that use it now.
+        """Installs a profile, and returns the ids of the engines that use it.
 
-        Raises SidecarUnreachableError, and ProfilingError when the sidecar refuses it.
+        Raises SidecarUnreachableError, and ProfilingError if the sidecar refuses it.
         """
         try:
             answer = await self._profiling.InstallProfile(
@@ -174,13 +174,11 @@ class ProfilingClient:
         except grpc.aio.AioRpcError as error:
             if error.code() in _AWAY | _REFUSED:
                 raise self._away(error) from error
-            raise ProfilingError(
-                f"the sidecar does not take the profile: {error.details()}"
-            ) from error
+            raise ProfilingError(f"the sidecar refuses the profile: {error.details()}") from error
         return list(answer.engine_ids)
 
     async def stored(self, spec: EngineSpec) -> Profile | None:
-        """Returns what the fleet has measured of this engine, None if nothing is available now.
+        """Returns the fleet's stored profile of this engine, None if none is available.
 
         Raises SidecarUnreachableError, and ProfilingError for a profile of another engine.
         """
@@ -197,12 +195,14 @@ class ProfilingClient:
                 raise self._away(error) from error
             return None
         except (InvalidProfileError, ProfileMismatchError) as error:
-            raise ProfilingError(f"what the sidecar gave is no profile of it: {error}") from error
+            raise ProfilingError(
+                f"the sidecar's stored profile is not valid for this engine: {error}"
+            ) from error
         return profile
 
     @asynccontextmanager
     async def measuring(self, engine_id: str) -> AsyncIterator[MeasureStream]:
-        """Runs in the engine what is forced inside the block; afterwards planning continues."""
+        """Opens a measurement of an engine for the block; normal planning resumes afterwards."""
         stream = MeasureStream(self._profiling.Measure(metadata=self._metadata), engine_id)
         try:
             yield stream
@@ -214,7 +214,7 @@ class ProfilingClient:
             return CallerDeniedError(f"the sidecar at {self.address} refuses: {error.details()}")
         if error.code() not in _AWAY:
             return SidecarUnreachableError(
-                f"what listens at {self.address} is no sidecar: {error.code().name}: "
+                f"the server at {self.address} is not a sidecar: {error.code().name}: "
                 f"{error.details()}"
             )
         address = operators_address(self.address)

@@ -1,13 +1,13 @@
-"""Finds what waking a drafter costs.
+"""Estimates the cost of waking a drafter.
 
-The grid visits gamma = 0, with the drafter asleep, between the other draft lengths, so every round
-wakes it: the first step of the next arm reads what was missed before it drafts.  Those steps are in
-no cell.  What they take beyond their cell's is a pass of the drafter and a price for each token
-that was missed (`controller.core.cost.catch_up_cost` learns both from live steps).
+The grid visits gamma = 0, where the drafter sleeps, between the other draft lengths.  Every round
+therefore wakes it: the first step of the next arm reads the missed tokens before it drafts.  These
+steps are in no cell.  Their extra time over their cell is a drafter pass plus a cost per missed
+token (`controller.core.cost.catch_up_cost` learns both from live steps).
 
-Wakings that missed alike show only the sum, and after a few tokens nearly all of it is the pass.
-The pass is therefore taken to be what one drafter pass takes at most, the shortest draft over plain
-decoding in the smallest batch, as far as wakings that missed many tokens do not say otherwise.
+Wake-ups with similar backlogs show only the sum, and after a few tokens the pass dominates it.  The
+pass is therefore assumed to take the time of the shortest draft minus that of plain decoding in the
+smallest batch, an upper bound, unless wake-ups with large backlogs contradict it.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from controller.core.cost.profile import ProfileCell
 from controller.core.engine_spec import Arm, EngineSpec, kept_together
 from controller.core.step_report import StepReport
 
-# Fewer say nothing.
+# Least number of wake-ups for an estimate.
 _LEAST_WAKINGS = 5
-# A step that takes so many times its cell's was hit by something else.
+# A step that takes this many times its cell's time was disturbed by something else.
 _WILD = 4.0
-# The wakings that what is assumed of a pass weighs.
+# Weight of the assumed pass, in wake-ups.
 _ASSUMED_WAKINGS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class WakeUp:
-    """A step that read `missed` tokens first."""
+    """A step that first read `backlog` missed tokens."""
 
     arm: Arm
     batch_size: int
@@ -41,7 +41,7 @@ class WakeUp:
 
 
 class WakeUps:
-    """Takes every report, in order."""
+    """Collects the wake-ups from all reports, in order."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -49,12 +49,12 @@ class WakeUps:
         self.begin_load()
 
     def begin_load(self) -> None:
-        """The requests of before are gone, and nobody will read what they had missed."""
+        """Resets the backlog: the requests of the load before have ended."""
         names = [drafter.name for drafter in self._spec.drafters]
         self._backlog = DrafterBacklog(names, self._spec.able, kept_together(self._spec.drafters))
 
     def observe(self, report: StepReport) -> None:
-        """One step of the engine, of whatever batch."""
+        """Takes the report of any step."""
         backlog = self._backlog.observe(report)
         if backlog and not (report.flags.distorts_cost or report.flags.unsteered):
             self._found.append(
@@ -66,10 +66,10 @@ class WakeUps:
     def seconds_per_token(
         self, cells: Sequence[ProfileCell], kv_per_sequence: float, seconds_per_kv_token: float
     ) -> tuple[float, int]:
-        """The price of a missed token, at least 0, and the wakings behind it; (0, 0): too few.
+        """Returns the seconds per missed token, at least 0, and the number of wake-ups.
 
-        cells: the fitted grid, at `kv_per_sequence` tokens of context.  By least squares, with a
-        ridge penalty on what a pass differs from the assumed one.
+        Returns (0, 0) if there are too few.  cells: the fitted grid, at `kv_per_sequence` tokens of
+        context.  Least squares, with a ridge penalty on the difference to the assumed pass.
         """
         plain = {(cell.arm, cell.batch_size): cell.step_seconds for cell in cells}
         missed, beyond, passes = [], [], []
@@ -89,7 +89,7 @@ class WakeUps:
 
 
 def _pass_seconds(cells: Sequence[ProfileCell], drafter: str) -> float:
-    """Returns what a pass of a drafter takes at most; 0 where the grid does not show it."""
+    """Returns an upper bound of the seconds of a drafter pass; 0 if the grid does not show it."""
     least = min(cell.batch_size for cell in cells)
     plain = [cell.step_seconds for cell in cells if cell.batch_size == least and not cell.gamma]
     drafts = {
@@ -103,7 +103,7 @@ def _pass_seconds(cells: Sequence[ProfileCell], drafter: str) -> float:
 def _slope(
     missed: NDArray[np.float64], beyond: NDArray[np.float64], passes: NDArray[np.float64]
 ) -> float:
-    """Returns seconds for each token; [wakings] each.  A pass takes between 0 and the assumed."""
+    """Returns seconds per token.  All arrays: [wake-ups].  A pass is in [0, the assumed time]."""
     wakings = len(missed) + _ASSUMED_WAKINGS
     rest = beyond - passes
     spread = wakings * (missed @ missed) - missed.sum() ** 2

@@ -1,4 +1,4 @@
-"""A core's variables between plain values and proto.  Bits survive: floats travel as doubles."""
+"""Converts a core's variables between plain values and proto without loss: floats are doubles."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeAlias
@@ -16,7 +16,7 @@ _SCALARS = frozenset({"flag", "integer", "number", "text"})
 
 
 def state_to_proto(state: Mapping[str, Tree]) -> record_pb2.StateObject:
-    """The root's variables, sorted: the same message for the same state."""
+    """Converts the variables, sorted by name: equal states give equal messages."""
     return _object("", dict(sorted(state.items())))
 
 
@@ -60,7 +60,7 @@ def _array(found: np.generic | np.ndarray) -> record_pb2.StateArray:
     )
 
 
-# In this order: a truth value is an integer too, and numpy's numbers are Python's.
+# The order matters: a bool is an int, and some numpy scalars are Python numbers.
 _MAKERS: Final[tuple[tuple[type | tuple[type, ...], _Maker], ...]] = (
     (type(None), lambda _: _Value(none=True)),
     ((np.generic, np.ndarray), lambda tree: _Value(array=_array(tree))),
@@ -85,35 +85,35 @@ def _from_proto(message: record_pb2.StateValue) -> Tree:
         return getattr(message, kind)
     read = _READERS.get(kind or "")
     if read is None:
-        raise RecordingError("a variable of a kind that is not known here: of a newer version?")
+        raise RecordingError("a variable of an unknown kind: a newer version may have recorded it")
     return read(message)
 
 
 def _fields(message: record_pb2.StateObject) -> dict[str, Tree]:
     if len(message.names) != len(message.values):
-        raise RecordingError(f"{message.type or 'a core'}: names and values do not pair up")
+        raise RecordingError(f"{message.type or 'a core'}: the numbers of names and values differ")
     return dict(zip(message.names, map(_from_proto, message.values), strict=True))
 
 
 def _mapping(message: record_pb2.StateMapping) -> dict[Tree, Tree]:
     keys = [_from_proto(key) for key in message.keys]
     if len(keys) != len(message.values):
-        raise RecordingError("a mapping's keys and values do not pair up")
+        raise RecordingError("a mapping with different numbers of keys and values")
     try:
         return dict(zip(keys, map(_from_proto, message.values), strict=True))
     except TypeError as error:
-        raise RecordingError(f"a mapping's key cannot be one: {error}") from error
+        raise RecordingError(f"a mapping with an invalid key: {error}") from error
 
 
 def _numbers(message: record_pb2.StateArray) -> np.generic | np.ndarray:
     if message.dtype not in _DTYPES:
-        raise RecordingError(f"an array of {message.dtype[:16]!r}")
+        raise RecordingError(f"an array of the invalid type {message.dtype[:16]!r}")
     try:
         flat = np.frombuffer(message.data, dtype=np.dtype(message.dtype))
         array = flat.reshape(message.shape, order="F" if message.columns_first else "C").copy("K")
         found: np.generic | np.ndarray = array[()] if message.scalar else array
     except (ValueError, IndexError) as error:
-        raise RecordingError(f"an impossible array: {error}") from error
+        raise RecordingError(f"an invalid array: {error}") from error
     return found
 
 

@@ -1,14 +1,14 @@
 """Estimates what another rule, profile or constant would have done with recorded reports.
 
-The other core starts with the recorded one's estimates, gets the same reports at the same times,
-and decides when the recorded one decided.  It learns only from what ran: draft positions behind the
-recorded draft length, and the seconds of arms that did not run, stay unseen.  So what it would have
-gained is an estimate:
+The changed core starts from the recorded one's estimates, gets the same reports at the same times,
+and decides when the recorded one decided.  It learns only from steps that ran: draft positions
+beyond the recorded draft length, and the step times of arms that did not run, are unobserved.  The
+gain is therefore an estimate:
 
     tokens per second = sum of B (1 + E[accepted | gamma]) / sum of C(drafter, gamma, B, kv)
 
-over the recorded steps, with E and C as the recorded configuration believed them at the time, for
-both choices alike, their probes left out.
+over the recorded steps.  E and C are the recorded configuration's estimates at that time, for both
+choices.  Probes are left out.
 """
 
 from collections.abc import Mapping
@@ -26,15 +26,15 @@ from controller.recording.recording import Moment, Opening
 from controller.recording.replay import ReplayClock, guarded, rebuilt
 from controller.recording.segments import RecordingError
 
-# A position with fewer sequences behind it was as good as never seen.
+# A position with fewer observations counts as unobserved.
 _SEEN_EXPOSURES = 8.0
-# Stretches that are kept; more are counted.
+# Number of stretches that are kept; further ones are only counted.
 _STRETCHES_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class CounterfactualChange:
-    """Names what differs from the recorded run, at least one part.
+    """The changes to the recorded run, at least one.
 
     constants: of the planner, by name.
     """
@@ -43,7 +43,7 @@ class CounterfactualChange:
     profile: Profile | None = None
 
     def settings(self, recorded: PlannerSettings) -> PlannerSettings:
-        """Raises RecordingError for constants that cannot be."""
+        """Returns the changed settings.  Raises RecordingError for invalid constants."""
         try:
             return replace(recorded, **self.constants)  # type: ignore[arg-type]  # checked inside
         except (TypeError, ValueError) as error:
@@ -52,9 +52,9 @@ class CounterfactualChange:
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over some steps: what was planned, and what would have been, both as estimated.
+    """Sums over some steps: estimates for the recorded and for the changed plan.
 
-    unseen: steps in which the other arm drafts positions that nobody saw lately.
+    unseen: number of steps in which the changed arm drafts unobserved positions.
     """
 
     steps: int = 0
@@ -66,21 +66,21 @@ class Totals:
 
     @property
     def recorded_rate(self) -> float:
-        """Tokens per second of what was planned; 0 before any step."""
+        """Estimated tokens per second of the recorded plans; 0 before any step."""
         return self.recorded_tokens / self.recorded_seconds if self.recorded_seconds else 0.0
 
     @property
     def other_rate(self) -> float:
-        """Tokens per second of what would have been planned; 0 before any step."""
+        """Estimated tokens per second of the changed plans; 0 before any step."""
         return self.other_tokens / self.other_seconds if self.other_seconds else 0.0
 
     @property
     def gain(self) -> float:
-        """The other rate over the recorded one, less 1; 0 before any step."""
+        """Ratio of the changed rate to the recorded one, minus 1; 0 before any step."""
         return self.other_rate / self.recorded_rate - 1 if self.recorded_rate else 0.0
 
     def add(self, recorded: tuple[float, float], other: tuple[float, float]) -> None:
-        """Adds a step: (tokens, seconds) of both."""
+        """Adds a step.  recorded, other: (tokens, seconds) with each plan."""
         self.steps += 1
         self.recorded_tokens += recorded[0]
         self.recorded_seconds += recorded[1]
@@ -90,9 +90,10 @@ class Totals:
 
 @dataclass(slots=True, kw_only=True)
 class Stretch(Totals):
-    """Steps in a row for which another arm would have been chosen.
+    """Consecutive steps for which the changed core chooses another arm.
 
-    wall_seconds: Unix time of the first; seconds: of all.  reason: of the other plan's row.
+    wall_seconds: Unix time of the first step.  seconds: sum over all.  reason: of the row in the
+    changed plan.
     """
 
     wall_seconds: float
@@ -106,7 +107,7 @@ class Stretch(Totals):
 
 @dataclass(slots=True)
 class Comparison(Totals):
-    """All steps together.  measured: those of a measurement, which are left out everywhere."""
+    """Sums over all steps.  measured: steps of a profile measurement, left out of the sums."""
 
     measured: int = 0
     differing: int = 0
@@ -117,17 +118,17 @@ class Comparison(Totals):
 
     @property
     def differing_share(self) -> float:
-        """Share of steps for which another arm would have been planned."""
+        """Share of steps for which the changed plan has another arm."""
         return self.differing / self.steps if self.steps else 0.0
 
     @property
     def observed_rate(self) -> float:
-        """Tokens per second of what ran, probes and everything included, as reported."""
+        """Reported tokens per second, probes included."""
         return self.observed_tokens / self.observed_seconds if self.observed_seconds else 0.0
 
 
 class Counterfactual:
-    """A visitor of `replay` with one more core, which decides otherwise."""
+    """A visitor of `replay` with a second core, which decides with the change."""
 
     def __init__(self, change: CounterfactualChange) -> None:
         self._change = change
@@ -138,7 +139,7 @@ class Counterfactual:
         self._at: Stretch | None = None
 
     def opened(self, opening: Opening, seconds: float, wall_seconds: float, restarts: bool) -> None:
-        """It begins from the recorded estimates, and goes on through segments that follow."""
+        """Rebuilds the second core after a gap; it continues through consecutive segments."""
         del wall_seconds
         if not restarts:
             return
@@ -151,14 +152,14 @@ class Counterfactual:
             except SpeculationError as error:
                 raise RecordingError(str(error)) from error
         if settings != opening.planner or self._change.profile is not None:
-            # The plan in force is the other rule's from the first step on.
+            # So that the plan of the first step is already the changed one.
             other.force(None)
         self._other = other
         self._arms = {arm: i for i, arm in enumerate(other.arms)}
         self._at = None
 
     def before(self, moment: Moment, wall_seconds: float, core: EngineController) -> None:
-        """Compares what both would run in the step, then tells the other of it."""
+        """Compares the choices of both cores for the step, then passes it to the second core."""
         other = self._other
         assert other is not None
         self._clock.set(moment.seconds)
@@ -201,7 +202,7 @@ class Counterfactual:
         at.batch_min, at.batch_max = min(at.batch_min, batch), max(at.batch_max, batch)
 
     def _priced(self, arm: Arm, report: StepReport, core: EngineController) -> tuple[float, float]:
-        """(tokens, seconds) of the step with this arm, as they were believed then."""
+        """Returns the (tokens, seconds) of the step with this arm, as estimated at that time."""
         made, index = core.decision, self._arms[arm]
         expected = float(made.values.expected[index, made.at.row_of(report.batch_size)])
         seconds = core.cost.predict(index, report.batch_size, report.kv_tokens)
@@ -237,7 +238,7 @@ def _row(plan: Plan, batch_size: int) -> Arm:
 
 
 def _as_of(report: StepReport, core: EngineController) -> StepReport:
-    """The report with the probe that it would have belonged to in the other core, if any."""
+    """Returns the report with the id of the second core's running probe, if that runs this arm."""
     running = core.explorer.running
     probe = 0
     if running is not None and running[1].arm == report.arm:

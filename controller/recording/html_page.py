@@ -1,6 +1,6 @@
-"""One self-contained page: no script, no network, light and dark, printable, usable by keyboard.
+"""Makes self-contained HTML pages: no scripts, no network, light and dark, printable, accessible.
 
-Its figures are inline SVG, drawn by matplotlib.
+Figures are inline SVG, drawn by matplotlib.
 """
 
 import io
@@ -40,7 +40,7 @@ p.small { opacity: .75; font-size: .9rem; } code { font-size: .9em; }
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A cell that stands out."""
+    """A highlighted cell."""
 
     kind: Literal["good", "bad"]
     word: str
@@ -50,7 +50,7 @@ Cell: TypeAlias = str | Marked
 
 
 def page(title: str, body: str) -> str:
-    """The whole text.  body: markup; title: words."""
+    """Returns the HTML of a page.  body: HTML.  title: plain text."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -66,14 +66,14 @@ def table(
     marked: Sequence[bool] = (),
     label: str = "table",
 ) -> str:
-    """Cells are words, never markup.  marked: rows in bold.  label: for who cannot see it."""
+    """Returns a table.  Cells are plain text.  marked: rows in bold.  label: for screen readers."""
     cells = "".join(f"<th scope=col>{escape(text)}</th>" for text in head)
     body = "".join(
         f"<tr{' class=ours' if i < len(marked) and marked[i] else ''}>"
         f"{''.join(map(_cell, row))}</tr>"
         for i, row in enumerate(rows)
     )
-    # What scrolls has to be reachable by the keyboard.
+    # A scrollable region must be reachable by the keyboard.
     return (
         f'<div class=scroll tabindex=0 role=region aria-label="{escape(label)}">'
         f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>"
@@ -87,7 +87,7 @@ def _cell(cell: Cell) -> str:
 
 
 def time_text(wall_seconds: float) -> str:
-    """Formats Unix seconds as UTC to the millisecond, and a value that is no time as "-"."""
+    """Formats Unix seconds as UTC to the millisecond; an invalid time as "-"."""
     try:
         moment = datetime.fromtimestamp(wall_seconds, UTC)
     except (ValueError, OverflowError, OSError):
@@ -99,11 +99,11 @@ class MissingPlotsError(SpeculationError):
     """matplotlib is not installed."""
 
     def __init__(self) -> None:
-        super().__init__("the page's plots need matplotlib: pip install matplotlib")
+        super().__init__("the plots need matplotlib: pip install 'speculation-controller[plots]'")
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Makes a figure of so many inches.  Raises MissingPlotsError."""
+    """Makes a figure of this size in inches.  Raises MissingPlotsError."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -119,7 +119,7 @@ def svg(figure: "Figure", title: str) -> str:
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "controller"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
-    # Without prolog, and without the references to schemes and licences: nothing to fetch.
+    # Remove the prolog and the metadata, whose URLs a browser might fetch.
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     return text.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)

@@ -1,4 +1,4 @@
-"""Writes the incident report: one self-contained page about a recorded window, without secrets."""
+"""Writes the incident report: one self-contained page about a recording, without secrets."""
 
 from collections.abc import Iterator
 from html import escape
@@ -16,9 +16,9 @@ from speculation.v1 import record_pb2
 
 _DROPPED = record_pb2.RECORD_NOTE_KIND_DROPPED
 _REJECTED = record_pb2.RECORD_NOTE_KIND_REJECTED
-# Rows of a long table, the newest.
+# Most rows of a table: the newest are shown.
 _ROWS_MAX = 300
-# Stretches of equal time whose means a plot shows.
+# Number of time bins of a plot.
 _POINTS = 400
 _COLOURS = (
     "#0b6e4f", "#c8553d", "#4062bb", "#e0a030", "#8d5a97", "#59a5d8", "#7a7a7a", "#b8c04a",
@@ -27,11 +27,11 @@ _COLOURS = (
 
 def render_ticket(window: Window, verdict: ReplayVerdict) -> str:
     """Renders the page.  Raises MissingPlotsError when matplotlib is not installed."""
-    return page(f"{verdict.engine_id}: decisions on record", "\n".join(_body(window, verdict)))
+    return page(f"{verdict.engine_id}: recorded decisions", "\n".join(_body(window, verdict)))
 
 
 def _body(window: Window, verdict: ReplayVerdict) -> Iterator[str]:
-    yield f"<h1>{escape(verdict.engine_id)}: what was decided, and why</h1>"
+    yield f"<h1>{escape(verdict.engine_id)}: decisions and their reasons</h1>"
     yield (
         f"<p class=small>{time_text(verdict.began_at)} to {time_text(verdict.ended_at)} (UTC), "
         f"page made by version {escape(controller.__version__)}</p>"
@@ -40,9 +40,8 @@ def _body(window: Window, verdict: ReplayVerdict) -> Iterator[str]:
     yield "<h2>Over time</h2>"
     yield timeline(window) or "<p>No step was recorded.</p>"
     yield (
-        "<p class=small>Means of stretches of equal time. Step seconds without steps after gaps, "
-        "first uses of a graph and updates. Dashed: an override came or went. Red: without a valid "
-        "lease.</p>"
+        "<p class=small>Means over time bins. Step times exclude steps after gaps, first uses of a "
+        "graph and updates. Dashed: an override began or ended. Red: without a valid lease.</p>"
     )
     yield "<h2>Overrides</h2>"
     yield _overrides(window)
@@ -67,19 +66,19 @@ def _summary(window: Window, verdict: ReplayVerdict) -> Iterator[tuple[Cell, Cel
     seconds = float(np.sum(steps.seconds)) if steps else 0.0
     tokens = float(np.sum(steps.tokens)) if steps else 0.0
     yield "steps", str(len(steps))
-    yield "sequences a step, mean", f"{np.mean(steps.batch):.1f}" if steps else "-"
+    yield "mean sequences per step", f"{np.mean(steps.batch):.1f}" if steps else "-"
     yield "tokens per second of step time", f"{tokens / seconds:.1f}" if seconds else "-"
     yield "plans", str(window.plan_count)
     yield "segments, sessions", f"{verdict.segments}, {verdict.sessions}"
     same = "the same, bit by bit" if verdict.is_same else f"{verdict.differences} differences"
-    yield "decided again for this page", Marked("good" if verdict.is_same else "bad", same)
+    yield "replayed for this page", Marked("good" if verdict.is_same else "bad", same)
     if verdict.first is not None:
         yield "the first difference", verdict.first.text
 
 
 def _overrides(window: Window) -> str:
     if not window.spells:
-        return "<p>None held in this window.</p>"
+        return "<p>No override was in force.</p>"
     rows = []
     for spell in window.spells[-_ROWS_MAX:]:
         term, override = spell.term, spell.term.override
@@ -88,7 +87,7 @@ def _overrides(window: Window) -> str:
                 override.override_id, override.author, override.reason, scope_text(override),
                 rule_text(override),
                 "before" if spell.began_at is None else time_text(spell.began_at),
-                "still holds" if spell.ended_at is None else time_text(spell.ended_at),
+                "still in force" if spell.ended_at is None else time_text(spell.ended_at),
                 time_text(term.ends_at) if term.HasField("ends_at") else "never, or unknown",
             )
         )  # fmt: skip
@@ -100,14 +99,14 @@ def _trouble(window: Window, verdict: ReplayVerdict) -> str:
     rows: list[tuple[Cell, Cell, Cell]] = []
     alone = sum(stretch.steps for stretch in window.alone)
     for name, count, detail in (
-        ("steps without a valid lease", alone, f"{len(window.alone)} stretches"),
+        ("steps without a valid lease", alone, f"{len(window.alone)} intervals"),
         (
-            "reports lost on the engine's side",
+            "reports dropped by the engine's agent",
             window.noted[record_pb2.RECORD_NOTE_KIND_DROPPED],
             "",
         ),
         ("reports refused", window.noted[record_pb2.RECORD_NOTE_KIND_REJECTED], _refusals(window)),
-        ("records that the sidecar could not keep", verdict.lost, ""),
+        ("records that the sidecar dropped", verdict.lost, ""),
         ("gaps in the recording", len(verdict.gaps), "; ".join(map(": ".join, verdict.gaps[:5]))),
     ):
         rows.append((name, Marked("bad" if count else "good", str(count)), detail))
@@ -149,7 +148,7 @@ def _prices(window: Window) -> str:
         rows.append((_arm(window.arms[i]), str(int(mine.sum())), *priced, f"{gain:.2f}"))
     head = (
         "arm", "steps", "predicted ms", "observed ms", "observed ÷ predicted", "typical error",
-        "tokens a sequence and step",
+        "tokens per sequence and step",
     )  # fmt: skip
     return table(head, rows, label="predicted and observed step seconds") + (
         "<p class=small>Medians; predicted just before each step, at its batch and context.</p>"
@@ -166,19 +165,19 @@ def _classes(window: Window) -> str:
         )
         for label, counters in found[:_ROWS_MAX]
     ]
-    return table(("class", "sequences", "tokens a sequence and step"), rows, label="classes")
+    return table(("class", "sequences", "tokens per sequence and step"), rows, label="classes")
 
 
 def _reasons(window: Window) -> str:
     total = max(1, window.reasons.total())
     rows = [(why, str(n), f"{n / total:.1%}") for why, n in window.reasons.most_common()]
-    return table(("why it ran", "steps", "share"), rows, label="reasons")
+    return table(("reason", "steps", "share"), rows, label="reasons")
 
 
 def _session(began: Began) -> str:
     spec, target = began.spec, began.spec.fingerprint
     rows = [
-        ("session begun or first seen", time_text(began.wall)),
+        ("session started or first recorded", time_text(began.wall)),
         ("model", f"{target.target_model} {target.target_revision}".rstrip()),
         ("engine", f"{target.engine} {target.engine_version}".rstrip()),
         ("device", target.device or "-"),
@@ -208,10 +207,10 @@ def _plans(window: Window) -> str:
         )
         for p in window.plans[-_ROWS_MAX:]
     ]  # fmt: skip
-    head = ("when", "epoch", "reason", "B", "arm there", "regime", "in words")
+    head = ("when", "epoch", "reason", "B", "arm", "regime", "detail")
     left = window.plan_count - len(rows)
     return table(head, rows, label="plans") + (
-        f"<p class=small>{left} earlier ones are not shown.</p>" if left else ""
+        f"<p class=small>{left} earlier plans are not shown.</p>" if left else ""
     )
 
 
@@ -237,7 +236,7 @@ def _order(arm: Arm) -> tuple[str, int]:
 
 
 def timeline(window: Window) -> str:
-    """Draft length by drafter, batch, acceptance, and step seconds; "" without a step."""
+    """Plots draft length by drafter, batch, acceptance and step seconds; "" without a step."""
     if not window.steps:
         return ""
     wall = np.array(window.steps.wall)
@@ -281,7 +280,7 @@ def timeline(window: Window) -> str:
 
 
 def _mark(axes: object, window: Window, start: float) -> None:
-    """Changes of overrides as lines, steps without a lease as areas."""
+    """Draws changes of overrides as lines, and steps without a lease as areas."""
     for spell in window.spells:
         for moment in (spell.began_at, spell.ended_at):
             if moment is not None:
@@ -291,7 +290,7 @@ def _mark(axes: object, window: Window, start: float) -> None:
 
 
 def _bins(seconds: NDArray[np.float64]) -> list[NDArray[np.int64]]:
-    """Indices of the steps of each stretch of time that has any."""
+    """Returns the indices of the steps in each non-empty time bin."""
     width = max(float(seconds[-1]), 1e-9) / _POINTS
     bins = np.minimum((seconds / width).astype(np.int64), _POINTS - 1)
     edges = np.flatnonzero(np.diff(bins)) + 1
@@ -303,7 +302,7 @@ def _means(
     values: NDArray[np.float64] | NDArray[np.int64],
     counting: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.float64]:
-    """[parts] means, no number where none counts."""
+    """Returns [parts] means; NaN for a part without counted values."""
     found = []
     for part in parts:
         chosen = part if counting is None else part[counting[part]]
@@ -312,7 +311,7 @@ def _means(
 
 
 def plain(name: str) -> str:
-    """A name that a plot shows as it is: no formulas, no signs that its font has not."""
+    """Returns a label that matplotlib shows literally: no formulas, no missing glyphs."""
     shown = name.encode("ascii", "backslashreplace").decode()
     shown = "".join(c if c.isprintable() else "?" for c in shown).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown

@@ -1,14 +1,14 @@
-"""The decision core with everything written down that it is given, and the plans that come out.
+"""Extends the decision core: records all of its inputs and its plans.
 
     core -> put(event) -> queue -> recorder
 
-The clock is read once for each thing that happens, so that an event has one time.  What others
-change behind the core's back (the training beside the engine) is noticed before the next thing
-happens.  A call that changes nothing (a plan that is not due yet, or a look) leaves no trace.
-The first plan is part of the first opening.
+The clock is read once per event, so that an event has one time.  Changes that do not go through the
+core's methods (training beside the engine) are detected before the next event.  A call that changes
+nothing (for example, if no plan is due) is not recorded.  The first plan is part of the first
+opening.
 
-Where the queue is full the event is dropped and counted, and everything after it until the core's
-state could be put in again: what lies in between is a marked gap.
+If the queue is full, events are dropped and counted until the core's state can be queued again; the
+recording then has a marked gap.
 """
 
 import json
@@ -44,14 +44,14 @@ from controller.wire.plans import plan_to_proto
 from controller.wire.reports import report_to_proto
 from speculation.v1 import engine_pb2, record_pb2
 
-# Events of all sessions between two rounds of the recorder's thread: seconds of a busy fleet.
+# Most queued events of all sessions: several seconds of a busy fleet.
 QUEUE_MAX: Final = 20_000
-# Makes the record of what happened, of values that do not change: on the recorder's thread.
+# Makes a record on the recorder's thread, from values that do not change.
 Event: TypeAlias = Callable[[], record_pb2.Record]
 Queue = deque[tuple["EventLog", Event]]
-# Of an override by id: Unix seconds, None without an end or if unknown.
+# Returns the end of an override by its id: Unix seconds, None without an end or if unknown.
 EndOf = Callable[[str], float | None]
-# An override whose end moves by less was not renewed.
+# If the end of an override moves by less, it was not renewed.
 _SAME_END_SECONDS = 1.0
 # Overrides with their ends: Unix seconds, None without an end or if unknown.
 _Terms: TypeAlias = tuple[tuple[Override, float | None], ...]
@@ -59,13 +59,12 @@ _Terms: TypeAlias = tuple[tuple[Override, float | None], ...]
 
 @dataclass(slots=True, eq=False)
 class EventLog:
-    """Carries the events of one session.
+    """Queues the events of one session.
 
-    session: its number.  due: an opening is asked for, nothing is lost yet.
-
-    broken: nothing is taken before an opening.  lost: events that were dropped since the last one.
-    over: nothing more is taken.  parts: openings so far; taken: events since the last one, and
-    fitting: how many a segment holds.
+    session: its number.  due: an opening is requested; no event is lost yet.  broken: events are
+    dropped until the next opening.  lost: events that were dropped since the last opening.  over:
+    the session has ended.  parts: number of openings.  taken: events since the last opening.
+    fitting: estimated number of events per segment.
     """
 
     engine_id: str
@@ -83,12 +82,12 @@ class EventLog:
 
     @property
     def can_open(self) -> bool:
-        """Whether an opening is due, and the queue takes it."""
+        """Whether an opening is due and fits into the queue."""
         due = (self.due or self.broken) and not self.over
         return due and len(self.queue) < QUEUE_MAX
 
     def put(self, event: Event) -> None:
-        """Hands an event over, or counts it as lost."""
+        """Queues an event, or counts it as lost."""
         if self.over:
             return
         if self.broken or len(self.queue) >= QUEUE_MAX:
@@ -100,12 +99,12 @@ class EventLog:
             self.due = True
 
     def break_off(self) -> None:
-        """Loses an event: what follows cannot be decided again before the next opening."""
+        """Drops an event: later events cannot be replayed before the next opening."""
         self.broken = True
         self.lost += 1
 
     def open(self, opening: Event) -> None:
-        """Hands over an opening, where one can be."""
+        """Queues an opening; `can_open` must be true."""
         self.parts += 1
         self.taken = 0
         self.lost, self.due, self.broken = 0, False, False
@@ -113,7 +112,7 @@ class EventLog:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions on which the last bits of a decision depend."""
+    """Returns the versions that affect the last bits of a decision."""
     return {
         "controller": controller.__version__,
         "python": platform.python_version(),
@@ -123,14 +122,14 @@ def versions() -> dict[str, str]:
 
 
 class _HeldClock:
-    """A clock that is read when told to, and stands still in between."""
+    """A clock that advances only when `read` is called."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._now = clock.now()
 
     def now(self) -> float:
-        """Seconds, as they were at the last `read`."""
+        """Returns the seconds of the last `read`."""
         return self._now
 
     def read(self) -> float:
@@ -140,9 +139,9 @@ class _HeldClock:
 
 
 class RecordedController(EngineController):
-    """Extends EngineController by a record of every input and plan.
+    """An EngineController that records every input and plan.
 
-    Its own variables are slots: the core's are all in its `__dict__`.
+    Its own variables are slots, because a checkpoint contains the `__dict__`.
     """
 
     __slots__ = (
@@ -178,26 +177,26 @@ class RecordedController(EngineController):
         self._begin()
 
     def observe(self, report: StepReport, message: engine_pb2.StepReport | None = None) -> None:
-        """Records the report after the core has folded it.  message: what it was read from."""
+        """Records the report after the core has observed it.  message: its protobuf message."""
         self._begin()
         try:
             super().observe(report)
         except InvalidReportError:
             raise
         except BaseException:
-            # Half of it may be folded: nobody could do that again.
+            # It may be observed in part, which cannot be replayed.
             self._event_log.break_off()
             raise
         if message is None:
             message = report_to_proto(report)
-        # A recording has no room for what an engine may add without end.
+        # An engine could add unknown fields of any size.
         message.DiscardUnknownFields()
-        # Bytes are kept, since a part of a message would keep the whole message that it came in.
+        # Keep bytes, since a submessage would keep its whole parent message in memory.
         seconds, packed = self._time.now(), message.SerializeToString()
         self._put(lambda: _reported(seconds, packed, report))
 
     def set_overrides(self, overrides: Iterable[Override]) -> bool:
-        """Records the overrides if they changed, or if one of them ends later."""
+        """Records the overrides if they changed, or if the end of one has moved."""
         self._begin()
         changed = super().set_overrides(overrides)
         terms = self._terms_now()
@@ -207,7 +206,7 @@ class RecordedController(EngineController):
         return changed
 
     def lose(self, losses: Iterable[LostCapability]) -> tuple[LostCapability, ...]:
-        """Records the losses that take something more away."""
+        """Records the new losses."""
         self._begin()
         news = super().lose(losses)
         if news:
@@ -262,7 +261,7 @@ class RecordedController(EngineController):
         self._record("profile", lambda: record_pb2.RecordProfile(profile_json=profile.to_json()))
 
     def begin_from(self, beliefs: Iterable[Belief], where: str) -> None:
-        """Records the estimates that were taken over."""
+        """Records the estimates of the warm start."""
         self._begin()
         known = tuple(beliefs)
         super().begin_from(known, where)
@@ -274,14 +273,14 @@ class RecordedController(EngineController):
     def note(
         self, kind: "record_pb2.RecordNoteKind.ValueType", count: int = 0, text: str = ""
     ) -> None:
-        """Something that the core is not told, for people.  count: of reports that were lost."""
+        """Records a note for people, which the core does not get.  count: of lost reports."""
         self._begin()
         self._record("note", lambda: record_pb2.RecordNote(kind=kind, count=count, text=text))
         if kind == record_pb2.RECORD_NOTE_KIND_ENDED:
             self._event_log.over = True
 
     def _record(self, kind: str, make: Callable[[], Message]) -> None:
-        """Records what `make` will make.  kind: the record's field."""
+        """Records the message that `make` will return.  kind: the record's field."""
         self._put(_event(self._time.now(), kind, make))
 
     def _put(self, event: Event) -> None:
@@ -289,7 +288,7 @@ class RecordedController(EngineController):
         self._told_training = self._training_now()
 
     def _begin(self) -> None:
-        """Prepares for the next event: the time, what others have changed, a due opening."""
+        """Prepares the next event: reads the time, records external changes and a due opening."""
         now, event_log = self._time.read(), self._event_log
         training = self._training_now()
         if training is not None and training != self._told_training and not event_log.broken:
@@ -308,7 +307,7 @@ class RecordedController(EngineController):
         return training.state, training.attended, training.stored
 
     def _opening(self) -> Callable[[], record_pb2.RecordOpening]:
-        """Returns what makes the opening of all that the core is made of now."""
+        """Returns a function that makes the opening message of the core's present state."""
         event_log, spec, profile, terms = self._event_log, self.spec, self._profile, self._terms
         settings, state = (self._settings, self._training_settings), capture(self)
         plain = record_pb2.RecordOpening(
@@ -335,13 +334,13 @@ class RecordedController(EngineController):
 
 
 def _event(seconds: float, kind: str, make: Callable[[], Message]) -> Event:
-    # One of the fields of the oneof, by name: types cannot follow.
+    # The field of the oneof is chosen by name, which cannot be typed.
     record: Any = record_pb2.Record
     return lambda: record(clock_seconds=seconds, **{kind: make()})
 
 
 def _reported(seconds: float, packed: bytes, report: StepReport) -> record_pb2.Record:
-    """The report as it came, but for the plan and the probe that the core took it to follow."""
+    """Returns the original report, with the plan epoch and the probe id that the core assigned."""
     record = record_pb2.Record(clock_seconds=seconds)
     record.report.MergeFromString(packed)
     record.report.plan_epoch, record.report.probe_id = report.plan_epoch, report.probe_id

@@ -1,8 +1,8 @@
-"""Writes what event logs bring, on a thread of its own: steering never waits for a disk.
+"""Writes the queued events on a separate thread, so that steering never waits for the disk.
 
-A round every half second writes what has arrived, one frame for each session.  When a segment is
-full, the session's core is asked for an opening, and the next segment begins with it.  A disk that
-refuses is logged once; what arrives until it takes an opening again is dropped and counted.
+Every half second it writes the queued events, one frame per session.  When a segment is full, it
+requests an opening (the core's state) from the session, with which the next segment begins.  A
+write error is logged once.  Until an opening can be written again, events are dropped and counted.
 """
 
 import contextlib
@@ -33,20 +33,23 @@ from controller.util.tasks import keep_thread
 from speculation.v1 import record_pb2
 
 _ROUND_SECONDS = 0.5
-# After trouble the disk is tried again after this time.
+# Interval of retries after a write error.
 _AGAIN_SECONDS: Final = 2.0
-# Records that are made before others get the interpreter.
+# Records that are made before other threads get the interpreter lock.
 _SLICE = 32
-# What a record takes on disk, before it was measured: at the upper end of what is usual.
+# Assumed bytes of a record on disk until it is measured: at the upper end of the usual size.
 _RECORD_BYTES = 100
-# So many have to be there to measure it.
+# Least number of records to measure it.
 _MEASURED_RECORDS = 64
 
 _log = structlog.get_logger(__name__)
 
 
 class Recorder:
-    """One per sidecar.  limit_bytes: of the directory.  end_of: when an override ends."""
+    """Records all sessions of a sidecar.
+
+    limit_bytes: of the directory.  end_of: returns the end of an override, by its id.
+    """
 
     def __init__(
         self,
@@ -64,13 +67,13 @@ class Recorder:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._segments: dict[EventLog, Segment] = {}
-        # Records that were dropped since trouble began, by event log.
+        # Records that were dropped since the write error, by event log.
         self._dropped: dict[EventLog, int] = defaultdict(int)
         self._again_at = 0.0
         self._failing = False
 
     def open(self) -> None:
-        """Begins to write.  Raises RecordDirectoryError."""
+        """Starts the thread.  Raises RecordDirectoryError."""
         self._ring.open()
         self._thread = self._start()
 
@@ -80,12 +83,12 @@ class Recorder:
         return self._thread
 
     async def keep(self) -> None:
-        """Watches the thread; when it has ended, starts it again and raises TaskEndedError."""
+        """Watches the thread; when it has ended, restarts it and raises TaskEndedError."""
         assert self._thread is not None
         await keep_thread(self._thread, self._start)
 
     def close(self) -> None:
-        """Writes what has come, and ends."""
+        """Writes the queued events, and ends the thread."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -123,12 +126,12 @@ class Recorder:
             while not self._closing.wait(_ROUND_SECONDS):
                 self._round()
             self._round()
-        except Exception:  # noqa: BLE001  # a fault of ours: said, and steering goes on
+        except Exception:  # noqa: BLE001  # a bug: it is logged, and steering continues
             _log.exception("recording_ended", directory=str(self._directory))
             self._drop_segments()
 
     def _drop_segments(self) -> None:
-        """Has every recording begin with an opening again, because records may be lost."""
+        """Makes every recording continue with an opening, because records may be lost."""
         for event_log in list(self._segments):
             self._dropped[event_log] += 1
             # A segment that cannot be ended is not written to again.
@@ -136,7 +139,7 @@ class Recorder:
                 self._end(event_log)
 
     def _round(self) -> None:
-        # What they had to say is in the queue by now.
+        # All events of these logs are in the queue by now.
         over = [event_log for event_log in {*self._segments, *self._dropped} if event_log.over]
         taken: dict[EventLog, list[Event]] = {}
         for _ in range(len(self._queue)):
@@ -154,7 +157,7 @@ class Recorder:
                 event_log.due = True
 
     def _write(self, event_log: EventLog, events: Sequence[Event]) -> None:
-        """An opening begins a segment; everything else is added to the present one."""
+        """Begins a segment with each opening, and appends all other records to the current one."""
         records: list[record_pb2.Record] = []
         for i, event in enumerate(events, 1):
             record = event()
@@ -201,7 +204,7 @@ class Recorder:
                 self._measure(event_log, segment, len(records))
 
     def _measure(self, event_log: EventLog, segment: Segment, records: int) -> None:
-        """Estimates how many records fit a segment, since many may come between two rounds."""
+        """Estimates how many records fit into a segment, since many may come between two rounds."""
         room = self._ring.segment_bytes
         segment.records += records
         if segment.records >= _MEASURED_RECORDS:
@@ -222,5 +225,5 @@ class Recorder:
             self._again_at = time.monotonic() + _AGAIN_SECONDS
             _log.error(
                 "recording_failed", directory=str(self._directory), error=error.strerror,
-                detail="steering goes on; what happens meanwhile is not on record",
+                detail="steering continues; events are not recorded meanwhile",
             )  # fmt: skip

@@ -1,7 +1,7 @@
-"""A recording as it lies on disk: segments of one engine, read one after the other.
+"""Reads a recording from disk: the segments of one engine, in order.
 
-What a kill has torn off, and what is damaged, is passed over and said; the rest is read.  Records
-stay the messages that they are; beside each stands what it tells a core, converted.
+A truncated or damaged part is skipped and reported.  Records remain protobuf messages; each is
+returned with the converted arguments for the core's method.
 """
 
 import json
@@ -30,18 +30,18 @@ from speculation.v1 import plan_pb2, record_pb2
 
 _Settings = TypeVar("_Settings", PlannerSettings, TrainingSettings)
 
-# Seconds since 1970, or of a machine's clock.
+# Largest time, in Unix seconds or seconds of the core's clock.
 _TIME_MAX = 1e11
 _NOTE_KINDS = frozenset(record_pb2.RecordNoteKind.values()) - {
     record_pb2.RECORD_NOTE_KIND_UNSPECIFIED
 }
-# Kinds of records that have the plan that came out.
+# Kinds of records that contain the resulting plan.
 _DECIDING = frozenset({"decision", "force", "parting"})
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Holds what a core is made of at the beginning of a segment, converted from `message`."""
+    """The state of a core at the beginning of a segment, converted from `message`."""
 
     message: record_pb2.RecordOpening
     spec: EngineSpec
@@ -54,10 +54,10 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A record, and what it tells a core.
+    """A record, with the arguments for the core.
 
-    kind: the record's field, by name.  told: the arguments of the core's method for this kind; the
-    `Opening` for an opening.
+    kind: name of the record's field.  told: arguments of the core's method for this kind; for an
+    opening, the `Opening`.
     """
 
     record: record_pb2.Record
@@ -66,7 +66,7 @@ class Moment:
 
     @property
     def seconds(self) -> float:
-        """The core's clock."""
+        """Returns the time of the core's clock."""
         return self.record.clock_seconds
 
     @property
@@ -76,21 +76,21 @@ class Moment:
 
     @property
     def plan(self) -> plan_pb2.Plan | None:
-        """The plan that came out, None where the old one stayed or none was asked for."""
+        """Returns the resulting plan; None if the old one stayed, or no plan was requested."""
         message = getattr(self.record, self.kind)
         return message.plan if self.is_decision and message.HasField("plan") else None
 
     def tell(self, core: EngineController) -> Plan | None:
-        """Does to a core what was done; the plan that comes of it, if one does.
+        """Applies the event to a core, and returns the new plan, if any.
 
-        Raises SpeculationError for what the core refuses.
+        Raises SpeculationError if the core refuses it.
         """
         found = _KINDS[self.kind].tell(core, *self.told)
         return found if isinstance(found, Plan) else None
 
 
 def moment_of(record: record_pb2.Record) -> Moment | None:
-    """None for a record of a kind that is not known here.  Raises RecordingError."""
+    """Converts a record; returns None for an unknown kind.  Raises RecordingError."""
     kind = record.WhichOneof("what")
     try:
         _check_time(record.clock_seconds)
@@ -100,12 +100,12 @@ def moment_of(record: record_pb2.Record) -> Moment | None:
     except RecordingError:
         raise
     except SpeculationError as error:
-        raise RecordingError(f"a record that cannot be: {error}") from error
+        raise RecordingError(f"an invalid record: {error}") from error
 
 
 def _check_time(seconds: float) -> float:
     if not 0 <= seconds < _TIME_MAX:
-        raise RecordingError(f"{seconds} is no time")
+        raise RecordingError(f"{seconds} is not a valid time")
     return seconds
 
 
@@ -135,7 +135,7 @@ def _constants(kind: type[_Settings], text: str) -> _Settings:
     try:
         return kind(**json.loads(text))
     except MALFORMED as error:
-        raise RecordingError(f"{kind.__name__} that cannot be: {error}") from error
+        raise RecordingError(f"invalid {kind.__name__}: {error}") from error
 
 
 def _overrides(message: record_pb2.RecordOverrides) -> tuple[Override, ...]:
@@ -166,7 +166,7 @@ def _nothing(*_: object) -> tuple[()]:
 
 
 class _Kind(NamedTuple):
-    """Names the core's method for a kind of record, and reads its arguments from the record."""
+    """The core's method for a kind of record, and the function that reads its arguments."""
 
     tell: Callable[..., object]
     read: Callable[[Any], tuple[Any, ...]]
@@ -193,10 +193,10 @@ _KINDS: Final = {
 
 
 class RecordingPart:
-    """Reads one segment.  Raises RecordingError where not even its opening can be read.
+    """Reads one segment.  Raises RecordingError if its opening cannot be read.
 
-    damage: why its end is missing, known once all moments were taken; "" for a whole one.  torn: it
-    ends as a kill leaves it, nothing is wrong with what is there.
+    damage: why its end cannot be read; set after the last event, "" for a complete segment.  torn:
+    it is truncated, as after a kill; the part before is valid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -204,7 +204,7 @@ class RecordingPart:
         self.damage = ""
         self.torn = False
         if path.exists() and not path.is_file():
-            raise RecordingError(f"{path} is no file")
+            raise RecordingError(f"{path} is not a regular file")
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -213,12 +213,12 @@ class RecordingPart:
         first = next(self._moments, None)
         if first is None or first.kind != "opening":
             why = self.damage or "it does not begin with an opening"
-            raise RecordingError(f"{path}: nothing in it can be read: {why}")
+            raise RecordingError(f"{path} cannot be read: {why}")
         self.began_at = first.seconds
         self.opening: Opening = first.told[0]
 
     def moments(self) -> Iterator[Moment]:
-        """Everything after the opening, once."""
+        """Yields the events after the opening.  May be called once."""
         for moment in self._moments:
             if moment.kind == "opening":
                 self.damage = "a second opening"
@@ -231,7 +231,7 @@ class RecordingPart:
                 for record in block.records:
                     moment = moment_of(record)
                     if moment is None:
-                        self.damage = f"at byte {at}: a record of a kind that is not known here"
+                        self.damage = f"at byte {at}: a record of an unknown kind"
                         return
                     yield moment
         except TornError as error:
@@ -242,21 +242,21 @@ class RecordingPart:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Segments of one engine, oldest first."""
+    """The segments of one engine, the oldest first."""
 
     engine_id: str
     paths: tuple[Path, ...]
 
 
 def find(path: Path, engine_id: str = "") -> Recording:
-    """A segment by its file, or an engine's segments in a directory.
+    """Returns the recording in a segment's file, or an engine's recording in a directory.
 
-    engine_id: which one, where a directory holds several.  Raises RecordingError.
+    engine_id: the engine, if the directory has several.  Raises RecordingError.
     """
     if not path.is_dir():
         found = RecordingPart(path).opening.spec.engine_id
         if engine_id not in {"", found}:
-            raise RecordingError(f"{path} is of engine {found}, not of {engine_id}")
+            raise RecordingError(f"{path} is a recording of engine {found}, not of {engine_id}")
         return Recording(found, (path,))
     try:
         segments = found_in(path)
@@ -264,10 +264,14 @@ def find(path: Path, engine_id: str = "") -> Recording:
         raise RecordingError(f"{path} cannot be read: {error.strerror}") from error
     engines = sorted({segment.engine_id for segment in segments})
     if not engines:
-        raise RecordingError(f"{path} holds no recording")
+        raise RecordingError(f"{path} contains no recording")
     if engine_id and engine_id not in engines:
-        raise RecordingError(f"{path} holds no engine {engine_id!r}, but {', '.join(engines)}")
+        raise RecordingError(
+            f"{path} has no recording of engine {engine_id!r}, only of {', '.join(engines)}"
+        )
     if len(engines) > 1 and not engine_id:
-        raise RecordingError(f"{path} holds several engines: name one of {', '.join(engines)}")
+        raise RecordingError(
+            f"{path} has recordings of several engines: name one of {', '.join(engines)}"
+        )
     wanted = engine_id or engines[0]
     return Recording(wanted, tuple(s.path for s in segments if s.engine_id == wanted))

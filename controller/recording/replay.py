@@ -1,9 +1,7 @@
-"""Decides a recording again: the core is given what it was given.
+"""Repeats the decisions of a recording: a core gets the recorded inputs.
 
-Must come to the same plans, bit by bit.
-
-At every segment's opening its variables must be the recorded ones, too.  After a gap (records that
-were lost, or a damaged end) it continues from the opening.
+It must make the same plans, bit by bit.  At every segment's opening its state must be the recorded
+one, too.  After a gap (lost records, or a damaged end) it continues from the next opening.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,23 +25,23 @@ from controller.wire.override_text import reason_text
 from controller.wire.plans import plan_to_proto
 from speculation.v1 import plan_pb2
 
-# Rows of two plans whose difference is shown.
+# Number of differing plan rows that are shown.
 _ROWS_SHOWN = 4
-# What a core may run into where its variables cannot be its own.
+# Errors that a core can raise if its recorded state is not valid.
 _NONSENSE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class ReplayClock(VirtualClock):
-    """Shows the recorded times."""
+    """A clock that shows the recorded times."""
 
     def set(self, seconds: float) -> None:
-        """Seconds, as they were."""
+        """Sets the time, in seconds."""
         self._now = seconds
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionDifference:
-    """Describes where deciding again gave another result.
+    """A difference between the replay and the recording.
 
     record: number in its segment, 0 = the opening.  wall_seconds: Unix time.
     """
@@ -56,10 +54,11 @@ class DecisionDifference:
 
 @dataclass(slots=True)
 class ReplayVerdict:
-    """Holds the result of a replay.  gaps: (segment, why) of those after which it restarted.
+    """The result of a replay.
 
-    lost: records that the sidecar dropped.  first: the first difference.  strange: what made the
-    recording and is another one here, as (name, there, here).
+    gaps: (segment, reason) of those after which it restarted.  lost: number of records that the
+    sidecar dropped.  first: the first difference.  strange: versions that differ, as (name,
+    recorded, replayed).
     """
 
     engine_id: str
@@ -79,24 +78,24 @@ class ReplayVerdict:
 
     @property
     def is_same(self) -> bool:
-        """Every plan and every state came out as recorded."""
+        """Whether every plan and every state is as recorded."""
         return self.differences == 0
 
 
 class Visitor(Protocol):
-    """Watches while a recording is decided again."""
+    """Observes a replay."""
 
     def opened(self, opening: Opening, seconds: float, wall_seconds: float, restarts: bool) -> None:
-        """A segment begins; restarts: not where the one before has ended."""
+        """Called when a segment begins.  restarts: it does not continue the one before."""
 
     def before(self, moment: Moment, wall_seconds: float, core: EngineController) -> None:
-        """This is about to happen to the core, which must not be changed."""
+        """Called before an event is applied to the core, which must not be changed."""
 
 
 def rebuilt(
     opening: Opening, clock: ReplayClock, planner: PlannerSettings | None = None
 ) -> EngineController:
-    """The core as it was; planner: under these settings from now on.  Raises RecordingError."""
+    """Restores a core.  planner: replaces the recorded settings.  Raises RecordingError."""
     try:
         core = EngineController(
             opening.spec, opening.planner, opening.profile, clock, opening.training,
@@ -106,14 +105,14 @@ def rebuilt(
         if planner is not None:
             core.use_settings(planner, opening.training)
     except SpeculationError as error:
-        raise RecordingError(f"an opening that cannot be: {error}") from error
+        raise RecordingError(f"an invalid opening: {error}") from error
     except _NONSENSE as error:
-        raise RecordingError(f"an opening that cannot be: {error!r}") from error
+        raise RecordingError(f"an invalid opening: {error!r}") from error
     return core
 
 
 def guarded(core: EngineController, moment: Moment, where: str) -> plan_pb2.Plan | None:
-    """Tells a core of a moment.  Raises RecordingError also for values that no core can use."""
+    """Applies an event to a core.  Raises RecordingError, even for values that crash the core."""
     with _nonsense_refused(where):
         plan = moment.tell(core)
         return None if plan is None else plan_to_proto(plan)
@@ -126,12 +125,12 @@ def _nonsense_refused(where: str) -> Iterator[None]:
     except RecordingError:
         raise
     except (SpeculationError, *_NONSENSE) as error:
-        raise RecordingError(f"{where} cannot be decided again: {error!r}") from error
+        raise RecordingError(f"{where} cannot be replayed: {error!r}") from error
 
 
 def replay(recording: Recording, visitors: Iterable[Visitor] = ()) -> ReplayVerdict:
-    """Decides the whole recording again.  Raises RecordingError where nothing of it can be read."""
-    # What cannot be a core's numbers ends in a difference or an error, not in warnings.
+    """Replays a recording.  Raises RecordingError if none of it can be read."""
+    # Invalid numbers show up as a difference or an error, so numpy's warnings are not needed.
     with np.errstate(all="ignore"):
         return _Replay(recording, tuple(visitors)).run()
 
@@ -146,7 +145,7 @@ class _Replay:
         self._clock = ReplayClock()
         self._core: EngineController | None = None
         self._session = self._part = 0
-        # Unix time less the core's clock: of a session's first segment, so that it goes on evenly.
+        # Unix time minus the core's clock at a session's first segment, so that it is continuous.
         self._offset = 0.0
 
     def run(self) -> ReplayVerdict:
@@ -185,12 +184,12 @@ class _Replay:
                 self._gap(path, str(error))
 
     def _gap(self, path: Path, why: str) -> None:
-        """Notes a gap: what follows cannot be decided from what was before."""
+        """Records a gap, after which the core must be restored from an opening."""
         self._verdict.gaps.append((path.name, why))
         self._core = None
 
     def _goes_on(self, part: RecordingPart) -> bool:
-        """Returns whether the core's state is the opening's; notes every other case."""
+        """Returns whether the core's state is that of the opening; records all other cases."""
         verdict, opening = self._verdict, part.opening.message
         if opening.session != self._session:
             self._offset = opening.wall_seconds - part.began_at
@@ -203,11 +202,11 @@ class _Replay:
         verdict.sessions += opening.session != self._session
         if opening.lost:
             verdict.lost += opening.lost
-            self._gap(part.path, f"{opening.lost} records were lost before it")
+            self._gap(part.path, f"{opening.lost} records before it were lost")
         if self._core is None or opening.session != self._session:
             return False
         if opening.part != self._part + 1:
-            self._gap(part.path, "segments before it are missing")
+            self._gap(part.path, "the segment before it is missing")
             return False
         verdict.states += 1
         text = state_difference(part.opening.state, capture(self._core))
@@ -246,7 +245,7 @@ def _strange(there: Mapping[str, str]) -> list[tuple[str, str, str]]:
 
 
 def plan_difference(recorded: plan_pb2.Plan | None, now: plan_pb2.Plan | None) -> str:
-    """Empty for the same plan, bit by bit."""
+    """Describes the difference of two plans; "" if they are equal bit by bit."""
     if recorded is None or now is None:
         if recorded is now:
             return ""
@@ -287,7 +286,7 @@ def _line(message: object) -> str:
 
 
 def state_difference(recorded: Mapping[str, Tree], now: Mapping[str, Tree]) -> str:
-    """Empty for the same variables, bit by bit."""
+    """Describes the first difference of two states; "" if they are equal bit by bit."""
     was, is_ = state_to_proto(recorded), state_to_proto(now)
     if was.SerializeToString(deterministic=True) == is_.SerializeToString(deterministic=True):
         return ""
@@ -295,7 +294,7 @@ def state_difference(recorded: Mapping[str, Tree], now: Mapping[str, Tree]) -> s
 
 
 def _where(recorded: Tree, now: Tree, name: str) -> str:
-    """The first variable that differs, by its path."""
+    """Describes the first variable that differs, with its path."""
     if type(recorded) is type(now):
         mine, theirs = _children(recorded), _children(now)
         if mine and theirs and mine.keys() == theirs.keys():

@@ -1,15 +1,15 @@
 """Packs records into segments, and keeps a ring of segments on disk.
 
-A segment is a line that says what it is, then checked frames of deflated blocks:
+A segment begins with a line that names its format, followed by frames of deflated blocks:
 
-    length, CRC-32 (both of what follows, little-endian, 32 bits)  deflated Block
+    length, CRC-32 (both of the deflated Block, little-endian, 32 bits)  deflated Block
 
-A file that ends within a frame was torn, by a kill or a full disk; what is before it is whole.
+A file that ends within a frame was truncated by a kill or a full disk; the frames before are valid.
 
-    DIRECTORY/ENGINE@NUMBER.record     numbers ascend by engine, over restarts too
+    DIRECTORY/ENGINE@NUMBER.record     numbers increase by engine, over restarts too
 
-A directory never has more bytes than allowed: for a new segment the oldest has to go, of the engine
-that holds the most, so that one busy engine does not push all others out.
+The size of a directory is limited.  To make space, the oldest segment of the engine with the most
+bytes is deleted, so that a busy engine does not displace the others.
 """
 
 import contextlib
@@ -34,25 +34,24 @@ _VERSION: Final = 8
 MAGIC: Final = b"speculation-record/%d\n" % _VERSION
 _FIRST_LINE = re.compile(rb"speculation-record/(\d{1,9})\n")
 _HEAD = struct.Struct("<II")
-# Bytes of a plain block, above which no reader takes one: half a second of an engine has some
-# hundred kB, and an opening with the largest profile that a sidecar takes 1 MiB.  Its messages take
-# up to 25 times as much memory, whatever they are.
+# Largest inflated block that a reader accepts.  Half a second of an engine takes a few hundred kB,
+# and an opening with the largest profile 1 MiB.  Parsed, a block takes up to 25 times its bytes.
 _BLOCK_MAX = 8 * 1024 * 1024
-# Of a deflated one, which can be a little larger than what it was made of.
+# Largest deflated block, which can be slightly larger than the inflated one.
 _FRAME_MAX = _BLOCK_MAX + 64 * 1024
-# Records of a block, which a writer makes no larger either.
+# Most records of a block, for writers and readers.
 RECORDS_MAX: Final = 2048
-# Quick rather than small: the writer shares its processor with an engine.
+# Fast rather than small: the writer shares its CPU with an engine.
 _LEVEL = 1
 _NAME = re.compile(r"(?P<engine>[A-Za-z0-9._:-]{1,128})@(?P<number>\d{8,18})\.record")
-# A ring is so many segments, of one engine; each engine has room for so many at least.
+# Segments of a ring that one engine uses alone, and the least number per engine.
 _SEGMENTS = 32
 _SEGMENTS_AN_ENGINE = 4
 SEGMENT_BYTES_MIN = 64 * 1024
 
 
 class RecordingError(SpeculationError):
-    """A recording is missing, damaged, or not a recording at all."""
+    """A recording is missing or damaged, or the file is not a recording."""
 
 
 class RecordDirectoryError(SpeculationError):
@@ -60,14 +59,14 @@ class RecordDirectoryError(SpeculationError):
 
 
 class TornError(RecordingError):
-    """A segment that ends within a frame, as a kill leaves it."""
+    """A segment ends within a frame, as after a kill."""
 
     def __init__(self, at: int, why: str) -> None:
         super().__init__(f"at byte {at}: {why}")
 
 
 def frame(records: Sequence[record_pb2.Record]) -> bytes:
-    """Packs records into one frame, or into several where a reader would not take one."""
+    """Packs records into one frame, or into several if one would exceed a reader's limits."""
     size = sum(record.ByteSize() for record in records)
     if len(records) > 1 and (len(records) > RECORDS_MAX or size > _BLOCK_MAX // 2):
         half = len(records) // 2
@@ -77,22 +76,22 @@ def frame(records: Sequence[record_pb2.Record]) -> bytes:
 
 
 def blocks(data: bytes) -> Iterator[tuple[int, record_pb2.Block]]:
-    """(where it begins, block) of every whole frame of a segment, in order.
+    """Yields (position, block) for every complete frame of a segment, in order.
 
-    Raises RecordingError where the bytes are no segment's; for a torn end TornError.
+    Raises RecordingError if the data is not a segment, and TornError for a truncated end.
     """
     if not data.startswith(MAGIC):
         if MAGIC.startswith(data):
-            raise TornError(0, "its first line is not whole")
+            raise TornError(0, "its first line is incomplete")
         raise _not_read(data)
     at = len(MAGIC)
     while at < len(data):
         if len(data) - at < _HEAD.size:
-            raise TornError(at, "it ends within a frame's head")
+            raise TornError(at, "it ends within a frame's header")
         length, check = _HEAD.unpack_from(data, at)
         packed = data[at + _HEAD.size : at + _HEAD.size + length]
         if length > _FRAME_MAX:
-            raise RecordingError(f"at byte {at}: a frame of {length} bytes")
+            raise RecordingError(f"at byte {at}: a frame of {length} bytes is too large")
         if len(packed) < length:
             raise TornError(at, "it ends within a frame")
         if zlib.crc32(packed) != check:
@@ -105,7 +104,7 @@ def _not_read(data: bytes) -> RecordingError:
     """Explains why a segment with another first line is refused."""
     known = _FIRST_LINE.match(data)
     if known is None:
-        return RecordingError("this is no recording of a sidecar (its first line is another one)")
+        return RecordingError("this is not a recording of a sidecar (its first line is different)")
     return RecordingError(
         f"this recording has format {int(known[1])}, and this version of the controller reads "
         f"format {_VERSION} only: replay it with the version of the controller that recorded it"
@@ -120,7 +119,7 @@ def _block(packed: bytes, at: int) -> record_pb2.Block:
             raise RecordingError(f"at byte {at}: a block of more than {_BLOCK_MAX} bytes, or torn")
         block = record_pb2.Block.FromString(plain)
     except (zlib.error, DecodeError) as error:
-        raise RecordingError(f"at byte {at}: no block: {error}") from error
+        raise RecordingError(f"at byte {at}: an invalid block: {error}") from error
     if len(block.records) > RECORDS_MAX:
         raise RecordingError(f"at byte {at}: a block of more than {RECORDS_MAX} records")
     return block
@@ -128,9 +127,9 @@ def _block(packed: bytes, at: int) -> record_pb2.Block:
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A file of the ring.  descriptor: -1 once it is whole.
+    """A file of the ring.  descriptor: -1 once it is complete.
 
-    opening: bytes of what it begins with.  records: after that.
+    opening: bytes of the first line and the opening.  records: number of records after that.
     """
 
     path: Path
@@ -143,7 +142,7 @@ class Segment:
 
 
 class Ring:
-    """All segments of one directory.  limit_bytes: what they may hold together."""
+    """All segments of one directory.  limit_bytes: their largest total size."""
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self._directory = directory
@@ -153,7 +152,7 @@ class Ring:
         self.bytes = 0
 
     def open(self) -> None:
-        """Takes the directory and what is there.  Raises RecordDirectoryError."""
+        """Locks the directory and lists its segments.  Raises RecordDirectoryError."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o750)
             self._lock_file = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT, 0o640)
@@ -165,12 +164,12 @@ class Ring:
         except BlockingIOError as error:
             self.close()
             raise RecordDirectoryError(
-                f"{self._directory}: another sidecar records there: give each its own directory"
+                f"{self._directory} is in use by another sidecar: give each its own directory"
             ) from error
         except OSError as error:
             self.close()
             raise RecordDirectoryError(
-                f"{self._directory} cannot hold recordings: {error.strerror}"
+                f"{self._directory} cannot be used for recordings: {error.strerror}"
             ) from error
 
     def close(self) -> None:
@@ -183,7 +182,7 @@ class Ring:
             self._lock_file = -1
 
     def begin(self, engine_id: str, first: bytes) -> Segment:
-        """A new segment that begins with this frame.  Raises OSError; none is there then."""
+        """Creates a segment with a first frame.  Raises OSError, and leaves no file then."""
         known = self._segments[engine_id]
         number = known[-1].number + 1 if known else 1
         path = self._directory / f"{engine_id}@{number:08d}.record"
@@ -200,7 +199,7 @@ class Ring:
         return segment
 
     def append(self, segment: Segment, data: bytes) -> None:
-        """Adds whole frames.  Raises OSError; the segment is as before then."""
+        """Appends complete frames.  Raises OSError, and leaves the segment unchanged then."""
         self._make_room(len(data))
         try:
             left = memoryview(data)
@@ -214,21 +213,21 @@ class Ring:
         self.bytes += len(data)
 
     def end(self, segment: Segment) -> None:
-        """Nothing more comes."""
+        """Completes a segment."""
         if segment.descriptor >= 0:
             os.close(segment.descriptor)
             segment.descriptor = -1
 
     @property
     def segment_bytes(self) -> int:
-        """Returns the size from which on another segment should follow."""
+        """Returns the size at which a new segment should begin."""
         writing = sum(s.descriptor >= 0 for found in self._segments.values() for s in found)
         room = min(self._limit // _SEGMENTS, self._limit // (_SEGMENTS_AN_ENGINE * writing or 1))
         return max(SEGMENT_BYTES_MIN, room)
 
     @property
     def segment_bytes_alone(self) -> int:
-        """The same where one engine has the ring for itself."""
+        """Returns the same for a ring with a single engine."""
         return max(SEGMENT_BYTES_MIN, self._limit // _SEGMENTS)
 
     def _make_room(self, size: int) -> None:
@@ -241,8 +240,8 @@ class Ring:
             if not held:
                 raise OSError(
                     errno.EFBIG,
-                    f"{self._limit // 1_000_000} MB hold no more than what is being written: "
-                    "allow more (CONTROLLER_RECORD_MEGABYTES)",
+                    f"the limit of {self._limit // 1_000_000} MB is too small for the segments "
+                    "being written: raise CONTROLLER_RECORD_MEGABYTES",
                 )
             most = max(held, key=lambda engine_id: held[engine_id])
             self._remove(next(s for s in self._segments[most] if s.descriptor < 0))
@@ -256,7 +255,7 @@ class Ring:
 
 
 def found_in(directory: Path) -> list[Segment]:
-    """The segments of a directory, by engine and number.  Raises OSError."""
+    """Returns the segments of a directory, by engine and number.  Raises OSError."""
     found = []
     for entry in os.scandir(directory):
         name = _NAME.fullmatch(entry.name)

@@ -1,4 +1,4 @@
-"""Reads the policy file: draft lengths and bounds that hold until the file changes.
+"""Reads the policy file: draft lengths and bounds that apply until the file changes.
 
     policies:
       - name: chat                          # policy:chat in every list
@@ -12,11 +12,12 @@
         reason: longer drafts run out of memory
         at_most: 5                          # also: at_least, gamma, drafter, batch
 
-Every entry becomes one override, a schedule one for each of its ranges.  What they mean beside the
-overrides of operators is decided in `controller.core.planning.overrides`; they are the weakest.
-`policies: []` is an empty policy.  A file without that key cannot be used: it may be a beginning.
+Every entry becomes one override, and a schedule one for each of its ranges.  Operators' overrides
+take precedence over them (`controller.core.planning.overrides`).  `policies: []` is an empty
+policy.  A file without that key is refused, because it may be incomplete.
 """
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ from controller.wire.override_text import batch_range
 
 POLICY_PREFIX: Final = "policy:"
 MAX_BYTES: Final = 64 * 1024
-# Overrides of a file: every plan is made under all of them.
+# Most overrides of a file: every plan applies all of them.
 _MAX_OVERRIDES: Final = 64
 _AUTHOR: Final = "policy file"
 _TEXT: Final = "tag:yaml.org,2002:str"
@@ -60,10 +61,10 @@ class PolicyFileError(SpeculationError):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Holds the policy in force and the state of its file.
+    """The policy in force and the state of its file.
 
     path: None if the sidecar has no policy file.  overrides: in force.  read_at: Unix seconds at
-    which they were read.  error: why the file as it is now cannot be used; empty if it can.
+    which they were read.  error: why the present file cannot be used; "" if it can.
     """
 
     path: Path | None = None
@@ -73,7 +74,7 @@ class Policy:
 
 
 def read_policy(path: Path) -> tuple[tuple[Override, ...], str]:
-    """Returns the overrides that a file stands for, in its order, and its text.
+    """Returns the overrides that a file defines, in its order, and its text.
 
     Raises PolicyFileError.
     """
@@ -85,7 +86,7 @@ def read_policy(path: Path) -> tuple[tuple[Override, ...], str]:
 
 
 def parse_policy(path: Path, content: bytes) -> tuple[Override, ...]:
-    """Returns the overrides that the content of a file stands for, in its order.
+    """Returns the overrides that the content of a file defines, in its order.
 
     path: for messages.  Raises PolicyFileError.
     """
@@ -95,8 +96,8 @@ def parse_policy(path: Path, content: bytes) -> tuple[Override, ...]:
         raise PolicyFileError(error.at(path)) from error
     if found is None:
         raise PolicyFileError(
-            f"{path}: the file is empty, or has comments only, which may be the beginning of a "
-            "longer one; write `policies: []` for an empty policy"
+            f"{path}: the file is empty or has only comments, and may be incomplete; write "
+            "`policies: []` for an empty policy"
         )
     values, lines = found
     try:
@@ -111,7 +112,9 @@ def parse_policy(path: Path, content: bytes) -> tuple[Override, ...]:
             where = _place(path, lines, ("policies", index))
             raise PolicyFileError(f"{where}: {entry.name}: {error}") from error
     if len(overrides) > _MAX_OVERRIDES:
-        raise PolicyFileError(f"{path}: {len(overrides)} entries, at most {_MAX_OVERRIDES}")
+        raise PolicyFileError(
+            f"{path}: {len(overrides)} entries, at most {_MAX_OVERRIDES} are allowed"
+        )
     return tuple(overrides)
 
 
@@ -119,7 +122,7 @@ def _batches(value: object) -> tuple[int, int]:
     # `batch: 8` is a number in YAML.
     low, high = batch_range(str(value))
     if max(low, high) > MAX_BATCH_SIZE or 0 < high < low or low < 1:
-        raise ValueError(f"batch {value}: ascending sizes from 1 to {MAX_BATCH_SIZE} are needed")
+        raise ValueError(f"batch {value}: must be ascending sizes from 1 to {MAX_BATCH_SIZE}")
     return low, high
 
 
@@ -157,19 +160,19 @@ class _Entry(_Model):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if [self.engine is not None, self.model is not None, self.fleet].count(True) != 1:
-            raise ValueError(f"{self.name}: one of engine, model and fleet: true is needed")
+            raise ValueError(f"{self.name}: set exactly one of engine, model and fleet: true")
         single = (self.gamma, self.at_least, self.at_most, self.drafter, self.batch)
         if self.schedule and any(value is not None for value in single):
             raise ValueError(
-                f"{self.name}: a schedule stands alone; put gamma, at_least, at_most, drafter and "
-                "batch into another entry"
+                f"{self.name}: an entry with a schedule cannot have gamma, at_least, at_most, "
+                "drafter or batch; put them into another entry"
             )
         end = 0
         for step in self.schedule:
             low, high = step.batch
             if low <= end:
                 raise ValueError(
-                    f"{self.name}: the ranges of a schedule ascend and do not overlap; {low} "
+                    f"{self.name}: the ranges of a schedule must ascend and not overlap; {low} "
                     f"follows {end}"
                 )
             end = high or MAX_BATCH_SIZE
@@ -177,7 +180,7 @@ class _Entry(_Model):
 
     @property
     def scope(self) -> Scope:
-        """Returns whom the entry is for.  Raises InvalidOverrideError."""
+        """Returns the engines that the entry applies to.  Raises InvalidOverrideError."""
         if self.engine is not None:
             return Scope(ScopeKind.ENGINE, self.engine)
         if self.model is not None:
@@ -185,7 +188,7 @@ class _Entry(_Model):
         return Scope(ScopeKind.FLEET)
 
     def overrides(self, revision: int) -> Iterator[Override]:
-        """Makes the overrides, from a revision on.  Raises InvalidOverrideError."""
+        """Yields the overrides, numbered from a revision.  Raises InvalidOverrideError."""
         name = f"{POLICY_PREFIX}{self.name}"
         for number, step in enumerate(self.schedule):
             rule = Rule(gamma=step.gamma, drafter=step.drafter)
@@ -211,12 +214,12 @@ class _File(_Model):
         names = [entry.name for entry in self.policies]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"{twice}: this name is used twice; every entry needs its own")
+            raise ValueError(f"{twice}: this name is used twice; names must be unique")
         return self
 
 
 class _Loader(StrictLoader):
-    # The document, its entries, one of them, its schedule, a range of it, and a value.
+    # The document, the entries, an entry, its schedule, a range of it, and a value.
     depth_max: ClassVar[int] = 6
     too_deep: ClassVar[str] = "an entry has plain values and at most a schedule"
 
@@ -229,7 +232,7 @@ def _lines(root: yaml.Node, place: _Location = ()) -> dict[_Location, int]:
             lines |= _lines(item, (*place, index))
     elif isinstance(root, yaml.MappingNode):
         for key, value in root.value:
-            if key.tag != _TEXT:  # as that of `off` and of `<<`
+            if key.tag != _TEXT:  # for example `off` and `<<`
                 name = key.value if isinstance(key, yaml.ScalarNode) else "this"
                 raise fault(key, f"{name} is not a key of the policy file")
             below = (*place, key.value)
@@ -240,7 +243,7 @@ def _lines(root: yaml.Node, place: _Location = ()) -> dict[_Location, int]:
 
 
 def _readable(path: Path, lines: Mapping[_Location, int], error: ValidationError) -> str:
-    """Describes every fault, with its line, without the values."""
+    """Describes every error with its line, but without the values."""
     return "; ".join(
         f"{_place(path, lines, item['loc'])}: {_fault(item)}"
         for item in error.errors(include_url=False, include_input=False)
@@ -249,16 +252,24 @@ def _readable(path: Path, lines: Mapping[_Location, int], error: ValidationError
 
 def _fault(item: ErrorDetails) -> str:
     if item["type"] == "extra_forbidden":
-        return f"{item['loc'][-1]} is not a key of the policy file"
+        return _unknown_key(item["loc"])
     if item["type"] == "tuple_type":
-        return f"{item['loc'][-1]}: a list is needed, with a dash before each item"
+        return f"{item['loc'][-1]}: must be a list, with a dash before each item"
     text = item["msg"].removeprefix("Value error, ")
     names = [str(part) for part in item["loc"] if isinstance(part, str)]
     return f"{names[-1]}: {text}" if names and item["type"] != "value_error" else text
 
 
+def _unknown_key(location: _Location) -> str:
+    model = _File if len(location) == 1 else _Step if "schedule" in location[:-1] else _Entry
+    name, known = str(location[-1]), [*model.model_fields]
+    near = difflib.get_close_matches(name.replace("-", "_"), known, 1)
+    hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+    return f"{name} is not a key of the policy file: {hint}"
+
+
 def _place(path: Path, lines: Mapping[_Location, int], place: _Location) -> str:
-    """Names the file and the line of a place, or of the nearest one around it."""
+    """Names the file and the line of a node, or of the nearest enclosing node with a line."""
     while place and place not in lines:
         place = place[:-1]
     return f"{path}, line {lines.get(place, 1)}"

@@ -10,9 +10,9 @@ from controller.store.redis_url import RedisAccess
 
 
 def redis_access(settings: Settings) -> RedisAccess:
-    """Returns what opens Redis beside its URL: the settings redis_user, redis_ca and so on.
+    """Returns the settings that open Redis in addition to its URL: redis_user, redis_ca and so on.
 
-    Line breaks at the end of a user or password, which `echo` and YAML leave there, are no part.
+    Line breaks at the end of a user or password, which `echo` and YAML add, are removed.
     """
     names = [field.name for field in dataclasses.fields(RedisAccess)]
     given: dict[str, Any] = {name: getattr(settings, f"redis_{name}") for name in names}

@@ -43,7 +43,7 @@ DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
 
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 
-# What SIGHUP puts into use; the rest needs a restart.
+# Settings that SIGHUP reloads; the others need a restart.
 RELOADED = frozenset(
     {
         "drain_seconds", "last_lease_seconds", "log_level", "max_engines",
@@ -61,7 +61,7 @@ def _is_unix(address: str) -> str:
     address = f"unix:{address}" if address.startswith("/") else address
     if not address.startswith("unix:") or socket_path(address) == Path():
         raise ValueError(
-            "a unix socket, unix:PATH or /PATH, is needed; to serve on TCP as well, set tcp (--tcp "
+            "must be a unix socket, unix:PATH or /PATH; to serve on TCP as well, set tcp (--tcp "
             "HOST:PORT)"
         )
     return address
@@ -69,28 +69,28 @@ def _is_unix(address: str) -> str:
 
 def _is_host_port(address: str | None) -> str | None:
     if address is not None and not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:]+):\d{1,5}", address):
-        raise ValueError("HOST:PORT is needed")
+        raise ValueError("must be HOST:PORT")
     return address
 
 
 def _is_host(host: str) -> str:
-    """Returns an address without brackets, or a name."""
+    """Checks a host and removes its brackets.  Raises ValueError."""
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if ":" in bare or bare != host:
         try:
             ipaddress.IPv6Address(bare)
         except ValueError as error:
             raise ValueError(
-                "an address or a name is needed, without a port; :: is every address, IPv4 and IPv6"
+                "must be an address or a name, without a port; :: is every address, IPv4 and IPv6"
             ) from error
     elif not re.fullmatch(r"[A-Za-z0-9._-]+", bare):
-        raise ValueError("an address or a name is needed; :: is every address, IPv4 and IPv6")
+        raise ValueError("must be an address or a name; :: is every address, IPv4 and IPv6")
     return bare
 
 
 def _is_http(endpoint: str | None) -> str | None:
     if endpoint is not None and not re.fullmatch(r"https?://[^\s/@?#]+:\d{1,5}", endpoint):
-        raise ValueError("http://HOST:PORT or https://HOST:PORT is needed")
+        raise ValueError("must be http://HOST:PORT or https://HOST:PORT")
     return endpoint
 
 
@@ -114,7 +114,7 @@ def _read_again(what: str) -> Any:
 
 
 class _Environment(EnvSettingsSource):
-    """The environment, with lists as everywhere in a shell: separated by colons, not as JSON."""
+    """Reads the environment.  Lists are separated by colons, as in a shell, and not JSON."""
 
     def prepare_field_value(
         self, field_name: str, field: FieldInfo, value: Any, value_is_complex: bool
@@ -257,17 +257,17 @@ class Settings(BaseSettings):
 
     @property
     def socket_path(self) -> Path:
-        """The path in `address`."""
+        """Returns the path in `address`."""
         return socket_path(self.address)
 
     @property
     def state_path(self) -> Path:
-        """The directory that keeps overrides and their audit."""
+        """Returns the directory that keeps overrides and their audit."""
         return self.state_directory or Path(f"{self.socket_path}.state")
 
     @property
     def listeners(self) -> list[Listener]:
-        """All TCP listeners that are asked for."""
+        """Returns the TCP listeners that the settings enable."""
         named = [self.listener(name) for name in ("metrics", "page", "health")]
         found = [listener for listener in named if listener.port]
         if self.tcp is None:
@@ -276,7 +276,7 @@ class Settings(BaseSettings):
         return [Listener("tcp", host.strip("[]"), int(port)), *found]
 
     def listener(self, name: Literal["metrics", "page", "health"]) -> Listener:
-        """Returns where one of these listens; port 0: nowhere."""
+        """Returns the address of one of these listeners; port 0: it is disabled."""
         return Listener(
             f"{name}_port", getattr(self, f"{name}_host"), getattr(self, f"{name}_port")
         )
@@ -320,11 +320,11 @@ GROUPS: Mapping[str, type[PlannerSettings | TrainingSettings]] = {
     "planner": PlannerSettings,
     "training": TrainingSettings,
 }
-# Names that an unknown one is answered with.
+# Number of similar names that the error for an unknown one suggests.
 _NEAREST = 3
-# Not quoted in errors: a URL may hold a password.
+# Not quoted in errors: a URL may contain a password.
 _SECRETS = frozenset({"otlp_endpoint", "redis_password", "redis_sentinel_password", "redis_url"})
-# What is of no use without the other.
+# Settings that need another setting.
 _NEEDS = {
     "tls_certificate": "tls_key",
     "tls_key": "tls_certificate",
@@ -336,7 +336,7 @@ _NEEDS = {
     },
 }
 
-# Read by commands that call a sidecar; they may be set where one serves.
+# Variables of commands that call a sidecar; the sidecar's own environment may have them too.
 CLIENT_VARIABLES = frozenset(
     PREFIX + name for name in ("AUTHOR", "TOKEN_FILE", "CA", "CLIENT_CERTIFICATE", "CLIENT_KEY")
 )
@@ -352,12 +352,12 @@ def keys() -> Iterator[str]:
 
 
 def variables() -> frozenset[str]:
-    """Returns all environment variables that set something."""
+    """Returns the environment variables of all settings."""
     return frozenset(map(variable, keys()))
 
 
 def _fault(item: ErrorDetails, sources: Sources) -> str:
-    """Returns a line with a setting, its error, its value unless it is a secret, and its source."""
+    """Returns a line with a setting, its error, its value (unless secret) and its source."""
     path = item["loc"][:2] if item["loc"][0] in GROUPS else item["loc"][:1]
     key = ".".join(map(str, path))
     said = sources.origin(key)
@@ -394,7 +394,7 @@ def _check_file(file: SettingsFile) -> None:
         value: Any = file.values
         for name in key.split("."):
             value = value[name]
-        # To pydantic true is the number 1.
+        # Pydantic would accept true as the number 1.
         if isinstance(value, bool) and not isinstance(_default(key), bool):
             faults.append(f"{file.path}, line {line}: {key} cannot be true or false")
     if faults:
@@ -408,13 +408,13 @@ def _default(key: str) -> Any:
 
 
 def _refuse_unknown(environment: Mapping[str, str]) -> None:
-    # A Service named "controller" or "controller-manager" brings variables that are not ours.
+    # For a Service named "controller" or "controller-manager", Kubernetes sets such variables too.
     known = variables() | CLIENT_VARIABLES | {CONFIG_VARIABLE}
     links = service_links(environment)
     unknown = [
         name
         for name in sorted(environment)
-        # pydantic-settings would take any case.
+        # pydantic-settings ignores the case of names.
         if name.upper().startswith(PREFIX) and name not in known and name not in links
     ]
     if unknown:
@@ -423,6 +423,6 @@ def _refuse_unknown(environment: Mapping[str, str]) -> None:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the end of a sentence that names the variables that may have been meant."""
+    """Returns the end of an error text, which suggests similar variables."""
     nearest = difflib.get_close_matches(name.upper(), sorted(known), _NEAREST, cutoff=0.0)
     return f": did you mean {', '.join(nearest)}? (`controller config` lists all)"

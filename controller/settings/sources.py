@@ -1,11 +1,11 @@
-"""Reads and merges the sources of settings: flags override the environment, that the file.
+"""Reads and merges the sources of settings: flags over the environment over the file.
 
 Values are nested as the settings are; a key is dotted, for example `planner.probe_share`.
 
 The file is read strictly, because people write it by hand.  It is plain YAML: one mapping with one
-level of groups, no anchors, no tags, no key twice.  An error names the file, the line and the key,
-and never quotes a value, which may be a secret.  pydantic-settings' YamlConfigSettingsSource would
-save one line, its call of `yaml.safe_load`.
+level of groups, no anchors, no tags, no duplicate keys.  An error names the file, the line and the
+key, and never quotes a value, which may be a secret.  pydantic-settings' YamlConfigSettingsSource
+would only replace the call of `yaml.safe_load`.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from controller.util.strict_yaml import (
 )
 
 PREFIX = "CONTROLLER_"
-# Flags whose name is not the setting's.
+# Flags that are not named like their setting.
 _FLAGS = {"profiles": "--profile"}
 _MAX_BYTES = 64 * 1024
 _MAX_KEY = 64
@@ -119,7 +119,7 @@ def read_settings_file(path: Path) -> SettingsFile:
 
 
 class _Loader(StrictLoader):
-    # The document, its groups, their values (lists), and the items of these.
+    # The document, its groups, their values (lists), and the items of the lists.
     depth_max: ClassVar[int] = 4
     too_deep: ClassVar[str] = "there is only one level of groups"
 

@@ -1,1 +1,1 @@
-"""Stores what outlives a sidecar, overrides and their audit, in a file or in Redis."""
+"""Stores the data that outlives a sidecar, such as overrides, in files or in Redis."""

@@ -4,13 +4,12 @@
                     overrides.db-wal   commits that are not in the database file yet
                     overrides.db-shm   an index of that file, shared by the connections
 
-Everything here blocks.  One connection writes; reads of the audit have a connection of their own,
-so that neither waits for the other.  SQLite recovers the file after a crash: a commit that is torn
-was never acknowledged and disappears.
+All calls block.  One connection writes, and another one reads the audit, so that neither waits for
+the other.  SQLite recovers the file after a crash: a partial commit was never acknowledged, and is
+rolled back.
 
-SQLite does not notice that a file was removed or replaced under it: commits would go to a file
-without a name, and be lost with the process.  Every write therefore looks whether the files are
-still those that were opened.
+SQLite does not notice if its file is removed or replaced: commits would go to the unlinked file and
+be lost when the process ends.  Every write therefore checks that the files are still the same.
 """
 
 import contextlib
@@ -36,11 +35,11 @@ from controller.util.files import sync_directory
 
 # Pages of 4 KiB after which commits move from the WAL into the database file.
 _CHECKPOINT_PAGES: Final = 64
-# Old audit records are removed once in so many commits.
+# Old audit records are removed once per this number of commits.
 _PRUNE_EVERY: Final = 256
 _LARGEST: Final = 2**63 - 1
 _FORMAT: Final = 1
-# "SPEC": tells this database from any other SQLite file.
+# "SPEC": distinguishes this database from other SQLite files.
 _APPLICATION_ID: Final = 0x53504543
 _MODE: Final = 0o640
 
@@ -77,15 +76,15 @@ _REASONS = {
     sqlite3.SQLITE_LOCKED: "another process has locked it; nothing was changed",
     sqlite3.SQLITE_NOMEM: "there is not enough memory; nothing was changed",
     sqlite3.SQLITE_IOERR: (
-        "the disk reports an I/O error; whether the change was written is not known: repeat it "
-        "with the same id"
+        "the disk reports an I/O error; it is unknown whether the change was written: retry with "
+        "the same id"
     ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """Holds an entry whose end is a wall-clock time, Unix seconds; until None: without an end."""
+    """An entry in the database.  until: Unix seconds of its end; None if it has none."""
 
     override_id: str
     revision: int
@@ -96,12 +95,12 @@ class StoredEntry:
 
     @property
     def checksum(self) -> str:
-        """Sixteen hexadecimal digits over all fields: finds a bit that flipped on the disk."""
+        """Returns sixteen hexadecimal digits over all fields, which detect damage on the disk."""
         text = json.dumps(astuple(self))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def over(self, now: float) -> bool:
-        """True past its end."""
+        """Returns whether it has expired."""
         return self.until is not None and self.until <= now
 
     def entry(self, now: float) -> Entry:
@@ -113,11 +112,11 @@ class StoredEntry:
 
 
 class Database:
-    """One open database.  Every method raises StoreUnavailableError and StoreBrokenError.
+    """An open database.  All methods may raise StoreUnavailableError and StoreBrokenError.
 
-    `change`, `note`, `replace` and `close` belong to one thread at a time; `audit` to one other,
-    unless `alone` is set.  alone: there was no room for the file that connections share, so that
-    reads use the writing connection.
+    Call `change`, `note`, `replace` and `close` on one thread, and `audit` on another one, unless
+    `alone` is set.  alone: there was no disk space for the shared-memory file, so that reads use
+    the writing connection.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,8 +143,8 @@ class Database:
         moved = [str(file) for file, inode in self._inodes.items() if _inode(file) != inode]
         if moved:
             raise StoreUnavailableError(
-                f"{', '.join(moved)}: removed or replaced while in use; nothing was changed. Put "
-                "it back, or start the sidecar again: it then has the overrides of the new file"
+                f"{', '.join(moved)}: removed or replaced while in use; nothing was changed. "
+                "Restore it, or restart the sidecar: it then uses the overrides of the new file"
             )
 
     def _opened(self) -> sqlite3.Connection:
@@ -177,14 +176,14 @@ class Database:
         _require_entries(connection)
 
     def close(self) -> None:
-        """Closes the connections; everything committed is durable already."""
+        """Closes the connections.  All commits are already durable."""
         for connection in (self._reader, self._writer):
             if connection is not None:
                 connection.close()
 
     @property
     def last_sequence(self) -> int:
-        """The highest sequence and revision that was ever given; 0 in an empty database."""
+        """Returns the highest sequence or revision that was used; 0 in an empty database."""
         with self._typed():
             sequence, revision = self._writer.execute(
                 "SELECT (SELECT max(sequence) FROM audit), (SELECT max(revision) FROM entries)"
@@ -201,27 +200,27 @@ class Database:
             return [_stored(row) for row in rows]
 
     def change(self, entry: StoredEntry, record: AuditRecord) -> None:
-        """Keeps an entry, in place of one with its id, and a record; durable on return."""
+        """Writes an entry, replacing one with its id, and an audit record; durable on return."""
         with self._typed(), self._transaction() as connection:
             _put(connection, entry)
             _append(connection, record)
 
     def note(self, record: AuditRecord) -> None:
-        """Keeps a record of something that changes no entry; durable on return."""
+        """Writes an audit record of an action that changes no entry; durable on return."""
         with self._typed(), self._transaction() as connection:
             _append(connection, record)
 
     def replace(self, entries: Sequence[StoredEntry]) -> None:
-        """Keeps entries, in place of those with their ids, without a record."""
+        """Writes entries, replacing those with their ids, without an audit record."""
         with self._typed(), self._transaction() as connection:
             for entry in entries:
                 _put(connection, entry)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of it or nothing; durable on leaving.
+        """Runs the block as one transaction, which is durable at the end of the block.
 
-        Raises sqlite3.Error, and StoreUnavailableError when the files are not there any more.
+        Raises sqlite3.Error, and StoreUnavailableError if the files were removed or replaced.
         """
         self._require_files()
         self._writer.execute("BEGIN IMMEDIATE")
@@ -235,7 +234,7 @@ class Database:
             raise
 
     def audit(self, limit: int, subject: str, before: int | None) -> list[AuditRecord]:
-        """The newest records first: of one subject unless "", older than a sequence if given."""
+        """Returns the newest records first: of one subject unless "", older than `before`."""
         oldest = _LARGEST if before is None else min(before, _LARGEST)
         with self._typed():
             found = (
@@ -267,7 +266,7 @@ class Database:
 
 
 def refuse_links(*paths: Path) -> None:
-    """Raises StoreBrokenError for what is there and is not a regular file."""
+    """Raises StoreBrokenError for an existing path that is not a regular file."""
     for path in paths:
         try:
             mode = path.lstat().st_mode
@@ -275,7 +274,7 @@ def refuse_links(*paths: Path) -> None:
             continue
         if stat.S_ISLNK(mode):
             raise StoreBrokenError(
-                f"{path} is a symbolic link, which is not followed; its target was not touched: "
+                f"{path} is a symbolic link, which is not followed; its target was not changed: "
                 "move the link away, or name another state directory"
             )
         if not stat.S_ISREG(mode):
@@ -283,7 +282,7 @@ def refuse_links(*paths: Path) -> None:
 
 
 def _put(connection: sqlite3.Connection, entry: StoredEntry) -> None:
-    """Keeps an entry in place of one with its id."""
+    """Writes an entry, replacing one with its id."""
     connection.execute(
         "INSERT OR REPLACE INTO entries "
         "(override_id, revision, body, until, created_at, ended, checksum) "
@@ -302,7 +301,7 @@ def _append(connection: sqlite3.Connection, record: AuditRecord) -> None:
 
 
 def _prune(connection: sqlite3.Connection, now: float) -> None:
-    """Removes all but the newest audit records, and the tombstones whose time is over."""
+    """Removes all but the newest audit records, and the expired tombstones."""
     connection.execute(
         "DELETE FROM audit WHERE sequence <= (SELECT max(sequence) FROM audit) - ?", (AUDIT_KEPT,)
     )
@@ -310,7 +309,7 @@ def _prune(connection: sqlite3.Connection, now: float) -> None:
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
-    """Device and number; None where there is no file."""
+    """Returns the device and inode numbers; None if the file does not exist."""
     try:
         found = path.stat(follow_symlinks=False)
     except OSError:
@@ -349,15 +348,15 @@ def _stored(row: Iterable[Any]) -> StoredEntry:
 def _audit(row: Sequence[Any]) -> AuditRecord:
     sequence, at, *texts = row
     if not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"audit record {sequence} holds what is not text")
+        raise TypeError(f"audit record {sequence} contains a value that is not text")
     return AuditRecord(str(int(sequence)), float(at), *texts)
 
 
 def _create_database(path: Path) -> None:
-    """Writes a database without overrides, whole or not at all, if there is no file.
+    """Creates an empty database atomically, if there is no file.
 
-    A file without content is therefore one that has lost it.  SQLite gives the file's mode to those
-    beside it.
+    An existing file of length 0 has therefore lost its content.  SQLite creates the files next to
+    the database with the same mode.
     """
     if path.exists():
         return
@@ -376,14 +375,14 @@ def _create_database(path: Path) -> None:
 
 
 def _require_format(connection: sqlite3.Connection, path: Path) -> None:
-    """Raises StoreBrokenError for a database of something else, a newer one, or an empty file."""
+    """Raises StoreBrokenError for another program's database, a newer one, or an empty file."""
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if not (application or version or tables):
         raise StoreBrokenError(
-            f"{path} is empty, which no database of overrides is: restore it from a backup, or "
-            "move it away to start without overrides"
+            f"{path} is empty and has lost its content: restore it from a backup, or move it away "
+            "to start without overrides"
         )
     if application != _APPLICATION_ID:
         raise StoreBrokenError(f"{path} is not a database of overrides; move it away")
@@ -395,10 +394,10 @@ def _require_format(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _require_entries(connection: sqlite3.Connection) -> None:
-    """Raises sqlite3.DatabaseError if the tree of the entries is damaged, or may lack a part.
+    """Raises sqlite3.DatabaseError if the entries' B-tree is damaged or may have lost pages.
 
-    It may lack one where pages belong to nothing.  If the audit is damaged, they may be its own:
-    that is found when it is read, and overrides do not depend on it.
+    It may have lost pages if some are orphaned.  If the audit is damaged, the orphaned pages may
+    belong to the audit: reading it reports that, and overrides do not depend on it.
     """
     found = _fault(connection, "(entries)")
     if not found and (anywhere := _fault(connection, "")) and not _fault(connection, "(audit)"):

@@ -7,9 +7,9 @@
 The entries are held in memory as well; the database makes them durable.  Writes and reads of the
 audit have a thread each, so that a long audit delays no override.
 
-Ends are wall-clock seconds of this machine, because the database is read again after a restart;
-while a store is open they run by the monotonic clock.  An entry that was accepted later than now
-shows at a start that the clock went back: it then gets the granted time to live again.
+Ends are wall-clock seconds of this machine, because the database is read again after a restart.
+While the store is open, time advances by the monotonic clock.  If an entry was created later than
+the time at the start, the clock went back: its time to live then starts again.
 """
 
 import asyncio
@@ -60,16 +60,16 @@ _T = TypeVar("_T")
 
 
 class FileStore:
-    """See the module.  wall: the clock that times are kept in, Unix seconds."""
+    """Implements Store in a directory; see the module.  wall: returns Unix seconds."""
 
     def __init__(self, directory: Path, wall: Callable[[], float] = time.time) -> None:
         self._directory = directory
         self._wall = wall
         self._skipped = SkippedEntries(str(directory))
         self.blobs = FileBlobStore(directory / "shelf", wall, self._skipped)
-        # The directory is one sidecar's alone.
+        # The directory belongs to one sidecar.
         self.summaries: SummaryBoard | None = None
-        # Wall time less monotonic time, as it was when the store was opened.
+        # Wall time minus monotonic time when the store was opened.
         self._offset = 0.0
         self._lock_file: int | None = None
         self._database: Database | None = None
@@ -84,15 +84,15 @@ class FileStore:
         self._closed = False
 
     async def open(self, changed: Listener) -> None:
-        """Raises StoreTakenError, StoreBrokenError, StoreUnavailableError."""
-        del changed  # nobody else writes here
+        """Opens the directory.  Raises StoreTakenError, StoreBrokenError, StoreUnavailableError."""
+        del changed  # this sidecar is the only writer
         await self._in(self._writing, self._open)
 
     async def _in(self, thread: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     def _now(self) -> float:
-        """Wall time as at the opening, and steady since: a clock that is set moves no end."""
+        """Returns the wall time, not affected by clock steps since the opening."""
         return time.monotonic() + self._offset
 
     def _open(self) -> None:
@@ -123,7 +123,7 @@ class FileStore:
             ) from error
 
     def _load(self, database: Database) -> None:
-        """Takes the entries, and sets those right whose clock was ahead of this one."""
+        """Loads the entries, and redates those from the future."""
         now = self._now()
         stored = database.entries()
         moved = [_moved_back(entry, now) for entry in stored if entry.created_at > now]
@@ -139,16 +139,16 @@ class FileStore:
         try:
             database.replace(moved)
         except StoreUnavailableError as error:
-            # It holds here; the next start finds the same and does the same.
+            # The correction applies in memory; the next start repeats it.
             _log.warning("clock_not_corrected", error=str(error))
 
     @property
     def tasks(self) -> Mapping[str, Work]:
-        """Returns an empty mapping: the sidecar that opens the file is its only writer."""
+        """Returns no tasks: the sidecar that opens the directory is its only writer."""
         return {}
 
     async def close(self) -> None:
-        """Waits for changes under way.  A store that is closed stays closed."""
+        """Waits for running changes, and closes the store.  It cannot be opened again."""
         await asyncio.gather(*self._changes, return_exceptions=True)
         async with self._one_at_a_time:
             if self._closed:
@@ -168,7 +168,7 @@ class FileStore:
             self._lock_file = None
 
     async def entries(self) -> Sequence[Entry]:
-        """Ends what has run out by now, also when that cannot be written down."""
+        """Returns all entries.  Ends expired ones even if that cannot be written."""
         async with self._one_at_a_time:
             now = self._now()
             for held in list(self._held.values()):
@@ -184,7 +184,7 @@ class FileStore:
         try:
             await self._commit("expire", after, held, _SIDECAR)
         except StoreError:
-            # The database says until when it was for: a start will end it again.
+            # The database still has its end, so the next start expires it again.
             self._held[held.override_id] = after
 
     async def write(
@@ -212,7 +212,7 @@ class FileStore:
             self._sequence = sequence
 
     async def _finished(self, change: Coroutine[Any, Any, _T]) -> _T:
-        # A change that has begun is finished, even when whoever asked for it goes away.
+        # A change that has started is completed even if its caller is cancelled.
         task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
@@ -245,7 +245,7 @@ class FileStore:
     def _next(
         self, override_id: str, body: str, seconds: float | None, now: float, ended: str
     ) -> StoredEntry:
-        """The revision of an entry is the sequence of its record."""
+        """Makes an entry; its revision is the sequence of its audit record."""
         until = None if seconds is None else now + seconds
         return StoredEntry(override_id, self._sequence + 1, body, until, now, ended)
 
@@ -261,7 +261,7 @@ class FileStore:
         self._sequence = after.revision
 
     async def _written(self, work: Callable[[], None]) -> None:
-        """Does `work` on the writing thread; the health says whether the last one succeeded."""
+        """Runs `work` on the writing thread; `health` reports whether the last write succeeded."""
         try:
             await self._in(self._writing, work)
         except StoreError as error:
@@ -281,7 +281,7 @@ class FileStore:
         """Implements the method of the store interface; sequences are numbers."""
         if before and not before.isdecimal():
             raise UnknownSequenceError(
-                f"sequence {before[:40]!r} is not of this store", field_path="before_sequence"
+                f"sequence {before[:40]!r} is not from this store", field_path="before_sequence"
             )
         older_than = int(before) if before else None
         alone = self._opened().alone
@@ -292,7 +292,7 @@ class FileStore:
 
     @property
     def health(self) -> Health:
-        """Trouble is a database that cannot be written."""
+        """Returns the state; not ok if the database cannot be written."""
         detail = self._trouble or f"file store in {self._directory}"
         return Health(
             not self._trouble, detail, time.monotonic() - self._since,
@@ -301,13 +301,16 @@ class FileStore:
 
 
 def _moved_back(entry: StoredEntry, now: float) -> StoredEntry:
-    """Dates an entry as if it had been accepted now."""
+    """Redates an entry as if it had been created now."""
     until = None if entry.until is None else now + (entry.until - entry.created_at)
     return dataclasses.replace(entry, until=until, created_at=now)
 
 
 class FileBlobStore:
-    """Times are wall-clock seconds of this machine: files are read again after a restart."""
+    """Keeps blobs in files.
+
+    Times are wall-clock seconds of this machine, because files are read again after a restart.
+    """
 
     def __init__(
         self,
@@ -326,7 +329,7 @@ class FileBlobStore:
             await self._run(lambda: self._put(kind, name, source, text))
 
     async def items(self, kind: BlobKind, name: str) -> Sequence[Blob]:
-        """Implements the store interface; counts and omits a file that cannot be read."""
+        """Implements the store interface; counts and skips unreadable files."""
         return await self._run(lambda: [item for item, _ in self._items(kind, name)])
 
     async def names(self, kind: BlobKind) -> Sequence[str]:
@@ -362,7 +365,7 @@ class FileBlobStore:
                 body = json.loads(path.read_bytes())
                 text, at = text_from_json(body["text"]), float(body["at"])
                 if not math.isfinite(at):
-                    raise ValueError("a time is needed")
+                    raise ValueError("must be a time")
                 item = Blob(path.stem, text, max(0.0, now - at))
             except (OSError, *MALFORMED) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)

@@ -1,10 +1,10 @@
-"""The store interface: what the sidecar asks of a store, and what a store promises.
+"""The store interface, and the guarantees of a store.
 
-A store keeps one entry per override id.  A write names the revision that it replaces, so that
-nobody overwrites what he has not seen; it is acknowledged only once it is durable.  An entry that
-ended leaves a tombstone for a while: its id is not taken again, so a repeated request cannot
-bring it back.  Times go in and out as seconds from now, by the store's own clock: a sidecar whose
-clock is wrong neither shortens nor lengthens an override.
+A store keeps one entry per override id.  A write names the revision that it replaces, so that a
+caller cannot overwrite a change that it has not seen.  It is acknowledged only when it is durable.
+An ended entry leaves a tombstone for a while, so that a repeated request cannot set it again.
+Times are given as seconds from now, by the store's own clock, so that a sidecar with a wrong clock
+neither shortens nor lengthens an override.
 """
 
 import hashlib
@@ -19,19 +19,19 @@ import structlog
 from controller.core.errors import SpeculationError
 from controller.util.tasks import Work
 
-# How long the tombstone of an ended override is kept.
+# Lifetime of the tombstone of an ended override.
 TOMBSTONE_SECONDS = 7 * 24 * 3600.0
-# Overrides in force at a time: every plan is made under all of them.
+# Most active overrides: every plan applies all of them.
 LIVE_ENTRIES_MAX: Final = 200
-# Records of the audit that a store keeps; the oldest go first.
+# Most audit records of a store; the oldest are removed first.
 AUDIT_KEPT = 100_000
-# Names of one kind that are kept; the one that was longest not put goes first.
+# Most names of one kind of blobs; the least recently put is removed first.
 BLOB_NAMES = 1000
-# Between two log lines about one kind of entries.
+# Interval between two log lines about one kind of entries.
 LOG_SECONDS: Final = 60.0
-# What a store holds, of which each entry is read by itself.
+# Kinds of entries that are read one by one, so that unreadable ones are skipped.
 SKIPPED_KINDS: Final = ("override", "override_beyond_limit", "audit", "profiles", "acceptance")
-# Names in such a log line.
+# Most names in such a log line.
 _NAMED_MAX: Final = 5
 
 _log = structlog.get_logger(__name__)
@@ -40,13 +40,13 @@ Listener = Callable[[], None]
 
 
 class StoreError(SpeculationError):
-    """A store that cannot do what it is asked to."""
+    """A store operation failed."""
 
 
 class StoreUnavailableError(StoreError):
     """The store cannot be reached or cannot be written.
 
-    The message says that nothing was changed, or that it is not known whether something was.
+    The message says that nothing was changed, or that the outcome is unknown.
     """
 
 
@@ -59,18 +59,18 @@ class StoreTakenError(StoreError):
 
 
 class UnknownSequenceError(StoreError):
-    """No record of this store's audit has such a sequence."""
+    """The text is not a sequence of this store's audit."""
 
 
 class StoreFullError(StoreError):
-    """The store has as many live entries as it takes; nothing was changed."""
+    """The store has reached its limit of live entries; nothing was changed."""
 
     def __init__(self, live: int) -> None:
-        super().__init__(f"{live} overrides are in force already, which is the limit: clear some")
+        super().__init__(f"{live} overrides are in force, which is the limit: clear some first")
 
 
 class ConflictError(StoreError):
-    """The entry is not at the revision that the write was meant for.  `found`: what is there."""
+    """The entry is not at the revision that the write expects.  `found`: the entry in the store."""
 
     def __init__(self, override_id: str, expected: int, found: "Entry | None") -> None:
         super().__init__(f"override {override_id!r} is not at revision {expected}")
@@ -79,11 +79,11 @@ class ConflictError(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An override as a store holds it.
+    """An override in a store.
 
     revision: grows with every write of any entry.  body: JSON of the override, "" once it ended.
-    remaining_seconds: None without an end; of an ended one, for how long its tombstone is kept.
-    created_at: Unix seconds, for people.  ended: "", "cleared" or "expired".
+    remaining_seconds: None without an end; for an ended entry, the rest of its tombstone's
+    lifetime.  created_at: Unix seconds, for people.  ended: "", "cleared" or "expired".
     """
 
     override_id: str
@@ -95,13 +95,13 @@ class Entry:
 
     @property
     def etag(self) -> str:
-        """Stands for this very content at this revision."""
+        """Identifies the content at this revision."""
         return f"{self.revision}-{digest(self.body)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """The author and the reason of a change.  origin: where the sidecar saw the call come from."""
+    """The author and the reason of a change.  origin: the caller's address or user."""
 
     author: str
     reason: str
@@ -110,9 +110,9 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class AuditRecord:
-    """Holds one change.
+    """A record of one change.
 
-    before, after: JSON of the override, "" for none.  sequence: store's order.
+    before, after: JSON of the override, "" for none.  sequence: position in the store's audit.
     """
 
     sequence: str
@@ -128,12 +128,11 @@ class AuditRecord:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Holds the state of a store.
+    """State of a store.
 
-    detail: for people.  since_seconds: how long `ok` has been so.  unusable: of overrides that the
-    store has and that cannot be in force, the reason by id; of many, not all are named.
-    unusable_count: all of them.  skipped: entries that could not be read, by kind, in all readings
-    since the start.
+    detail: for people.  since_seconds: time since `ok` changed.  unusable: stored overrides that
+    cannot be in force, with the reason by id; if there are many, only some.  unusable_count: number
+    of all of them.  skipped: number of unreadable entries by kind, over all reads since the start.
     """
 
     ok: bool
@@ -145,25 +144,25 @@ class Health:
 
 
 class Store(Protocol):
-    """See the module.  Every method but `close` may raise StoreUnavailableError."""
+    """Keeps overrides; see the module.  All methods but `close` may raise StoreUnavailableError."""
 
     async def open(self, changed: Listener) -> None:
-        """Opens the store; `changed` is called (on the event loop) when `entries` may have changed.
+        """Opens the store.  `changed` is called on the event loop when `entries` may have changed.
 
         Raises StoreBrokenError, StoreTakenError.
         """
 
     @property
     def tasks(self) -> Mapping[str, Work]:
-        """Returns what has to run, by name, between `open` and `close`."""
+        """Returns the tasks that must run between `open` and `close`, by name."""
 
     async def close(self) -> None:
-        """Closes the store; what was acknowledged is durable."""
+        """Closes the store.  Acknowledged writes are durable."""
 
     async def entries(self) -> Sequence[Entry]:
-        """All entries, tombstones too; what has run out by now is ended, and recorded, by this.
+        """Returns all entries and tombstones.  Ends and records entries that have expired.
 
-        An entry that cannot be read is left out, and named by `health`.
+        Unreadable entries are left out; `health` names them.
         """
 
     async def write(
@@ -174,22 +173,23 @@ class Store(Protocol):
         expected: int,
         who: Actor,
     ) -> Entry:
-        """Creates (expected = 0) or replaces the entry of that revision; durable on return.
+        """Creates an entry (expected = 0), or replaces that of this revision; durable on return.
 
-        An entry that cannot be read is replaced as if it were not there.  Raises ConflictError,
+        An unreadable entry is replaced as if it did not exist.  Raises ConflictError,
         StoreFullError.
         """
 
     async def clear(self, override_id: str, expected: int, who: Actor) -> Entry:
-        """Ends an entry; its tombstone is returned.  Raises ConflictError."""
+        """Ends an entry and returns its tombstone.  Raises ConflictError."""
 
     async def record(self, action: str, subject: str, who: Actor) -> None:
-        """Adds a record to the audit of something that changes no entry; durable on return."""
+        """Adds an audit record of an action that changes no entry; durable on return."""
 
     async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
-        """The newest records first, of one subject if named, older than a sequence if given.
+        """Returns audit records, the newest first.
 
-        A record that cannot be read is left out.
+        subject: only records of this subject, "" for all.  before: only records older than this
+        sequence, "" for all.  Unreadable records are left out.
         """
 
     @property
@@ -198,16 +198,16 @@ class Store(Protocol):
 
     @property
     def blobs(self) -> "BlobStore":
-        """Goods in the same place."""
+        """Returns the blob store in the same place."""
 
     @property
     def summaries(self) -> "SummaryBoard | None":
-        """Returns what sidecars publish of their engines; None for a store of one sidecar."""
+        """Returns the summaries of all sidecars' engines; None for a store of one sidecar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Holds what one source put into a blob store.
+    """A text that one source put into a blob store.
 
     age_seconds: since then, by the store's clock.
     """
@@ -219,7 +219,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class BlobKind:
-    """One sort of goods: how many sources of a name are kept (the newest), and how long."""
+    """A kind of blobs.  sources: how many, the newest, a name keeps.  seconds: their lifetime."""
 
     name: str
     sources: int
@@ -231,27 +231,27 @@ ACCEPTANCE = BlobKind("acceptance", sources=16, seconds=7 * 24 * 3600.0)
 
 
 class BlobStore(Protocol):
-    """Keeps what pods leave for each other: profiles, estimates.  By name, and under it by source.
+    """Keeps texts that pods share, such as profiles, by name and by source.
 
-    Names and sources are hexadecimal digits.  Every method may raise StoreUnavailableError.
+    Names and sources are hexadecimal digits.  All methods may raise StoreUnavailableError.
     """
 
     async def put(self, kind: BlobKind, name: str, source: str, text: str) -> None:
-        """Keeps a text, in place of what the same source had put there."""
+        """Keeps a text, replacing the source's previous one."""
 
     async def items(self, kind: BlobKind, name: str) -> Sequence[Blob]:
-        """Returns what is stored under a name, the newest first."""
+        """Returns the blobs of a name, the newest first."""
 
     async def names(self, kind: BlobKind) -> Sequence[str]:
-        """All names, the one last put first."""
+        """Returns all names, the most recently put first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Holds what one sidecar has published of its engines.
+    """A text that one sidecar has published about its engines.
 
-    source: hexadecimal digits that stand for the sidecar.  body: as it is stored; anybody who can
-    write to the store may have written it.  age_seconds: since then, by the store's clock.
+    source: hexadecimal digits that identify the sidecar.  body: untrusted; any client of the store
+    may have written it.  age_seconds: since then, by the store's clock.
     """
 
     source: str
@@ -261,10 +261,10 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Summaries:
-    """Holds everything that sidecars have published.
+    """The summaries of all sidecars.
 
-    found: the newest first.  refused: those whose type or size is wrong.  left_out: those
-    that did not fit into one answer.
+    found: the newest first.  refused: number of those with a wrong type or size.  left_out: number
+    of those that did not fit into one answer.
     """
 
     found: Sequence[Summary]
@@ -273,39 +273,39 @@ class Summaries:
 
 
 class SummaryBoard(Protocol):
-    """Keeps one text of each sidecar, for a limited time.  Nothing depends on it.
+    """Keeps one text of each sidecar for a limited time.  It is not needed for decisions.
 
-    Every method may raise StoreUnavailableError.  While the store is away they do so at once; it
-    is tried again every five seconds at least.
+    All methods may raise StoreUnavailableError.  While the store is unavailable they do so at once;
+    it is retried at least every five seconds.
     """
 
     async def put(self, source: str, body: bytes) -> None:
-        """Keeps a text in place of the source's text before."""
+        """Keeps a text, replacing the source's previous one."""
 
     async def remove(self, source: str) -> None:
-        """Takes the text of a source away; nothing happens if it has none."""
+        """Removes the text of a source, if it has one."""
 
     async def read(self) -> Summaries:
-        """Returns what is there, and changes nothing."""
+        """Returns all summaries."""
 
 
 def text_from_json(value: object) -> str:
-    """Checks a text that somebody else may have written.  Raises one of MALFORMED."""
+    """Checks an untrusted text.  Raises one of MALFORMED."""
     if not isinstance(value, str):
-        raise TypeError("a text is needed")
-    value.encode()  # half a surrogate pair can stand in JSON, and nowhere else
+        raise TypeError("must be a text")
+    value.encode()  # JSON can contain a lone surrogate, which cannot be encoded
     return value
 
 
 def digest(body: str) -> str:
-    """Twelve hexadecimal digits that stand for a content."""
+    """Returns twelve hexadecimal digits that identify a content."""
     return hashlib.sha256(body.encode()).hexdigest()[:12]
 
 
 class SkippedEntries:
-    """Counts the entries of a store that cannot be read, and logs them sparingly.
+    """Counts the unreadable entries of a store, and logs them at a limited rate.
 
-    It counts since the start, by kind; every reading counts.  where: the store.  clock: seconds.
+    It counts by kind since the start; each read counts again.  where: the store.  clock: seconds.
     """
 
     def __init__(self, where: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -315,7 +315,7 @@ class SkippedEntries:
         self.counts: Counter[str] = Counter(dict.fromkeys(SKIPPED_KINDS, 0))
 
     def add(self, kind: str, names: Sequence[str], reason: str, count: int = 0) -> None:
-        """Counts the entries named, or `count` of which only some are named."""
+        """Counts `count` entries, or as many as are named.  names: ids of some of them."""
         number = max(count, len(names))
         if not number:
             return

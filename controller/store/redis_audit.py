@@ -1,4 +1,4 @@
-"""The audit in Redis: a stream, whose records anybody with Redis's password may have written."""
+"""Reads the audit in Redis: a stream whose records are checked, since any client can write them."""
 
 import functools
 from collections.abc import Awaitable, Callable, Sequence
@@ -8,16 +8,16 @@ from controller.core.errors import MALFORMED
 from controller.store.interface import AUDIT_KEPT, AuditRecord, SkippedEntries
 from controller.store.redis_replies import list_of, number_of, rows_of, shown, text_of, time_of
 
-# Records that one look goes through, bytes of one record, and bytes that one look returns.
+# Records that one script call examines, bytes of one record, and bytes that one call returns.
 _PAGE: Final = 500
 _RECORD_BYTES_MAX: Final = 256 * 1024
 _BYTES_MAX: Final = 4 * 1024 * 1024
-# Readable records that one query goes through, and looks that it takes at most.
+# Readable records that one query examines, and its script calls, at most.
 _SEARCHED_MAX: Final = 10_000
 _LOOKS_MAX: Final = (AUDIT_KEPT + _SEARCHED_MAX) // _PAGE
 
-# KEYS 1 the stream.  ARGV 1 the newest id to look at, as in XREVRANGE.
-# -> {ids looked at; the oldest of them, or ''; of these, records that cannot be read; flat, of
+# KEYS 1 the stream.  ARGV 1 the newest id to examine, as in XREVRANGE.
+# -> {number of examined ids; the oldest of them, or ''; number of unreadable records; flat, for
 #     every record: id, at, action, subject, author, reason, origin, before, after}
 _LOOK = (
     f"local PAGE, RECORD_MAX, BYTES_MAX = {_PAGE}, {_RECORD_BYTES_MAX}, {_BYTES_MAX}\n"
@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 
 
 class Ask(Protocol):
-    """Calls Redis for the store, and reads the reply; raises StoreUnavailableError."""
+    """Sends a command to Redis and decodes the reply.  Raises StoreUnavailableError."""
 
     async def __call__(
         self,
@@ -59,7 +59,7 @@ class Ask(Protocol):
         *,
         writes: bool = False,
     ) -> _T:
-        """Returns what `read`, which raises one of MALFORMED for a wrong reply, makes of it."""
+        """Returns the result of `read`, which raises one of MALFORMED for a malformed reply."""
 
 
 class RedisAudit:
@@ -72,10 +72,9 @@ class RedisAudit:
         self._skipped = skipped
 
     async def query(self, limit: int, subject: str, before: str) -> Sequence[AuditRecord]:
-        """Returns the newest records first, as the store interface says.
+        """Returns the newest records first; see `Store.audit`.
 
-        It searches the newest 10,000 at most.  Records that cannot be read are counted and left
-        out; those behind them are found all the same.
+        It searches at most the newest 10,000.  Unreadable records are counted and skipped.
         """
         end = f"({before}" if before else "+"
         found: list[AuditRecord] = []
@@ -92,7 +91,7 @@ class RedisAudit:
         return found[:limit]
 
     def _records(self, rows: Sequence[tuple[Any, ...]], unreadable: int) -> list[AuditRecord]:
-        """Reads each row on its own.  unreadable: those that Redis has left out."""
+        """Decodes each row separately.  unreadable: number of records that the script left out."""
         found, names = [], []
         for row in rows:
             try:
@@ -104,12 +103,12 @@ class RedisAudit:
 
 
 def _looked(reply: Any) -> tuple[int, str, int, Sequence[tuple[Any, ...]]]:
-    """Reads the answer of the script.  Raises one of MALFORMED."""
+    """Decodes the reply of the script.  Raises one of MALFORMED."""
     looked, last, unreadable, flat = list_of(reply, 4)
     return number_of(looked), text_of(last), number_of(unreadable), rows_of(flat, 9)
 
 
 def _record(row: Sequence[Any]) -> AuditRecord:
-    """Raises one of MALFORMED."""
+    """Decodes a record.  Raises one of MALFORMED."""
     sequence, at, *texts = map(text_of, row)
     return AuditRecord(sequence, time_of(float(at)), *texts)

@@ -1,4 +1,4 @@
-"""The fleet's blob store: a hash for each name, a field for each source, and an index by time."""
+"""Keeps blobs in Redis: a hash per name with a field per source, and an index of names by time."""
 
 import json
 import re
@@ -19,8 +19,8 @@ from controller.store.redis_replies import (
 )
 from controller.store.redis_scripts import NOW
 
-# KEYS 1 the name's hash, 2 the index.  ARGV 1 source, 2 text, 3 name, 4 sources kept, 5 their
-# milliseconds (-1: without an end), 6 names kept, 7 prefix of hashes.
+# KEYS 1 the name's hash, 2 the index.  ARGV 1 source, 2 text, 3 name, 4 number of sources kept, 5
+# their lifetime in ms (-1: unlimited), 6 number of names kept, 7 prefix of hashes.
 _PUT = (
     NOW
     + """
@@ -53,8 +53,8 @@ return 1
 """
 )
 
-# KEYS 1 the name's hash.  ARGV 1 sources that are read, 2 bytes of all their texts.
-# -> {now, items left out because of their size or number, flat: source, text}
+# KEYS 1 the name's hash.  ARGV 1 most sources to read, 2 most bytes of all their texts.
+# -> {now, number of items left out because of their size or number, flat: source, text}
 _ITEMS = (
     NOW
     + """
@@ -74,15 +74,15 @@ return {string.format('%.0f', now), left_out, all}
 """
 )
 
-# KEYS 1 the index.  ARGV 1 names that are read.  -> the names, the one last put first.
+# KEYS 1 the index.  ARGV 1 most names to read.  -> the names, the one last put first.
 _NAMES = """
 local names = redis.pcall('ZREVRANGE', KEYS[1], 0, tonumber(ARGV[1]) - 1)
 return names.err and {} or names
 """
 
-# Bytes of the items of one name.
+# Most bytes of the items of one name.
 _ITEMS_BYTES_MAX: Final = 16 * 1024 * 1024
-# Sources that are read of one name: some may be of another kind of entries.
+# Most sources that are read for one name; some may not be valid.
 _SOURCES_READ: Final = 64
 _HEXADECIMAL = re.compile(rb"[0-9a-f]{1,64}")
 
@@ -109,7 +109,7 @@ class RedisBlobStore:
         )
 
     async def items(self, kind: BlobKind, name: str) -> Sequence[Blob]:
-        """Implements the store interface; counts and omits an item that cannot be read."""
+        """Implements the store interface; counts and skips unreadable items."""
         key, found, names = self._key(kind, name), [], []
         now, left_out, rows = await self._ask(
             lambda: self._client.eval(_ITEMS, 1, key, str(_SOURCES_READ), str(_ITEMS_BYTES_MAX)),
@@ -128,7 +128,7 @@ class RedisBlobStore:
         return sorted(found, key=lambda item: item.age_seconds)
 
     async def names(self, kind: BlobKind) -> Sequence[str]:
-        """Implements the store interface; counts and omits what is no name."""
+        """Implements the store interface; counts and skips invalid names."""
         found = await self._ask(
             lambda: self._client.eval(_NAMES, 1, self._index(kind), str(BLOB_NAMES)), list_of
         )
@@ -149,15 +149,15 @@ def _is_name(name: bytes) -> bool:
 
 
 def _items(reply: Any) -> tuple[int, int, Sequence[tuple[Any, ...]]]:
-    """Reads the answer of _ITEMS.  Raises one of MALFORMED."""
+    """Decodes the reply of _ITEMS.  Raises one of MALFORMED."""
     now, left_out, flat = list_of(reply, 3)
     return number_of(now), number_of(left_out), rows_of(flat, 2)
 
 
 def _blob(source: Any, body: Any, now: int) -> Blob:
-    """Reads an item; now: Redis's milliseconds.  Raises one of MALFORMED."""
+    """Decodes an item.  now: Redis's clock in milliseconds.  Raises one of MALFORMED."""
     value = json.loads(text_of(body))
     if not _is_name(source):
-        raise TypeError("a source is needed")
+        raise TypeError("must be a source")
     age = now / 1000 - time_of(value["at"] / 1000)
     return Blob(source.decode(), text_from_json(value["text"]), max(0.0, age))

@@ -1,6 +1,6 @@
 """Makes a Redis client from a URL and settings: one server, Sentinel or Cluster.
 
-redis_url reads the URL, and redis_connections opens connections.
+`redis_url` parses the URL, and `redis_connections` opens connections.
 """
 
 import dataclasses
@@ -31,24 +31,24 @@ from controller.store.redis_url import (
     redact,
 )
 
-# Options of a URL's query that are no options of a connection here.
+# Options of a URL's query that are not passed to a connection.
 _LOGINS: Final = frozenset({"password", "sentinel_password", "sentinel_username", "username"})
-# Options of a URL's query that say what a setting says, too.
+# Options of a URL's query by the setting with the same meaning.
 _TLS_FILES: Final = {
     "ca": "ssl_ca_certs", "client_certificate": "ssl_certfile", "client_key": "ssl_keyfile",
 }  # fmt: skip
 _TLS_OPTION: Final = "ssl_"
-# Sentinels without users of their own take any password of this one.
+# Sentinels without configured users accept any password for this user.
 _DEFAULT_USER: Final = "default"
-# What Python says of an argument that nobody takes.
+# Python's error text for an unknown argument.
 _UNEXPECTED: Final = re.compile(r"unexpected keyword argument '([a-z_]+)'")
-# Services that a Sentinel watches, of which a message names so many.
+# Most services of a Sentinel that a message names.
 _NAMES_MAX: Final = 5
 _Sentinel: Any = _UntypedSentinel
 
 
 class RedisUrlError(SpeculationError):
-    """A URL, or settings beside it, that name no Redis; the message never holds a password."""
+    """A URL, or other redis_ settings, that cannot be used; the message contains no password."""
 
 
 def connect(
@@ -57,7 +57,7 @@ def connect(
     password_file: Path | None = None,
     access: RedisAccess = NOTHING_BESIDE_THE_URL,
 ) -> Any:
-    """Makes a client that has sent nothing yet.  password_file: as in `access`.
+    """Makes a client that is not connected yet.  password_file: replaces that of `access`.
 
     Raises RedisUrlError.
     """
@@ -78,7 +78,7 @@ async def close(client: Any) -> None:
     """Closes a client of any kind.  Raises one of REDIS_ERRORS, OSError."""
     await client.aclose()
     if isinstance(client, RedisCluster):
-        # After an error it takes its connections for closed.
+        # After an error, redis-py considers its connections closed.
         await client.nodes_manager.aclose()
         await client.nodes_manager.aclose("startup_nodes")
         return
@@ -92,11 +92,11 @@ def _client(url: RedisUrl, timeout_seconds: float, access: RedisAccess) -> Any:
     options: dict[str, Any] = {
         "socket_timeout": timeout_seconds,
         "socket_connect_timeout": timeout_seconds,
-        # Others write there what they like: every entry is decoded on its own.
+        # Data of other writers may not be text: every entry is decoded separately.
         "decode_responses": False,
         "protocol": 2,
         "parser_class": BoundedParser,
-        # A write is never sent twice on its own: the first one's effect is unknown.
+        # A write is never retried automatically: the effect of the first attempt is unknown.
         "retry": Retry(NoBackoff(), 0),
     }
     options |= {name: value for name, value in url.options.items() if name not in _LOGINS}
@@ -109,7 +109,7 @@ def _client(url: RedisUrl, timeout_seconds: float, access: RedisAccess) -> Any:
     sentinel_password = _one_of(url, access, "sentinel_password", "sentinel_password")
     login = _login(user, password)
     if url.kind == "sentinel":
-        # By default they are taken to have the password of Redis, but not its users.
+        # By default, Sentinels are assumed to have the password of Redis, but not its users.
         guarded = sentinel_user or (_DEFAULT_USER if sentinel_password or password else None)
         sentinel_login = _login(guarded, sentinel_password or password)
         return _sentinel_client(url, options | login, options | sentinel_login)
@@ -119,7 +119,7 @@ def _client(url: RedisUrl, timeout_seconds: float, access: RedisAccess) -> Any:
 
 
 def _one_of(url: RedisUrl, access: RedisAccess, name: str, option: str) -> Any:
-    """Returns the one text or file that the URL and the settings give.  Raises UnusableUrlError.
+    """Returns the text or file that the URL or the settings give.  Raises UnusableUrlError.
 
     name: of the setting.  option: of the URL's query.
     """
@@ -133,10 +133,10 @@ def _one_of(url: RedisUrl, access: RedisAccess, name: str, option: str) -> Any:
 
 
 def _agreed(what: str, sources: Mapping[str, Any]) -> Any:
-    """Returns what all sources that give anything agree on.  Raises UnusableUrlError."""
+    """Returns the value that all non-empty sources agree on.  Raises UnusableUrlError."""
     given = {source: value for source, value in sources.items() if value}
     if len(set(given.values())) > 1:
-        raise UnusableUrlError(f"{' and '.join(given)} each give another {what}: keep one of them")
+        raise UnusableUrlError(f"{' and '.join(given)} give different values of {what}: keep one")
     return next(iter(given.values()), None)
 
 
@@ -145,7 +145,7 @@ def _login(user: str | Path | None, password: str | Path | None) -> dict[str, An
 
 
 def _tls_files(url: RedisUrl, access: RedisAccess) -> dict[str, str]:
-    """Returns the options of a connection that name files.  Raises UnusableUrlError."""
+    """Returns the connection options that name files.  Raises UnusableUrlError."""
     files: dict[str, str] = {}
     for name, option in _TLS_FILES.items():
         path: Path | None = getattr(access, name)
@@ -159,20 +159,20 @@ def _tls_files(url: RedisUrl, access: RedisAccess) -> dict[str, str]:
     if named and not (url.tls or url.sentinel_tls):
         raise UnusableUrlError(
             "redis_ca, redis_client_certificate, redis_client_key and options that begin with ssl_ "
-            "need a scheme with TLS: rediss; where only the Sentinels have it, sentinel_tls=yes"
+            "need a scheme with TLS: rediss; if only the Sentinels use TLS, set sentinel_tls=yes"
         )
     if "ssl_keyfile" in files and "ssl_certfile" not in files:
         raise UnusableUrlError("redis_client_key needs redis_client_certificate as well")
     if "ssl_certfile" in files:
-        # One file may hold both.
+        # One file may contain both.
         files.setdefault("ssl_keyfile", files["ssl_certfile"])
     return files
 
 
 def _check_tls_options(options: Mapping[str, Any]) -> None:
-    """Tries those that name no files, which may come later.
+    """Checks the TLS options, except those that name files: these may be created later.
 
-    Raises UnusableUrlError, or a ValueError or ssl.SSLError whose message may quote them.
+    Raises UnusableUrlError, or a ValueError or ssl.SSLError whose message may quote an option.
     """
     own = {
         name: value
@@ -212,7 +212,7 @@ def _sentinel_client(
 def _pool(
     hosts: Sequence[tuple[str, int]], kind: type[Any], options: Mapping[str, Any]
 ) -> ConnectionPool:
-    """Makes the connections to the first of the hosts, or to a unix socket."""
+    """Makes a connection pool for the first host, or for a unix socket."""
     place: dict[str, Any] = dict(zip(("host", "port"), hosts[0], strict=True)) if hosts else {}
     pool = ConnectionPool(connection_class=kind, **place, **options)
     _try_options(pool.make_connection)
@@ -221,13 +221,13 @@ def _pool(
 
 def _cluster_client(url: RedisUrl, options: Mapping[str, Any]) -> Any:
     if options.get("db"):
-        raise UnusableUrlError("a cluster has one database only, which is 0")
+        raise UnusableUrlError("a cluster has only database 0")
     client = _Cluster(
         startup_nodes=[ClusterNode(host, port) for host, port in url.hosts],
         retry=options["retry"],
         protocol=options["protocol"],
     )
-    # It takes some options of connections only, but hands on whatever stands here.
+    # Its constructor accepts only some connection options, but it passes on all of these.
     common = client.nodes_manager.connection_kwargs
     common |= {name: value for name, value in options.items() if name != "retry"}
     common["connection_class"] = TlsConnection if url.tls else Connection
@@ -238,15 +238,15 @@ def _cluster_client(url: RedisUrl, options: Mapping[str, Any]) -> Any:
 
 
 class _Cluster(RedisCluster):
-    """A cluster that asks the nodes of the URL again when it has lost the others.
+    """A cluster client that asks the nodes of the URL again if it has lost all others.
 
-    redis-py forgets those that are not in the cluster's own list, such as the name of a service.
+    redis-py drops nodes that are not in the cluster's own list, such as a service name.
     """
 
     seeds: Sequence[ClusterNode] = ()
 
     async def initialize(self, *arguments: Any, **options: Any) -> "RedisCluster":
-        """Finds the nodes, if they are not known."""
+        """Discovers the nodes if they are not known."""
         if self._initialize:
             for node in self.seeds:
                 self.nodes_manager.startup_nodes.setdefault(node.name, node)
@@ -254,13 +254,13 @@ class _Cluster(RedisCluster):
 
 
 def _try_options(make_connection: Callable[[], object]) -> None:
-    """Makes one that sends nothing, as only then options are checked.  Raises UnusableUrlError."""
+    """Makes a connection without opening it, which checks its options.  Raises UnusableUrlError."""
     try:
         make_connection()
     except TypeError as error:
         named = _UNEXPECTED.search(str(error))
         raise UnusableUrlError(
-            "its query names an option that a connection of this kind lacks"
+            "its query has an option that a connection of this kind does not support"
             f"{f' ({named[1]})' if named else ''}"
         ) from error
 
@@ -268,8 +268,8 @@ def _try_options(make_connection: Callable[[], object]) -> None:
 class Sentinels(_Sentinel):  # type: ignore[misc]
     """The Sentinels of one service.
 
-    clients: one for each of them.  Differs from redis-py's in what a failure says, and in that one
-    which does not answer is asked last the next time, also where the caller did not wait for it.
+    clients: one for each Sentinel.  It differs from redis-py's class in its error texts.  A
+    Sentinel that does not answer is asked last the next time, even if the caller was cancelled.
     """
 
     def __init__(self, clients: Sequence[Any]) -> None:
@@ -289,7 +289,7 @@ class Sentinels(_Sentinel):  # type: ignore[misc]
                     self._move(client, 0)
                     return state["ip"], state["port"]
                 reason, fix = _refusal(service_name, states, state)
-            except Exception as error:  # noqa: BLE001  # also whatever a reply makes it raise
+            except Exception as error:  # noqa: BLE001  # a malformed reply can raise any error
                 reason, fix = explained(error, "redis_sentinel_")
             reasons.setdefault(reason, []).append(_address(client))
             fixes[fix] = None
@@ -305,9 +305,9 @@ class Sentinels(_Sentinel):  # type: ignore[misc]
 
 
 def _refusal(service: str, states: Mapping[str, Any], state: Any) -> tuple[str, str]:
-    """Says why a Sentinel's answer names no primary, and what to do."""
+    """Returns why a Sentinel's answer names no primary, and what to do."""
     if state:
-        return f"says that {_text(state['ip'])}:{state['port']} is down", "see that it runs"
+        return f"says that {_text(state['ip'])}:{state['port']} is down", "check that it runs"
     known = ", ".join(map(_text, sorted(states)[:_NAMES_MAX]))
     return f"watches {known or 'nothing'}, not {service!r}", "correct the service in redis_url"
 

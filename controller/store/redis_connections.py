@@ -1,6 +1,6 @@
 """Opens connections to Redis with credentials and certificates whose files may be replaced.
 
-Every file is read again for every connection: what a Secret holds may rotate.
+Every connection reads the files again, because the content of a Secret may be rotated.
 """
 
 import asyncio
@@ -14,23 +14,23 @@ from redis.credentials import CredentialProvider
 
 from controller.util.files import UnreadableFileError, read_small
 
-# Far more than a password has.
+# Far more than the length of a password.
 _PASSWORD_BYTES_MAX: Final = 64 * 1024
-# As of the TLS files of the sidecar's own listeners.
+# The same limit as for the TLS files of the sidecar's listeners.
 _PEM_BYTES_MAX: Final = 1024 * 1024
 
 
 class UnusableFileError(redis.exceptions.ConnectionError):
     """A file that a connection needs and cannot use; nothing was sent.
 
-    One of redis's errors: of others its client would not close the connection.
+    It is a subclass of a redis-py error, since only after these redis-py closes the connection.
     """
 
 
 class Credentials(CredentialProvider):
-    """A user and a password, each as a text or as the file that holds it.
+    """A user and a password, each as a text or as the path of a file with it.
 
-    user: None for the default user.  password: None for a user who needs none.
+    user: None for the default user.  password: None for a user without one.
     """
 
     def __init__(self, user: str | Path | None, password: str | Path | None) -> None:
@@ -43,12 +43,12 @@ class Credentials(CredentialProvider):
         return (password,) if self._user is None else (_text_of(self._user, "user"), password)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """Reads the same small files."""
+        """Reads the user and the password; the files are small enough to block for."""
         return self.get_credentials()
 
 
 class TlsConnection(SSLConnection):
-    """A connection with TLS that loads its certificates again when their files have changed."""
+    """A TLS connection that reloads its certificates when their files have changed."""
 
     _loaded: tuple[bytes, ...] = ()
 
@@ -60,14 +60,14 @@ class TlsConnection(SSLConnection):
         try:
             await asyncio.to_thread(settings.get)
         except (ValueError, OSError) as error:
-            # Before the network: what is wrong is with these files or options.
+            # Nothing was sent yet, so the cause is one of these files or options.
             raise UnusableFileError(f"its TLS files or options cannot be used: {error}") from error
         self._loaded = found
         await super()._connect()  # type: ignore[no-untyped-call]
 
 
 class SentinelTlsConnection(SentinelManagedSSLConnection, TlsConnection):
-    """The same, to the primary that Sentinel names."""
+    """A TLS connection to the primary that Sentinel names."""
 
 
 def _pem_files(settings: Any) -> tuple[bytes, ...]:
@@ -77,30 +77,30 @@ def _pem_files(settings: Any) -> tuple[bytes, ...]:
     for name, content in found.items():
         what = "private key" if name == "key" else "certificate"
         if f"{what}-----".upper().encode() not in content:
-            also = "; without redis_client_key, redis_client_certificate has to hold it, too"
+            also = "; without redis_client_key, redis_client_certificate must contain the key too"
             raise UnusableFileError(
-                f"{name} file {files[name]}: it holds no {what} in PEM{also * (name == 'key')}"
+                f"{name} file {files[name]}: it contains no {what} in PEM{also * (name == 'key')}"
             )
     if settings.ca_path and not Path(settings.ca_path).is_dir():
         raise UnusableFileError(f"CA folder {settings.ca_path} (ssl_ca_path): no such folder")
     # OpenSSL would ask for the passphrase at the terminal.
     if b"ENCRYPTED" in found.get("key", b"") and not getattr(settings, "password", None):
         raise UnusableFileError(
-            f"key file {settings.keyfile}: it is encrypted: give its passphrase as ssl_password in "
-            "the query of redis_url, or use one that is not"
+            f"key file {settings.keyfile}: it is encrypted: set ssl_password in the query of "
+            "redis_url, or use an unencrypted key"
         )
     return tuple(found.values())
 
 
 def _text_of(given: str | Path | None, name: str) -> str:
-    """Returns a text as it is, or what a file holds.  Raises UnusableFileError."""
+    """Returns a text unchanged, or the content of a file.  Raises UnusableFileError."""
     if not isinstance(given, Path):
         return given or ""
     try:
-        # Editors on Windows begin a file with a byte order mark.
+        # Editors on Windows write a byte order mark.
         text = _read(given, name, _PASSWORD_BYTES_MAX).decode("utf-8-sig").strip()
     except UnicodeDecodeError:
-        # The error quotes a part of the password.
+        # The original error quotes a part of the password.
         raise UnusableFileError(f"{name} file {given}: not UTF-8 text") from None
     if not text:
         raise UnusableFileError(f"{name} file {given}: it is empty")

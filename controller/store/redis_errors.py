@@ -1,4 +1,4 @@
-"""Says in words what is wrong with a Redis, and what to do about it."""
+"""Explains the errors of Redis, and what to do about them."""
 
 import os
 import re
@@ -12,14 +12,14 @@ from redis.asyncio.sentinel import MasterNotFoundError
 from controller.core.errors import MALFORMED
 from controller.store.redis_connections import UnusableFileError
 
-# What the client raises on purpose; the errors of a cluster are not among those of Redis.
+# The errors of redis-py; those of a cluster are not subclasses of RedisError.
 REDIS_ERRORS = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
-# Errors of a command that Redis, or a cluster, refused before it began.
+# Errors of a command that Redis, or a cluster, refused before executing it.
 _BEFORE_ANY_WRITE = (
     redis.exceptions.AskError,
     redis.exceptions.AuthenticationError,
     redis.exceptions.BusyLoadingError,
-    # Also where a cluster has sent the command from node to node, and none took it.
+    # Includes a command that a cluster redirected from node to node without executing it.
     redis.exceptions.ClusterError,
     redis.exceptions.MaxConnectionsError,
     redis.exceptions.NoPermissionError,
@@ -28,28 +28,28 @@ _BEFORE_ANY_WRITE = (
     redis.exceptions.TryAgainError,
     MasterNotFoundError,
 )
-# Such errors without a class: too few replicas, or a snapshot that cannot be written.
+# Such errors without a class of their own: too few replicas, or a snapshot cannot be written.
 _REFUSED_WRITES = ("NOREPLICAS", "MISCONF")
-# Characters of what a server says that are shown.
+# Characters of a server's error text that are shown.
 _WORDS_MAX: Final = 200
-# Errors that are looked at behind one: redis-py raises its own while it handles another.
+# Length of the cause chain that is examined: redis-py wraps errors in its own.
 _CHAIN_MAX: Final = 8
 # X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH of OpenSSL.
 _OTHER_NAME: Final = frozenset({62, 64})
-# With TLS 1.3, a server that misses a certificate may end the connection before its reason is read.
+# With TLS 1.3, a server without a client certificate may close before its reason is read.
 _CLOSED: Final = (
-    "see its log, and whether it expects TLS or a client certificate (redis_client_certificate)"
+    "read its log, and check if it expects TLS or a client certificate (redis_client_certificate)"
 )
 _CLIENT_CERTIFICATE: Final = "set redis_client_certificate and redis_client_key"
 _SEE_NETWORK: Final = (
-    "see that it runs, that redis_url leads to it (port, TLS), and so does the network"
+    "check that it runs, that redis_url is correct (port, TLS), and that the network reaches it"
 )
 # Part of an error's text, what is wrong ("" for the text itself), and what to do.
 _KNOWN: Final = (
     ("wrong version number", "does not speak TLS", "correct redis_url: its port, or the scheme"),
     ("record layer failure", "does not speak TLS", "correct redis_url: its port, or the scheme"),
     ("certificate required", "asks for a client certificate", _CLIENT_CERTIFICATE),
-    ("handshake failure", "refuses the TLS handshake, as without a client certificate",
+    ("handshake failure", "refuses the TLS handshake, perhaps for lack of a client certificate",
      _CLIENT_CERTIFICATE),
     ("alert unknown ca", "does not trust the client certificate",
      "correct redis_client_certificate"),
@@ -59,7 +59,7 @@ _KNOWN: Final = (
     ("reset by peer", "closed the connection", _CLOSED),
     ("connection lost", "closed the connection", _CLOSED),
     ("broken pipe", "closed the connection", _CLOSED),
-    ("unknown command sentinel", "is no Sentinel",
+    ("unknown command sentinel", "is not a Sentinel",
      "correct the hosts and ports in redis_url, or its scheme"),
     ("unknown command", "", "correct redis_url: a Sentinel has the scheme redis+sentinel"),
     ("cluster support disabled", "is not a cluster", "correct the scheme in redis_url"),
@@ -67,13 +67,13 @@ _KNOWN: Final = (
     ("db index is out of range", "", "correct the database in redis_url"),
     ("too many connections", "needs more connections than max_connections allows",
      "raise max_connections in redis_url, or remove it"),
-    ("protected mode", "admits no other host without a password (protected mode)",
+    ("protected mode", "refuses other hosts because it has no password (protected mode)",
      "give Redis a password, and set redis_password or redis_password_file"),
 )  # fmt: skip
 
 
 class NoPrimaryError(MasterNotFoundError):
-    """No Sentinel names the primary.  reason and fix: of all Sentinels, in words."""
+    """No Sentinel names the primary.  reason, fix: texts for all Sentinels."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason)
@@ -82,12 +82,12 @@ class NoPrimaryError(MasterNotFoundError):
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether Redis refused a write for want of memory."""
+    """Whether Redis refused a write because it is out of memory."""
     return isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error)
 
 
 def came_before_any_write(error: Exception) -> bool:
-    """Whether Redis has not begun to carry out the command that failed so."""
+    """Whether the error was raised before Redis executed the command."""
     connecting = isinstance(error, redis.exceptions.ConnectionError) and "connecting" in str(error)
     refused = isinstance(error, _BEFORE_ANY_WRITE) or str(error).startswith(_REFUSED_WRITES)
     # The client wraps some of its own errors in others.
@@ -96,15 +96,16 @@ def came_before_any_write(error: Exception) -> bool:
 
 
 def in_words(error: Exception, redacted: Callable[[str], str]) -> str:
-    """Says what is wrong and what to do.  redacted: takes secrets out of what a server says."""
+    """Returns what is wrong and what to do.  redacted: removes secrets from a server's text."""
     reason, fix = explained(error)
     return "; ".join(part for part in (redacted(reason), fix) if part)
 
 
 def explained(error: Exception, setting: str = "redis_") -> tuple[str, str]:
-    """Returns what is wrong, which may hold what a URL holds, and what to do, "" if not known.
+    """Returns what is wrong, and what to do ("" if unknown).
 
-    setting: how the names of the credentials' settings begin.
+    The first text may contain credentials of the URL; redact it before showing it.  setting: prefix
+    of the names of the credentials' settings.
     """
     if isinstance(error, redis.exceptions.ReadOnlyError):
         return "takes no writes (read-only)", ""
@@ -134,7 +135,7 @@ def _by_class(error: BaseException, setting: str) -> tuple[str, str] | None:
         case redis.exceptions.AuthenticationError():
             found = _credentials(error, setting)
         case redis.exceptions.NoPermissionError():
-            fix = "extend the rights of its user, which docs/fleet.md lists"
+            fix = "grant its user the rights that docs/fleet.md lists"
             found = f"does not permit it (NOPERM): {_shown(error)}", fix
         case redis.exceptions.MovedError():
             found = "is a node of a cluster", "use the scheme redis+cluster in redis_url"
@@ -156,13 +157,13 @@ def _unreachable(error: BaseException) -> tuple[str, str] | None:
     if not isinstance(error, OSError):
         return None
     number = error.errno or 0
-    # A name that is not known has a negative number, and words of its own.
+    # For an unknown host name, the number is negative and the error has its own text.
     what = os.strerror(number) if number > 0 else error.strerror or _shown(error)
     return f"cannot be reached ({what})", _SEE_NETWORK
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and those behind it."""
+    """Yields an error and its causes."""
     found: BaseException | None = error
     for _ in range(_CHAIN_MAX):
         if found is None:
@@ -175,28 +176,28 @@ def _credentials(error: BaseException, setting: str) -> tuple[str, str]:
     text = str(error).lower()
     both = f"{setting}user and {setting}password, or their files"
     if "required" in text:
-        return "asks for a password (NOAUTH)", f"set {setting}password or {setting}password_file"
+        return "requires a password (NOAUTH)", f"set {setting}password or {setting}password_file"
     if "without any password" in text or "no password is set" in text:
         return "has no password, but was given one", f"remove {both}"
     if setting == "redis_":
         return "refuses the user or the password (WRONGPASS)", f"correct {both}"
     return (
         "refuses the user or the password (WRONGPASS)",
-        f"set {both}; without them it is given the password of Redis",
+        f"set {both}; by default the password of Redis is used",
     )
 
 
 def _untrusted(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
     what = error.verify_message
     if error.verify_code in _OTHER_NAME:
-        return f"its certificate has another name: {what}", "name it as its certificate does"
+        return f"its certificate has another name: {what}", "use the host name of its certificate"
     if "expired" in what or "not yet valid" in what:
-        return f"its certificate is not valid: {what}", "renew it, or correct the clock here"
+        return f"its certificate is not valid: {what}", "renew it, or correct this machine's clock"
     return f"its certificate is not trusted: {what}", "set redis_ca to its authority's PEM file"
 
 
 def _shown(error: BaseException) -> str:
-    """Returns an error's text on one line, as far as it can be shown."""
+    """Returns an error's text on one line, without unprintable characters."""
     words = " ".join(str(error).split())[:_WORDS_MAX]
     text = "".join(letter if letter.isprintable() else "?" for letter in words)
     return text or type(error).__name__

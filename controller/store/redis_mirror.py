@@ -1,7 +1,7 @@
-"""Entries as a sidecar holds them beside Redis: ends as points on its own monotonic clock.
+"""A sidecar's local copy of the entries in Redis; they expire by its own monotonic clock.
 
-The mirror file keeps them over a restart.  It is written whole, with a checksum; a wrong one is
-taken as none, because Redis has the truth.
+The mirror file keeps the copy over a restart.  It is written atomically, with a checksum.  A
+damaged file is ignored, because Redis is authoritative.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from controller.store.redis_replies import (
 )
 from controller.util.files import remove_unfinished, write_whole
 
-# Of the id of an override (`controller.core.planning.overrides`).
+# Longest id of an override (`controller.core.planning.overrides`).
 _ID_CHARACTERS_MAX: Final = 128
 
 _log = structlog.get_logger(__name__)
@@ -36,7 +36,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MirroredEntry:
-    """Mirrors an entry; until: monotonic seconds, inf without an end."""
+    """A copy of an entry.  until: monotonic seconds of its end, inf if it has none."""
 
     override_id: str
     revision: int
@@ -47,15 +47,15 @@ class MirroredEntry:
 
     @classmethod
     def of(cls, override_id: str, text: Any, left: Any, now: float) -> Self:
-        """Reads Redis's JSON and the milliseconds left there (below 0: no end).
+        """Decodes an entry's JSON in Redis.  left: its milliseconds to live; below 0: no end.
 
-        Raises one of MALFORMED for what is no entry.
+        Raises one of MALFORMED.
         """
         return cls.made(override_id, json.loads(text_of(text)), left, now)
 
     @classmethod
     def made(cls, override_id: str, found: Mapping[str, Any], left: Any, now: float) -> Self:
-        """Does the same with JSON that was parsed, by Redis's names or by those of `seed`."""
+        """Does the same with parsed JSON, with the keys of Redis or of `seed`."""
         ms = number_of(left)
         return cls(
             override_id, _revision(found["revision"]), text_from_json(found["body"]),
@@ -64,11 +64,11 @@ class MirroredEntry:
         )  # fmt: skip
 
     def left(self, now: float) -> float:
-        """Seconds until its end."""
+        """Returns the seconds until its end."""
         return self.until - now
 
     def over(self, now: float) -> bool:
-        """True past its end."""
+        """Returns whether it has expired."""
         return self.until <= now
 
     def entry(self, now: float) -> Entry:
@@ -79,26 +79,25 @@ class MirroredEntry:
         )  # fmt: skip
 
     def seed(self, now: float) -> dict[str, Any]:
-        """Returns what restores the entry in a Redis that has lost it."""
+        """Returns the values that restore the entry in a Redis that has lost it."""
         return {
             "id": self.override_id,
             "revision": self.revision,
             "body": self.body,
             "created": self.created_at,
             "ended": self.ended,
-            # Below 0 would be without an end.
+            # A value below 0 would mean no end.
             "ms": -1 if math.isinf(self.until) else max(0, round(1000 * self.left(now))),
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Holds what Redis has.
+    """The entries in Redis.
 
-    wrong: what keeps it from taking writes, "" for nothing.  counter: as it stands there.
-    left_out: live entries, and tombstones, beyond what one look returns.  unreadable: ids of
-    entries that cannot be read, as they can be shown; of many, not all are named.
-    unreadable_count: all of them.
+    wrong: why Redis cannot be written, "" if it can.  counter: its raw value.  left_out: numbers of
+    live entries and of tombstones that one call does not return.  unreadable: printable ids of
+    unreadable entries; if there are many, only some.  unreadable_count: number of all of them.
     """
 
     wrong: str
@@ -110,7 +109,7 @@ class Fetched:
 
     @classmethod
     def of(cls, reply: Any) -> Self:
-        """Reads the reply of the script FETCH, as it has come.  Raises one of MALFORMED."""
+        """Decodes the reply of the script FETCH.  Raises one of MALFORMED."""
         now = time.monotonic()
         wrong, counter, live, ended, count, names, flat = list_of(reply, 7)
         unreadable = [_shown(name) for name in list_of(names)]
@@ -131,13 +130,13 @@ class Fetched:
 
 
 class RedisMirror:
-    """Mirrors what was held when, in wall time of this machine."""
+    """Reads and writes the mirror file, with wall-clock times of this machine."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def write(self, entries: dict[str, MirroredEntry]) -> None:
-        """Replaces the mirror.  A mirror that cannot be written is logged, and done without."""
+        """Replaces the mirror file.  If it cannot be written, only logs this."""
         now, wall = time.monotonic(), time.time()
         body = json.dumps(
             {"at": wall, "entries": [held.seed(now) for held in entries.values()]}
@@ -149,7 +148,7 @@ class RedisMirror:
             _log.warning("mirror_not_written", path=str(self._path), error=error.strerror)
 
     def read(self) -> tuple[dict[str, MirroredEntry], float]:
-        """(entries that have not run out since, seconds since it was written)."""
+        """Returns the entries that have not expired, and the seconds since the file was written."""
         try:
             remove_unfinished(self._path.parent)
             return self._parsed()
@@ -179,14 +178,14 @@ class RedisMirror:
 
 
 def _shown(name: Any) -> str:
-    """An id whole, if it can be one of an override, so that it can be cleared."""
+    """Returns a printable id, in full if it can be an override's, so that it can be cleared."""
     return shown(name, _ID_CHARACTERS_MAX)
 
 
 def _revision(value: Any) -> int:
-    # Lua writes whole numbers, large ones with an exponent.
+    # Lua writes large integers with an exponent.
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise ValueError("a revision is a whole number")
+        raise ValueError("a revision must be an integer")
     if not 0 <= value < NUMBER_MAX:
-        raise ValueError("a revision is below 2^53")
+        raise ValueError("a revision must be in [0, 2^53)")
     return int(value)

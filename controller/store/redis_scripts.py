@@ -1,17 +1,16 @@
-"""Defines in Lua what must happen in one step inside Redis.
+"""The Lua scripts that change overrides atomically inside Redis.
 
-A script that fails half-way leaves what it has written.  So each one first checks everything that
-could stop it: the type and value of every key, and (from Redis 7 on) the right to every command.
-A key that is wrong is reported as an error beginning with REFUSED, and nothing was changed then.
+Redis does not roll back a script that fails.  Each script therefore first checks everything that
+could make it fail: the type and value of every key, and (from Redis 7 on) the right to use every
+command.  A wrong key is reported as an error that begins with REFUSED; nothing was changed then.
 An audit record is written before the entry that it belongs to.
 
-All keys carry one hash tag, so that a cluster keeps them together.  Times are Redis's own
-(milliseconds of TIME); an entry's key lives a minute longer than the entry, so that its end can
-still be recorded, and then vanishes by itself even if no sidecar is left.  An invalid entry, which
-somebody else wrote, counts as absent: it can be written again, and stops nobody.  What leaves Redis
-is bounded, whatever somebody else has put there.  An entry that was created later than now shows
-that Redis's clock went back (or that another server with another clock took over): it gets the time
-to live that it was granted, from now on.
+All keys have the same hash tag, so that a cluster keeps them on one node.  Times are Redis's own
+(milliseconds of TIME).  The key of an entry lives a minute longer than the entry, so that its end
+can still be recorded, and then expires even if no sidecar is left.  An invalid entry, written by
+another client, counts as absent and can be overwritten.  The size of all replies is bounded.  If an
+entry was created later than now, Redis's clock went back (or a server with another clock took
+over): its time to live then starts again.
 
 KEYS  1 revision (counter)   2 live (sorted set: id by end)   3 tombstones (sorted set "traces")
       4 audit (stream)       ARGV 1 is the prefix of entry keys, ARGV 2 the channel for news
@@ -22,20 +21,20 @@ from typing import Final
 from controller.store.interface import LIVE_ENTRIES_MAX
 from controller.store.redis_replies import NUMBER_MAX, TIME_MAX
 
-# What an error begins with after which nothing was changed.
+# Prefix of errors after which nothing was changed.
 REFUSED: Final = "REFUSED "
-# Bytes of one entry's JSON; an override with the longest texts allowed takes 8 KiB.
+# Bytes of one entry's JSON; an override with the longest texts takes 8 KiB.
 ENTRY_BYTES_MAX: Final = 64 * 1024
-# Ids of live entries, and of tombstones, that one look goes through: those that end last.
+# Ids of live entries, and of tombstones, that one FETCH examines: those that end last.
 _EXAMINED_MAX: Final = 5000
-# Live entries that one look returns, the newest: some may be of no use to this sidecar.
+# Live entries that one FETCH returns, the newest; this sidecar may not be able to use some.
 _RETURNED_MAX: Final = 2 * LIVE_ENTRIES_MAX
-# Bytes of the live entries, and of the tombstones, that one look returns.
+# Bytes of the live entries, and of the tombstones, that one FETCH returns.
 _RETURNED_BYTES_MAX: Final = 4 * 1024 * 1024
-# Ids of unreadable entries that one look names.
+# Ids of unreadable entries that one FETCH names.
 _NAMED_MAX: Final = 20
-# A counter is raised to the revision of an entry below this one only: above it there would be no
-# room for the revisions of other changes.
+# The counter is raised to an entry's revision only below this value, so that revisions remain for
+# later changes.
 _REVISION_MAX: Final = NUMBER_MAX // 2
 
 # Redis's clock, in milliseconds.
@@ -52,7 +51,7 @@ local prefix, channel = ARGV[1], ARGV[2]
 local GRACE, TOMBSTONE, AUDIT_MAX = 60000, 604800000, 100000
 
 local KINDS = {'string', 'zset', 'zset', 'stream'}
--- When the newest audit record was made, by the clock of then.
+-- Redis's time of the newest audit record.
 local recorded = 0
 
 -- What is wrong with the keys, or nil.
@@ -119,7 +118,7 @@ local function record(action, id, who, before, after)
     'origin', who.origin, 'before', before, 'after', after)
 end
 
--- Of a text that is not too long; else nil.
+-- The text of a key, or nil if it is missing or too long.
 local function text_at(key)
   local size = redis.pcall('STRLEN', key)
   if type(size) ~= 'number' or size == 0 or size > ENTRY_BYTES_MAX then return nil end
@@ -129,7 +128,7 @@ end
 local function is_utf8(text)
   if not string.find(text, '[\\128-\\255]') then return true end
   local tail = '[\\128-\\191]'
-  -- What has a shorter form, half a surrogate pair, and what is beyond the last character.
+  -- Overlong forms, surrogates, and code points beyond the last one.
   for _, wrong in ipairs({'\\224[\\128-\\159]', '\\237[\\160-\\191]', '\\240[\\128-\\143]',
       '\\244[\\144-\\191]'}) do
     if string.find(text, wrong) then return false end
@@ -154,8 +153,8 @@ local function found(id)
   if right then return entry end
 end
 
--- Of a counter that was deleted or set back, the next revision would be an old one: sidecars would
--- take that change for a loss, and undo it.
+-- If the counter was deleted or set back, the next revision would be an old one, and sidecars would
+-- mistake that change for a loss and undo it.
 local function raise_counter(revision)
   if revision < REVISION_MAX and tonumber(redis.call('GET', KEYS[1]) or '0') < revision then
     redis.pcall('SET', KEYS[1], string.format('%.0f', revision))
@@ -179,7 +178,7 @@ local function ends_at(id, entry)
   return tonumber(score)
 end
 
--- Entries of a clock that was ahead, as if they had been created now.
+-- Redates entries from the future, after the clock went back, as if they had been created now.
 local function set_right()
   for _, key in ipairs({KEYS[2], KEYS[3]}) do
     for _, id in ipairs(redis.call('ZRANGE', key, 0, -1)) do
@@ -220,7 +219,7 @@ WRITE = (
     + """
 local wrong = trouble()
 if wrong then return refused(wrong) end
-redis.call('INCRBY', KEYS[1], 0)  -- refused first thing where memory is out or writes are
+redis.call('INCRBY', KEYS[1], 0)  -- fails if memory is exhausted or writes are disabled
 run_out()
 local id, body, ms, expected, who = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]),
   cjson.decode(ARGV[7])
@@ -253,9 +252,9 @@ record(ARGV[3], ARGV[4], cjson.decode(ARGV[5]), '', '')
 """
 )
 
-# -> {what keeps this Redis from taking writes, or ''; the counter; live entries and tombstones that
-#     are left out; entries that cannot be read; the ids of some of them; flat, of every entry: id,
-#     JSON, remaining ms or -1}
+# -> {why this Redis cannot be written, or ''; the counter; numbers of live entries and of
+#     tombstones that are left out; number of unreadable entries; the ids of some of them; flat,
+#     for every entry: id, JSON, remaining ms or -1}
 FETCH = (
     _COMMON
     + f"local EXAMINED_MAX, RETURNED_MAX = {_EXAMINED_MAX}, {_RETURNED_MAX}\n"
@@ -299,8 +298,8 @@ return {wrong or '', text_at(KEYS[1]) or '0', left_out[1], left_out[2], unreadab
 """
 )
 
-# ARGV 3: JSON list of {id, revision, body, created, ended, ms}: what a sidecar knows and this Redis
-# has lost.  The higher revision stays; of two with the same the larger body.
+# ARGV 3: JSON list of {id, revision, body, created, ended, ms}: entries that a sidecar has and this
+# Redis has lost.  The higher revision wins; at equal revisions, the larger body.
 SEED = (
     _COMMON
     + """

@@ -1,12 +1,13 @@
-"""The fleet's store: Redis, with everything it says also held here.
+"""The fleet's store: Redis, with a local copy of its entries.
 
-    write, clear     one script in Redis; refused when Redis cannot take it
-    entries          what Redis has, or, while it is away, what is held here
-    news             a published message, and a look at one counter every `reconcile_seconds`
+    write, clear     one script in Redis; they fail if Redis cannot be written
+    entries          the entries in Redis, or the local copy while Redis is not available
+    changes          a published message, and a poll of one counter every `reconcile_seconds`
 
-What Redis has lost (restarted empty, failed over) and a sidecar still holds, the sidecar puts back:
-the higher revision of an id stays, so that all sidecars doing it at once agree.  Entries that Redis
-has not confirmed for as long as tombstones are kept are not put back: they may have been cleared.
+If Redis has lost entries (restarted empty, failed over), the sidecar restores them from its copy.
+The higher revision of an id wins, so that sidecars that restore at the same time agree.  Entries
+that Redis has not confirmed for half the lifetime of tombstones are not restored: they may have
+been cleared.
 """
 
 import asyncio
@@ -59,13 +60,13 @@ from controller.store.redis_summaries import RedisSummaries
 from controller.store.redis_url import NOTHING_BESIDE_THE_URL, RedisAccess, redact
 from controller.util.tasks import Work
 
-# Part of every key: another layout of keys is another number.
+# Version of the key layout; part of every key.
 SCHEMA = 1
 _BACKOFF_SECONDS = (0.2, 5.0)
-# An entry this near its end is not worth putting back.
+# An entry this close to its end is not restored.
 _TOO_LATE_SECONDS = 5.0
 
-_NOT_ASKED = "not asked yet"
+_NOT_ASKED = "not contacted yet"
 
 _log = structlog.get_logger(__name__)
 
@@ -73,10 +74,11 @@ T = TypeVar("T")
 
 
 class RedisStore:
-    """See the module.  mirror: a file that holds the entries over a restart of this sidecar.
+    """Implements Store in Redis; see the module.
 
+    mirror: file that keeps the copy of the entries over a restart of this sidecar.
     timeout_seconds: for one command.  replicas: how many must have a write before it is
-    acknowledged.  access: what opens Redis beside the URL.
+    acknowledged.  access: credentials and files that are not in the URL.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class RedisStore:
         self._confirmed_at = time.monotonic()
         self._changed: Listener = _nobody
         self._trouble = _NOT_ASKED
-        # A key that keeps Redis from taking writes, though it answers; "" for none.
+        # Why Redis cannot be written although it answers: a wrong key; "" if there is none.
         self._wrong_key = ""
         self._since = time.monotonic()
         self.commands = 0
@@ -118,16 +120,16 @@ class RedisStore:
 
     @property
     def blobs(self) -> RedisBlobStore:
-        """In the same Redis, under the same namespace."""
+        """Returns the blob store in the same Redis and namespace."""
         return self._blobs
 
     @property
     def summaries(self) -> RedisSummaries:
-        """Returns those in the same Redis; their troubles do not count as the store's."""
+        """Returns the summaries in the same Redis; their failures do not affect `health`."""
         return self._summaries
 
     async def open(self, changed: Listener) -> None:
-        """Takes what the mirror holds; Redis may be away.  Raises StoreBrokenError."""
+        """Loads the mirror file and contacts Redis, which need not answer."""
         if self._file is not None:
             self._held, idle = await asyncio.to_thread(self._file.read)
             self._confirmed_at -= idle
@@ -137,7 +139,7 @@ class RedisStore:
 
     @property
     def tasks(self) -> Mapping[str, Work]:
-        """Returns those that bring news."""
+        """Returns the tasks that detect changes in Redis."""
         return {"store_news": self._listen, "store_counter": self._reconcile}
 
     async def close(self) -> None:
@@ -146,7 +148,7 @@ class RedisStore:
             await close(self._client)
 
     async def entries(self) -> Sequence[Entry]:
-        """Returns what Redis has; while it is away, what is held here."""
+        """Returns the entries in Redis, or the local copy while Redis is not available."""
         with contextlib.suppress(StoreUnavailableError):
             await self._refresh()
         now = time.monotonic()
@@ -189,24 +191,24 @@ class RedisStore:
 
     @property
     def health(self) -> Health:
-        """Trouble is a Redis that does not answer or does not take writes."""
+        """Returns the state; not ok if Redis does not answer or cannot be written."""
         detail, trouble = f"redis {self._where}", self._trouble
         if not trouble and self._wrong_key:
             trouble = f"takes no writes: {self._wrong_key}"
         if trouble:
-            detail = f"{detail}: {trouble}; going on with what is held here"
+            detail = f"{detail}: {trouble}; the local copy of the overrides stays in force"
         return Health(
             not trouble, detail, time.monotonic() - self._since,
             self._unusable, self._unusable_count, dict(self._skipped.counts),
         )  # fmt: skip
 
     async def _refresh(self) -> None:
-        """Brings what is held here and what Redis has together."""
+        """Replaces the local copy by the entries in Redis, and restores what Redis has lost."""
         found = await self._ask(lambda: self._script(FETCH), Fetched.of)
         now = time.monotonic()
         self._note_key(found.wrong)
         fetched = found.entries
-        # Of more entries than one look returns, those that are left out are not lost.
+        # If FETCH leaves entries out, missing ones are not necessarily lost.
         lost = [] if any(found.left_out) else self._lost(fetched, now)
         self._confirmed_at = now
         self._note_unusable(found, {held.override_id for held in lost})
@@ -216,18 +218,18 @@ class RedisStore:
             )
             seeds = json.dumps([h.seed(now) for h in lost])
             await self._ask(lambda: self._script(SEED, seeds), nothing, writes=True)
-        # Also where nothing can be put back: what was acknowledged stays in force.
+        # Even if they cannot be restored: acknowledged overrides stay in force.
         fetched.update({h.override_id: h for h in lost})
         self._revision = found.counter
         await self._hold(fetched)
 
     def _note_unusable(self, found: Fetched, put_right: Collection[str]) -> None:
-        """Notes what cannot be read or is beyond the limit.  put_right: ids held here."""
+        """Records unreadable entries, and those beyond the limit.  put_right: restored ids."""
         left_out = found.left_out[0]
         names = [name for name in found.unreadable if name not in put_right]
-        self._unusable = dict.fromkeys(names, "it cannot be read: clear it, or delete it in Redis")
+        self._unusable = dict.fromkeys(names, "unreadable: clear it, or delete it in Redis")
         if left_out:
-            self._unusable[f"{left_out} others"] = "they are older than those in force"
+            self._unusable[f"{left_out} others"] = "they are beyond the limit of live overrides"
         count = found.unreadable_count - (len(found.unreadable) - len(names))
         self._unusable_count = count + left_out
         self._skipped.add("override", found.unreadable, "not an entry", found.unreadable_count)
@@ -266,8 +268,8 @@ class RedisStore:
             )
             if have < self._replicas:
                 raise StoreUnavailableError(
-                    f"written, but only {have} of {self._replicas} replicas have it: not "
-                    "acknowledged; repeat it with the same id"
+                    f"written, but only {have} of {self._replicas} replicas have it, so it is not "
+                    "acknowledged; retry with the same id"
                 )
 
     async def _ask(
@@ -277,9 +279,9 @@ class RedisStore:
         *,
         writes: bool = False,
     ) -> T:
-        """Sends a command and reads the reply; `read` raises one of MALFORMED for a wrong one.
+        """Sends a command and decodes the reply; `read` raises one of MALFORMED if it cannot.
 
-        Raises StoreUnavailableError, whatever Redis answers.
+        Raises only StoreUnavailableError.
         """
         self.commands += 1
         try:
@@ -289,19 +291,19 @@ class RedisStore:
             self._note(in_words(error, self._redacted))
             raise StoreUnavailableError(
                 f"redis {self._where} does not answer in time"
-                + ("; whether it was done is not known: repeat it with the same id" * writes)
+                + ("; it is unknown whether it was done: retry with the same id" * writes)
             ) from error
         except redis.exceptions.ResponseError as error:
             if not (wrong := str(error)).startswith(REFUSED):
                 raise self._failed(error, writes=writes) from error
-            # Of the keys of overrides the next look notes it, too.
+            # If it is a key of the overrides, the next FETCH reports it too.
             raise StoreUnavailableError(
                 f"redis {self._where} takes no writes: {wrong.removeprefix(REFUSED)}; nothing was "
                 "changed"
             ) from error
         except (*REDIS_ERRORS, OSError) as error:
             raise self._failed(error, writes=writes) from error
-        except Exception as error:  # what the client raises at a reply that it does not expect
+        except Exception as error:  # redis-py raises various errors for a malformed reply
             what = ValueError(f"its reply cannot be read ({type(error).__name__})")
             raise self._failed(what, writes=writes) from error
         if writes or not self._trouble.startswith("takes no writes"):
@@ -313,7 +315,7 @@ class RedisStore:
         self._note(words)
         outcome = "nothing was changed"
         if writes and not came_before_any_write(error):
-            outcome = "whether it was done is not known: repeat it with the same id"
+            outcome = "it is unknown whether it was done: retry with the same id"
         return StoreUnavailableError(f"redis {self._where}: {words}; {outcome}")
 
     def _note_key(self, wrong: str) -> None:
@@ -331,14 +333,14 @@ class RedisStore:
         if bool(trouble) != bool(self._trouble):
             self._since = time.monotonic()
         if trouble:
-            # Also at the start, and where the reason changes.
+            # Also at the start, and if the reason changes.
             _log.warning("store_away", store=self._where, error=trouble)
         elif self._trouble != _NOT_ASKED:
             _log.info("store_back", store=self._where)
         self._trouble = trouble
 
     async def _listen(self) -> None:
-        """Turns published messages into news; reconnects without an end, with pauses."""
+        """Reports a change for every published message; reconnects indefinitely, with pauses."""
         pause = _BACKOFF_SECONDS[0]
         while True:
             try:
@@ -349,14 +351,14 @@ class RedisStore:
                     async for message in channel.listen():
                         if message["type"] == "message":
                             self._changed()
-            except Exception as error:  # noqa: BLE001  # whatever a reply makes the client raise
-                # `_reconcile` reports trouble; here it only means to try again.
+            except Exception as error:  # noqa: BLE001  # a malformed reply can raise any error
+                # `_reconcile` reports failures; this only reconnects.
                 _log.debug("store_not_heard", store=self._where, error=type(error).__name__)
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, _BACKOFF_SECONDS[1])
 
     async def _reconcile(self) -> None:
-        """Polls the counter, so that a message that was missed does not matter."""
+        """Polls the counter, in case a published message was missed."""
         while True:
             jitter = random.uniform(0.8, 1.2)
             await asyncio.sleep(self._reconcile_seconds * jitter)
@@ -367,23 +369,23 @@ class RedisStore:
 
 
 def _nobody() -> None:
-    """Takes news before the store is open."""
+    """Ignores changes before the store is open."""
 
 
 def _written(override_id: str, body: str, reply: Any) -> tuple[int, MirroredEntry | None]:
-    """Reads the answer of WRITE.  Raises one of MALFORMED."""
+    """Decodes the reply of WRITE.  Raises one of MALFORMED."""
     done, *rest = list_of(reply)
     if number_of(done) == FULL:
         return FULL, None
     text, left = list_of(rest, 2)
     held = MirroredEntry.of(override_id, text, left, time.monotonic()) if text else None
     if done == WRITTEN and (held is None or held.body != body):
-        raise ValueError("the entry that was written is needed")
+        raise ValueError("must be the written entry")
     return done, held
 
 
 def _counter(reply: Any) -> bytes:
-    """Reads the counter, whatever it holds.  Raises TypeError."""
+    """Returns the counter's raw value.  Raises TypeError."""
     if reply is not None and not isinstance(reply, bytes):
         raise TypeError("the counter must be a text")
     return reply or b"0"

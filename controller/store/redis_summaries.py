@@ -1,11 +1,10 @@
-"""The summaries of all sidecars in Redis: a text for each, which expires, and an index by time.
+"""Keeps the summaries of all sidecars in Redis: an expiring text for each, and an index by time.
 
-    {tag}:fleet             sorted set: source by the time of its last writing (Redis's clock)
+    {tag}:fleet             sorted set: source by the time of its last write (Redis's clock)
     {tag}:fleet:SOURCE      the text
 
-Whatever stands there is bounded when it is read: names that are no sources and texts that are too
-long never leave Redis.  A Redis that does not answer is left alone for a while (see `_ask`), so
-that neither who writes nor who looks waits for it again and again.
+All reads are bounded: invalid source names and overlong texts never leave Redis.  After a failure,
+Redis is not called for a while (see `_ask`), so that callers do not wait for it repeatedly.
 """
 
 import asyncio
@@ -20,17 +19,17 @@ from controller.store.redis_errors import in_words
 from controller.store.redis_replies import list_of, nothing, number_of, rows_of, text_of
 from controller.store.redis_scripts import NOW
 
-# How long a text is kept: a sidecar that died is listed as silent for so long.
+# Lifetime of a text: a sidecar that died is listed as silent for this time.
 KEPT_SECONDS: Final = 300.0
-# Sources that are kept; those that wrote longest ago go first.
+# Most sources that are kept; those with the oldest writes are removed first.
 SOURCES_MAX: Final = 10_000
-# Bytes of one text, of the texts of one answer of Redis, and of everything that is read at once.
+# Most bytes of one text, of the texts of one reply, and of all texts of one `read`.
 TEXT_BYTES_MAX: Final = 512 * 1024
 _ANSWER_BYTES_MAX = 2 * 1024 * 1024
 _READ_BYTES_MAX = 16 * 1024 * 1024
-# Texts that are asked for at once.
+# Texts that are requested at a time.
 _TEXTS = 100
-# After a failure nothing is asked for so long; twice as long after the next one.
+# Shortest and longest pause after a failure; it doubles with each further failure.
 _PAUSE_SECONDS = (0.5, 5.0)
 
 _INDEX = (
@@ -44,15 +43,15 @@ end
 """
 )
 
-# KEYS 1 index, 2 the source's text.  ARGV 1 source, 2 text, 3 milliseconds that it is kept, 4
-# sources that are kept, 5 prefix of texts.
+# KEYS 1 index, 2 the source's text.  ARGV 1 source, 2 text, 3 its lifetime in ms, 4 number of
+# sources kept, 5 prefix of texts.
 _PUT = (
     _INDEX
     + """
 local kept = tonumber(ARGV[3])
 redis.call('SET', KEYS[2], ARGV[2], 'PX', kept)
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('%.0f', now - kept))
--- Of a clock that was ahead, or of somebody else.
+-- Entries from the future: the clock was ahead, or another client wrote them.
 redis.call('ZREMRANGEBYSCORE', KEYS[1], string.format('(%.0f', now), '+inf')
 redis.call('ZADD', KEYS[1], string.format('%.0f', now), ARGV[1])
 redis.call('PEXPIRE', KEYS[1], kept)
@@ -74,8 +73,8 @@ redis.call('ZREM', KEYS[1], ARGV[1])
 return 1
 """
 
-# KEYS 1 index.  ARGV 1 sources that are read.
-# -> {members that are no sources; of each source: its name, its age in milliseconds}
+# KEYS 1 index.  ARGV 1 most sources to read.
+# -> {number of invalid members; for each source: its name, its age in milliseconds}
 _SOURCES = (
     _INDEX
     + """
@@ -94,8 +93,8 @@ return all
 """
 )
 
-# KEYS: texts.  ARGV 1 bytes of a text, 2 bytes of all.
-# -> of each: the text, 0 for none, -1 for another type or size, -2 for no room
+# KEYS: texts.  ARGV 1 most bytes of a text, 2 most bytes of all texts.
+# -> for each: the text, 0 if missing, -1 for a wrong type or size, -2 if it does not fit
 _GET = """
 local left, all = tonumber(ARGV[2]), {}
 for i, key in ipairs(KEYS) do
@@ -121,7 +120,7 @@ _T = TypeVar("_T")
 class RedisSummaries:
     """Keeps summaries in Redis.
 
-    tag: the prefix of all keys.  redacted: takes secrets out of words.  timeout_seconds: for one
+    tag: the prefix of all keys.  redacted: removes secrets from a text.  timeout_seconds: for one
     command.
     """
 
@@ -166,7 +165,7 @@ class RedisSummaries:
         )
         found: list[Summary] = []
         pending, room = list(ages), _READ_BYTES_MAX
-        # Each answer has room for one text at least, so that `pending` shrinks.
+        # Each reply has space for at least one text, so that `pending` shrinks.
         while pending and room >= TEXT_BYTES_MAX:
             asked, pending = pending[:_TEXTS], pending[_TEXTS:]
             texts = dict(zip(asked, await self._texts(asked, room), strict=True))
@@ -197,7 +196,7 @@ class RedisSummaries:
         if (wait := self._again_at - time.monotonic()) > 0:
             raise StoreUnavailableError(f"{self._trouble}; it is asked again in {wait:.1f} s")
         try:
-            # The client's own time-out comes first, unless an answer trickles in.
+            # The client's own timeout comes first, unless a reply arrives slowly in parts.
             async with asyncio.timeout(2 * self._timeout_seconds):
                 answer = read(await command())
         except Exception as error:  # also whatever a reply makes the client raise
@@ -212,17 +211,17 @@ class RedisSummaries:
 
 
 def _sources(reply: Any) -> tuple[int, dict[str, float]]:
-    """Reads the answer of _SOURCES: those refused, and ages in seconds.  Raises of MALFORMED."""
+    """Decodes the reply of _SOURCES: (invalid, age in seconds by source).  Raises MALFORMED."""
     refused, *flat = list_of(reply)
     if not all(isinstance(name, bytes) and name.isalnum() for name in flat[::2]):
-        raise ValueError("sources are hexadecimal digits")
+        raise ValueError("sources must be hexadecimal digits")
     ages = {text_of(name): number_of(age) / 1000 for name, age in rows_of(flat, 2)}
     return number_of(refused), ages
 
 
 def _texts(reply: Any, count: int) -> Sequence[bytes | int]:
-    """Reads the answer of _GET.  Raises one of MALFORMED."""
+    """Decodes the reply of _GET.  Raises one of MALFORMED."""
     texts = list_of(reply, count)
     if not all(isinstance(text, bytes | int) for text in texts):
-        raise TypeError("texts and numbers are needed")
+        raise TypeError("must be texts and numbers")
     return texts

@@ -1,11 +1,11 @@
-"""Reads the URL of a Redis by the rules of redis-py, one host at a time, and shows it harmlessly.
+"""Parses the URL of a Redis by the rules of redis-py, and redacts its credentials.
 
 redis://USER:PASSWORD@HOST:PORT/DB?OPTION=VALUE                   rediss://...   with TLS
 unix://USER:PASSWORD@/PATH?db=DB
 redis+sentinel://USER:PASSWORD@HOST:PORT,HOST:PORT/SERVICE/DB     rediss+sentinel://...
 redis+cluster://USER:PASSWORD@HOST:PORT,HOST:PORT                 rediss+cluster://...
 
-Behind Sentinels the scheme is about Redis; sentinel_tls in the query is about the Sentinels.
+With Sentinels, the scheme decides about TLS to Redis, and sentinel_tls in the query to Sentinels.
 
 https://redis.readthedocs.io/en/stable/connections.html
 """
@@ -25,8 +25,8 @@ SCHEMES: Final = (
 )  # fmt: skip
 _PORT: Final = 6379
 _SENTINEL_PORT: Final = 26379
-# Options of a connection that a query may set; further ones begin with ssl_.  What this package
-# decides itself (protocol, retries, decoding) is not among them.
+# Connection options that a query may set, besides those that begin with ssl_.  Options that this
+# package sets itself (protocol, retries, decoding) are not allowed.
 _OPTIONS: Final = frozenset(
     {
         "client_name", "db", "health_check_interval", "max_connections", "password",
@@ -35,45 +35,45 @@ _OPTIONS: Final = frozenset(
     }
 )  # fmt: skip
 _TLS_OPTION: Final = "ssl_"
-# Options whose value may hold a delimiter that is not percent-encoded.
+# Options whose value may contain a delimiter that is not percent-encoded.
 _SECRETS: Final = frozenset({"password", "sentinel_password", "ssl_password"})
-# What may be a misspelt name, and may be quoted; none of redis-py's is longer than 40.
+# A possible misspelt option, which may be quoted; redis-py's have at most 40 characters.
 _NAME: Final = re.compile(r"[a-z][a-z_]{,39}")
 _SENTINEL_OPTIONS: Final = frozenset({"sentinel_password", "sentinel_tls", "sentinel_username"})
-# redis-py takes any other word for true.
+# redis-py treats any other word as true.
 _SWITCHES: Final = ("sentinel_tls", "socket_keepalive", "ssl_check_hostname")
 _ON: Final = frozenset({"1", "t", "true", "y", "yes"})
 _OFF: Final = frozenset({"0", "f", "false", "n", "no"})
 _CERTIFICATE_CHECKS: Final = ("none", "optional", "required")
 _ABOVE_ZERO: Final = ("socket_connect_timeout", "socket_read_size", "socket_timeout")
-# Of connections one waits for messages all the time, and another one asks.
+# One connection always waits for messages, so that commands need a second one.
 _LEAST: Final = {"db": 0, "health_check_interval": 0, "max_connections": 2}
-# CLIENT SETNAME takes no others.
+# CLIENT SETNAME accepts no other characters.
 _CLIENT_NAME = re.compile(r"[!-~]+")
 # An address that begins with colons, with or without a port.
 _BARE_IPV6 = re.compile(r"::[0-9A-Fa-f:.]*")
 _PARTS = re.compile(r"([^/?#]*)([^?#]*)(?:\?([^#]*))?")
-# What stands for a credential in a text.
+# Replacement for a credential in a text.
 HIDDEN = "***"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 _HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?"
-# Hosts, and a path of at most two parts: what may be shown.
+# Hosts and a path of at most two parts, which may be shown.
 _PLACE = re.compile(rf"{_HOST}(?:,{_HOST})*(?:/[A-Za-z0-9._-]*){{0,2}}")
 # A unix socket, whose URL has no host.
 _SOCKET = re.compile(r"(?:/[A-Za-z0-9._-]+)+")
-# Values of a query, such as a database or a switch, that are no secrets unless they are called so.
+# Query values such as a database or a switch, which are not secrets unless their name says so.
 _PLAIN = re.compile(r"[0-9.]{1,5}|true|false|yes|no|none", re.IGNORECASE)
 _DELIMITERS = re.compile(r"[:/@?#&=;,]")
 
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """Holds what a URL says.
+    """A parsed URL.
 
-    kind: "", "sentinel" or "cluster".  hosts: (name or address, port); none for a unix socket,
-    whose `path` is among the options.  tls: to Redis; sentinel_tls: to its Sentinels, false without
-    any.  account: "username" and "password" before the hosts.
-    options: those of the query, with the database as "db".
+    kind: "", "sentinel" or "cluster".  hosts: (name or address, port); empty for a unix socket,
+    whose `path` is in the options.  tls: to Redis; sentinel_tls: to its Sentinels, False without
+    Sentinels.  account: "username" and "password" before the hosts.  options: those of the query,
+    with the database as "db".
     """
 
     kind: str
@@ -86,7 +86,7 @@ class RedisUrl:
 
 
 class UnusableUrlError(ValueError):
-    """A URL, or settings beside it, that name no Redis; names of options are all it quotes."""
+    """A URL, or other settings, that cannot be used; the message quotes only names of options."""
 
 
 def read_url(url: str) -> RedisUrl:
@@ -95,14 +95,14 @@ def read_url(url: str) -> RedisUrl:
     Raises UnusableUrlError, or another ValueError, whose message may quote a part of the URL.
     """
     if not url.strip():
-        raise UnusableUrlError("it is empty: give the URL, or leave the setting out")
+        raise UnusableUrlError("it is empty: set the URL, or remove the setting")
     scheme, _, rest = url.strip().partition("://")
     if scheme.lower() not in SCHEMES:
-        raise UnusableUrlError(f"the scheme is not known; known are {', '.join(SCHEMES)}")
+        raise UnusableUrlError(f"unknown scheme; the schemes are {', '.join(SCHEMES)}")
     base, _, kind = scheme.lower().partition("+")
     parts = _PARTS.fullmatch(rest)
     if parts is None:
-        raise UnusableUrlError("a # in it has to be written as %23")
+        raise UnusableUrlError("a # in it must be written as %23")
     authority, path, query = parts[1], parts[2], parts[3] or ""
     before, _, hosts = authority.rpartition("@")
     service = ""
@@ -110,7 +110,7 @@ def read_url(url: str) -> RedisUrl:
         service, _, path = path.strip("/").partition("/")
         if not service:
             raise UnusableUrlError(
-                "the path has to name the service: redis+sentinel://HOST:PORT/SERVICE/DB"
+                "the path must name the service: redis+sentinel://HOST:PORT/SERVICE/DB"
             )
     _check_options(query, kind)
     _check_place(base, hosts, path)
@@ -138,86 +138,86 @@ def read_url(url: str) -> RedisUrl:
 
 
 def _parsed(url: str) -> dict[str, Any]:
-    """Reads a URL of one host.  Raises ValueError."""
-    # Loaded only where there is a Redis: it takes its time, and brings others along.
+    """Parses a URL with one host.  Raises ValueError."""
+    # Imported only if Redis is used, because the import is slow.
     from redis.asyncio.connection import parse_url  # noqa: PLC0415
 
     found: dict[str, Any] = {**parse_url(url)}
-    # This package has classes of its own.
+    # This package uses its own connection classes.
     found.pop("connection_class", None)
     return found
 
 
 def _check_options(query: str, kind: str) -> None:
-    """Raises UnusableUrlError for one that is not known, stands there twice, or is no choice."""
+    """Raises UnusableUrlError for an unknown or repeated option, or an invalid value."""
     options = parse_qsl(query, keep_blank_values=True)
     names = [name for name, _ in options]
     known = _OPTIONS | (_SENTINEL_OPTIONS if kind == "sentinel" else frozenset())
     for name in names:
         if name not in known and not name.startswith(_TLS_OPTION):
-            # A part of a password with a delimiter in it may stand there.
+            # The name may be a part of a password that contains a delimiter.
             is_safe = "@" not in query and _SECRETS.isdisjoint(names) and _NAME.fullmatch(name)
             raise UnusableUrlError(
-                "its query names an option that the Redis client does not know"
-                f"{f' ({name})' if is_safe else ''}; known are {', '.join(sorted(known))} and, for "
-                f"TLS, those of redis-py that begin with {_TLS_OPTION}"
+                "its query has an option that the Redis client does not know"
+                f"{f' ({name})' if is_safe else ''}; the options are {', '.join(sorted(known))} "
+                f"and, for TLS, those of redis-py that begin with {_TLS_OPTION}"
             )
     if len(set(names)) < len(names):
-        raise UnusableUrlError("its query names an option twice")
+        raise UnusableUrlError("its query has an option twice")
     for name, value in options:
         if not value:
-            raise UnusableUrlError(f"{name} in its query has no value: give it one, or remove it")
+            raise UnusableUrlError(f"{name} in its query has no value: set one, or remove it")
         if name in _SWITCHES and value.lower() not in _ON | _OFF:
-            raise UnusableUrlError(f"{name} in its query has to be yes or no")
+            raise UnusableUrlError(f"{name} in its query must be yes or no")
         if name == "ssl_cert_reqs" and value not in _CERTIFICATE_CHECKS:
             raise UnusableUrlError(
-                f"{name} in its query has to be one of {', '.join(_CERTIFICATE_CHECKS)}"
+                f"{name} in its query must be one of {', '.join(_CERTIFICATE_CHECKS)}"
             )
 
 
 def _check_place(base: str, hosts: str, path: str) -> None:
-    """Raises UnusableUrlError for hosts and a path that name no Redis."""
+    """Raises UnusableUrlError for invalid hosts or an invalid path."""
     if base == "unix":
         if hosts or not path.strip("/"):
-            raise UnusableUrlError("a unix socket is named by its absolute path: unix:///PATH")
+            raise UnusableUrlError("a unix socket needs an absolute path: unix:///PATH")
         return
     for host in hosts.split(","):
         if not host or (host.startswith(":") and not _BARE_IPV6.fullmatch(host)):
             raise UnusableUrlError(
-                "no host is named, or a delimiter in the user or password is not percent-encoded"
+                "it has no host, or a delimiter in the user or password is not percent-encoded"
             )
         if re.search(r"\s", host):
-            raise UnusableUrlError("a host holds a blank")
+            raise UnusableUrlError("a host contains a blank")
         if re.search(r":0*$", host):
-            raise UnusableUrlError("a host has no port behind its colon, or port 0")
+            raise UnusableUrlError("a host has no port after its colon, or port 0")
         in_brackets = re.fullmatch(r"\[[^\[\]]+\](:[0-9]+)?", host)
         if not in_brackets and (host.count(":") > 1 or "[" in host):
-            raise UnusableUrlError("an IPv6 address has to stand in brackets: [::1]:6379")
+            raise UnusableUrlError("an IPv6 address must be in brackets: [::1]:6379")
     if not re.fullmatch(r"/?[0-9]*/?", path):
-        raise UnusableUrlError("the database, at the end of the path, has to be a number")
+        raise UnusableUrlError("the database, at the end of the path, must be a number")
 
 
 def _check_values(options: Mapping[str, Any], path: str) -> None:
-    """Raises UnusableUrlError for values that redis-py takes and cannot use."""
+    """Raises UnusableUrlError for values that redis-py accepts but cannot use."""
     for name in _ABOVE_ZERO:
         value = options.get(name, 1)
         if not (math.isfinite(value) and value > 0):
-            raise UnusableUrlError(f"{name} in its query has to be above 0")
+            raise UnusableUrlError(f"{name} in its query must be above 0")
     for name, least in _LEAST.items():
         if options.get(name, least) < least:
-            raise UnusableUrlError(f"{name} in its query has to be at least {least}")
+            raise UnusableUrlError(f"{name} in its query must be at least {least}")
     if not _CLIENT_NAME.fullmatch(options.get("client_name", "-")):
-        raise UnusableUrlError("client_name in its query has to be ASCII without blanks")
+        raise UnusableUrlError("client_name in its query must be ASCII without blanks")
     at_end = path.strip("/")
     if at_end.isdecimal() and int(at_end) != options.get("db"):
-        raise UnusableUrlError("its path and its query name two databases")
+        raise UnusableUrlError("its path and its query name different databases")
 
 
 def redact(text: str, url: str) -> str:
     """Returns `text` without the credentials of `url`: verbatim, decoded or quoted.
 
-    The URL itself becomes its scheme, hosts and path.  If it is unclear which part of it is a
-    credential, only the scheme is kept.  `redact(url, url)` is the URL as it may be shown.
+    The URL itself is replaced by its scheme, hosts and path, or by its scheme only if it is unclear
+    which part is a credential.  `redact(url, url)` is the URL in a form that may be shown.
     """
     if not url:
         return text
@@ -245,11 +245,11 @@ def _split(rest: str) -> tuple[str, str]:
 
 
 def _place(scheme: str, rest: str) -> str | None:
-    """Returns hosts and path, or None if a credential may be among them."""
+    """Returns hosts and path, or None if they may contain a credential."""
     known = _SOCKET if scheme == "unix" else _PLACE
     before, query = _split(rest)
     place = before.rpartition("@")[2]
-    # An @ after a ? may end a password that has a ? in it.
+    # An @ after a ? may be the end of a password that contains a ?.
     return place if "@" not in query and known.fullmatch(place) else None
 
 
@@ -262,7 +262,7 @@ def _secrets(url: str) -> set[str]:
         before, query = _split(rest)
         account = before.rpartition("@")[0]
         user, _, password = account.partition(":")
-        # An exception may quote what stood between two delimiters.
+        # An exception may quote the text between two delimiters.
         parts = [account, user, password, *_DELIMITERS.split(account), *_values(query)]
     return {form for part in parts for form in _forms(part) if form}
 
@@ -279,17 +279,17 @@ def _forms(secret: str) -> Iterator[str]:
         yield plain
         yield quote(plain, safe="")
         yield quote_plus(plain, safe="")
-        # As repr and JSON write it.
+        # In the notations of repr and JSON.
         yield repr(plain)[1:-1]
         yield json.dumps(plain)[1:-1]
 
 
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
-    """Holds the settings redis_user, redis_user_file and so on.
+    """The settings redis_user, redis_user_file and so on.
 
-    A file may be replaced while it is in use: it is read for every connection.  None: the URL says
-    it, or it is not needed.  sentinel_password: by default Sentinels get the password of Redis.
+    A file may be replaced at any time: it is read for every connection.  None: the URL has the
+    value, or it is not needed.  sentinel_password: by default the password of Redis is used.
     """
 
     user: str | None = None

@@ -1,7 +1,7 @@
-"""Writes files that appear whole or not at all, and reads small files that somebody else writes.
+"""Writes files atomically, and reads small files that other programs write.
 
-Whoever writes a file may not be done with it: an editor empties it before it writes, a copy grows.
-What a file holds therefore counts once looks in a row have found the same.
+Another program may still be writing a file: an editor truncates it first, and a copy grows.  A
+changed content is therefore used only after consecutive reads have returned the same content.
 """
 
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final
 
 _UNFINISHED = ".part"
-# Looks in a row that have to find the same before a change counts.
+# Consecutive equal reads after which a change is used.
 AGREEING_LOOKS: Final = 2
-# Seconds between looks.  A change counts within a second: after two pauses at most.
+# Seconds between reads.  A change is used within a second: after at most two pauses.
 LOOK_SECONDS: Final = 0.4
 
 
@@ -55,13 +55,13 @@ class UnreadableFileError(Exception):
 
 
 class MissingFileError(UnreadableFileError):
-    """There is no such file."""
+    """The file does not exist."""
 
 
 def read_small(path: Path, bytes_max: int) -> bytes:
     """Reads a regular file of at most `bytes_max` bytes.
 
-    Raises UnreadableFileError, and MissingFileError if there is no such file.  Waits for nobody: a
+    Raises UnreadableFileError, and MissingFileError if there is no such file.  Never blocks: a
     named pipe is refused.
     """
     try:
@@ -71,7 +71,7 @@ def read_small(path: Path, bytes_max: int) -> bytes:
     except OSError as error:
         raise UnreadableFileError(error.strerror or "cannot be read") from error
     except ValueError as error:  # a NUL or a lone surrogate in it
-        raise UnreadableFileError("is not a file name") from error
+        raise UnreadableFileError("is not a valid file name") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise UnreadableFileError("not a regular file")
@@ -88,7 +88,7 @@ def read_small(path: Path, bytes_max: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Holds what a look at a file has found.
+    """Result of one read of a file.
 
     content: b"" if it cannot be read.  error: why it cannot be read, "" if it can.
     """
@@ -99,9 +99,9 @@ class Found:
 
 
 class WatchedFile:
-    """Looks at one file again and again.
+    """Reads one file repeatedly.
 
-    found: by the last look.  agreeing: looks in a row, the last one included, that found the same.
+    found: by the last read.  agreeing: consecutive reads with this result, the last one included.
     """
 
     def __init__(self, path: Path, bytes_max: int) -> None:
@@ -111,7 +111,7 @@ class WatchedFile:
         self.agreeing = 0
 
     def look(self) -> Found:
-        """Reads the file.  Raises nothing: what it cannot read is a finding, too."""
+        """Reads the file.  Raises nothing: a failed read is a result too."""
         try:
             found = Found(read_small(self.path, self._bytes_max))
         except MissingFileError as error:

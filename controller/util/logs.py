@@ -1,4 +1,7 @@
-"""Logs are JSON lines on standard error, one per change and none per step; logging never blocks."""
+"""Writes logs as JSON lines on standard error, one per change and none per step.
+
+Logging never blocks.
+"""
 
 import contextlib
 import logging
@@ -19,15 +22,15 @@ _SHARED: list[structlog.typing.Processor] = [
     structlog.stdlib.add_logger_name,
     structlog.processors.TimeStamper(fmt="iso", utc=True),
 ]
-# Lines that may wait in the queue; a pipe holds some hundred more.
+# Lines that may wait in the queue; a pipe holds a few hundred more.
 _LINES_MAX: Final = 1000
-# How long `close` waits for lines that nobody reads.
+# How long `close` waits if the lines are not read.
 _CLOSE_SECONDS: Final = 2.0
-# Lines of one kind that may be written at once, and the time after which one more may follow.
+# Burst of lines of one kind, and the interval at which one more is allowed.
 _BURST: Final = 10
 _SECONDS_A_LINE: Final = 6.0
-# Kinds that are remembered.  Beyond it, the one that has been quiet for longest is forgotten, and
-# its suppressed lines are counted with its event.
+# Number of kinds that are tracked.  Beyond it, the least recently seen kind is dropped, and its
+# suppressed lines are counted by event.
 _KINDS: Final = 4096
 _SAME = ("engine", "override")
 
@@ -40,10 +43,10 @@ _log = structlog.get_logger(__name__)
 
 
 class LogQueue(QueueHandler):
-    """Formats a line where it is logged, and writes it to `stream` on a thread of its own.
+    """Formats lines on the logging thread, and writes them to `stream` on a separate thread.
 
-    A bounded queue stands between the two.  Lines for which it has no room are counted in `lost`
-    and reported in a line of their own once there is room again; `lost` is then 0.
+    A bounded queue connects the two.  Lines that do not fit are counted in `lost`.  Once there is
+    space again, a separate line reports their number, and `lost` is reset to 0.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -62,7 +65,7 @@ class LogQueue(QueueHandler):
             self.lost += 1
 
     def close(self) -> None:
-        """Waits a few seconds at most until all lines are written."""
+        """Waits until all lines are written, but at most a few seconds."""
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=_CLOSE_SECONDS)
             self._thread.join(_CLOSE_SECONDS)
@@ -70,8 +73,8 @@ class LogQueue(QueueHandler):
 
     def _write(self) -> None:
         while (record := self._lines.get()) is not None:
-            # If standard error is closed, there is nowhere to report it, nor would anybody notice
-            # that this thread has ended.
+            # If standard error is closed, the failure cannot be reported, and this thread must not
+            # end unnoticed.
             with contextlib.suppress(Exception):
                 self._stream.write(f"{record.getMessage()}\n")
                 self._stream.flush()
@@ -90,17 +93,17 @@ class _LineBudget:
 class LineLimit(logging.Filter):
     """Suppresses repeated lines of a handler, and counts them in the next line of their kind.
 
-    Lines are of one kind if they have the same event and, where they name them, the same engine and
-    override.  Every kind has a token bucket of `_BURST` lines, which gains one every
+    Lines are of the same kind if they have the same event, engine and override (as far as they name
+    them).  Every kind has a token bucket of `_BURST` lines, which gains one every
     `_SECONDS_A_LINE`.  `suppressed` counts all suppressed lines.  clock: seconds, for tests.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        # The kind that was seen last stands last.
+        # In the order of the last use.
         self._buckets: OrderedDict[_Kind, _LineBudget] = OrderedDict()
-        # Suppressed lines of forgotten kinds, by event.
+        # Suppressed lines of dropped kinds, by event.
         self._forgotten: Counter[str] = Counter()
         self._lock = threading.Lock()
         self.suppressed = 0
@@ -124,7 +127,7 @@ class LineLimit(logging.Filter):
         return True
 
     def untold(self) -> dict[str, int]:
-        """Returns, by event, the suppressed lines that no line has counted yet, once."""
+        """Returns and resets the counts of suppressed lines that were not logged yet, by event."""
         with self._lock:
             found, self._forgotten = self._forgotten, Counter()
             for kind, bucket in self._buckets.items():
@@ -147,7 +150,7 @@ class LineLimit(logging.Filter):
     def _forget_one(self) -> None:
         (event, *_), bucket = self._buckets.popitem(last=False)
         if bucket.suppressed:
-            # The number of events has no bound: a library may use any text.
+            # The number of events is unbounded: a library may log any text.
             known = event in self._forgotten or len(self._forgotten) < _KINDS
             self._forgotten[event if known else "other events"] += bucket.suppressed
 
@@ -156,7 +159,7 @@ def _kind_of(record: logging.LogRecord) -> _Kind:
     said = record.msg
     if isinstance(said, dict):
         return (str(said.get("event")), *(str(said[name]) for name in _SAME if name in said))
-    # A library's line: its text before any argument is inserted.
+    # A library's line: its text before arguments are inserted.
     return (str(said), record.name)
 
 
@@ -199,7 +202,7 @@ def show_to(reader: Callable[[Line], None]) -> None:
 
 
 def show_no_more_to(reader: Callable[[Line], None]) -> None:
-    """Ends what `show_to` began."""
+    """Stops calling `reader`."""
     _readers.remove(reader)
 
 
@@ -209,7 +212,7 @@ def suppressed_lines() -> int:
 
 
 def tell_suppressed() -> None:
-    """Logs the number of suppressed lines that no line has counted yet, by event."""
+    """Logs the number of suppressed lines that were not logged yet, by event."""
     if lines := _limit.untold():
         _log.warning("log_lines_suppressed", lines=lines)
 

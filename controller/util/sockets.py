@@ -1,6 +1,6 @@
-"""Finds the sockets of a sidecar from its one address, and explains who may open them.
+"""Derives the sockets of a sidecar from its address, and explains who may open them.
 
-Which hosts are this machine's to itself follows from addresses, never from how a name looks.
+Loopback hosts are recognized by their address; names other than localhost are not resolved.
 """
 
 import ipaddress
@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 _HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/]+):\d{1,5}")
-# Other forms that gRPC takes.
+# Other address forms that gRPC accepts.
 _SCHEMES = ("unix-abstract:", "dns:", "ipv4:", "ipv6:")
 _OPERATORS = "-operators"
 # A bracketed IPv6 address, or a name or an IPv4 address; then the port.
@@ -18,7 +18,7 @@ _PLAIN_HOST_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+)):[0-9]{
 
 
 def sidecar_address(text: str) -> str:
-    """Returns a sidecar's address as gRPC takes it; a bare absolute path is a unix socket.
+    """Returns a sidecar's address in gRPC's form; an absolute path is a unix socket.
 
     Raises ValueError for a text that is not an address.
     """
@@ -28,7 +28,7 @@ def sidecar_address(text: str) -> str:
         return text
     if text.startswith(_SCHEMES) or _HOST_PORT.fullmatch(text):
         return text
-    raise ValueError(f"{text!r} is not an address: unix:PATH, /PATH or HOST:PORT is needed")
+    raise ValueError(f"{text!r} is not an address: it must be unix:PATH, /PATH or HOST:PORT")
 
 
 def socket_path(address: str) -> Path:
@@ -37,13 +37,13 @@ def socket_path(address: str) -> Path:
 
 
 def why_denied(address: str) -> str:
-    """Explains why this process may not open a sidecar's unix socket, and who may.
+    """Explains why this process may not open a sidecar's unix socket, and which user may.
 
     Returns "" if it may, for other addresses, and if there is no socket.
     """
     if not address.startswith("unix:"):
         return ""
-    # The operators' socket may lie elsewhere, behind a link.
+    # The operators' socket may be a symbolic link.
     path = Path(os.path.realpath(socket_path(address)))
     for directory in reversed(path.parents):
         if not directory.exists():
@@ -56,12 +56,12 @@ def why_denied(address: str) -> str:
 
 
 def _denied(path: Path, right: int) -> str:
-    """Explains a mode.  right: the owner's bit that is needed; the group's is 3 places below."""
+    """Explains a mode.  right: the needed bit of the owner; the group's bit is `right >> 3`."""
     found = path.stat()
     who = [f"as uid {found.st_uid}"] if found.st_mode & right else []
     if found.st_mode & (right >> 3):
         who.append(f"in group {found.st_gid}")
-    fix = f"run this command {' or '.join(who)}" if who else "its mode lets nobody in: change that"
+    fix = f"run this command {' or '.join(who)}" if who else "change its mode, which allows no user"
     return (
         f"permission denied: {path} has mode {stat.filemode(found.st_mode)}, uid {found.st_uid} "
         f"and gid {found.st_gid}, and this command runs as uid {os.geteuid()}, gid {os.getegid()}; "
@@ -72,7 +72,7 @@ def _denied(path: Path, right: int) -> str:
 def operators_path(path: Path) -> Path:
     """Returns NAME-operators.sock for NAME.sock, and the operators' socket itself unchanged.
 
-    It may be a link: a sidecar with `operators_directory` has the socket there.
+    It may be a symbolic link into `operators_directory`, if the sidecar has that setting.
     """
     if path.stem.endswith(_OPERATORS):
         return path
@@ -80,17 +80,17 @@ def operators_path(path: Path) -> Path:
 
 
 def operators_address(address: str) -> str:
-    """Returns the address for operators: a socket beside the unix socket; on TCP, the same."""
+    """Returns the operators' address: the socket next to the unix socket; on TCP, the same."""
     if not address.startswith("unix:"):
         return address
     return f"unix:{operators_path(socket_path(address))}"
 
 
 def reading_addresses(address: str) -> tuple[str, ...]:
-    """Returns where a command that only reads asks, the first one first.
+    """Returns the addresses for calls that only read, in order of preference.
 
-    Where this process may open the operators' socket, it asks there: what engines and others ask on
-    the engines' socket then cannot keep it out.
+    The operators' socket comes first if this process may open it, because it stays usable while
+    other callers exhaust the limits of the engines' socket.
     """
     operators = operators_address(address)
     if operators == address or not os.access(socket_path(operators), os.W_OK):
@@ -116,8 +116,8 @@ def is_loopback_host(host: str) -> bool:
 def is_loopback(address: str) -> bool:
     """Whether an address is HOST:PORT with a loopback host.
 
-    Other forms that gRPC takes (dns:///HOST, ipv4:ADDRESS,ADDRESS, or ::1:PORT, which it takes for
-    an address without a port) are not: what they lead to is not in the text.
+    Other forms that gRPC accepts (dns:///HOST, ipv4:ADDRESS,ADDRESS, or ::1:PORT, which it reads as
+    an address without a port) are not: the text does not say which host they lead to.
     """
     found = _PLAIN_HOST_PORT.fullmatch(address)
     if found is None:

@@ -15,11 +15,11 @@ from controller.util.files import UnreadableFileError, read_small
 
 _NULL = "tag:yaml.org,2002:null"
 _NUMBERS: Final = frozenset({"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"})
-# Characters of a number.  No float has more digits that count, and 64 fit into a float in every
-# base that YAML has (60 among them).
+# Characters of a number.  A float has fewer significant digits, and 64 digits fit into a float in
+# every base of YAML (60 is one of them).
 _NUMBER_MAX: Final = 64
 
-# What PyYAML's scanner and constructors raise of Python's own conversions.
+# Errors of Python's conversions that PyYAML's scanner and constructors let through.
 _STRAY: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _UNREADABLE: Final = "a value cannot be read; put it into quotes"
 
@@ -27,19 +27,19 @@ _T = TypeVar("_T")
 
 
 class StrictYamlError(Exception):
-    """A file that is not such YAML.  line: counted from 1, or 0 if the whole file is at fault."""
+    """A file that is not strict YAML.  line: from 1; 0 if the error concerns the whole file."""
 
     def __init__(self, line: int, problem: str) -> None:
         self.line = line
         super().__init__(problem)
 
     def at(self, path: Path) -> str:
-        """Returns the problem behind the file's name and the line."""
+        """Returns the error text with the file's name and the line."""
         return f"{path}, line {self.line}: {self}" if self.line else f"{path}: {self}"
 
 
 class StrictLoader(yaml.SafeLoader):
-    """A safe loader without YAML's features that only an attack would use in such a file.
+    """A safe loader without the YAML features that such a file does not need.
 
     depth_max: levels of nodes, the document included.  too_deep: the error for more of them.
     """
@@ -81,9 +81,9 @@ def _check_scalar(node: yaml.ScalarNode) -> None:
     """Refuses what no reader of such a file can use.  Raises MarkedYAMLError."""
     text: str = node.value
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise fault(node, "a text with a zero character, or with half a surrogate pair")
+        raise fault(node, "a text with a NUL character, or with half a surrogate pair")
     if node.tag in _NUMBERS and len(text) > _NUMBER_MAX:
-        raise fault(node, f"a number of more than {_NUMBER_MAX} characters")
+        raise fault(node, f"a number with more than {_NUMBER_MAX} characters")
 
 
 def read_text(path: Path, bytes_max: int) -> str:
@@ -99,13 +99,13 @@ def decoded(content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise StrictYamlError(0, "not UTF-8 text; save it as UTF-8") from error
+        raise StrictYamlError(0, "is not UTF-8 text; save it as UTF-8") from error
 
 
 def load_mapping(
     text: str, kind: type[StrictLoader], lines: Callable[[yaml.MappingNode], _T]
 ) -> tuple[dict[Any, Any], _T] | None:
-    """Returns the mapping that the text is, and what `lines` makes of its nodes; None if empty.
+    """Returns the text's mapping, and the result of `lines` for its nodes; None if it is empty.
 
     `lines` may raise `fault` as well.  Raises StrictYamlError.
     """
@@ -124,9 +124,9 @@ def load_mapping(
         said = ", ".join(part for part in (error.context, error.problem) if part)
         raise StrictYamlError(mark.line + 1 if mark else 0, said) from error
     except yaml.YAMLError as error:
-        raise StrictYamlError(0, "the file is not YAML text") from error
+        raise StrictYamlError(0, "the file is not YAML") from error
     except _STRAY as error:
-        # The scanner has come to the line of the value.
+        # The scanner is at the line of the value.
         raise StrictYamlError(0 if loader is None else loader.line + 1, _UNREADABLE) from error
     finally:
         if loader is not None:

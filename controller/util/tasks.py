@@ -1,11 +1,11 @@
-"""Runs the tasks of a process so that none of them ends unseen, and ends them reliably.
+"""Runs the tasks of a process so that none of them ends unnoticed, and ends them reliably.
 
-    Supervisor        keeps what has to run for as long as the process does: whenever it ends, by
-                      whatever cause, this is logged and counted, and it is started again after a
-                      pause; health checks and metrics read its `states`
-    BackgroundTasks   runs short work beside everything else
+    Supervisor        runs tasks for the lifetime of the process: whenever one ends, for any
+                      reason, it logs and counts this, and restarts the task after a pause; health
+                      checks and metrics read its `states`
+    BackgroundTasks   runs short work in the background
 
-Work on a thread is kept running by `keep_thread`.
+`keep_thread` keeps a thread running.
 """
 
 import asyncio
@@ -19,17 +19,17 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import structlog
 
-# A task that has ended is started again after the first pause; the pause doubles with each end that
-# follows soon, up to the longest, so that a lasting fault costs next to nothing.
+# A task that has ended is restarted after the first pause.  The pause doubles, up to the longest,
+# if the task soon ends again, so that a permanent fault costs little.
 FIRST_PAUSE_SECONDS: Final = 1.0
 LONGEST_PAUSE_SECONDS: Final = 30.0
-# A task that was started again counts as down until it has run for so long.
+# A restarted task counts as down until it has run for this time.
 SETTLED_SECONDS: Final = 1.0
-# A task that has run for so long starts from the first pause again.
+# After running for this time, a task starts from the first pause again.
 RECOVERED_SECONDS: Final = 60.0
-# How often a thread is looked at.
+# Interval at which a thread is checked.
 _LOOK_SECONDS: Final = 0.5
-# Between two cancellations of a task that has not ended.
+# Interval between two cancellations of a task that has not ended.
 _AGAIN_SECONDS: Final = 0.5
 
 _log = structlog.get_logger(__name__)
@@ -41,15 +41,15 @@ _T = TypeVar("_T")
 
 
 class TaskEndedError(Exception):
-    """Work that should run until it is cancelled has come to an end."""
+    """A task that should run until it is cancelled has ended."""
 
 
 @dataclass(slots=True)
 class TaskState:
-    """Holds the state of one task.
+    """State of one task.
 
-    fault: what has ended it, "" while it runs; of an error, the type only, because whoever may read
-    the sidecar's health sees it, and the text stands in the log.  failures: since the start.
+    fault: why it has ended, "" while it runs.  For an exception it has only the type, because all
+    readers of the sidecar's health see it; the log has the text.  failures: since the start.
     """
 
     fault: str = ""
@@ -57,7 +57,7 @@ class TaskState:
 
 
 class Supervisor:
-    """Keeps tasks running until `end`.  Every method belongs to the event loop's thread."""
+    """Keeps tasks running until `end`.  Call all methods on the event loop's thread."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -84,7 +84,7 @@ class Supervisor:
             self.run(name, work)
 
     def cancel(self, name: str) -> None:
-        """Cancels what a task does at present; it is started again, as after any other fault."""
+        """Cancels a task; it is restarted, as after any other fault."""
         self._tasks[name].cancel()
 
     async def end(self) -> None:
@@ -111,7 +111,7 @@ class Supervisor:
         self, name: str, work: Work, pause: float, began: float, task: asyncio.Task[None]
     ) -> None:
         if self._tasks.get(name) is not task:
-            return  # `end` has ended it
+            return  # `end` has cancelled it
         if task.cancelled():
             self._fail(name, TaskEndedError("it was cancelled"))
         else:
@@ -134,7 +134,7 @@ class Supervisor:
 
 
 async def keep_thread(thread: threading.Thread, start: Callable[[], object]) -> None:
-    """Watches a thread; when it has ended, starts it again and raises TaskEndedError."""
+    """Watches a thread; when it has ended, restarts it and raises TaskEndedError."""
     while thread.is_alive():  # noqa: ASYNC110  # a thread's end sets no event
         await asyncio.sleep(_LOOK_SECONDS)
     start()
@@ -142,9 +142,9 @@ async def keep_thread(thread: threading.Thread, start: Callable[[], object]) -> 
 
 
 class BackgroundTasks:
-    """Holds what is under way for one owner; what fails is logged and not lost.
+    """Background tasks of one owner; failures are logged.
 
-    Every method belongs to the event loop's thread.
+    Call all methods on the event loop's thread.
     """
 
     def __init__(self) -> None:
@@ -154,19 +154,19 @@ class BackgroundTasks:
         return len(self._tasks)
 
     def start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Begins the work.  name: of the work, for the log."""
+        """Starts a task.  name: of the work, for the log."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._end)
         return task
 
     async def join(self) -> None:
-        """Returns when everything has ended that is under way now."""
+        """Waits until all tasks that run now have ended."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     async def close(self, patience_seconds: float = 0.0) -> None:
-        """Waits for what is under way, for the time given, and cancels the rest."""
+        """Waits for the running tasks for the given time, and cancels those that remain."""
         if self._tasks and patience_seconds:
             await asyncio.wait(self._tasks, timeout=patience_seconds)
         await end(self._tasks)
@@ -180,7 +180,7 @@ class BackgroundTasks:
 async def end(tasks: Iterable["asyncio.Task[Any]"]) -> None:
     """Cancels tasks and returns when all have ended.
 
-    It cancels repeatedly, because a client library may take a cancellation for its own time-out.
+    It cancels repeatedly, because a client library may mistake a cancellation for its own timeout.
     """
     pending = set(tasks)
     while pending:
@@ -192,7 +192,8 @@ async def end(tasks: Iterable["asyncio.Task[Any]"]) -> None:
 async def finish(work: Coroutine[Any, Any, _T]) -> _T:
     """Returns the result of work that cannot be interrupted, such as that of a thread.
 
-    If the caller is cancelled meanwhile, this waits for the end of the work and ends cancelled.
+    If the caller is cancelled meanwhile, this waits for the work to end, and then raises
+    CancelledError.
     """
     task = asyncio.ensure_future(work)
     try:

@@ -1,8 +1,7 @@
-"""Makes words and moments of others harmless to whoever prints them, and holds tables as texts.
+"""Makes untrusted text safe to print, formats times, and describes tables.
 
-Control characters command a terminal, and characters that turn the direction of text show something
-else than what is there.  Python's `str.isprintable` is false for all of them, and for line
-separators and half characters.
+Control characters can command a terminal, and bidirectional control characters can disguise text.
+Python's `str.isprintable` is false for both, and for line separators and lone surrogates.
 """
 
 import re
@@ -11,15 +10,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
 
-# Printable text has none of these; \n stands between lines.
+# Characters that may need an escape; \n separates lines.
 _CANDIDATES: Final = re.compile(r"[^\n -~]")
-# Forms of a moment, in the words of `strftime`.
+# Formats of a time for `strftime`.
 DATE_AND_TIME: Final = "%Y-%m-%d %H:%M:%S"
 TIME: Final = "%H:%M:%S"
 
 
 def printable(words: str) -> str:
-    """Returns one line of words without what could command a terminal."""
+    """Returns one line of text with all unprintable characters replaced."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
 
 
@@ -29,19 +28,19 @@ def printable_lines(text: str) -> str:
 
 
 def escaped_json(text: str) -> str:
-    """Escapes what is not printable in JSON, where it can only stand in strings."""
+    """Escapes unprintable characters in JSON text, where only strings can contain them."""
     return _CANDIDATES.sub(lambda found: _escape(found[0], "\\u{:04x}\\u{:04x}"), text)
 
 
 def escaped_yaml(text: str) -> str:
-    """Escapes what is not printable in YAML whose strings with such characters are in quotes."""
+    """Escapes unprintable characters in YAML text in which strings with such are quoted."""
     return _CANDIDATES.sub(lambda found: _escape(found[0], ""), text)
 
 
 def _escape(character: str, pair: str) -> str:
-    """Returns a printable character as it is, and an escape for another one.
+    """Returns a printable character unchanged, and an escape for any other.
 
-    pair: how a character beyond 16 bits is written as two; "": as one of 32 bits.
+    pair: format of the two escapes of a character beyond 16 bits; "": one escape of 32 bits.
     """
     number = ord(character)
     if character.isprintable():
@@ -56,10 +55,10 @@ def _escape(character: str, pair: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TextColumn:
-    """Describes a column of a table.
+    """A column of a table.
 
-    priority: 0 is always shown; of the others, the largest are left out first where the table does
-    not fit.  styles: how a cell with this text is drawn, in rich's words.
+    priority: 0 is always shown; of the others, the largest are left out first if the table does not
+    fit.  styles: rich's style of a cell, by its text.
     """
 
     title: str
@@ -70,9 +69,9 @@ class TextColumn:
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """Holds a table, however wide the place is where it is shown.
+    """A table, independent of the width at which it is shown.
 
-    rows: as many texts each as there are columns.
+    rows: each has as many texts as there are columns.
     """
 
     title: str
@@ -81,21 +80,21 @@ class TextTable:
 
 
 def numbers(titles: Iterable[str], priorities: Mapping[str, int]) -> list[TextColumn]:
-    """Describes columns of numbers; a title without a priority is always shown."""
+    """Returns columns of numbers; one without a priority is always shown."""
     return [TextColumn(title, right=True, priority=priorities.get(title, 0)) for title in titles]
 
 
 def spread_priorities(count: int) -> list[int]:
-    """Ranks columns of a series, so that those left over span it: the ends are always shown."""
+    """Returns priorities for a series of columns: the shown ones span it, including both ends."""
     return [
         0 if at in {0, count - 1} else 3 if at % 2 else 2 if at % 4 else 1 for at in range(count)
     ]
 
 
 def moment_text(seconds: float, form: str = DATE_AND_TIME, *, utc: bool = False) -> str:
-    """Formats Unix seconds by this machine's zone, or in UTC; "-" for what is no moment.
+    """Formats Unix seconds in this machine's time zone, or in UTC; "-" for an invalid time.
 
-    form: of `strftime`.
+    form: for `strftime`.
     """
     try:
         moment = datetime.fromtimestamp(seconds, UTC)

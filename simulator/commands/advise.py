@@ -28,14 +28,20 @@ def advise(
     share: Annotated[float, typer.Option(help="Of the time that training takes.")] = 1.0,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Tells which GPUs should train, what that gains, and from which speedup on it pays.
+    """Advises which GPUs should train the drafter, and from which speedup it pays off.
 
     By TIDE, section 5.5: GPUs that are too old for serving are often fast enough for training.
 
     Exit codes: 0 done, 2 bad input, with one line on standard error.
     """
+    if not pool:
+        refuse(
+            "advise",
+            "name at least one kind of GPU: --pool NAME:CARDS:INFERENCE:TRAINING, "
+            "for example --pool H100:8:6.76:2.44",
+        )
     try:
-        pools = [_pool(text) for text in pool or []]
+        pools = [_pool(text) for text in pool]
         demand = Demand(speedup, untrained, training, share)
         found = allocate(pools, demand)
     except InvalidPoolError as error:

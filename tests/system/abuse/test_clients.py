@@ -55,7 +55,7 @@ def test_a_list_that_names_the_same_page_for_ever_ends_every_command(words: tupl
     with hostile_sidecar(lambda _: ("again", 0)) as sidecar:
         code, output = ran(sidecar.address, *words)
     assert code != 0
-    assert "names a page as the next one" in output
+    assert "the sidecar's list repeats a page" in output
     assert sidecar.pages == 2
 
 

@@ -148,12 +148,12 @@ def test_no_policy_file_ends_its_watch_or_what_was_in_force(tmp_path: Path):
         overflow = POLICY.replace("at_most: 3", f"at_most: {OVERFLOW}")
         no_character = POLICY.replace("memory", '"\\UFFFFFFFF"')
         for content, said in (
-            (overflow, "line 2: a number of more than 64 characters"),
+            (overflow, "line 2: a number with more than 64 characters"),
             ("", "the file is empty"),
             (no_character, "line 2: a value cannot be read"),
             (POLICY[:70], "line 3: "),
-            ("# Policy of the fleet.\n", "the file is empty, or has comments only"),
-            (POLICY.replace("at_most: 3", "at_most: 0x" + "f" * 5000), "a number of more than"),
+            ("# Policy of the fleet.\n", "the file is empty or has only comments"),
+            (POLICY.replace("at_most: 3", "at_most: 0x" + "f" * 5000), "a number with more than"),
         ):
             path.write_text(content)
             eventually(lambda said=said: said in refused(), what=said)  # type: ignore[misc]
@@ -173,10 +173,10 @@ def test_a_start_with_such_a_file_is_refused_in_words(tmp_path: Path):
     serve = ("serve", "--address", f"unix:{tmp_path}/s", "--metrics-port", "0")
     started = controller(*serve, environment={"CONTROLLER_POLICY": str(policy)})
     assert started.returncode == Exit.BAD_FILE
-    assert f"{policy}, line 2: a number of more than 64 characters" in started.stderr
+    assert f"{policy}, line 2: a number with more than 64 characters" in started.stderr
     settings.write_text(f"max_engines: {OVERFLOW}\n")
     shown = controller("config", "--config", str(settings))
     assert shown.returncode == Exit.USAGE
-    assert f"{settings}, line 1: a number of more than 64 characters" in shown.stderr
+    assert f"{settings}, line 1: a number with more than 64 characters" in shown.stderr
     for text in (started.stderr, shown.stderr):
         assert "Traceback" not in text

@@ -28,7 +28,7 @@ from tests.support.sidecar_process import CONTROLLER, SidecarProcess, sidecar_pr
 ROOT = Path(__file__).resolve().parents[4]
 NOBODY = 65534
 SET = ("override", "set", "--reason", "test", "--dry-run")
-FORMS = "unix:PATH, /PATH or HOST:PORT is needed"
+FORMS = "must be unix:PATH, /PATH or HOST:PORT"
 RUNNING = "is `controller serve` running there?"
 
 POLICY = "policies:\n  - {name: bound, fleet: true, reason: memory, at_most: 2}\n"
@@ -69,7 +69,7 @@ CASES: list[tuple[str, Exit, str]] = [
     ("override log a\tb", Exit.DONE, ""),
     ("override watch x", Exit.USAGE, "unexpected extra argument"),
     ("override watch --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
-    ("SET --fleet --off", Exit.DONE, "what it may choose from changes"),
+    ("SET --fleet --off", Exit.DONE, "the allowed choices change"),
     ("SET --fleet --off --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
     ("SET --fleet --gamma 99", Exit.USAGE, "gamma 99 is outside 0..64"),
     ("SET --fleet --at-least 99", Exit.USAGE, "gamma_min 99 is outside 0..64"),
@@ -85,7 +85,7 @@ CASES: list[tuple[str, Exit, str]] = [
     ("SET --fleet --gamma 4294967296", Exit.USAGE, "--gamma"),
     ("explain night --batch-size 4294967296", Exit.USAGE, "--batch-size"),
     ("SET --fleet", Exit.USAGE, "must demand something"),
-    ("SET --off", Exit.USAGE, "says whom it is for"),
+    ("SET --off", Exit.USAGE, "name the engines: one of"),
     ("SET --engine nosuch --off", Exit.NOT_INTRODUCED, "knows no engine nosuch"),
     ("SET --model nosuch --off", Exit.NO_EFFECT, "knows no model nosuch"),
     ("SET --engine night --gamma 6", Exit.NO_EFFECT, "no draft length 6"),
@@ -111,7 +111,7 @@ CASES: list[tuple[str, Exit, str]] = [
     ("profile push {HERE}/one.json", Exit.DONE, "is in the profile store"),
     ("profile push {HERE}/one.json --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
     ("profile pull 0123456789abcdef --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
-    ("profile show {HERE}/one.json", Exit.DONE, "milliseconds of a step"),
+    ("profile show {HERE}/one.json", Exit.DONE, "milliseconds per step"),
     ("profile show 0123456789abcdef --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
     ("profile diff {HERE}/one.json {HERE}/one.json", Exit.DONE, "second / first"),
     ("profile diff {HERE}/one.json {HERE}/other.json", Exit.MISMATCH, "target_model"),
@@ -122,11 +122,11 @@ CASES: list[tuple[str, Exit, str]] = [
     ),
     ("profile diff {HERE}/one.json 0123456789abcdef", Exit.NOT_FOUND, "0123456789abcdef"),
     ("profile merge {HERE}/one.json --output {HERE}/merged.json", Exit.DONE, "merged.json"),
-    ("profile push {ROOT}/pyproject.toml", Exit.USAGE, "is no profile"),
+    ("profile push {ROOT}/pyproject.toml", Exit.USAGE, "is not a valid profile"),
     ("profile diff {HERE}/a.json {HERE}/b.json", Exit.USAGE, "No such file"),
     ("profile merge {HERE}/a.json --output {HERE}/b.json", Exit.USAGE, "No such file"),
     ("profile --address nosuch", Exit.USAGE, FORMS),
-    ("profile --batch-sizes x", Exit.USAGE, "numbers separated by commas"),
+    ("profile --batch-sizes x", Exit.USAGE, "list of integers separated by commas"),
     ("profile --address {HERE}/none.sock --wait-seconds 0", Exit.NO_SIDECAR, "no sidecar listens"),
     ("profile --engine-url http://127.0.0.1:1 --wait-seconds 0", Exit.NO_ENGINE, "127.0.0.1:1"),
     ("doctor --address nosuch", Exit.USAGE, FORMS),
@@ -383,6 +383,22 @@ def test_a_directory_that_may_not_be_entered_says_who_may(shut: Path):
     ).stdout  # fmt: skip
     assert text.startswith(f"permission denied: {shut.parent} has mode drwx------")
     assert text.rstrip().endswith("run this command as uid 0")
+
+
+@pytest.mark.parametrize("words", [["-h"], ["explain", "-h"], ["override", "set", "-h"]])
+def test_h_is_short_for_help(words: list[str]):
+    short = CliRunner().invoke(app, words)
+    long = CliRunner().invoke(app, [*words[:-1], "--help"])
+    assert short.exit_code == Exit.DONE, short.output
+    assert short.output == long.output
+
+
+@pytest.mark.parametrize("words", [["explain", "pod-7"], ["policy", "check", "policy.yaml"]])
+def test_a_wrong_value_of_an_option_is_named_without_the_words_of_a_library(words: list[str]):
+    done = CliRunner().invoke(app, [*words, "-o", "jsn"], env={"COLUMNS": "300"})
+    assert done.exit_code == Exit.USAGE
+    assert "'jsn' is not one of 'table'" in done.output
+    assert "Value error" not in done.output
 
 
 def test_a_profile_on_the_shelf_is_pulled(sidecar: SidecarProcess, tmp_path: Path):

@@ -168,7 +168,7 @@ def test_a_careful_start_without_a_profile_is_not_called_the_best_choice():
     answer.store.ok = True
     told = paragraph_text(answer)
     assert "best choice" not in told
-    assert "without a profile it begins carefully" in told
+    assert "without a profile it starts with short drafts" in told
     assert "The highest estimate is that of mtp with 3 draft tokens, 92 tokens/s." in told
     off.tokens_per_second = 95
     told = paragraph_text(answer)
@@ -190,10 +190,10 @@ def test_the_paragraph_names_overrides_bounds_and_troubles():
     answer.store.detail = "no space"
     told = paragraph_text(answer)
     assert "Override counts limits the choice (fleet: gamma <= 1; ada: INC-1)." in told
-    assert "Overrides that do not count at this batch size: 1." in told
-    assert "The bound of 20 ms per output token is not kept: 30.00 ms are expected." in told
-    assert "weakly known, from 7 recent observations" in told
-    assert "the store of overrides is in trouble: no space" in told
+    assert "Overrides that do not apply at this batch size: 1." in told
+    assert "The bound of 20 ms per output token is not met: 30.00 ms are expected." in told
+    assert "is uncertain: it has 7 recent observations" in told
+    assert "the store of overrides has failed: no space" in told
 
 
 def test_probes_that_gained_time_have_not_lost_any():

@@ -165,5 +165,5 @@ def test_what_is_missing_is_said_below_the_table():
         "12,346 tokens/s, -12 against γ = 0 (estimated)",
         "only the engines of this sidecar are shown: the store is unavailable: x",
         "7 entries in the store cannot be used",
-        "8 engines or sidecars do not fit into this view",
+        "8 engines or sidecars are not shown: the view is full",
     ]

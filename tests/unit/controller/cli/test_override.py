@@ -68,10 +68,10 @@ def test_policy_is_listed_with_its_file_and_a_bad_file_is_reported(tmp_path: Pat
         )
         assert f"gamma <= 2; policy file {policy}: memory" in explained
         policy.write_text("policies: 1\n")
-        said = eventually_said(running, "a list is needed")
-        assert "what it said before stays in force" in said
+        said = eventually_said(running, "must be a list")
+        assert "its previous version stays in force" in said
         doctor = controller("doctor", "--address", running.address, "--engine-url", "")
-        assert f"fail policy: {policy}, line 1: policies: a list is needed" in doctor.stdout
+        assert f"fail policy: {policy}, line 1: policies: must be a list" in doctor.stdout
         assert (
             command(running, "clear", "policy:bound", "--reason", "r").returncode == Exit.NOT_FOUND
         )
@@ -82,7 +82,7 @@ def test_policy_is_listed_with_its_file_and_a_bad_file_is_reported(tmp_path: Pat
         timeout=PATIENCE_SECONDS,
     )  # fmt: skip
     assert done.returncode == Exit.BAD_FILE
-    assert f"{policy}, line 1: policies: a list is needed" in done.stderr
+    assert f"{policy}, line 1: policies: must be a list" in done.stderr
 
 
 def eventually_said(sidecar: SidecarProcess, text: str) -> str:
@@ -134,9 +134,9 @@ def test_a_pin_at_three_in_the_morning(sidecar: SidecarProcess):
     assert "pin lasts 2 h" in done.stdout
     assert "controller override clear pin" in done.stdout
     again = command(sidecar, *pin, "--ttl", "2h", "--author", "ann")
-    already = r"pin is in force by this very request already, and ends in (2 h|120 m)"
+    already = r"pin is already in force by the same request, and ends in (2 h|120 m)"
     assert re.search(already, again.stdout)
-    assert "engine night: as before" in again.stdout
+    assert "engine night: unchanged" in again.stdout
     assert again.returncode == 0
 
     listed = command(sidecar, "list").stdout
@@ -172,7 +172,7 @@ def test_every_kind_of_rule_can_be_said(sidecar: SidecarProcess):
         "drafter": (["--fleet", "--drafter", "mtp", "--batch", "8-12"], "drafter mtp"),
         "regime": (["--engine", "day", "--regime", "online:10"], "regime online:10"),
         "deny": (["--fleet", "--deny-drafter", "dflash", "--deny-updates"], "not drafter dflash"),
-        "probe": (["--fleet", "--deny-exploration", "--for-ever"], "no probing"),
+        "probe": (["--fleet", "--deny-exploration", "--permanent"], "no probing"),
     }
     for name, (words, text) in rules.items():
         more = ["--id", name, "--reason", "test", "--allow-no-effect"]
@@ -190,13 +190,13 @@ def test_every_kind_of_rule_can_be_said(sidecar: SidecarProcess):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--off"], "says whom it is for"),
-        (["--off", "--fleet", "--engine", "a"], "says whom it is for"),
+        (["--off"], "name the engines: one of"),
+        (["--off", "--fleet", "--engine", "a"], "name the engines: one of"),
         (["--fleet"], "must demand something"),
         (["--fleet", "--off", "--ttl", "soon"], "90s, 30m, 2h or 1d"),
         (["--fleet", "--off", "--ttl", "0s"], "ttl_seconds 0"),
         (["--fleet", "--off", "--ttl", "30d"], "at most 604800"),
-        (["--fleet", "--off", "--ttl", "1h", "--for-ever"], "contradict each other"),
+        (["--fleet", "--off", "--ttl", "1h", "--permanent"], "contradict each other"),
         (["--fleet", "--off", "--batch", "many"], "8-32"),
         (["--fleet", "--off", "--batch", "9-3"], "the range is empty"),
         (["--fleet", "--regime", "online"], "online:STRIDE"),
@@ -224,7 +224,7 @@ def test_effects_and_shadows_are_told_in_words(sidecar: SidecarProcess):
     done = command(sidecar, *fleet)
     assert done.returncode == 0, done.stderr
     assert "engine night: no effect: shadowed by n" in done.stdout
-    assert "engine day changes when it next asks" in done.stdout
+    assert "engine day changes when it connects again" in done.stdout
     why = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
     assert "override f (shadowed by n): fleet: gamma = 1" in why
     longer = command(sidecar, *fleet, "--ttl", "5h")
@@ -238,18 +238,18 @@ def test_a_bound_is_told_with_what_it_does_and_does_not_reach(sidecar: SidecarPr
     bound = ["set", "--engine", "night", "--reason", "x", "--tpot-max-ms"]
     loose = command(sidecar, *bound, "500", "--id", "loose")
     assert loose.returncode == 0, loose.stderr
-    assert "engine night runs as now, but what it may choose from changes" in loose.stdout
+    assert "engine night runs as now, but the allowed choices change" in loose.stdout
     why = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
     assert "ms a token" in why
     assert (
-        "bound of 500 ms a token (override loose): kept, and without it the choice would be" in why
+        "bound of 500 ms a token (override loose): met, and without it the choice would be" in why
     )
     tight = command(sidecar, *bound, "0.01", "--id", "tight")
     assert tight.returncode == 0, tight.stderr
-    assert "no choice that is left keeps the bound on the time per output token" in tight.stdout
+    assert "no allowed choice meets the bound on the time per output token" in tight.stdout
     why = controller("explain", "night", "--numbers", "--address", sidecar.address).stdout
-    assert "bound of 0.01 ms a token (override tight): not kept, " in why
-    assert "no choice keeps it here; no choice keeps it even in the smallest batches" in why
+    assert "bound of 0.01 ms a token (override tight): not met, " in why
+    assert "no choice meets it here; no choice meets it even in the smallest batches" in why
     assert "! above the bound" in why
     assert "override loose (shadowed by tight): engine night: at most 500 ms a token" in why
     for name in ("loose", "tight"):
@@ -364,7 +364,7 @@ def test_no_sidecar_is_said_in_words(tmp_path: Path):
     result = controller("override", "list", "--address", f"unix:{tmp_path}/nobody.sock")
     assert result.returncode == Exit.NO_SIDECAR
     assert "is `controller serve` running there?" in result.stderr
-    assert "CONTROLLER_ADDRESS names the place" in result.stderr
+    assert "If it uses another address, set CONTROLLER_ADDRESS" in result.stderr
 
 
 def test_over_tcp_with_tls_and_a_token(tmp_path: Path):

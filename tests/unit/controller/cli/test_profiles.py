@@ -65,7 +65,7 @@ def test_from_two_pods_files_to_one_profile_in_use(sidecar: SidecarProcess, tmp_
     assert Profile.from_json(by_hand.read_text()).merged_from == found.merged_from
     shown = controller("profile", "show", found.profile_id, *at).stdout
     assert "target_model: target" in shown
-    assert f"made of {', '.join(found.merged_from)}" in shown
+    assert f"merged from {', '.join(found.merged_from)}" in shown
     why = controller("explain", "night", *at).stdout
     assert "profile " in why
 
@@ -94,8 +94,8 @@ def test_a_difference_is_shown_and_named(tmp_path: Path):
         (["pull"], 2, "name a profile"),
         (["pull", "x", "--engine", "y"], 2, "name a profile"),
         (["pull", "--engine", "nobody"], 6, "no engine 'nobody'"),
-        (["push", "BROKEN"], 2, "is no profile"),
-        (["merge", "BROKEN", "--output", "x"], 2, "is no profile"),
+        (["push", "BROKEN"], 2, "is not a valid profile"),
+        (["merge", "BROKEN", "--output", "x"], 2, "is not a valid profile"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(

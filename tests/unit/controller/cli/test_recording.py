@@ -65,7 +65,7 @@ def test_a_kill_in_mid_write_leaves_what_was_written(tmp_path: Path):
     verdict = replay(find(tmp_path / "record"))
     assert verdict.is_same
     assert verdict.reports > 100
-    assert verdict.gaps[-1][1].endswith("it ends within a frame's head")
+    assert verdict.gaps[-1][1].endswith("it ends within a frame's header")
     with recording(tmp_path, "--log-level", "error") as sidecar:
         steer(sidecar.address, reports[:100], 50)
         assert sidecar.stop()[0] == 0

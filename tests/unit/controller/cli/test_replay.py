@@ -63,7 +63,7 @@ def test_what_a_real_engine_was_told_is_decided_the_same_again(recorded: Recorde
     done = controller("replay", str(recorded.directory), "--engine", "pod-7")
     assert (done.returncode, done.stderr) == (0, "")
     assert f"pod-7: {STEPS} reports" in done.stdout
-    assert "the same, bit by bit" in done.stdout
+    assert "decisions are the same, bit by bit" in done.stdout
     assert not [line for line in recorded.lines if line["event"].startswith("recording_")]
 
 
@@ -80,9 +80,9 @@ def test_what_would_have_been_otherwise(recorded: Recorded):
     assert 0 < other["differing_share"] <= 1
     assert other["stretches"]
     shown = replayed(recorded.directory, *change).stdout
-    assert f"otherwise: another arm for {other['differing_share']:.1%} of {STEPS} steps" in shown
-    assert "An estimate: " in shown
-    assert "Where it would have been otherwise" in shown
+    assert f"another choice in {other['differing_share']:.1%} of {STEPS} steps" in shown
+    assert "The estimate uses" in shown
+    assert "Where the choice differs" in shown
 
 
 def test_a_forged_plan_ends_with_1_and_is_shown(recorded: Recorded, tmp_path: Path):
@@ -101,10 +101,10 @@ def test_a_forged_plan_ends_with_1_and_is_shown(recorded: Recorded, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "holds several engines: name one of odd, pod-7"),
-        (("--engine", "pod-8"), "holds no engine 'pod-8'"),
+        ((), "has recordings of several engines: name one of odd, pod-7"),
+        (("--engine", "pod-8"), "has no recording of engine 'pod-8'"),
         (("--engine", "odd", "--policy", "best"), "policy must be one of"),
-        (("--engine", "odd", "--planner-constant", "speed=1"), "known are"),
+        (("--engine", "odd", "--planner-constant", "speed=1"), "with one of the names"),
         (("--engine", "odd", "--planner-constant", "fast_steps=x"), "could not convert"),
         (("--engine", "odd", "--profile", "/nowhere"), "/nowhere"),
     ],
@@ -164,15 +164,15 @@ def test_the_ticket_fetches_nothing_and_takes_no_name_for_markup(page: str):
 def test_the_ticket_says_what_an_operator_asks(page: str):
     reader = Reader(page)
     text = " ".join(" ".join(reader.text).split())
-    assert "odd: what was decided, and why" in text
+    assert "odd: decisions and their reasons" in text
     assert "the same, bit by bit" in text
     assert "gamma <= 2" in text
     assert "steps without a valid lease 4 4 stretches" in text
-    assert "reports lost on the engine's side 1" in text
+    assert "reports dropped by the engine's agent 1" in text
     assert "reports refused 1" in text
     assert "mtp 5" in text
     assert "generic prior" in text or "generic" in text
-    for word in ("python", "numpy", "controller", "switch_margin", "still holds"):
+    for word in ("python", "numpy", "controller", "switch_margin", "still in force"):
         assert word in text
     assert "svg" in reader.tags
 

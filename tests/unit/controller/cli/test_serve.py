@@ -115,7 +115,7 @@ def test_a_broken_profile_refuses_the_start_with_file_and_reason(tmp_path: Path)
     ("arguments", "environment", "text"),
     [
         (("--metrics-port", "70000"), {}, "metrics_port: "),
-        (("--address", "127.0.0.1:9"), {}, "unix:PATH or /PATH, is needed"),
+        (("--address", "127.0.0.1:9"), {}, "must be a unix socket, unix:PATH or /PATH"),
         (
             (),
             {"CONTROLLER_ADRESS": "unix:/x"},

@@ -74,17 +74,17 @@ def test_on_this_machine_a_token_may_go_over_an_open_line(name, address: str):
 @pytest.mark.parametrize("address", ELSEWHERE)
 def test_what_only_looks_like_this_machine_gets_no_token(name, address: str):
     name("TOKEN_FILE")
-    with pytest.raises(CredentialsError, match="open line"):
+    with pytest.raises(CredentialsError, match="sent unencrypted"):
         Credentials.for_address(address)
 
 
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
-        (("TOKEN_FILE",), "the token would go over an open line"),
+        (("TOKEN_FILE",), "the token would be sent unencrypted"),
         (("CLIENT_CERTIFICATE", "CLIENT_KEY"), "a certificate needs TLS"),
-        (("CA", "CLIENT_KEY"), "go together"),
-        (("CA", "CLIENT_CERTIFICATE"), "go together"),
+        (("CA", "CLIENT_KEY"), "need each other"),
+        (("CA", "CLIENT_CERTIFICATE"), "need each other"),
     ],
 )
 def test_what_would_be_less_safe_than_meant_is_refused(name, variables: tuple[str, ...], text: str):

@@ -65,13 +65,13 @@ def test_a_socket_that_anyone_may_open(tmp_path: Path):
 
 def test_no_directory_no_socket_no_listener_and_no_socket_at_all(tmp_path: Path):
     check = local.check_socket
-    assert is_(check(tmp_path / "a" / "s"), Level.FAIL, "is not here", "mount one volume")
-    assert is_(check(tmp_path / "s"), Level.FAIL, "there is no", "controller serve")
+    assert is_(check(tmp_path / "a" / "s"), Level.FAIL, "does not exist", "mount the same volume")
+    assert is_(check(tmp_path / "s"), Level.FAIL, "does not exist", "controller serve")
     with listening(tmp_path / "dead"):
         pass
-    assert is_(check(tmp_path / "dead"), Level.FAIL, "left behind", "takes the path over")
+    assert is_(check(tmp_path / "dead"), Level.FAIL, "no longer runs", "replaces the socket")
     (tmp_path / "file").write_text("")
-    assert is_(check(tmp_path / "file"), Level.FAIL, "is no socket", "remove it")
+    assert is_(check(tmp_path / "file"), Level.FAIL, "is not a socket", "remove it")
 
 
 def test_a_socket_of_somebody_else(public: Path):
@@ -98,7 +98,7 @@ def test_a_state_directory_that_can_be_written_with_room(tmp_path: Path):
 
 def test_a_state_directory_that_is_missing_or_not_ours(public: Path):
     [missing] = local.check_state(public / "nowhere")
-    assert is_(missing, Level.FAIL, "there is no", "state_directory")
+    assert is_(missing, Level.FAIL, "does not exist", "state_directory")
     public.chmod(0o555)
     with as_nobody():
         [finding] = local.check_state(public)
@@ -107,12 +107,12 @@ def test_a_state_directory_that_is_missing_or_not_ours(public: Path):
 
 def test_beside_redis_a_state_directory_may_be_missing_until_there_is_an_override(public: Path):
     state, disk = local.check_state(public / "later", has_redis=True)
-    assert is_(state, Level.OK, "will be made")
+    assert is_(state, Level.OK, "will be created")
     assert disk.check == "disk"
     public.chmod(0o555)
     with as_nobody():
         [finding] = local.check_state(public / "later", has_redis=True)
-    assert is_(finding, Level.FAIL, "there is no", "state_directory")
+    assert is_(finding, Level.FAIL, "does not exist", "state_directory")
 
 
 @pytest.mark.parametrize(("limit", "level"), [("_FAIL", Level.FAIL), ("_WARN", Level.WARN)])
@@ -120,4 +120,4 @@ def test_a_disk_that_is_nearly_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, level: Level
 ):
     monkeypatch.setattr(local, f"_DISK{limit}_BYTES", 2**62)
-    assert is_(local.check_state(tmp_path)[1], level, "MiB free", "make room")
+    assert is_(local.check_state(tmp_path)[1], level, "MiB free", "free disk space")

@@ -103,7 +103,7 @@ def test_overrides_are_shown_with_author_and_end_and_nothing_becomes_markup(scen
     page = scene.page
     for more in (
         ("--fleet", "--at-most", "2", "--ttl", "2h"),
-        ("--engine", "pod-7", "--off", "--for-ever"),
+        ("--engine", "pod-7", "--off", "--permanent"),
     ):
         set_ = controller(
             "override", "set", *more, "--author", HOSTILE, "--reason", HOSTILE,

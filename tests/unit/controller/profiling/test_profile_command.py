@@ -59,7 +59,7 @@ async def test_it_measures_prints_the_table_and_is_reused_the_next_time(tmp_path
         assert document["reused"]
         assert document["engine_ids"] == ["clockwork"]
         assert Profile.from_json(json.dumps(document["profile"])) == profile
-        assert "is used as it is" in err
+        assert "it is reused" in err
         assert len(engine.ran) == steps
 
 

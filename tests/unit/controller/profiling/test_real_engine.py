@@ -91,7 +91,7 @@ def measured(stand: Stand) -> subprocess.CompletedProcess[str]:
 def test_the_default_grid_is_measured(stand: Stand, measured: subprocess.CompletedProcess[str]):
     assert measured.returncode == 0
     assert re.search(r"measured in [\d.]+ s; in use by real", measured.stdout)
-    assert "eagle3: milliseconds of a step" in measured.stdout
+    assert "eagle3: milliseconds per step" in measured.stdout
 
 
 def test_every_draft_length_has_a_cost_at_every_batch_size(

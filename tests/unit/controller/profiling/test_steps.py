@@ -40,7 +40,7 @@ def test_a_disturbed_step_and_the_one_after_it_are_left_out(settled, flag):
 
 def test_a_step_that_read_prompts_as_well_is_left_out(settled):
     assert not settled.accepts(replace(step(), prefill_tokens=16))
-    assert settled.left_out["read prompts beside decoding"] == 1
+    assert settled.left_out["prefilled while decoding"] == 1
     assert settled.accepts(step())
 
 

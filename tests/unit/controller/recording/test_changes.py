@@ -1,10 +1,14 @@
 """Settings that change while a sidecar serves, and its last plan, as a recording has them."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from controller.core.step_report import RowGroup, StepReport
 from controller.recording.counterfactual import Counterfactual, CounterfactualChange
+from controller.recording.html_page import MissingPlotsError, new_figure
 from controller.recording.incident_report import render_ticket
 from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
@@ -55,6 +59,12 @@ def test_a_ticket_says_both(tmp_path: Path):
     replay(find(tmp_path), [window])
     assert "settings read again: switch_margin = 0.2" in [text for _, text in window.inputs]
     assert "the sidecar is stopping" in window.plans[-1].detail
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingPlotsError, match=r"pip install 'speculation-controller\[plots\]'"):
+        new_figure(1.0, 1.0)
 
 
 def test_rows_that_had_ended_made_no_tokens(tmp_path: Path):

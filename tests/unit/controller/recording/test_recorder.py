@@ -97,7 +97,7 @@ def test_what_does_not_fit_the_queue_is_a_marked_gap(tmp_path, small, monkeypatc
     verdict = replay(find(tmp_path))
     assert verdict.is_same
     assert verdict.lost == lost
-    assert [why for _, why in verdict.gaps] == [f"{lost} records were lost before it"]
+    assert [why for _, why in verdict.gaps] == [f"{lost} records before it were lost"]
     assert verdict.reports < 205
 
 
@@ -254,7 +254,7 @@ def test_a_segment_that_is_missing_is_a_gap(tmp_path: Path, small):
     paths[2].unlink()
     verdict = replay(find(tmp_path))
     assert verdict.is_same
-    assert verdict.gaps == [(paths[3].name, "segments before it are missing")]
+    assert verdict.gaps == [(paths[3].name, "the segment before it is missing")]
 
 
 async def test_a_recorder_whose_thread_fails_records_again_and_tells_the_gap(tmp_path, monkeypatch):

@@ -194,7 +194,7 @@ def test_a_plan_that_no_message_can_hold_cannot_be_decided_again(tmp_path: Path)
 
     rewritten(path, forge)
     [(_, why)] = replay(find(path)).gaps
-    assert why.startswith("record 1 cannot be decided again: TypeError")
+    assert why.startswith("record 1 cannot be replayed: TypeError")
 
 
 def test_a_report_that_cannot_be_of_its_engine_is_not_shown_in_part(recorded: Path):
@@ -207,7 +207,7 @@ def test_a_report_that_cannot_be_of_its_engine_is_not_shown_in_part(recorded: Pa
     rewritten(recorded, forge)
     window = Window()
     verdict = replay(find(recorded), [window])
-    assert "cannot be decided again" in verdict.gaps[0][1]
+    assert "cannot be replayed" in verdict.gaps[0][1]
     assert "another" not in {arm.drafter for arm in window.arms}
     assert render_ticket(window, verdict)
 
@@ -397,15 +397,17 @@ def test_which_engine_has_to_be_said(tmp_path: Path):
     with pytest.raises(RecordingError, match="several engines: name one of one, two"):
         find(tmp_path)
     assert replay(find(tmp_path, "two")).engine_id == "two"
-    with pytest.raises(RecordingError, match="holds no engine 'three', but one, two"):
+    with pytest.raises(
+        RecordingError, match="has no recording of engine 'three', only of one, two"
+    ):
         find(tmp_path, "three")
     [path, _] = segments(tmp_path)
-    with pytest.raises(RecordingError, match="is of engine one, not of two"):
+    with pytest.raises(RecordingError, match="is a recording of engine one, not of two"):
         find(path, "two")
     with pytest.raises(RecordingError, match="cannot be read"):
         find(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RecordingError, match="holds no recording"):
+    with pytest.raises(RecordingError, match="contains no recording"):
         find(tmp_path / "empty")
 
 

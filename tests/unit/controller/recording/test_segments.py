@@ -65,7 +65,7 @@ def test_a_torn_tail_is_passed_over_wherever_it_is_torn(whole: bytes, tmp_path: 
 def test_a_segment_without_its_opening_is_refused(whole: bytes, tmp_path: Path, cut: int):
     path = tmp_path / "x.record"
     path.write_bytes(whole[:cut])
-    with pytest.raises(RecordingError, match=f"{path}: nothing in it can be read"):
+    with pytest.raises(RecordingError, match=f"{path} cannot be read"):
         RecordingPart(path)
 
 
@@ -152,7 +152,7 @@ def test_what_is_written_is_read_however_much_it_is(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_device_is_no_recording():
-    with pytest.raises(RecordingError, match="is no file"):
+    with pytest.raises(RecordingError, match="is not a regular file"):
         find(Path("/dev/zero"))
 
 
@@ -164,7 +164,7 @@ def test_a_frame_of_no_possible_length_is_refused_at_once():
 def test_another_file_is_named_as_such(tmp_path: Path):
     path = tmp_path / "x.record"
     path.write_text("timestamp,tokens\n")
-    with pytest.raises(RecordingError, match="no recording"):
+    with pytest.raises(RecordingError, match="not a recording"):
         find(path)
 
 
@@ -177,7 +177,7 @@ def test_a_record_of_a_newer_version_ends_what_can_be_decided(whole: bytes, tmp_
     path = tmp_path / "x.record"
     path.write_bytes(whole + frame([record_pb2.Record(clock_seconds=1.0)]))
     everything, damage = moments_of(path)
-    assert "not known here" in damage
+    assert "of an unknown kind" in damage
     assert len(everything) > 100
 
 

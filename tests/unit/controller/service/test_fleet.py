@@ -88,7 +88,9 @@ async def test_without_redis_engines_are_steered_on_under_what_was_in_force(
         assert "redis" in text
         assert set(await listed(one)) == {"o1"}
         await until(lambda: not two.sidecar.override_registry.health.ok)
-        assert "going on with what is held here" in (await one.explain()).store.detail
+        assert (
+            "the local copy of the overrides stays in force" in (await one.explain()).store.detail
+        )
         server.start()
         await until(
             lambda: (

@@ -84,7 +84,7 @@ def test_the_command_prints_what_a_file_stands_for_or_what_is_wrong_with_it(tmp_
     path.write_text("policies: 1\n")
     done = CliRunner().invoke(app, ["policy", "check", str(path)])
     assert done.exit_code == Exit.USAGE
-    assert f"{path}, line 1: policies: a list is needed" in done.stderr
+    assert f"{path}, line 1: policies: must be a list" in done.stderr
     path.write_text("policies: []\n")
     assert "empty policy" in CliRunner().invoke(app, ["policy", "check", str(path)]).stdout
 
@@ -107,34 +107,53 @@ def entry(text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [
-        (entry("at_mos: 3"), 5, "at_mos is not a key of the policy file"),
+        (entry("at_mos: 3"), 5, "at_mos is not a key of the policy file: did you mean at_most?"),
+        (entry("at-most: 3"), 5, "at-most is not a key of the policy file: did you mean at_most?"),
+        (entry("x: 3"), 5, "x is not a key of the policy file: known keys: name, reason, engine"),
+        (entry("schedule: [{batch: 1, gama: 1}]"), 5, "did you mean gamma?"),
         (entry("off: true"), 5, "off is not a key of the policy file"),
         (entry("<<: {gamma: 1}"), 5, "<< is not a key of the policy file"),
         (entry("gamma: 65"), 5, "gamma: Input should be less than or equal to 64"),
         (entry("gamma: five"), 5, "gamma: Input should be a valid integer"),
         (entry("gamma: true"), 5, "gamma: Input should be a valid integer"),
         (entry("gamma: 1\n    gamma: 2"), 6, "gamma is set twice"),
-        (entry("gamma: 1\n    batch: 9-3"), 6, "batch 9-3: ascending sizes"),
-        (entry("gamma: 1\n    batch: 0"), 6, "batch 0: ascending sizes"),
-        (entry(f"gamma: 1\n    batch: {MAX_BATCH_SIZE + 1}"), 6, "ascending sizes"),
+        (entry("gamma: 1\n    batch: 9-3"), 6, "batch 9-3: must be ascending sizes"),
+        (entry("gamma: 1\n    batch: 0"), 6, "batch 0: must be ascending sizes"),
+        (entry(f"gamma: 1\n    batch: {MAX_BATCH_SIZE + 1}"), 6, "must be ascending sizes"),
         (entry("gamma: 1\n    batch: many"), 6, "a batch size or a range is needed"),
-        (entry("gamma: 1\n    model: m"), 2, "one of engine, model and fleet: true"),
+        (entry("gamma: 1\n    model: m"), 2, "exactly one of engine, model and fleet: true"),
         (entry("gamma: 1\n    at_most: 3"), 2, "a: gamma is pinned"),
         (entry("at_least: 4\n    at_most: 3"), 2, "a: gamma_min 4 is above gamma_max 3"),
         (entry("drafter: ''"), 2, "a: drafter"),
         (entry("batch: 3"), 2, "a: an override must demand something"),
-        (entry("schedule: [{batch: 1-8, gamma: 1}, {batch: 8, gamma: 2}]"), 2, "do not overlap"),
-        (entry("schedule: [{batch: 5-, gamma: 1}, {batch: 9, gamma: 2}]"), 2, "do not overlap"),
+        (
+            entry("schedule: [{batch: 1-8, gamma: 1}, {batch: 8, gamma: 2}]"),
+            2,
+            "and not overlap",
+        ),
+        (
+            entry("schedule: [{batch: 5-, gamma: 1}, {batch: 9, gamma: 2}]"),
+            2,
+            "and not overlap",
+        ),
         (entry("schedule: [{batch: 5-}]"), 5, "gamma: Field required"),
-        (entry("at_most: 3\n    schedule: [{batch: 1, gamma: 1}]"), 2, "a schedule stands alone"),
+        (
+            entry("at_most: 3\n    schedule: [{batch: 1, gamma: 1}]"),
+            2,
+            "an entry with a schedule cannot have",
+        ),
         (entry("gamma: 1") + "  - {name: a, fleet: true, reason: r, gamma: 2}\n", 1, "used twice"),
         ("policies:\n  - {fleet: true, reason: r, gamma: 1}\n", 2, "name: Field required"),
         ("policies:\n  - {name: a b, fleet: true, reason: r, gamma: 1}\n", 2, "name: "),
         ("policies:\n  - {name: a, fleet: true, gamma: 1}\n", 2, "reason: Field required"),
-        ("policies:\n  - {name: a, reason: r, gamma: 1}\n", 2, "one of engine, model and fleet"),
-        ("policies:\n", 1, "policies: a list is needed"),
-        ("policies: {a: 1}\n", 1, "policies: a list is needed"),
-        ("policy: []\n", 1, "policy is not a key of the policy file"),
+        (
+            "policies:\n  - {name: a, reason: r, gamma: 1}\n",
+            2,
+            "exactly one of engine, model and fleet",
+        ),
+        ("policies:\n", 1, "policies: must be a list"),
+        ("policies: {a: 1}\n", 1, "policies: must be a list"),
+        ("policy: []\n", 1, "policy is not a key of the policy file: did you mean policies?"),
         ("- a\n", 1, "not a mapping"),
         ("policies: &a []\n", 1, "anchors"),
         ("policies: !!python/object:os.system []\n", 1, "tags"),

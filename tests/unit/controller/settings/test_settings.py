@@ -85,8 +85,8 @@ def test_what_kubernetes_says_about_a_service_of_such_a_name_is_no_setting(
     [
         ({"metrics_port": 70_000}, "metrics_port: "),
         ({"adress": "unix:/x"}, "adress: "),
-        ({"address": "unix:"}, "unix:PATH or /PATH, is needed"),
-        ({"tcp": "9000"}, "tcp: .*HOST:PORT is needed"),
+        ({"address": "unix:"}, "unix:PATH or /PATH; to serve"),
+        ({"tcp": "9000"}, "tcp: .*must be HOST:PORT"),
         ({"log_level": "loud"}, "log_level: "),
         ({"max_engines": 0}, "max_engines: "),
         ({"max_message_bytes": 10**30}, "max_message_bytes: "),
@@ -203,13 +203,13 @@ def test_an_ipv6_host_has_brackets_where_its_port_follows(host: str):
 )
 @pytest.mark.parametrize("name", ["metrics_host", "page_host", "health_host"])
 def test_a_host_that_is_none_is_refused(name: str, host: str):
-    with pytest.raises(SettingsError, match=f"{name}.*an address or a name is needed"):
+    with pytest.raises(SettingsError, match=f"{name}.*must be an address or a name"):
         Settings.load({name: host})
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9464", "nosuch", "unix:", "relative.sock"])
 def test_an_address_to_serve_on_that_is_no_socket_names_the_way_to_tcp(address: str):
-    with pytest.raises(SettingsError, match=r"unix:PATH or /PATH, is needed.*--tcp HOST:PORT"):
+    with pytest.raises(SettingsError, match=r"unix:PATH or /PATH; to serve.*--tcp HOST:PORT"):
         Settings.load({"address": address})
 
 

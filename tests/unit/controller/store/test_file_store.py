@@ -148,7 +148,7 @@ async def test_a_flipped_bit_in_an_entry_is_refused_and_the_file_is_left_alone(t
 async def test_a_database_that_has_lost_its_content_is_not_taken_for_a_new_one(tmp_path: Path):
     database = await filled(tmp_path)
     database.write_bytes(b"")
-    with pytest.raises(StoreBrokenError, match="is empty, which no database of overrides is"):
+    with pytest.raises(StoreBrokenError, match="is empty and has lost its content"):
         await opened(tmp_path)
     database.unlink()
     assert await names(tmp_path) == set()

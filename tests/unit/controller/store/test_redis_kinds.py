@@ -170,7 +170,7 @@ async def acknowledged(store: RedisStore, names: Iterable[str]) -> None:
     for name in names:
         async with asyncio.timeout(120):
             while words := await refusal(store, name):
-                assert words.endswith(("nothing was changed", "repeat it with the same id"))
+                assert words.endswith(("nothing was changed", "retry with the same id"))
                 await asyncio.sleep(0.05)
 
 
@@ -319,7 +319,7 @@ async def test_a_write_whose_answer_is_lost_is_not_sent_again(cluster: RedisServ
             store = RedisStore(url, timeout_seconds=0.2, reconcile_seconds=60)
             await store.open(lambda: None)
             try:
-                with pytest.raises(StoreUnavailableError, match="is not known"):
+                with pytest.raises(StoreUnavailableError, match="it is unknown"):
                     await store.write("o1", "1", None, 0, ANN)
                 assert sent == 1
             finally:
@@ -329,28 +329,34 @@ async def test_a_write_whose_answer_is_lost_is_not_sent_again(cluster: RedisServ
 @pytest.mark.parametrize(
     ("url", "text"),
     [
-        ("http://x", "the scheme is not known"),
-        ("redis+other://x", "the scheme is not known"),
+        ("http://x", "unknown scheme"),
+        ("redis+other://x", "unknown scheme"),
         ("redis://", "no host"),
-        ("redis+sentinel://host:1", "has to name the service"),
+        ("redis+sentinel://host:1", "must name the service"),
         ("redis://:secret@host:port/0", "Port"),
         ("redis://:secret@host/0?pasword=secret", r"client does not know \(pasword\)"),
         # What may be a part of a password is not named.
-        ("redis://:a?secret=b@host", "the Redis client does not know; known are"),
-        ("redis://host?password=a&secret=b", "the Redis client does not know; known are"),
-        ("redis+sentinel://h/s?sentinel_password=a&secret=b", "client does not know; known are"),
-        ("redis://host?Secret_1=a", "the Redis client does not know; known are"),
+        ("redis://:a?secret=b@host", "the Redis client does not know; the options are"),
+        ("redis://host?password=a&secret=b", "the Redis client does not know; the options are"),
+        (
+            "redis+sentinel://h/s?sentinel_password=a&secret=b",
+            "client does not know; the options are",
+        ),
+        ("redis://host?Secret_1=a", "the Redis client does not know; the options are"),
         ("redis+sentinel://host/s?no_such=secret", "an option that the Redis client does not know"),
         ("redis+cluster://host?no_such=", "an option that the Redis client does not know"),
         ("redis://host?protocol=3", "an option that the Redis client does not know"),
-        ("rediss://host?ssl_no_such=secret", r"a connection of this kind lacks \(ssl_no_such\)"),
-        ("unix:///s?socket_keepalive=1", r"of this kind lacks \(socket_keepalive\)"),
+        (
+            "rediss://host?ssl_no_such=secret",
+            r"a connection of this kind does not support \(ssl_no_such\)",
+        ),
+        ("unix:///s?socket_keepalive=1", r"of this kind does not support \(socket_keepalive\)"),
         ("rediss://host?ssl_cert_reqs=maybe", "none, optional, required"),
         ("rediss://host?ssl_cert_reqs=NONE", "none, optional, required"),
-        ("rediss://host?ssl_check_hostname=maybe", "ssl_check_hostname in its query has to be yes"),
-        ("rediss://host?ssl_check_hostname=off", "ssl_check_hostname in its query has to be yes"),
-        ("redis://host?socket_keepalive=2", "socket_keepalive in its query has to be yes or no"),
-        ("redis+sentinel://host/s?sentinel_tls=on", "sentinel_tls in its query has to be yes"),
+        ("rediss://host?ssl_check_hostname=maybe", "ssl_check_hostname in its query must be yes"),
+        ("rediss://host?ssl_check_hostname=off", "ssl_check_hostname in its query must be yes"),
+        ("redis://host?socket_keepalive=2", "socket_keepalive in its query must be yes or no"),
+        ("redis+sentinel://host/s?sentinel_tls=on", "sentinel_tls in its query must be yes"),
         ("redis://host?sentinel_tls=yes", "an option that the Redis client does not know"),
         ("rediss://host?ssl_min_version=5", "TLS/SSL version"),
         ("rediss://host?ssl_min_version=TLSv1_3", "ssl_min_version"),
@@ -370,10 +376,10 @@ async def test_a_write_whose_answer_is_lost_is_not_sent_again(cluster: RedisServ
         (" ", "redis_url: it is empty|it is empty"),
         ("", "redis_url: it is empty"),
         ("redis://host?db=1&db=2", "an option twice"),
-        ("redis://host/1?db=2", "two databases"),
-        ("redis://host/x", "has to be a number"),
-        ("redis+sentinel://host/s/x", "has to be a number"),
-        ("redis+cluster://host/1", "one database only"),
+        ("redis://host/1?db=2", "different databases"),
+        ("redis://host/x", "must be a number"),
+        ("redis+sentinel://host/s/x", "must be a number"),
+        ("redis+cluster://host/1", "only database 0"),
         ("redis://host?socket_timeout=x", "Invalid value for .socket_timeout"),
         ("redis://host?socket_timeout=0", "above 0"),
         ("redis://:sec#ret@host", "%23"),
@@ -389,8 +395,8 @@ async def test_a_write_whose_answer_is_lost_is_not_sent_again(cluster: RedisServ
         ("unix://s", "absolute path"),
         ("unix:///", "absolute path"),
         ("redis://a:1,b:2", "Port"),
-        ("redis+sentinel://a, b/s", "holds a blank"),
-        ("redis://a b:6379", "holds a blank"),
+        ("redis+sentinel://a, b/s", "contains a blank"),
+        ("redis://a b:6379", "contains a blank"),
         ("redis://host:0", "port 0"),
         ("redis+cluster://a,b:", "no port"),
     ],
@@ -402,18 +408,22 @@ def test_a_url_that_is_none_is_refused_without_its_password(url: str, text: str)
 
 
 CONTRADICTING: tuple[tuple[str, RedisAccess, str], ...] = (
-    ("redis://:secret@h", RedisAccess(password="hunter2"), "redis_password each give"),
-    ("redis://:secret@h", RedisAccess(password_file=Path("/p")), "redis_password_file each give"),
+    ("redis://:secret@h", RedisAccess(password="hunter2"), "redis_password give different values"),
+    (
+        "redis://:secret@h",
+        RedisAccess(password_file=Path("/p")),
+        "redis_password_file give different values",
+    ),
     ("redis://h?password=secret", RedisAccess(password="hunter2"), "in its query and redis_pass"),
     ("redis://:secret@h?password=hunter2", RedisAccess(), "the URL and password in its query"),
-    ("redis://ann@h", RedisAccess(user="bob"), "the URL and redis_user each"),
+    ("redis://ann@h", RedisAccess(user="bob"), "the URL and redis_user give different"),
     ("redis://h", RedisAccess(user="bob", user_file=Path("/u")), "redis_user and redis_user_file"),
     (
         "redis+sentinel://h/s?sentinel_password=secret",
         RedisAccess(sentinel_password_file=Path("/p")),
-        "another sentinel password",
+        "values of sentinel password",
     ),
-    ("rediss://h?ssl_ca_certs=/a", RedisAccess(ca=Path("/b")), "another ca"),
+    ("rediss://h?ssl_ca_certs=/a", RedisAccess(ca=Path("/b")), "values of ca"),
     ("redis://h", RedisAccess(ca=Path("/a")), "need a scheme with TLS"),
     ("redis+cluster://h?ssl_ca_certs=/a", RedisAccess(), "need a scheme with TLS"),
     ("unix:///s", RedisAccess(client_certificate=Path("/a")), "need a scheme with TLS"),

@@ -66,7 +66,7 @@ async def test_while_redis_is_gone_what_is_held_goes_on_and_writes_are_refused(
         server.kill()
         assert set(await live(store)) == {"a"}
         assert not store.health.ok
-        assert "going on with what is held here" in store.health.detail
+        assert "the local copy of the overrides stays in force" in store.health.detail
         with pytest.raises(StoreUnavailableError):
             await store.write("b", "2", 100.0, 0, ANN)
         with pytest.raises(StoreUnavailableError):
@@ -178,7 +178,7 @@ async def test_a_redis_that_does_not_answer_is_waited_for_only_so_long(server: R
         try:
             began = time.monotonic()
             assert set(await live(store)) == {"a"}
-            with pytest.raises(StoreUnavailableError, match="whether it was done is not known"):
+            with pytest.raises(StoreUnavailableError, match="it is unknown whether it was done"):
                 await store.write("b", "2", 100.0, 0, ANN)
             assert time.monotonic() - began < PATIENCE_SECONDS
         finally:

@@ -162,7 +162,9 @@ async def test_a_connection_that_breaks_before_the_answer_is_not_called_unchange
             while not any("b" in c["flags"] for c in client.client_list()):  # noqa: ASYNC110
                 await asyncio.sleep(0)
         client.client_kill_filter(_type="normal", skipme=True)
-        with pytest.raises(StoreUnavailableError, match="is not known: repeat it with the same id"):
+        with pytest.raises(
+            StoreUnavailableError, match="unknown whether it was done: retry with the same id"
+        ):
             await writing
         server.kill()
         with pytest.raises(StoreUnavailableError, match="nothing was changed"):

@@ -25,8 +25,8 @@ def test_what_is_no_small_regular_file_is_refused_without_waiting(tmp_path: Path
         (large, "larger than 2 KiB"),
         (loop, "symbolic links"),
         (large / "below", "Not a directory"),
-        (Path("a\0b"), "is not a file name"),
-        (Path("a\ud800b"), "is not a file name"),
+        (Path("a\0b"), "is not a valid file name"),
+        (Path("a\ud800b"), "is not a valid file name"),
     ):
         with pytest.raises(UnreadableFileError, match=said) as caught:
             read_small(path, 2048)

@@ -33,7 +33,7 @@ def test_it_says_when_training_does_not_pay():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "no pool of GPUs is given"),
+        ((), "name at least one kind of GPU: --pool NAME:CARDS:INFERENCE:TRAINING, for example"),
         (("--pool", "H100:8"), "NAME:CARDS:INFERENCE:TRAINING is needed"),
         (("--pool", "H100:eight:1:1"), "NAME:CARDS:INFERENCE:TRAINING is needed"),
         (("--pool", "H100:8:0:1"), "inference rate 0.0 must be above 0"),

@@ -184,7 +184,9 @@ async def test_a_bad_file_is_shown_and_what_it_said_before_stays_in_force(
         assert scheduled(await planned(running))
         told = await status(running)
         assert not told.ok
-        assert told.detail == f"{mounted.path}, line 2: at_mots is not a key of the policy file"
+        assert told.detail == (
+            f"{mounted.path}, line 2: at_mots is not a key of the policy file: did you mean at_most?"
+        )
         assert measured(running)["speculation_policy_ok"] == 0
         assert measured(running)["speculation_policy_entries"] == 2
         mounted.write(BOUND)
