@@ -1,9 +1,6 @@
 SHELL := bash
 PYTHON_IN := .venv/bin/python
 PYTHON_CORE := .venv-core/bin/python
-# The tests of `make test-core`: they need no torch, no engine and no Debian package.
-CORE_TESTS := $(addprefix tests/unit/,\
-  controller/core controller/wire controller/settings)
 # Where SGLang runs on a GPU (make gpu-check, make demo-gpu).
 PYTHON ?= python3
 # Extra arguments for pytest (make test) or the demo (make demo).
@@ -59,7 +56,7 @@ test: setup ## The tests of CI (ARGS="-m 'not engine and not packaging'" for the
 	@$(PYTHON_IN) -m pytest -m "not nightly" $(ARGS)
 
 test-core: setup-core ## The tests of the core and the sidecar, in .venv-core (one minute)
-	@$(PYTHON_CORE) -m pytest -n auto --dist loadfile -m "not slow and not nightly" $(CORE_TESTS) $(ARGS)
+	@$(PYTHON_CORE) -m pytest -n auto --dist loadfile -m "not slow and not nightly" @tests/core_tests.txt $(ARGS)
 
 coverage: setup-core ## Branch coverage of controller/core and engine_shim/link by their tests, in .venv-core
 	@rm -rf build/coverage && mkdir -p build/coverage
