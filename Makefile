@@ -60,7 +60,7 @@ test-core: setup-core ## The tests of the core and the sidecar, in .venv-core (o
 
 coverage: setup-core ## Branch coverage of controller/core and engine_shim/link by their tests, in .venv-core
 	@rm -rf build/coverage && mkdir -p build/coverage
-	@$(PYTHON_CORE) -m coverage run -m pytest -q -m "not nightly" \
+	@$(PYTHON_CORE) -m coverage run -m pytest -q -n auto -m "not nightly" \
 	  tests/unit/controller/core tests/unit/engine_shim/link $(ARGS)
 	@$(PYTHON_CORE) -m coverage combine --quiet
 	@$(PYTHON_CORE) -m coverage report

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from controller.cli import app
 from scripts.release_ready import faults
 from tests.unit.packaging.environments import ROOT
 
@@ -82,6 +84,19 @@ def test_the_programs_and_files_that_hooks_and_workflows_name_are_there():
             assert (ROOT / path).is_file(), path
         for line in re.findall(r"(?:run:|command:|^) ?make ([a-z -]+)$", text, re.MULTILINE):
             assert set(line.split()) <= set(targets), line
+
+
+def test_the_commands_that_issue_forms_ask_for_are_there():
+    texts = [path.read_text() for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")]
+    asked = {
+        line for text in texts
+        for line in re.findall(r"label: Output of controller (.*)|`controller ([^`]+)`", text)
+    }  # fmt: skip
+    assert len(asked) > 5
+    for line in asked:
+        words = " ".join("".join(line).split()).split()
+        done = CliRunner().invoke(app, [*words, "--help"])
+        assert done.exit_code == 0, words
 
 
 def test_all_packages_name_the_same_authors_and_addresses():
