@@ -1,12 +1,13 @@
 SHELL := bash
 PYTHON_IN := .venv/bin/python
+PYTHON_CORE := .venv-core/bin/python
 # Where SGLang runs on a GPU (make gpu-check, make demo-gpu).
 PYTHON ?= python3
 # Extra arguments for pytest (make test) or the demo (make demo).
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm check format docs test test-nightly bench faults soak fuzz golden demo demo-gpu demo-vllm lab gpu-check gpu-kit models proto lock licences sbom audit upstream clean
+.PHONY: help setup setup-core setup-vllm check format docs test test-core test-nightly coverage bench faults soak fuzz golden demo demo-gpu demo-vllm lab gpu-check gpu-kit models proto lock licences sbom audit upstream clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { \
@@ -18,6 +19,9 @@ help: ## What there is to make
 
 setup: ## Virtual environment .venv with CPU torch, SGLang and the project
 	@scripts/setup.sh
+
+setup-core: ## Virtual environment .venv-core with the sidecar and its tests, without torch and engines (one minute)
+	@scripts/setup_core.sh
 
 setup-vllm: ## Virtual environment .venv-vllm with CPU torch, vLLM and the shim (one minute, 3 GB)
 	@scripts/setup_vllm.sh
@@ -34,6 +38,7 @@ check: setup ## The static part: format, lint, types, contract, drift of what is
 	@echo "check: results in docs/learning.md" && $(PYTHON_IN) scripts/learning_results.py --check
 	@echo "check: alert rules for Kubernetes" && $(PYTHON_IN) scripts/prometheus_rule.py --check
 	@echo "check: shared files of the Helm chart" && $(PYTHON_IN) scripts/helm_files.py --check
+	@echo "check: workflows, forms and hooks" && scripts/forge.sh .venv/bin
 	@echo "check: prose" && $(PYTHON_IN) scripts/prose.py
 	@echo "check: links and anchors of the documents" && .venv/bin/mkdocs build
 	@echo "check: licences of the images" && $(PYTHON_IN) scripts/bill_of_materials.py licences
@@ -49,6 +54,16 @@ docs: setup ## The documents as a site, in build/site; a dead link or anchor end
 
 test: setup ## The tests of CI (ARGS="-m 'not engine and not packaging'" for the quick ones)
 	@$(PYTHON_IN) -m pytest -m "not nightly" $(ARGS)
+
+test-core: setup-core ## The tests of the core and the sidecar, in .venv-core (one minute)
+	@$(PYTHON_CORE) -m pytest -n auto --dist loadfile -m "not slow and not nightly" @tests/core_tests.txt $(ARGS)
+
+coverage: setup-core ## Branch coverage of controller/core and engine_shim/link by their tests, in .venv-core
+	@rm -rf build/coverage && mkdir -p build/coverage
+	@$(PYTHON_CORE) -m coverage run -m pytest -q -n auto -m "not nightly" \
+	  tests/unit/controller/core tests/unit/engine_shim/link $(ARGS)
+	@$(PYTHON_CORE) -m coverage combine --quiet
+	@$(PYTHON_CORE) -m coverage report
 
 test-nightly: setup ## The tests that take too long for CI (half an hour)
 	@$(PYTHON_IN) -m pytest -m nightly $(ARGS)
@@ -108,5 +123,5 @@ upstream: setup ## Holds the newest version of each engine against what the plug
 	@$(PYTHON_IN) scripts/upstream.py
 
 clean: ## Removes everything that was made, .venv included
-	@rm -rf .venv .venv-vllm .kit build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-core .venv-vllm .kit build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,7 +13,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 _PAGES = (
-    "*.md", "docs/*.md", "proto/**/*.md", "profiles/*.md", "controller/**/*.md",
+    "*.md", "docs/**/*.md", "proto/**/*.md", "profiles/*.md", "controller/**/*.md",
     "simulator/**/*.md", "engine_shim/**/*.md", "trainer/**/*.md", "lab/**/*.md", "tools/**/*.md",
     "tests/**/*.md", "deploy/**/*.md",
 )  # fmt: skip
